@@ -128,5 +128,5 @@ def test_open_forget_gates_are_softmax() -> None:
 
 
 def test_forgetting_asks_for_its_gates() -> None:
-    with pytest.raises(ValueError, match="pass log_kept_BLH"):
+    with pytest.raises(ValueError, match="pass gates_BLH"):
         core_with({"kind": "forgetting"})(*qkv())

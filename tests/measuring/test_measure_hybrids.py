@@ -91,7 +91,11 @@ def own_hybrid(every: int) -> Transformer:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_without_attention_are_counted_and_those_with_it_numbered(name: str) -> None:
     measured = measure(hybrid(name), family_tokens())
-    expected = [] if name not in COUNTED else ["{}; the others are {} and in no sink rate".format(*COUNTED[name])]
+    expected = (
+        []
+        if name not in COUNTED
+        else ["{}; the others are {} and not included in the sink rate".format(*COUNTED[name])]
+    )
     assert measured.notes == expected
     assert measured.layers == len(eager_reference(hybrid(name), family_tokens()).importance[0])
 
@@ -100,7 +104,7 @@ def test_layers_without_attention_are_counted_and_those_with_it_numbered(name: s
 def test_so_are_those_of_ours(every: int, said: str) -> None:
     [note] = measure(own_hybrid(every), own_tokens()).notes
     assert note.startswith(said)
-    assert note.endswith("the others are linear or recurrent and in no sink rate")
+    assert note.endswith("the others are linear or recurrent and not included in the sink rate")
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

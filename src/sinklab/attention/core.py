@@ -90,7 +90,7 @@ class AttentionCore(nn.Module):
         k_BGTD: Tensor,
         v_BGTD: Tensor,
         documents_BL: Tensor | None = None,
-        log_kept_BLH: Tensor | None = None,
+        gates_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> Tensor:
         """Compute the attention output, (B, H, T, V).
@@ -98,12 +98,12 @@ class AttentionCore(nn.Module):
         Args:
             documents_BL: integer document number of every position, leading token included (its number is ignored);
                 required by the document mask. In padded rows, number 0 belongs to the first position after the padding.
-            log_kept_BLH: running sums of the log forget gates up to every position, leading token included; required
-                by operations with forget gates.
+            gates_BLH: what the operation's gate makes of every position, leading token included: running sums of the
+                log forget gates, of all S positions, or logits of weights; required by operations with a gate.
             padding_B: number of padding positions at the start of each row, before a leading token.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
-            layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, documents_BL, log_kept_BLH, padding_B)
+            layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, documents_BL, gates_BLH, padding_B)
             return layer.output() if self.call_handler is None else self.call_handler(layer)
 
     def layer_call(
@@ -112,11 +112,11 @@ class AttentionCore(nn.Module):
         k_BGTD: Tensor,
         v_BGTD: Tensor,
         documents_BL: Tensor | None = None,
-        log_kept_BLH: Tensor | None = None,
+        gates_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> LayerCall:
         """Build the call that `forward` computes, from the same arguments."""
-        call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH, padding_B)
+        call = self.call(q_BHTD, k_BGTD, documents_BL, gates_BLH, padding_B)
         return LayerCall(self.operation, call, v_BGTD, self.leading, padding_B)
 
     def reference(
@@ -125,7 +125,7 @@ class AttentionCore(nn.Module):
         k_BGTD: Tensor,
         v_BGTD: Tensor,
         documents_BL: Tensor | None = None,
-        log_kept_BLH: Tensor | None = None,
+        gates_BLH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute (out_BHTD, A_BHTS) by the papers' formulas on explicit matrices: the reference of all tests.
 
@@ -134,9 +134,20 @@ class AttentionCore(nn.Module):
         """
         position = None if self.position is None else self.position.score()
         mask = self.visible(documents_BL)
+        log_kept_BLH, weight_BLH = self._gates(gates_BLH)
         sequential = self.operation.sequential
         given = explicit(
-            q_BHTD, k_BGTD, v_BGTD, mask, self.bias, self.softcap, position, log_kept_BLH, sequential, self.learned
+            q_BHTD,
+            k_BGTD,
+            v_BGTD,
+            mask,
+            self.bias,
+            self.softcap,
+            position,
+            log_kept_BLH,
+            sequential,
+            self.learned,
+            weight_BLH,
         )
         scores_BHTS = self.operation.reference(given)
         out_BHTD = self.operation.reference_output(given, scores_BHTS @ given.values())
@@ -164,20 +175,16 @@ class AttentionCore(nn.Module):
         q_BHTD: Tensor,
         k_BGTD: Tensor,
         documents_BL: Tensor | None = None,
-        log_kept_BLH: Tensor | None = None,
+        gates_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> Call:
         """Build the arguments of the operation.
 
         Raises:
-            ValueError: if document numbers or forget gates are required and missing.
+            ValueError: if document numbers or gates are required and missing.
         """
         mask = self.visible(documents_BL, padding_B)
-        if self.operation.forgets and log_kept_BLH is None:
-            raise ValueError(
-                f"{self.operation.kind} attention requires forget gates: pass log_kept_BLH, the running sums of their "
-                "logarithms"
-            )
+        log_kept_BLH, weight_BLH = self._gates(gates_BLH)
         return Call(
             q_BHTD,
             k_BGTD,
@@ -191,7 +198,20 @@ class AttentionCore(nn.Module):
             logit_H=self.bias.logit_per_head(q_BHTD),
             value_HV=self.bias.value_per_head(),
             learned=self.learned,
+            weight_BTH=weight_BLH,
         )
+
+    def _gates(self, gates_BLH: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The gates as running sums of forget gates, or as logits of weights."""
+        operation = self.operation
+        if gates_BLH is None and (operation.forgets or operation.weighs):
+            wanted = (
+                "forget gates: pass gates_BLH, the running sums of their logarithms"
+                if operation.forgets
+                else "a weight per query: pass gates_BLH, its logits"
+            )
+            raise ValueError(f"{operation.kind} attention requires {wanted}")
+        return gates_BLH if operation.forgets else None, gates_BLH if operation.weighs else None
 
     def _in_place(self, mask: masks.Mask, padding_B: Tensor | None) -> masks.Mask:
         """The mask without the keys that an ablation hides, shifted by the leading token and padding."""

@@ -90,8 +90,7 @@ class LayerCall:
 
     def cut(self, positions: int) -> "LayerCall":
         """The call of the sequences truncated to `positions`; no earlier position depends on a later one."""
-        q, k = (x[:, :, :positions] for x in (self.call.q_BHTD, self.call.k_BGTD))
-        return replace(self, call=replace(self.call, q_BHTD=q, k_BGTD=k), value_BGSV=self.value_BGSV[:, :, :positions])
+        return replace(self, call=self.call.cut(positions), value_BGSV=self.value_BGSV[:, :, :positions])
 
     def rows(self) -> Iterator[Rows]:
         """Compute the rows of scores, leading tokens included, a block of queries at a time (`Operation.rows`)."""
@@ -116,8 +115,7 @@ class LayerCall:
         """
         sums, n = self.column_sums(), self.leading
         if n:
-            q, k = (x[:, :, :n] for x in (self.call.q_BHTD, self.call.k_BGTD))
-            first = replace(self, call=replace(self.call, q_BHTD=q, k_BGTD=k, mask=masks.CAUSAL)).column_sums()
+            first = replace(self, call=replace(self.call.cut(n), mask=masks.CAUSAL)).column_sums()
             sums.keys_BHS[..., :n] -= first.keys_BHS
             if sums.bias_BH is not None and first.bias_BH is not None:
                 sums.bias_BH.sub_(first.bias_BH)

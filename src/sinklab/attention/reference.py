@@ -37,6 +37,7 @@ class Explicit:
         fading_BHTT: term added to a score by forget gates; None without forget gates.
         has_rest: whether column 0 is the rest of the row, which has value zero here.
         learned: the operation's own parameters.
+        weight_BHT: logit of each query's weight; None in operations without.
     """
 
     q_BHTD: Tensor
@@ -53,19 +54,23 @@ class Explicit:
     fading_BHTT: Tensor | None
     has_rest: bool
     learned: nn.Module | None
+    weight_BHT: Tensor | None
 
     @property
     def has_bias(self) -> bool:
         """Whether column 0 is a bias or the rest of the row."""
         return self.key_HD is not None or self.logit_H is not None or self.has_rest
 
-    def logits(self, part: slice = slice(None)) -> Tensor:
+    def logits(self, part: slice = slice(None), of_key: slice | None = None) -> Tensor:
         """q_t.k_s / sqrt(d), softcapped, with position and fading; -inf for hidden keys: (B, H, T, S).
 
         Args:
-            part: slice of the width of every head, for operations that split heads; d is then the width of the slice.
+            part: slice of the width of every head's queries, for operations that split heads; d is then the width of
+                the slice.
+            of_key: slice of the width of its keys; None is `part`.
         """
-        q, k = self.q_BHTD[..., part], self.k_BHTD[..., part]
+        of_key = part if of_key is None else of_key
+        q, k = self.q_BHTD[..., part], self.k_BHTD[..., of_key]
         z_BHTT = self._capped(q @ k.mT / math.sqrt(q.shape[-1]))
         if self.position is not None:
             (B, H, T, _), device = z_BHTT.shape, z_BHTT.device
@@ -77,7 +82,7 @@ class Explicit:
         if self.logit_H is not None:
             extra_BHT1 = self.logit_H[:, None, None].expand(len(q), -1, q.shape[2], 1)
         elif self.key_HD is not None:
-            extra_BHT1 = self._capped(q @ self.key_HD[:, part, None] / math.sqrt(q.shape[-1]))
+            extra_BHT1 = self._capped(q @ self.key_HD[:, of_key, None] / math.sqrt(q.shape[-1]))
             extra_BHT1 = extra_BHT1 + self.added_H[:, None, None]
         else:
             return z_BHTT
@@ -117,9 +122,10 @@ def explicit(
     log_kept_BTH: Tensor | None,
     has_rest: bool,
     learned: nn.Module | None,
+    weight_BTH: Tensor | None,
 ) -> Explicit:
     """Build the explicit tensors; key heads and learned biases are repeated for their H / G query heads."""
-    B, H, T, D = q_BHTD.shape
+    (B, H, T, _), D = q_BHTD.shape, k_BGTD.shape[3]
     b, h, t, s = torch.meshgrid(*(torch.arange(n, device=q_BHTD.device) for n in (B, H, T, T)), indexing="ij")
     key_HD, value_HV = None, torch.zeros_like(v_BGTV[0, :1, 0]).expand(H, -1)
     if bias.key is not None:
@@ -147,6 +153,7 @@ def explicit(
         fading_BHTT=None if log_kept_BTH is None else _fading(log_kept_BTH),
         has_rest=has_rest,
         learned=learned,
+        weight_BHT=None if weight_BTH is None else weight_BTH.transpose(1, 2),
     )
 
 

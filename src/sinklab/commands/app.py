@@ -13,7 +13,7 @@ from sinklab.commands import data, reproduce
 from sinklab.commands.assess import assess
 from sinklab.commands.ending import PLAIN, end, stderr
 from sinklab.commands.evaluate import evaluate
-from sinklab.commands.from_model import PanelCommand, with_options
+from sinklab.commands.from_model import PanelCommand, PlainGroup, with_options
 from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json
 from sinklab.commands.sft import sft
@@ -24,11 +24,12 @@ from sinklab.signals import keeping_what_is_finished
 PROBLEMS = 20  # of a check of packed results that the terminal shows
 
 app = typer.Typer(
+    cls=PlainGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-data_app = typer.Typer(help="Text and tokens.", no_args_is_help=True)
+data_app = typer.Typer(cls=PlainGroup, help="Prepare text for training.", no_args_is_help=True)
 
 
 def main() -> None:
@@ -55,7 +56,12 @@ def everywhere(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """A laboratory for attention sinks in language models: train, measure, report."""
+    """A laboratory for attention sinks in language models: train, measure, report.
+
+    Example: sinklab measure MODEL --text stories.txt --out measured
+
+    Example: sinklab lab
+    """
 
 
 @with_options

@@ -63,7 +63,7 @@ def experiments(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[EXPERIMENT...]", help="Ids or .yaml files to show in full; default: list all experiments."
+            metavar="EXPERIMENT...", help="Ids or .yaml files to show in full; default: list all experiments."
         ),
     ] = None,
     coverage: Annotated[

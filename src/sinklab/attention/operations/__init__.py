@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sinklab.attention.operations.differential import Differential
+from sinklab.attention.operations.differential import Differential, DifferentialV2
 from sinklab.attention.operations.entmax import Entmax15
 from sinklab.attention.operations.forgetting import Forgetting
 from sinklab.attention.operations.kernel import EluKernel, IdentityKernel, MlpKernel
@@ -34,6 +34,7 @@ Operation = Annotated[
     | Softpick
     | ElasticSoftmax
     | Entmax15
-    | Differential,
+    | Differential
+    | DifferentialV2,
     Field(discriminator="kind"),
 ]

@@ -29,6 +29,8 @@ class OperationPart(Kind, ABC):
     forgets: ClassVar[bool] = False  # whether keys fade by the gates of `forget_gate`
     sequential: ClassVar[bool] = False  # whether keys take shares of the rest that other keys leave
     keys_per_head: ClassVar[int] = 1  # into how many parts a head's queries and keys are cut
+    queries_per_head: ClassVar[int] = 1  # how many queries, side by side, a head has for each key
+    weighs: ClassVar[bool] = False  # whether every query and head has a weight of its own, from `weight_gate`
 
     @property
     def sums_to_one(self) -> bool:
@@ -71,6 +73,10 @@ class OperationPart(Kind, ABC):
 
     def forget_gate(self, width: int, heads: int) -> nn.Module | None:
         """Build the module that maps the attention input (B, L, width) to running sums of log gates (B, L, heads)."""
+        return None
+
+    def weight_gate(self, width: int, heads: int) -> nn.Module | None:
+        """Build the module that maps the attention input (B, L, width) to logits of weights (B, L, heads)."""
         return None
 
     @abstractmethod

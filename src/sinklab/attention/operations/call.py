@@ -1,7 +1,7 @@
 """Arguments of an operation: queries, keys and all terms of a score before the similarity."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -27,7 +27,7 @@ class Call:
 
     Attributes:
         q_BHTD, k_BGTD: queries and keys. With more keys than queries, for example when a sequence is continued, the
-            queries are at the last positions.
+            queries are at the last positions. Where a head has several queries, they are side by side in q_BHTD.
         mask: which keys each query sees.
         backend: backend of the primitive.
         cap: softcap of the scores, bias key included.
@@ -38,6 +38,7 @@ class Call:
         logit_H: sink logit, used in place of q.k_s.
         value_HV: value of the bias; None means zero.
         learned: learned parameters of the operation.
+        weight_BTH: logits of the weights of operations that weigh; None otherwise.
         scale: factor of the products q.k; None means 1 / sqrt(D), the only value kernels and stick-breaking support.
     """
 
@@ -53,6 +54,7 @@ class Call:
     logit_H: Tensor | None = None
     value_HV: Tensor | None = None
     learned: nn.Module | None = None
+    weight_BTH: Tensor | None = None
     scale: float | None = None
 
     @property
@@ -64,6 +66,12 @@ class Call:
     def has_bias(self) -> bool:
         """Whether every row includes a bias key or a sink logit."""
         return self.key_HD is not None or self.logit_H is not None
+
+    def cut(self, positions: int, first: int = 0) -> "Call":
+        """The call of whole sequences truncated to `positions`, with its queries from `first` (from 0) on."""
+        q_BHTD, k_BGTD = self.q_BHTD[:, :, first:positions], self.k_BGTD[:, :, :positions]
+        weight_BTH = None if self.weight_BTH is None else self.weight_BTH[:, first:positions]
+        return replace(self, q_BHTD=q_BHTD, k_BGTD=k_BGTD, weight_BTH=weight_BTH)
 
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
         """`primitive.attend` over the sequence's own keys, with the log similarity of the call's scores."""

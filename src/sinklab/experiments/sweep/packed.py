@@ -1,4 +1,4 @@
-"""Packed runs: recipes, records, environments and metrics of a sweep, a few files per experiment, without weights.
+"""Packed sweeps: recipes, records, environments and metrics of all runs in a few files per experiment.
 
 EXPERIMENT/recipes.yaml           the resolved recipe of every run, a YAML document each
 EXPERIMENT/runs.jsonl             a line per run: record.json and env.json
@@ -33,7 +33,7 @@ ASSESSMENTS, TUNINGS = "assessments.jsonl.gz", "tunings.jsonl.gz"
 PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, ASSESSMENTS, TUNINGS)
 CHECKSUMS = "checksums.txt"
 OF_THE_MACHINE = ("command",)
-"""Keys of env.json that name paths and are not packed."""
+"""Keys of env.json that contain paths and are not packed."""
 
 _HEAD = "--- # "
 _DOCUMENT = re.compile(rf"^{re.escape(_HEAD)}(.+)\n", re.MULTILINE)
@@ -41,7 +41,7 @@ _DOCUMENT = re.compile(rf"^{re.escape(_HEAD)}(.+)\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class PackedRun:
-    """The packed files of a run.
+    """Packed files of a run.
 
     Attributes:
         directory: run directory, relative to the directory of the sweep.
@@ -60,7 +60,7 @@ class PackedRun:
 
 
 def is_packed(top: Path) -> bool:
-    """Whether a folder holds packed runs."""
+    """True if a folder contains packed runs."""
     return any(top.glob(f"*/{RUNS}"))
 
 
@@ -68,7 +68,7 @@ def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
     """Write the runs of one experiment. The output is deterministic.
 
     Raises:
-        SinklabError: a file cannot be written.
+        SinklabError: if a file cannot be written.
     """
     runs = list(runs)
     write_text(folder / RECIPES, "".join(f"{_HEAD}{run.directory}\n{run.recipe}" for run in runs))
@@ -146,7 +146,7 @@ def unpack(top: Path, into: Path) -> list[Path]:
 
 
 def take_up(top: Path, out: Path) -> list[Path]:
-    """Unpack a packed sweep, with its manifests, into the directory of a sweep; existing files are not modified.
+    """Unpack a packed sweep and its manifests into the directory of a sweep; existing files are not modified.
 
     Returns:
         The run directories created.
@@ -162,7 +162,7 @@ def take_up(top: Path, out: Path) -> list[Path]:
 
 
 def _write_run(directory: Path, run: PackedRun) -> None:
-    """Write the files of a run; env.json last, as a directory without it is not a run."""
+    """Write the files of a run; env.json, which marks a run directory, is last."""
     if run.tuning is not None:
         write_json(tuned_beside(directory) / SFT, run.tuning)
     write_text(directory / RECIPE, run.recipe)
@@ -173,7 +173,7 @@ def _write_run(directory: Path, run: PackedRun) -> None:
 
 
 def environment_to_pack(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of env.json without local paths."""
+    """Remove local paths from the content of env.json."""
     return {key: value for key, value in found.items() if key not in OF_THE_MACHINE}
 
 
@@ -184,7 +184,7 @@ def write_checksums(top: Path) -> None:
 
 
 def read_checksums(top: Path) -> dict[str, str]:
-    """Read the SHA-256 of every file at the time of packing.
+    """Read the SHA-256 of every file from checksums.txt.
 
     Raises:
         InputError: if the list is missing or damaged.
