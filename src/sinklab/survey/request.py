@@ -51,8 +51,10 @@ class Request(CommandSettings, frozen=True):
     options: Options = Options()
     sequences: SequenceCount = 100
     length: SequenceLength = 64
-    no_bos: bool = Field(default=False, description="Leave out the special tokens that the tokenizer prepends.")
-    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Seed of random and repeated tokens.")
+    no_bos: bool = Field(default=False, description="Omit the special tokens that the tokenizer prepends.")
+    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
+        default=0, description="Random seed for random and repeated tokens."
+    )
     fewer: bool = False
     drawn_text: bool = False
     study: Study = Study()

@@ -5,9 +5,10 @@ A multiply-add counts as two operations. For one sequence of T tokens (L = T + l
 matrices    2 * inputs * outputs * L for every linear map except the LM head (inside a kernel's feature map: times
             query and key heads): projections, feed-forward layers, gates
 attention   2 * (D + V) * pairs per head and layer, for the scores and the weighted sum of values; D and V are the key
-            and value dimensions of a head. Pairs are the (query, key) pairs that the mask allows: L (L + 1) / 2 if
-            causal. Kernels under causal and prefix masks are computed as linear attention: 4 * D * V * L, for writing
-            and reading the state (V + 1 in place of V if normalised). A bias key adds 2 * D * L
+            and value dimensions of a head (2 D if a head has two queries). Pairs are the (query, key) pairs that the
+            mask allows: L (L + 1) / 2 if causal. Kernels under causal and prefix masks are computed as linear
+            attention: 4 * D * V * L, for writing and reading the state (V + 1 in place of V if normalised). A bias key
+            adds 2 * D * L
             Delta rule (linear layers): 6 * D * V * L per head, for reading the state with the key, writing it, and
             reading it with the query, plus 2 * W * L per channel of the convolution of width W
 head        2 * E * V per predicted token, E the hidden size and V the vocabulary size
@@ -121,6 +122,7 @@ def _rule_flops(block: nn.Module, positions: int) -> int:
 def _attention_flops(config: ModelConfig, positions: int) -> int:
     """Count the forward FLOPs of the attention core of one layer for one sequence."""
     width, value_width, operation = config.query_width, config.value_width, config.attention.operation
+    scored = width * operation.queries_per_head
     core = AttentionCore(
         config.attention,
         config.key_heads,
@@ -129,14 +131,14 @@ def _attention_flops(config: ModelConfig, positions: int) -> int:
         context=config.context,
         value_width=value_width,
     )
-    bias = 2 * width * positions if core.bias.key is not None else 0
+    bias = 2 * scored * positions if core.bias.key is not None else 0
     if isinstance(operation, Kernel) and core.mask.running_sum is not None:
         state = (
             2 * width * (value_width + int(operation.normalised))
         )  # adding k v to the state, and the same for reading it
         return config.heads * (2 * state * positions + bias)
     pairs = int(visible_keys(core.mask, positions, torch.device("cpu")).sum())
-    return config.heads * (2 * (width + value_width) * pairs + bias)
+    return config.heads * (2 * (scored + value_width) * pairs + bias)
 
 
 @dataclass(frozen=True)

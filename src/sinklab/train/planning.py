@@ -10,7 +10,7 @@ activations   tensors that autograd saves in the forward pass of a micro-batch. 
               recipe's sizes, for each kind of layer (a two-layer model if there are linear layers), runs forward on
               the CPU with two short lengths. Saved bytes are linear in the length, which gives the bytes per position
               and the constant part (bfloat16 copies of the weights). With `train.recompute: blocks`, a block saves
-              only its input
+              only its input. Losses beside the cross-entropy save tensors of their own, outside the blocks
 loss          logits and their gradients in memory at a time, and the LM head's gradient in float32
 working       gradients inside one block, estimated by the size of its activations; for a recomputed block also its
               activations; with FSDP also the gathered weights of one block and of all modules outside the blocks
@@ -23,7 +23,7 @@ Memory is checked before the model is built, because Linux overcommits memory an
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -110,7 +110,7 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
         weights=FLOAT32 * parameters // share,
         gradients=FLOAT32 * parameters // (share if sequences == mine else 1),
         optimizer=_optimizer_bytes(model, recipe.optim) // share,
-        activations=round(inside + outside),
+        activations=round(inside + outside + _bytes_of_losses(recipe) * positions),
         loss=_loss_bytes(config, sequences * config.context, device, bf16),
         working=round(block + recomputed) + gathered,
     )
@@ -129,7 +129,7 @@ def _saved(config: ModelConfig, bf16: bool, layers: int) -> tuple[float, _Saved]
 
 
 def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    own = _addresses(model.parameters())
     saved: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}  # key: inside the first block?
     places = [False]
 
@@ -146,7 +146,30 @@ def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     ):
         model.hidden(torch.zeros(1, length, dtype=torch.long))
-    return _Saved(*(sum(t.untyped_storage().nbytes() for t in saved[inside].values()) for inside in (True, False)))
+    return _Saved(*(_bytes(saved[inside].values()) for inside in (True, False)))
+
+
+def _bytes_of_losses(recipe: Recipe) -> int:
+    """Saved bytes of the losses beside the cross-entropy, per position, without the blocks' outputs themselves."""
+    outputs = [torch.zeros(1, 1, recipe.model.width, requires_grad=True) for _ in range(recipe.model.layers)]
+    own, saved = _addresses(outputs), dict[int, Tensor]()
+
+    def save(tensor: Tensor) -> Tensor:
+        if (address := tensor.untyped_storage().data_ptr()) not in own:
+            saved[address] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        kept = [term.of(outputs) for term in recipe.losses.terms.values()]
+    return _bytes(saved.values()) if kept else 0
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def _optimizer_bytes(model: Transformer, config: OptimConfig) -> int:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.extras import install_command
-from sinklab.files import is_full
+from sinklab.files import is_full, sha256_of
 from sinklab.jobs.ledger import Ledger, check_request
 from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, without_bars
 from sinklab.models.native import is_exported
 from sinklab.signals import stop_on_signals
-from sinklab.tuning.settings import TuneOptions
+from sinklab.tuning.settings import TuneOptions, settings_for
 from sinklab.tuning.sft_dataset import SftDataset, TuneSources, prepare_dataset
 from sinklab.tuning.tuned_directory import (
     CHECKPOINTS,
@@ -85,6 +85,25 @@ def tune(
         for note in found.notes:
             observe(JobEvent("noted", text=note))
         return _train(found, data, out, ledger, observe)
+
+
+def check_tuned(path: Path, options: TuneOptions, chats: Path) -> None:
+    """Refuse an earlier tuning of another request.
+
+    Args:
+        path: sft.json of the earlier tuning.
+        options: settings of the request.
+        chats: conversations of the request.
+
+    Raises:
+        InputError: if a setting or the conversations differ; the message names the first difference.
+    """
+    found = load_tuning(path)
+    before = found.asked
+    length, held_out = options.length or before.length, options.held_out or before.held_out
+    settings = settings_for(options, length, held_out, found.conversations)
+    there = before.model_dump()
+    check_request(path, "a tuning", there, {**there, **settings.model_dump(), "data": sha256_of(chats)})
 
 
 def check_extra() -> None:

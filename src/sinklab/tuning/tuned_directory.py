@@ -118,9 +118,24 @@ class Tuning(ReadDocument):
         """Return the available evaluations of base and chat model."""
         return {name: side for name, side in (("base", self.base), ("chat", self.chat)) if side is not None}
 
+    def numbers(self) -> dict[str, float]:
+        """The numbers of claims, by name (`experiments/quantities.py`); empty before the tuning has finished."""
+        if self.base is None or self.chat is None or self.grad_norm_max is None:
+            return {}
+        return {
+            "sft_loss_fall": self.base.valid_loss - self.chat.valid_loss,
+            "sft_largest_grad_norm": self.grad_norm_max,
+            "sft_sink_change": self.chat.sink_rate[0] - self.base.sink_rate[0],
+        }
+
     def document(self) -> dict[str, object]:
         """Return the content as a JSON-serializable dict."""
         return self.model_dump(mode="json", by_alias=True)
+
+
+def tuned_beside(run: Path) -> Path:
+    """The directory of a sweep's tuning of a run; it is not inside the run's, whose files are hashed."""
+    return run.with_name(f"{run.name}-sft")
 
 
 def load_tuning(path: Path) -> Tuning:

@@ -98,7 +98,7 @@ class CommittedVerdict(ReadDocument):
 
 
 class Committed(ReadDocument):
-    """committed.json: verdicts by scale and EXPERIMENT.CLAIM, written by `benchmarks/committed.py`."""
+    """committed.json: verdicts by scale and EXPERIMENT.CLAIM, from packed results (`benchmarks/committed.py`)."""
 
     model_config = ConfigDict(populate_by_name=True)
 
