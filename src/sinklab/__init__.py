@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sinklab.measuring.huggingface.probe import probe
     from sinklab.measuring.measurement import Measurement
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Measurement", "SinkCallback", "measure", "probe", "register"]
 
 

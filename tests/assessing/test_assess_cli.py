@@ -90,7 +90,7 @@ def test_notes_say_which_layers_have_attention_and_that_the_others_hide_nothing(
     assert status == 0, err
     counted, carried = json.loads(out)["notes"][-2:]
     assert counted.startswith("1 of 2 layers has attention (2), here layer 1")
-    assert "layer 1 still reads them" in carried
+    assert "layer 1 still sees them" in carried
 
 
 def test_the_help_of_parts_names_every_part() -> None:

@@ -216,7 +216,7 @@ def test_a_cache_filled_outside_of_the_probe_is_refused_with_what_to_do() -> Non
     model, tokens = pair_of("llama")[0], family_tokens()
     with torch.no_grad():
         cache = model(tokens, use_cache=True).past_key_values
-        with probe(model), pytest.raises(SinklabError, match="around the whole sequence"):
+        with probe(model), pytest.raises(SinklabError, match="before the first call"):
             model(tokens[:, :1], past_key_values=cache)
 
 

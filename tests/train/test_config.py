@@ -189,7 +189,7 @@ def test_the_initialisation_key_keeps_earlier_hashes() -> None:
             r"\n  model.attention.bias.value.norm: Input should be gr",
         ),
         ("model.attention.mask={kind: window, width: 0}", "width: .*greater than or equal to 1"),
-        ("model.attention.mask={kind: prefix, length: 65}", "length 65 is above context 64: .*none of them would be"),
+        ("model.attention.mask={kind: prefix, length: 65}", "length 65 is above context 64: .*no targets"),
         ("metric.length=65", "metric.length 65 is beyond model.context 64"),
         ("train.micro_batch=5", "batch_size 32 is not a multiple of micro_batch 5"),
         ("optim.lr=-1", "optim.lr: .*greater than 0"),

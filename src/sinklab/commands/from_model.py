@@ -88,7 +88,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         if not (isinstance(kind, type) and issubclass(kind, CommandSettings)):
             option = next((one for one in extras if isinstance(one, OptionInfo)), None)
             if option is not None:
-                bounds[parameter.name], annotation = option, Annotated[kind, _shown(option, kind)]
+                bounds[parameter.name], annotation = option, Annotated[kind, _shown(parameter.name, option, kind)]
                 parameter = parameter.replace(annotation=annotation)
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
@@ -122,10 +122,12 @@ def _panel(parameter: inspect.Parameter) -> int:
     return PANELS.index(panel) + 1 if panel in PANELS else 0
 
 
-def _shown(option: OptionInfo, annotation: Any) -> OptionInfo:
-    """The option with a short type name, and without bounds in the help."""
+def _shown(name: str, option: OptionInfo, annotation: Any) -> OptionInfo:
+    """The option with a short type name, without bounds in the help, and without a --no form."""
     shown = copy.copy(option)
     shown.min = shown.max = None
+    if annotation is bool and shown.default is ...:
+        shown.param_decls = (f"--{name.replace('_', '-')}",)
     if shown.metavar is None:
         shown.metavar = METAVARS.get(_element(annotation))
     return shown

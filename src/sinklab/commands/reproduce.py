@@ -1,6 +1,5 @@
 """`sinklab lab`, `experiments` and `reproduce` on the command line."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from rich.console import Console
 
 from sinklab.commands.ending import PLAIN, stderr
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import RUNS, Json, ReproduceSettings
+from sinklab.commands.options import RUNS, Json, ReproduceSettings, option, print_result
 from sinklab.errors import InputError
 from sinklab.settings import INPUT, OUTPUT, option_name
 from sinklab.signals import keeping_what_is_finished
@@ -26,18 +25,10 @@ ONLY_TRAINING = ("steps", "jobs", "engine_options", "packed", "scale", "engine")
 
 @with_options
 def lab(
-    out: Annotated[
-        Path, typer.Option(rich_help_panel=OUTPUT, help="Directory for the runs, summary.json and report.html.")
-    ] = RUNS / "lab",
-    steps: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=INPUT, help="Updates per model; default: as in the recipe.")
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(rich_help_panel=INPUT, help="Train on this .txt or .jsonl file or folder.")
-    ] = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, rich_help_panel=INPUT, help="Models per cell; verdicts require five.")
-    ] = 1,
+    out: Annotated[Path, option(OUTPUT, "Directory for the runs, summary.json and report.html.")] = RUNS / "lab",
+    steps: Annotated[int | None, option(INPUT, "Updates per model; default: as in the recipe.", min=1)] = None,
+    text: Annotated[Path | None, option(INPUT, "Train on this .txt or .jsonl file or folder.")] = None,
+    seeds: Annotated[int, option(INPUT, "Models per cell; verdicts require five.", min=1)] = 1,
     as_json: Json = False,
 ) -> None:
     """Train three tiny models that differ in their sink: softmax, K biases and sigmoid attention.
@@ -66,14 +57,7 @@ def experiments(
             metavar="EXPERIMENT...", help="Ids or .yaml files to show in full; default: list all experiments."
         ),
     ] = None,
-    coverage: Annotated[
-        bool,
-        typer.Option(
-            "--coverage",
-            rich_help_panel=OUTPUT,
-            help="List the parts of the paper and the claims that encode them.",
-        ),
-    ] = False,
+    coverage: Annotated[bool, option(OUTPUT, "List the parts of the paper and the claims that encode them.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the experiments of `sinklab reproduce`: question, cells, and estimated time on this machine.
@@ -87,19 +71,20 @@ def experiments(
     if coverage:
         if names:
             raise InputError(f"--coverage lists the whole paper: remove {names[0]}")
-        if as_json:
-            print(json.dumps({name: part.model_dump() for name, part in paper_coverage().items()}, indent=2))
-        else:
-            print_coverage(paper_coverage(), Console())
+        parts = paper_coverage()
+        document = {name: part.model_dump() for name, part in parts.items()}
+        print_result(as_json, lambda: document, lambda out: print_coverage(parts, out))
         return
     found = list_experiments(names or ())
-    if as_json:
-        print(json.dumps([one.document() for one in found], indent=2))
-    elif names:
+
+    def show(out: Console) -> None:
+        if not names:
+            print_experiments(found, out)
+            return
         for one in found:
-            print_experiment(one, Console())
-    else:
-        print_experiments(found, Console())
+            print_experiment(one, out)
+
+    print_result(as_json, lambda: [one.document() for one in found], show)
 
 
 @with_options
@@ -135,7 +120,7 @@ def reproduce(
         from sinklab.commands.reproducing import measure_experiments, preview_measured
 
         if settings.dry_run:
-            preview_measured(found, settings, as_json, Console())
+            preview_measured(found, settings, as_json)
             return
         with keeping_what_is_finished():
             measure_experiments(found, settings, as_json, stderr())
@@ -151,10 +136,7 @@ def reproduce(
     if settings.dry_run:
         with JobProgress(stderr(), phase="timing some updates"):
             ahead = look_ahead(questions, settings)
-        if as_json:
-            print(json.dumps(ahead.document(), indent=2))
-        else:
-            print_preview(ahead, Console())
+        print_result(as_json, ahead.document, lambda out: print_preview(ahead, out))
         return
     with keeping_what_is_finished():
         if ALL in names:
@@ -214,11 +196,9 @@ def _train(questions: "Sequence[Question]", settings: ReproduceSettings, as_json
 
     console, out = stderr(), settings.directory
     ended = sweep(questions, settings, console)
-    if as_json:
-        print(json.dumps(ended.summary.model_dump(by_alias=True), indent=2))
-    else:
-        print_summary(ended.summary, [one.experiment.id for one in questions], Console())
-    edited = {run.directory: run.edited for run in ended.summary.runs if run.edited}
+    summary, asked = ended.summary, [one.experiment.id for one in questions]
+    print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: print_summary(summary, asked, out))
+    edited = {run.directory: run.edited for run in summary.runs if run.edited}
     for directory, files in edited.items():
         console.print(
             f"warning: {out / directory} was changed by hand since its run ended ({', '.join(files)})", **PLAIN

@@ -3,7 +3,6 @@
 A sweep prepares its data once, shares its runs with other processes, and writes summary.json and the report.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from sinklab.assessing.assess_model import assess
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.assessing.plan import AssessOptions
 from sinklab.commands.ending import PLAIN
-from sinklab.commands.options import ReproduceSettings
+from sinklab.commands.options import ReproduceSettings, print_result
 from sinklab.commands.terminal.plans import print_passes
 from sinklab.commands.terminal.progress import JobProgress, RunBoard, data_progress
 from sinklab.commands.terminal.results import print_summary
@@ -342,18 +341,19 @@ def measure_experiments(
     done: list[MeasuredResults] = []
     loading = Loading(trust_remote_code=settings.trust_remote_code)
     for one in experiments:
-        draws = _draws(one, settings)
+        draws = settings.seeds or one.seeds
         passes_here = sum(len(each.replicates(draws)) for each in passes[one.id])
         with JobProgress(console, one.id, passes_here, phase="reading the text and the models") as observe:
             place, file = places[one.id], data if downstream_tasks(one) else None
             found = measure_experiment(one, models, text, draws, loading=loading, out=place, observe=observe, data=file)
             done.append(found)
-    if as_json:
-        written = [one.document() for one in done]
-        print(json.dumps(written[0] if len(written) == 1 else written, indent=2))
-    else:
+    written = [one.document() for one in done]
+
+    def show(out: Console) -> None:
         for one in done:
-            print_summary(one.summary(), [one.experiment.id], Console())
+            print_summary(one.summary(), [one.experiment.id], out)
+
+    print_result(as_json, lambda: written[0] if len(written) == 1 else written, show)
     for place in places.values():
         if any(place.rglob("measurement.json")):
             with JobProgress(console, phase="drawing the report"):
@@ -363,30 +363,28 @@ def measure_experiments(
         raise SinklabError("\n".join(failed))
 
 
-def preview_measured(
-    experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool, console: Console
-) -> None:
+def preview_measured(experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool) -> None:
     """Print the planned measurements; no model is loaded.
 
     Raises:
         InputError: if a model or text is missing or cannot be used.
     """
-    text, found = settings.text, _passes(experiments, settings)
-    planned = [(one, passes, _draws(one, settings)) for one, passes in zip(experiments, found.values(), strict=True)]
-    if text is not None:
-        next(documents(str(text)))
-    if as_json:
-        asked = {one.id: {each.name: _planned_pass(each, draws) for each in passes} for one, passes, draws in planned}
-        print(json.dumps({"schema": 2, "experiments": asked}, indent=2))
-    else:
-        rows = [(one.id, each, each.replicates(draws)) for one, passes, draws in planned for each in passes]
-        print_passes(rows, console)
+    passes = _passes(experiments, settings)
+    if settings.text is not None:
+        next(documents(str(settings.text)))
+    planned = [
+        (one.id, each, each.replicates(settings.seeds or one.seeds)) for one in experiments for each in passes[one.id]
+    ]
 
+    def document() -> dict[str, object]:
+        asked: dict[str, dict[str, object]] = {one.id: {} for one in experiments}
+        for experiment, each, replicates in planned:
+            models = list(dict.fromkeys(str(each.model(number)) for number in replicates))
+            counts = {"models": models, "replicates": len(replicates)}
+            asked[experiment][each.name] = {**counts, **each.request(0).document()}
+        return {"schema": 2, "experiments": asked}
 
-def _planned_pass(one: Pass, draws: int) -> dict[str, object]:
-    """The document of a pass for `--dry-run --json`."""
-    models = [str(one.model(number)) for number in one.replicates(draws)]
-    return {"models": list(dict.fromkeys(models)), "replicates": len(models), **one.request(0).document()}
+    print_result(as_json, document, lambda out: print_passes(planned, out))
 
 
 def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> dict[str, list[Pass]]:
@@ -397,8 +395,3 @@ def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> d
     """
     chosen = [of_given_models(one, settings.models) for one in experiments]
     return {one.id: passes_of(one, subjects_of(one, settings.models, settings.text)) for one in chosen}
-
-
-def _draws(experiment: Experiment, settings: ReproduceSettings) -> int:
-    """Maximum number of replicates of each pass."""
-    return settings.seeds or experiment.seeds

@@ -62,7 +62,6 @@ class MatrixRecords(Recorder):
         return args, kwargs | {"output_attentions": True, "use_cache": True, "return_dict": True}
 
     def _matrix(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """Hook that reduces the attention matrix in a module's output and replaces it with an empty one."""
         if self._paused or self._real is None or not isinstance(output, tuple):
             return None
         T = self._real.mask_BT.shape[1]
@@ -130,7 +129,7 @@ def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, T
 def matrix_records(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[MatrixRecords]:
-    """`probe` for a model that bypasses transformers' attention interface.
+    """Implement `probe` for a model that bypasses transformers' attention interface.
 
     Raises:
         SinklabError: in a forward pass, if the attention of some layer was not recorded or a KV cache is passed.
