@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from sinklab.assessing.assessment import Assessment
-from sinklab.assessing.part import GROWTH
+from sinklab.assessing.part import LOSS_ADDED
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.plots import PlotAxis
@@ -353,7 +353,7 @@ def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure
         return None
     rows.sort(key=lambda row: kinds.index(row["kind"]))
     changes = PlotAxis("", "change", order=list(dict.fromkeys(row["change"] for row in rows)))
-    added = PlotAxis(GROWTH, "added", "loss added, nats per token", format="+~g", precision="+.4f")
+    added = PlotAxis(LOSS_ADDED, "added", "loss added, nats per token", format="+~g", precision="+.4f")
     chart = scatter(
         rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")], width=width
     )

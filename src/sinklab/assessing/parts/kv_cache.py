@@ -31,20 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.assessing.part import (
-    GROWTH,
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    counted,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import (
     LOG_PROBABILITIES_KEPT,
@@ -61,6 +48,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
 from sinklab.models.families import LATENT_WIDTH
 from sinklab.models.hooks import evaluating, residual_stream
+from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 BITS = (8, 4, 3, 2)
@@ -132,7 +120,9 @@ class KVCache(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        if _latent(adapter):
+        config: Any = adapter.module.config
+        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        if getattr(text, "latent", None) or getattr(text, LATENT_WIDTH, None):
             return "its cache holds one latent for all heads, not keys and values"
         return refused(adapter, RoundedCache(HEAD_BITS))
 
@@ -152,23 +142,24 @@ class KVCache(AssessPart):
         words = f"with a cache in {fewest.bits} bits"
         yield PartAnswer(f"of {fewest.bits} bits due to the sink", fewest.due_to_sink, gained=words)
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
+        spared = f"first {self.counted(self.sink_positions, 'token')}"
         for one in self.settings:
             due = f"due to the sink {one.due_to_sink:+.4f}"
-            yield ResultRow(f"{one.bits} bits", one.everything, due)
-            yield ResultRow(f"{one.bits} bits, first {counted(self.sink_positions, 'token')} spared", one.first_spared)
-            yield ResultRow(f"{one.bits} bits, outliers spared", one.found_spared)
+            yield PartRow(f"{one.bits} bits", one.everything, due)
+            yield PartRow(f"{one.bits} bits, {spared} spared", one.first_spared)
+            yield PartRow(f"{one.bits} bits, outliers spared", one.found_spared)
         heads = f"key head{'s' * (len(self.exempt) > 1)}"
-        yield ResultRow(f"{self.head_bits} bits but {len(self.exempt)} dearest {heads}", self.without_exempt)
-        yield ResultRow(f"{self.head_bits} bits but {len(self.exempt)} random {heads}", self.without_random)
+        yield PartRow(f"{self.head_bits} bits but {len(self.exempt)} dearest {heads}", self.without_exempt)
+        yield PartRow(f"{self.head_bits} bits but {len(self.exempt)} random {heads}", self.without_random)
 
     def remark(self) -> str:
         found = sum(map(len, self.found))
         named = ", ".join(f"{layer}.{head}" for layer, head in self.exempt[:8])
         return (
-            f"kv_cache: {found} outlier tokens in {counted(len(self.found), 'sequence')}; the key heads (layer.head) "
-            f"that cost most in {self.head_bits} bits: {named}"
+            f"kv_cache: {found} outlier tokens in {self.counted(len(self.found), 'sequence')}; the key heads "
+            f"(layer.head) that cost most in {self.head_bits} bits: {named}"
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
@@ -181,7 +172,7 @@ class KVCache(AssessPart):
 
     def figure(self) -> PartFigure:
         rows = [
-            plot_row(effect, self.added(effect), series, one.bits)
+            self.point(effect, series, one.bits)
             for one in self.settings
             for series, effect in (
                 ("every position", one.everything),
@@ -190,14 +181,12 @@ class KVCache(AssessPart):
             )
         ]
         return PartFigure(
-            "lines",
             "Rounding the KV cache",
             f"Loss added to {self.unchanged.loss:.3f} by rounding keys per channel and values per token, in groups of "
             f"{GROUP_SIZE} (KIVI, 2402.02750): at every position, without the first "
-            f"{counted(self.sink_positions, 'position')}, and without outlier tokens (2410.05265).",
+            f"{self.counted(self.sink_positions, 'position')}, and without outlier tokens (2410.05265).",
             rows,
             PlotAxis("Bits", "x", "bits", order=sorted({one.bits for one in self.settings})),
-            PlotAxis(GROWTH, "y", "nats added"),
         )
 
 
@@ -317,10 +306,3 @@ def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
             ratio_LS = M_LS / M_LS.median(-1, keepdim=True).values
             found.append((ratio_LS > OUTLIER).any(0).cpu())
     return torch.stack(found)
-
-
-def _latent(adapter: Adapter) -> bool:
-    """Whether the model has latent attention (MLA)."""
-    config: Any = adapter.module.config
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    return bool(getattr(text, "latent", None) or getattr(text, LATENT_WIDTH, None))
