@@ -26,6 +26,7 @@ from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import SUMMARY, Summary, record_of
 from sinklab.experiments.measured import MeasuredResults, downstream_tasks, measure_experiment
 from sinklab.experiments.passes import Pass, of_given_models, passes_of, subjects_of
+from sinklab.experiments.sweep import store
 from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
@@ -39,16 +40,6 @@ from sinklab.experiments.sweep.plan import (
     plan_sweep,
 )
 from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview
-from sinklab.experiments.sweep.store import (
-    SweepManifest,
-    Unassessed,
-    found_runs,
-    manifest_of,
-    merged_manifests,
-    read_manifests,
-    summary_of,
-    unassessed,
-)
 from sinklab.files import parse_json
 from sinklab.jobs.progress import Observer
 from sinklab.models.huggingface.loading import Loading
@@ -97,8 +88,8 @@ def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Pr
     with TemporaryDirectory() as folder:
         if settings.packed is not None:
             unpack(settings.packed, Path(folder))
-        own = found_runs(out)
-        found = found_runs(Path(folder)) | own
+        own = store.found_runs(out)
+        found = store.found_runs(Path(folder)) | own
         if settings.engine != EngineName.local:
             return preview(plan, out, found, settings.engine, pace_of_runs(own.values()), None)
         jobs = _jobs(settings, len(plan.order))
@@ -121,16 +112,16 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
     _check_version(out / SUMMARY)
     if settings.packed is not None:
         take_up(settings.packed, out)
-    before = read_manifests(out)
+    before = store.read_manifests(out)
     plan = plan_sweep(questions, overlay)
     engine = open_engine(settings.engine, _jobs(settings, len(plan.order)), out, settings.engine_options)
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
     with data_progress(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
     with JobProgress(console, phase=f"looking for runs in {out}"):
-        planned = place_sweep(plan, data, out, found_runs(out))
-    now = {one.experiment.id: manifest_of(one, planned, overlay) for one in questions}
-    manifests = merged_manifests(before, now)
+        planned = place_sweep(plan, data, out, store.found_runs(out))
+    now = {one.experiment.id: store.manifest_of(one, planned, overlay) for one in questions}
+    manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
         console.print(f"not in this summary, as their scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
     for name in now:
@@ -180,12 +171,12 @@ def _check_version(path: Path) -> None:
         )
 
 
-def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> dict[str, str]:
+def _assess(manifests: Sequence[store.SweepManifest], out: Path, console: Console) -> dict[str, str]:
     """Run the missing parts of `assess` that the experiments request; returns the errors by run."""
     left: dict[str, str] = {}
     done = set[str]()
     with JobProgress(console) as progress:
-        while runs := [run for run in unassessed(manifests, out) if run.name not in done | left.keys()]:
+        while runs := [run for run in store.unassessed(manifests, out) if run.name not in done | left.keys()]:
             free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
             if not free:  # other processes of this sweep are assessing them
                 progress.begin("waiting for other processes, which assess runs")
@@ -202,7 +193,7 @@ def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> 
     return left
 
 
-def _assess_run(run: Unassessed, observe: Observer) -> None:
+def _assess_run(run: store.Unassessed, observe: Observer) -> None:
     """Assess a run on its own validation text; parts that do not apply to it are skipped.
 
     Raises:
@@ -218,9 +209,9 @@ def _assess_run(run: Unassessed, observe: Observer) -> None:
     assess(str(run.directory), None, options, out=run.directory, observe=observe)
 
 
-def _summarised(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
+def _summarised(manifests: Mapping[str, store.SweepManifest], out: Path) -> Summary:
     """Write and return the summary."""
-    summary = summary_of(manifests, out)
+    summary = store.summary_of(manifests, out)
     summary.save(out)
     return summary
 
