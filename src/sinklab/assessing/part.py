@@ -59,6 +59,16 @@ class AssessText:
             )
         return self.model.arrange(torch.tensor(stream[: count * body]).view(count, body), special > 0, None)
 
+    def split(self, most: int, others: int, length: int) -> tuple[Tensor, Tensor]:
+        """At most `most` sequences (N, T), and `others` more of the same text (M, T), of a short text fewer.
+
+        Raises:
+            InputError: if the text is too short for two sequences.
+        """
+        both_NT = self.sequences(most + others, length, fewest=2)
+        N = max(1, len(both_NT) - others)
+        return both_NT[:N], both_NT[N:]
+
     def _stream(self, tokens: int) -> list[int]:
         """At least this many tokens of the text, or all of it."""
         if self._text is None:

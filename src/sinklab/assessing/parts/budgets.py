@@ -112,13 +112,12 @@ class Budgets(AssessPart):
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        both_NT = text.sequences(settings.sequences + settings.head_sequences, settings.length, fewest=2)
-        N = max(1, len(both_NT) - settings.head_sequences)
+        tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
         adapter, size = text.model.adapter, min(settings.budgets)
         first = min(max(settings.kept) or max(KEPT), size - 1)
-        run = partial(assess_budgets, adapter, both_NT[:N], both_NT[N:], size, first, settings.seed)
-        passes = (2 + len(FULL) * (3 + BUDGET_DRAWS)) * N + (2 + len(key_heads(adapter))) * (len(both_NT) - N)
-        return PartJob(passes, run)
+        run = partial(assess_budgets, adapter, tokens_NT, others_MT, size, first, settings.seed)
+        passes, passes_by_head = 2 + len(FULL) * (3 + BUDGET_DRAWS), 2 + len(key_heads(adapter))
+        return PartJob(passes * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
         """Budgets by policy, with all keys for a quarter of the heads."""
@@ -211,9 +210,7 @@ def assess_budgets(
             (ANY, [restricted(full) for full in drawn]),
             (FOR_ALL, [reader.under(RollingCache(round(keys), first, in_cache=False)).effect()]),
         ):
-            losses = [one.loss for one in effects]
-            mean = mean_effect(effects).model_dump()
-            policies.append(HeadBudget(policy=policy, full=share, keys=keys, losses=losses, **mean))
+            policies.append(HeadBudget(policy=policy, full=share, keys=keys, **mean_effect(effects)))
     return Budgets(
         sequences=len(tokens_NT),
         length=T,

@@ -128,12 +128,11 @@ class KVCache(AssessPart):
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        both_NT = text.sequences(settings.sequences + settings.head_sequences, settings.length, fewest=2)
-        N = max(1, len(both_NT) - settings.head_sequences)
+        tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
         adapter = text.model.adapter
-        run = partial(assess_kv_cache, adapter, both_NT[:N], both_NT[N:], settings.sink_tokens, settings.seed)
-        by_head = (1 + len(key_heads(adapter))) * (len(both_NT) - N)
-        return PartJob((3 + 3 * len(BITS)) * N + by_head, run)
+        run = partial(assess_kv_cache, adapter, tokens_NT, others_MT, settings.sink_tokens, settings.seed)
+        passes_by_head = 1 + len(key_heads(adapter))
+        return PartJob((3 + 3 * len(BITS)) * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
         fewest = min(self.settings, key=lambda one: one.bits)

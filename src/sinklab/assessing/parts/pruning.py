@@ -162,9 +162,8 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -
         for chosen in choices:
             heads = frozenset((role.layer, role.head) for role in chosen)
             effects.append(reader.under(compute=WithoutHeads(heads)).effect())
-        count, losses = len(choices[0]), [one.loss for one in effects]
-        mean = mean_effect(effects).model_dump()
-        return RemovedHeads(order=order, share=count / len(roles), heads=count, losses=losses, **mean)
+        count = len(choices[0])
+        return RemovedHeads(order=order, share=count / len(roles), heads=count, **mean_effect(effects))
 
     def alike(chosen: Sequence[HeadRole]) -> list[HeadRole]:
         layers = [role.layer for role in chosen]

@@ -116,10 +116,9 @@ class Quantisation(AssessPart):
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         calibrated = min(settings.sequences, CALIBRATED)
-        both_NT = text.sequences(settings.sequences + calibrated, settings.length, fewest=2)
-        N = max(1, len(both_NT) - calibrated)
-        run = partial(assess_quantisation, text.model.adapter, both_NT[:N], both_NT[N:], settings.sink_tokens)
-        return PartJob((1 + 2 * len(SETTINGS)) * N + 2 * (len(both_NT) - N), run)
+        tokens_NT, calibration_NT = text.split(settings.sequences, calibrated, settings.length)
+        run = partial(assess_quantisation, text.model.adapter, tokens_NT, calibration_NT, settings.sink_tokens)
+        return PartJob((1 + 2 * len(SETTINGS)) * len(tokens_NT) + 2 * len(calibration_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
         for one in self.settings:
