@@ -17,7 +17,7 @@ from sinklab.assessing.plan import AssessOptions
 from sinklab.commands.ending import PLAIN
 from sinklab.commands.options import ReproduceSettings, print_result
 from sinklab.commands.terminal.plans import print_passes
-from sinklab.commands.terminal.progress import JobProgress, RunBoard, data_progress
+from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard
 from sinklab.commands.terminal.results import print_summary
 from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents
@@ -116,7 +116,7 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
     plan = plan_sweep(questions, overlay)
     engine = open_engine(settings.engine, _jobs(settings, len(plan.order)), out, settings.engine_options)
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
-    with data_progress(console) as progress:
+    with DataBoard(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
     with JobProgress(console, phase=f"looking for runs in {out}"):
         planned = place_sweep(plan, data, out, store.found_runs(out))

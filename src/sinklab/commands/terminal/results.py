@@ -115,28 +115,17 @@ def print_measurement(measurement: "Measurement", console: Console) -> None:
     print_notes(m.notes, console)
 
 
-def print_domains(domains: "Domains", console: Console) -> None:
-    """Print a line per domain."""
-    document = DomainsDocument(model=domains.model, domains={name: {} for name in domains.outcome.measured})
-    _print_survey(ReportData.of_suite(document, domains.outcome.measured), console)
-
-
-def print_families(families: "Families", console: Console) -> None:
-    """Print a line per model, with measured and published values."""
-    if families.outcome.measured:
-        document = FamiliesDocument.model_validate({**families.document(), "failed": {}})
-        _print_survey(ReportData.of_suite(document, families.outcome.measured), console)
-
-
-def print_checkpoints(checkpoints: "Checkpoints", console: Console) -> None:
-    """Print a line per checkpoint, in the order of the steps."""
-    document = CheckpointsDocument(model=checkpoints.model, checkpoints=checkpoints.rows())
-    _print_survey(ReportData.of_suite(document, checkpoints.outcome.measured), console)
-
-
-def _print_survey(data: ReportData, console: Console) -> None:
-    print_title(" ".join(headline(data)), console)
-    print_report(data, console)
+def print_survey(
+    kind: type[DomainsDocument | FamiliesDocument | CheckpointsDocument],
+    survey: "Domains | Families | Checkpoints",
+    console: Console,
+) -> None:
+    """Print a line per domain, model or checkpoint; nothing if none was measured."""
+    if measured := survey.outcome.measured:
+        document = kind.model_validate({**survey.document(), "failed": {}})
+        data = ReportData.of_suite(document, measured)
+        print_title(" ".join(headline(data)), console)
+        print_report(data, console)
 
 
 def print_comparison(comparison: "Comparison", console: Console) -> None:
