@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from sinklab.assessing.part import AssessPart, PartAnswer, ResultRow
+from sinklab.assessing.part import AssessPart, PartAnswer, PartRow
 from sinklab.assessing.parts import PARTS, PartName
 from sinklab.errors import InputError
 from sinklab.files import parse_json
@@ -109,7 +109,7 @@ class Assessment(ReadDocument):
             said = [f"{size} without the sink: {_nats(lost)}."]
         return [*said, *([f"The sink itself costs {_nats(gained)}."] if gained else [])]
 
-    def rows(self) -> Iterator[tuple[str, ResultRow]]:
+    def rows(self) -> Iterator[tuple[str, PartRow]]:
         """The rows of the result table, as pairs of part and row."""
         for name, part in self.results.items():
             for row in part.rows():
