@@ -213,7 +213,10 @@ def test_the_model_is_as_before_also_after_an_exception(surgery: str, family: st
 
 
 def test_a_model_without_learned_positions_is_refused_and_so_are_positions_it_does_not_have() -> None:
-    with pytest.raises(InputError, match="no learned table of positions"), swapped_positions(pair_of("llama")[0], 1, 5):
+    with (
+        pytest.raises(InputError, match="no learned positional embeddings"),
+        swapped_positions(pair_of("llama")[0], 1, 5),
+    ):
         pass
     gpt2 = pair_of("gpt2")[0]
     for pair, message in (((1, 65), "positions 1 to 64"), ((0, 5), "position 0"), ((5, 5), "changes nothing")):

@@ -90,7 +90,7 @@ def test_ways_of_generating_that_read_other_sequences_are_refused_before_anythin
     model: Any, how: dict[str, Any], named: str
 ) -> None:
     with sinklab.probe(model) as watch:
-        with pytest.raises(SinklabError, match=rf"^{named} .* Generate outside of the probe, then call model"):
+        with pytest.raises(SinklabError, match=rf"^{named} .* Generate outside the probe, then call model"):
             model.generate(PROMPTS, max_new_tokens=3, **how)
         assert watch.layers == []
         model.generate(PROMPTS, max_new_tokens=3, do_sample=False)

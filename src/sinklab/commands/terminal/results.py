@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from sinklab.commands.ending import PLAIN
 from sinklab.commands.terminal.tables import TONES, print_notes, print_table, print_title, printable
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim, Summary
@@ -34,6 +35,7 @@ from sinklab.train.directory.history import read_history
 if TYPE_CHECKING:
     from sinklab.assessing.assessment import Assessment
     from sinklab.evaluating.evaluation import DownstreamScores, TaskMetric
+    from sinklab.experiments.sweep.verifying import Verified
     from sinklab.measuring.measurement import Measurement
     from sinklab.survey.backends import Parity
     from sinklab.survey.checkpoints import Checkpoints
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from sinklab.train.replay import Replay
     from sinklab.tuning.tuned_directory import Tuning
 
+PROBLEMS = 20  # of a check that are listed
 GRADIENTS = 12
 """Parameters that a replay lists."""
 VERDICT = 16, 30  # characters of a verdict in a line: below 100 columns, and from there on
@@ -290,6 +293,16 @@ def print_replay(found: "Replay", console: Console) -> None:
     print_table(
         Table(f"the {GRADIENTS} largest gradients, not finite ones first", columns, ranked[:GRADIENTS]), console
     )
+
+
+def print_checks(checks: "Sequence[Verified]", console: Console) -> None:
+    """Print the outcome of every check of packed results, with its first problems and notes."""
+    for check in checks:
+        wrong = len(check.problems)
+        problems = f"{wrong} problems" if wrong else "no problem"
+        more = ["and more: see --json"] if wrong > PROBLEMS else []
+        lines = [*check.problems[:PROBLEMS], *more, *check.notes[:PROBLEMS]]
+        console.print("\n  ".join([f"{check.name}: {check.checked} checked, {problems}", *lines]), **PLAIN)
 
 
 def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
