@@ -145,7 +145,7 @@ def test_a_model_that_transformers_read_from_a_file_is_measured_in_python(exact:
 def test_unpacking_is_announced(exact: Path) -> None:
     said: list[str] = []
     load_pretrained(str(exact), Loading(say=said.append))
-    assert said == ["unpacking tiny.gguf (F32), which takes a while"]
+    assert said == ["dequantising tiny.gguf (F32), which takes a while"]
 
 
 def test_the_header_is_parsed_once_and_no_bar_of_transformers_is_shown(

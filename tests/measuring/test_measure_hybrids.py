@@ -113,15 +113,15 @@ def test_what_is_hidden_from_attention_is_said_to_be_carried_on_by_the_other_lay
     name: str, asked: dict[str, Any]
 ) -> None:
     notes = measure(hybrid(name), family_tokens(), **asked).notes
-    assert any(f"the linear or recurrent part of {CARRYING[name]} still reads them" in note for note in notes)
+    assert any(f"the linear or recurrent part of {CARRYING[name]} still sees them" in note for note in notes)
 
 
 def test_ours_say_so_too_and_models_that_are_all_attention_have_nothing_to_say() -> None:
     for asked in HIDING:
         found = measure(own_hybrid(2), own_tokens(), **asked)
-        assert any("layers 1, 3 still reads" in note for note in found.notes)
+        assert any("layers 1, 3 still sees" in note for note in found.notes)
         assert measure(pair_of("llama")[0], family_tokens(), **asked).notes == []
-    assert "still reads" not in str(measure(own_hybrid(2), own_tokens(), bos=True, ablate=["no_bos"]).notes)
+    assert "still sees" not in str(measure(own_hybrid(2), own_tokens(), bos=True, ablate=["no_bos"]).notes)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -40,7 +40,7 @@ def test_a_directory_without_config_is_refused(folder: Path) -> None:
 
 def test_a_directory_without_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"no weights: put its \.safetensors files there"):
+    with pytest.raises(InputError, match=r"no weights: add its \.safetensors files"):
         load_pretrained(str(folder))
 
 

@@ -149,7 +149,7 @@ def test_shorter_lengths_from_one_pass_equal_sequences_that_were_cut(variant: st
 def test_lengths_at_which_sequences_cannot_be_cut_are_refused() -> None:
     with pytest.raises(InputError, match="use increasing lengths from 1 to 9"):
         measure(own_model("softmax"), own_tokens(), lengths=[4, LENGTH])
-    with pytest.raises(InputError, match="give lengths from 3 on"):
+    with pytest.raises(InputError, match="use lengths of at least 3"):
         measure(own_model("prefix"), own_tokens(), lengths=[2, 5])
     model, tokens = own_model("prefix"), own_tokens()
     cut = measure(model, tokens, lengths=[4]).sink_rate_by_length

@@ -93,7 +93,7 @@ def test_spreading_a_model_over_devices_needs_accelerate_and_says_so(data_dir: P
     folder = str(data_dir / "models" / "TinyStories-656K")
     request = Request(options=Options(inputs="random"), sequences=2, length=8)
     if find_spec("accelerate") is None:
-        with pytest.raises(InputError, match=r"install the package that it needs.*[Aa]ccelerate"):
+        with pytest.raises(InputError, match=r"install the missing package.*[Aa]ccelerate"):
             measure_model(folder, None, request, loading=Loading(device="map"))
     else:
         placed = measure_model(folder, None, request, loading=Loading(device="map"))

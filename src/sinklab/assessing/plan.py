@@ -9,12 +9,12 @@ from sinklab.errors import InputError
 from sinklab.settings import ADVANCED, INPUT, MEASURED, MOST, CommandSettings, Flag, Seed, Several, option_name
 
 if TYPE_CHECKING:
-    from sinklab.models.adapter import Adapter
     from sinklab.opening import Model
 
 Placed = Literal["cache", "text"]
 LONGEST = 2**13  # tokens per sequence of the length part, unless 5/4 of the context is more
 KEPT = (0, 1, 2, 4)
+CACHE_GROUP = 32  # successive tokens or channels of a cache that are rounded together
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,13 @@ class AssessOptions(CommandSettings, frozen=True):
         default=(), description="Keys kept by eviction; repeatable; default: 1/8 and 1/4 of --length."
     )
     sink_tokens: int = Field(default=1, ge=1, description="Number of first tokens that form the sink.")
+    residual: Annotated[int, Flag(panel=ADVANCED)] = Field(
+        default=0,
+        ge=0,
+        le=MOST,
+        exclude_if=lambda tokens: tokens == 0,
+        description="Recent tokens that kv_cache keeps in full precision, a multiple of 32; KIVI: 32 or 128.",
+    )
     head_sequences: Annotated[int, Flag(panel=ADVANCED)] = Field(
         default=1,
         ge=1,
@@ -113,6 +120,15 @@ class AssessOptions(CommandSettings, frozen=True):
             if size < least:
                 raise InputError(f"{option_name(cls, str(info.field_name))} {size}: {expected}")
         return sizes
+
+    @field_validator("residual")
+    @classmethod
+    def _is_of_groups(cls, residual: int) -> int:
+        if residual % CACHE_GROUP:
+            raise InputError(
+                f"--residual {residual}: keys are rounded in groups of {CACHE_GROUP} tokens; give a multiple of it"
+            )
+        return residual
 
 
 class AssessSettings(AssessOptions, frozen=True):
@@ -144,7 +160,8 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
         raise InputError(f"--length {length} exceeds the context of {model.name}: set at most --length {context}")
     if options.positions == "cache" and fixed:
         raise InputError(f"{model.name} cannot use positions in a cache, as {fixed}: set --positions text")
-    stream_length = options.stream_length or _stream_length(adapter, length)
+    longest = min(4 * length, context) if adapter.ends else 4 * length
+    stream_length = options.stream_length or longest
     if adapter.ends and stream_length > context:
         raise InputError(
             f"--stream-length {stream_length}: {model.name} cannot read beyond {context} tokens, as {adapter.ends}"
@@ -168,6 +185,11 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
             )
     if not 1 <= options.sink_tokens <= length // 4:
         raise InputError(f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, a quarter of the sequences")
+    if options.residual >= length:
+        raise InputError(
+            f"--residual {options.residual}: the sequences have {length} tokens, so that no key would be rounded: give "
+            f"--residual below {length}, or a longer --length"
+        )
     decided = {
         "sequences": options.sequences or max(1, options.sizes.tokens // length),
         "length": length,
@@ -180,7 +202,3 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
         "long_length": None if adapter.ends else max(min(2 * context, LONGEST), context + context // 4),
     }
     return AssessSettings(**{**dict(options), **decided})
-
-
-def _stream_length(adapter: "Adapter", length: int) -> int:
-    return min(4 * length, adapter.context) if adapter.ends else 4 * length

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -154,11 +155,11 @@ class PairedReader:
         self._passed()
         return hidden_NTE
 
-    def by_key_head(self, edit: Callable[[KeyHeads], Edit]) -> list[HeadCost]:
-        """Read the text once per key head, with an edit of this head only."""
+    def by_key_head(self, under: Callable[[KeyHeads], ByPosition]) -> list[HeadCost]:
+        """Read the text once per key head with `under`, this reader's under a change of this head only."""
         heads = sorted(key_heads(self.adapter))
         return [
-            HeadCost(layer=layer, head=head, **self.under(edit(frozenset({(layer, head)}))).effect().model_dump())
+            HeadCost(layer=layer, head=head, **under(frozenset({(layer, head)})).effect().model_dump())
             for layer, head in heads
         ]
 
@@ -244,11 +245,11 @@ def first_importance(layer: LayerCall) -> Tensor:
     return alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
 
 
-def mean_effect(effects: Sequence[Effect]) -> Effect:
-    """The mean effect over several draws on the same targets."""
-    return Effect(
-        loss=fmean(one.loss for one in effects), kl=fmean(one.kl for one in effects), targets=effects[0].targets
-    )
+def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
+    """The fields of the mean effect over several draws on the same targets, with the loss of each draw."""
+    losses = [one.loss for one in effects]
+    kl = fmean(one.kl for one in effects)
+    return {"loss": fmean(losses), "kl": kl, "targets": effects[0].targets, "losses": losses}
 
 
 def key_heads(adapter: Adapter) -> KeyHeads:

@@ -1,6 +1,5 @@
 """The command line. Results go to standard output, everything else to stderr; heavy modules are imported lazily."""
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -15,13 +14,11 @@ from sinklab.commands.ending import PLAIN, end, stderr
 from sinklab.commands.evaluate import evaluate
 from sinklab.commands.from_model import PanelCommand, PlainGroup, with_options
 from sinklab.commands.measure import compare, measure, parity
-from sinklab.commands.options import Json
+from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.sft import sft
 from sinklab.errors import InputError
 from sinklab.settings import ADVANCED, INPUT, OUTPUT, TRAINING
 from sinklab.signals import keeping_what_is_finished
-
-PROBLEMS = 20  # of a check of packed results that the terminal shows
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -73,37 +70,22 @@ def train(
         ),
     ],
     overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", rich_help_panel=TRAINING, help="Override a recipe key; repeatable."),
+        list[str] | None, option(TRAINING, "Override a recipe key; repeatable.", "--set", metavar="KEY=VALUE")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(rich_help_panel=OUTPUT, help="Run directory; default: runs/NAME-HASH.")
-    ] = None,
+    out: Annotated[Path | None, option(OUTPUT, "Run directory; default: runs/NAME-HASH.")] = None,
     replay: Annotated[
         int | None,
-        typer.Option(
-            metavar="STEP",
-            rich_help_panel=ADVANCED,
-            help="Train nothing: recompute this step's batch and report the first tensor with NaN.",
+        option(
+            ADVANCED, "Train nothing: recompute this step's batch and report the first tensor with NaN.", metavar="STEP"
         ),
     ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Train nothing: estimate parameters, FLOPs and memory."),
-    ] = False,
+    dry_run: Annotated[bool, option(OUTPUT, "Train nothing: estimate parameters, FLOPs and memory.")] = False,
     anyway: Annotated[
-        bool,
-        typer.Option(
-            "--anyway",
-            rich_help_panel=ADVANCED,
-            help="Train even if the memory estimate exceeds this machine's memory.",
-        ),
+        bool, option(ADVANCED, "Train even if the memory estimate exceeds this machine's memory.")
     ] = False,
     track: Annotated[
         list[TrackerChoice] | None,
-        typer.Option(
-            metavar="NAME", rich_help_panel=OUTPUT, help="Also log to wandb (also offline) or tensorboard; repeatable."
-        ),
+        option(OUTPUT, "Also log to wandb (also offline) or tensorboard; repeatable.", metavar="NAME"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -121,19 +103,14 @@ def train(
         from sinklab.commands.terminal.plans import print_plan
 
         plan, speaks = plan_command(recipe, overrides or [])
-        if speaks and as_json:
-            print(json.dumps(plan.document(), indent=2))
-        elif speaks:
-            print_plan(plan, Console())
+        if speaks:
+            print_result(as_json, plan.document, lambda out: print_plan(plan, out))
         return
     if replay is not None:
         from sinklab.commands.terminal.results import print_replay
 
         found = replay_command(recipe, overrides or [], out, replay, stderr())
-        if as_json:
-            print(json.dumps(found.document(), indent=2))
-        else:
-            print_replay(found, Console())
+        print_result(as_json, found.document, lambda out: print_replay(found, out))
         return
     with keeping_what_is_finished():
         ended = train_command(recipe, overrides or [], out, stderr(), [name.value for name in track or []], anyway)
@@ -165,13 +142,10 @@ def export(
 
     with JobProgress(stderr(), phase=f"exporting {run}"):
         done = export_run(run, directory)
-    if as_json:
-        print(json.dumps(done.document(), indent=2))
-        return
     alone = done.code is None
     how = "loads with transformers alone" if alone else f"loads after `sinklab.register()`, or with {done.code}"
     line = f"{done.directory}: {done.architecture}, {done.parameters:,} parameters, step {done.step:,}; {how}"
-    Console().print(line, **PLAIN)
+    print_result(as_json, done.document, lambda out: out.print(line, **PLAIN))
 
 
 @with_options
@@ -186,34 +160,19 @@ def interventions(as_json: Json = False) -> None:
     from sinklab.interventions import catalogue
 
     rows = catalogue()
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-    else:
-        print_catalogue(rows, Console())
+    print_result(as_json, lambda: [asdict(row) for row in rows], lambda out: print_catalogue(rows, out))
 
 
 @with_options
 def report(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run, measurement or lab directories.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(rich_help_panel=OUTPUT, help="The HTML file; default: report.html in the first directory."),
-    ] = None,
+    out: Annotated[Path | None, option(OUTPUT, "The HTML file; default: report.html in the first directory.")] = None,
     formats: Annotated[
         list[str] | None,
-        typer.Option(
-            "--format",
-            metavar="TYPE",
-            rich_help_panel=OUTPUT,
-            help="Also write every chart as svg, pdf or png; repeatable.",
-        ),
+        option(OUTPUT, "Also write every chart as svg, pdf or png; repeatable.", "--format", metavar="TYPE"),
     ] = None,
     pack: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=OUTPUT,
-            help="Also write one sweep without weights into this folder, small enough to commit.",
-        ),
+        Path | None, option(OUTPUT, "Also write one sweep without weights into this folder, small enough to commit.")
     ] = None,
 ) -> None:
     """(Re)draw report.html from the results on disk; runs may be in progress.
@@ -241,11 +200,8 @@ def report(
 @with_options
 def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by report --pack.")],
-    retrain: Annotated[
-        int,
-        typer.Option(min=0, rich_help_panel=INPUT, help="Number of runs, drawn at random, to retrain and compare."),
-    ] = 0,
-    seed: Annotated[int, typer.Option(min=0, rich_help_panel=INPUT, help="Random seed for drawing the runs.")] = 0,
+    retrain: Annotated[int, option(INPUT, "Number of runs, drawn at random, to retrain and compare.", min=0)] = 0,
+    seed: Annotated[int, option(INPUT, "Random seed for drawing the runs.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
     """Verify packed results: checksums, recipe hashes, recomputed verdicts, and retrained runs.
@@ -258,6 +214,7 @@ def verify(
     from dataclasses import asdict
 
     from sinklab.commands.terminal.progress import JobProgress
+    from sinklab.commands.terminal.results import print_checks
     from sinklab.experiments.sweep.verifying import verify_packed
 
     if not directory.is_dir():
@@ -269,22 +226,7 @@ def verify(
             progress.begin(text)
 
         checks = verify_packed(directory, retrain, seed, say)
-    if as_json:
-        print(json.dumps([asdict(check) for check in checks], indent=2))
-    else:
-        out = Console()
-        for check in checks:
-            wrong = len(check.problems)
-            out.print(
-                f"{check.name}: {check.checked} checked, {f'{wrong} problems' if wrong else 'no problem'}",
-                **PLAIN,
-            )
-            for line in [
-                *check.problems[:PROBLEMS],
-                *(["and more: see --json"] if wrong > PROBLEMS else []),
-                *check.notes[:PROBLEMS],
-            ]:
-                out.print(f"  {line}", **PLAIN)
+    print_result(as_json, lambda: [asdict(check) for check in checks], lambda out: print_checks(checks, out))
     if any(check.problems for check in checks):
         raise typer.Exit(1)
 
@@ -306,10 +248,7 @@ def runs(
     from sinklab.report.collect import list_runs
 
     found = list_runs(directories)
-    if as_json:
-        print(json.dumps([asdict(run) for run in found], indent=2))
-    else:
-        print_runs(found, Console())
+    print_result(as_json, lambda: [asdict(run) for run in found], lambda out: print_runs(found, out))
 
 
 GROUPS = {

@@ -1,22 +1,19 @@
 """`sinklab data prepare`: write token shards from text, or estimate their size."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import Json
+from sinklab.commands.options import Json, option, print_result
 from sinklab.errors import InputError
 from sinklab.settings import ADVANCED, INPUT, LARGEST, OUTPUT
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
     from sinklab.data.config import Mix
-    from sinklab.data.shards import Settings
 
 
 @with_options
@@ -27,50 +24,36 @@ def prepare(
             help="stdlib, site-packages, a .txt or .jsonl file, a folder of them, hf:NAME or synthetic:NAME."
         ),
     ],
-    tokenizer: Annotated[str, typer.Option(rich_help_panel=INPUT, help="Hugging Face name or path, or train:SIZE.")],
-    out: Annotated[Path, typer.Option(rich_help_panel=OUTPUT, help="Directory for the token shards.")],
-    valid_fraction: Annotated[
-        float, typer.Option(rich_help_panel=INPUT, help="Fraction of the documents held out for validation.")
-    ] = 0.02,
+    tokenizer: Annotated[str, option(INPUT, "Hugging Face name or path, or train:SIZE.")],
+    out: Annotated[Path, option(OUTPUT, "Directory for the token shards.")],
+    valid_fraction: Annotated[float, option(INPUT, "Fraction of the documents held out for validation.")] = 0.02,
     limit_bytes: Annotated[
-        int | None,
-        typer.Option(min=1, max=LARGEST, rich_help_panel=INPUT, help="Read at most this many bytes of text."),
+        int | None, option(INPUT, "Read at most this many bytes of text.", min=1, max=LARGEST)
     ] = None,
-    limit_tokens: Annotated[
-        int | None, typer.Option(min=2, max=LARGEST, rich_help_panel=INPUT, help="Write exactly this many tokens.")
-    ] = None,
+    limit_tokens: Annotated[int | None, option(INPUT, "Write exactly this many tokens.", min=2, max=LARGEST)] = None,
     mix: Annotated[
         Literal["weights", "files"] | None,
-        typer.Option(
+        option(
+            INPUT,
+            "weights: by domain weight; files: all files at an equal rate; default: sequentially.",
             metavar="KIND",
-            rich_help_panel=INPUT,
-            help="weights: by domain weight; files: all files at an equal rate; default: sequentially.",
         ),
     ] = None,
     weights: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=INPUT, help="With --mix weights: YAML of domain: weight; default: the paper's 17 domains."
-        ),
+        Path | None, option(INPUT, "With --mix weights: YAML of domain: weight; default: the paper's 17 domains.")
     ] = None,
     absent: Annotated[
         Literal["refuse", "renormalise"],
-        typer.Option(
+        option(
+            INPUT,
+            "With --mix weights, for domains without files: refuse, or renormalise the other weights.",
             metavar="HOW",
-            rich_help_panel=INPUT,
-            help="With --mix weights, for domains without files: refuse, or renormalise the other weights.",
         ),
     ] = "refuse",
     seed: Annotated[
-        int,
-        typer.Option(
-            min=0, max=LARGEST, rich_help_panel=ADVANCED, help="With --mix: random seed for the domain or file order."
-        ),
+        int, option(ADVANCED, "With --mix: random seed for the domain or file order.", min=0, max=LARGEST)
     ] = 0,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", rich_help_panel=OUTPUT, help="Write nothing: report the number of bytes and tokens."),
-    ] = False,
+    dry_run: Annotated[bool, option(OUTPUT, "Write nothing: report the number of bytes and tokens.")] = False,
     as_json: Json = False,
 ) -> None:
     """Tokenize text into shards that recipes use as data.source.
@@ -80,7 +63,10 @@ def prepare(
     The same call resumes after an interruption and writes the same bytes. Encoding uses all cores, or
     RAYON_NUM_THREADS of them.
     """
-    from sinklab.data.prepare import settings_of
+    from sinklab.commands.terminal.plans import print_estimate
+    from sinklab.commands.terminal.progress import DataBoard, JobProgress
+    from sinklab.data.prepare import prepare_settings, settings_of
+    from sinklab.data.texts import estimate
 
     settings = settings_of(
         source,
@@ -91,10 +77,18 @@ def prepare(
         token_limit=limit_tokens,
     )
     if dry_run:
-        _estimate(settings, as_json)
-    else:
-        with keeping_what_is_finished():
-            _prepare(settings, out, as_json)
+        with JobProgress(stderr(), phase="estimating"):
+            found = estimate(settings)
+        print_result(as_json, found.document, lambda out: print_estimate(found, out))
+        return
+    with keeping_what_is_finished(), DataBoard(stderr()) as board:
+        dataset = prepare_settings(settings, out, board, board.counted)
+    if as_json:
+        print((out / "data.json").read_text(encoding="utf-8"))
+        return
+    print(f"{out}: {len(dataset.train):,} training and {len(dataset.valid):,} validation tokens")
+    for name, share in (dataset.manifest.shares or {}).items():
+        print(f"  {name}: {share.tokens:,} tokens")
 
 
 def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "Mix | None":
@@ -121,40 +115,3 @@ def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "
         raise InputError(f"cannot read {weights}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"{weights} must have lines of domain: weight, each above 0: {error}") from error
-
-
-def _estimate(settings: "Settings", as_json: bool) -> None:
-    """Print the estimated bytes and tokens.
-
-    Raises:
-        InputError: if the text or tokenizer cannot be used.
-    """
-    from sinklab.commands.terminal.plans import print_estimate
-    from sinklab.commands.terminal.progress import JobProgress
-    from sinklab.data.texts import estimate
-
-    with JobProgress(stderr(), phase="estimating"):
-        found = estimate(settings)
-    if as_json:
-        print(json.dumps(found.document(), indent=2))
-    else:
-        print_estimate(found, Console())
-
-
-def _prepare(settings: "Settings", out: Path, as_json: bool) -> None:
-    """Prepare the data and print the result.
-
-    Raises:
-        InputError, SinklabError: as `prepare_settings`.
-    """
-    from sinklab.commands.terminal.progress import data_progress
-    from sinklab.data.prepare import prepare_settings
-
-    with data_progress(stderr()) as board:
-        dataset = prepare_settings(settings, out, board, board.counted)
-    if as_json:
-        print((out / "data.json").read_text(encoding="utf-8"))
-        return
-    print(f"{out}: {len(dataset.train):,} training and {len(dataset.valid):,} validation tokens")
-    for name, share in (dataset.manifest.shares or {}).items():
-        print(f"  {name}: {share.tokens:,} tokens")

@@ -1,18 +1,13 @@
 """`sinklab eval`: scores on downstream tasks, and the sink."""
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-from rich.console import Console
-
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import Json, LoadingOptions, ModelName
+from sinklab.commands.options import Json, LoadingOptions, ModelName, option, print_result, printed_if_unsaved
 from sinklab.commands.terminal.progress import JobProgress
-from sinklab.errors import UnsavedError
 from sinklab.evaluating.evaluation import TaskRequest
 from sinklab.settings import OUTPUT
 from sinklab.signals import keeping_what_is_finished
@@ -29,9 +24,8 @@ def evaluate(
     loading: LoadingOptions,
     out: Annotated[
         Path | None,
-        typer.Option(
-            rich_help_panel=OUTPUT,
-            help="Directory for evaluation.json and the items; default for a run: its own. The same call resumes.",
+        option(
+            OUTPUT, "Directory for evaluation.json and the items; default for a run: its own. The same call resumes."
         ),
     ] = None,
     as_json: Json = False,
@@ -50,19 +44,13 @@ def evaluate(
     console = stderr()
 
     def show(scores: "DownstreamScores") -> None:
-        if as_json:
-            print(json.dumps(scores.document(), indent=2))
-        else:
-            print_scores(scores, Console())
+        print_result(as_json, scores.document, lambda out: print_scores(scores, out))
 
     place = Path(model) if out is None and is_run(model) else out
     with (
         keeping_what_is_finished() if place is not None else nullcontext(),
+        printed_if_unsaved(show),
         JobProgress(console, phase=f"reading {model} and the tasks") as observe,
     ):
-        try:
-            found = evaluate_model(model, request, loading=loading.on(console), out=place, observe=observe)
-        except UnsavedError as error:
-            show(error.result)
-            raise
+        found = evaluate_model(model, request, loading=loading.on(console), out=place, observe=observe)
     show(found)

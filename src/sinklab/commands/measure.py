@@ -9,7 +9,7 @@ import typer
 
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import Only, with_options
-from sinklab.commands.options import Json, LoadingOptions, SubfolderLoadingOptions
+from sinklab.commands.options import Json, LoadingOptions, SubfolderLoadingOptions, option
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options
 from sinklab.settings import INPUT, MEASURED, OUTPUT
@@ -24,10 +24,7 @@ class TableFormat(StrEnum):  # typer takes no lists of literals
     parquet = "parquet"
 
 
-Text = Annotated[
-    Path | None,
-    typer.Option(rich_help_panel=INPUT, help=".txt or .jsonl (text or messages); for natural inputs."),
-]
+Text = Annotated[Path | None, option(INPUT, ".txt or .jsonl (text or messages); for natural inputs.")]
 
 
 @with_options
@@ -41,72 +38,39 @@ def measure(
     request: Annotated[
         Request,
         Only(
-            *(
-                "inputs",
-                "sequences",
-                "length",
-                "eps",
-                "lengths",
-                "details",
-                "maps",
-                "explore",
-                "gradients",
-                "no_bos",
-                "loss",
-                "ablate",
-            ),
-            *("perturb", "swap_position", "replace_position", "batch_size", "seed"),
+            *("inputs", "sequences", "length", "eps", "lengths", "details", "maps", "explore", "gradients", "no_bos"),
+            *("loss", "ablate", "perturb", "swap_position", "replace_position", "batch_size", "seed"),
         ),
     ],
     revision: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel=INPUT,
-            help="Branch, tag or commit on the hub; several give a curve over training.",
-        ),
+        option(INPUT, "Branch, tag or commit on the hub; several give a curve over training.", metavar="NAME"),
     ] = None,
     loading: Annotated[SubfolderLoadingOptions, Only("dtype", "device", "subfolder", "trust_remote_code")],
-    by_domain: Annotated[
-        bool,
-        typer.Option("--by-domain", rich_help_panel=INPUT, help="Measure each file of the folder --text separately."),
-    ] = False,
-    by_checkpoint: Annotated[
-        bool,
-        typer.Option(
-            "--by-checkpoint", rich_help_panel=INPUT, help="Measure each checkpoint in the folder or run MODEL."
-        ),
-    ] = False,
+    by_domain: Annotated[bool, option(INPUT, "Measure each file of the folder --text separately.")] = False,
+    by_checkpoint: Annotated[bool, option(INPUT, "Measure each checkpoint in the folder or run MODEL.")] = False,
     family: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            INPUT,
+            "Models of the paper: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; repeatable.",
             metavar="NAME",
-            rich_help_panel=INPUT,
-            help="Models of the paper: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; repeatable.",
         ),
     ] = None,
     models_dir: Annotated[
-        Path | None,
-        typer.Option(rich_help_panel=INPUT, help="With --family: folder of the models, named as on the hub."),
+        Path | None, option(INPUT, "With --family: folder of the models, named as on the hub.")
     ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", rich_help_panel=OUTPUT, help="With --family: only list parameters, disk and memory."),
-    ] = False,
+    dry_run: Annotated[bool, option(OUTPUT, "With --family: only list parameters, disk and memory.")] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=OUTPUT,
-            help="Directory for measurements and report.html; default with --family: runs/families.",
-        ),
+        Path | None, option(OUTPUT, "Directory for measurements and report.html; default with --family: runs/families.")
     ] = None,
     formats: Annotated[
         list[TableFormat] | None,
-        typer.Option(
+        option(
+            OUTPUT,
+            "Also write the tables of one MODEL to --out: csv or parquet; repeatable.",
             "--format",
             metavar="TYPE",
-            rich_help_panel=OUTPUT,
-            help="Also write the tables of one MODEL to --out: csv or parquet; repeatable.",
         ),
     ] = None,
     as_json: Json = False,
@@ -120,15 +84,7 @@ def measure(
     --by-domain, --by-checkpoint, several --revision and --family make many measurements, each in a folder of --out. The
     same call resumes after an interruption.
     """
-    from sinklab.commands.measurements import (
-        Invocation,
-        checkpoints_command,
-        domains_command,
-        families_command,
-        model_command,
-        one_model,
-        sizes_command,
-    )
+    from sinklab.commands import measurements
     from sinklab.measuring.frames import check_formats
     from sinklab.models.huggingface.loading import in_subfolder
 
@@ -140,8 +96,10 @@ def measure(
     if revisions and not over_steps:
         loading = loading.model_copy(update={"revision": revisions[0]})
     console = stderr()
-    given = Invocation(text, request, loading.on(console), out, as_json, console)
-    name = one_model(model, family, by_domain, models_dir, dry_run, next(iter(revisions), None), over_steps)
+    given = measurements.Invocation(text, request, loading.on(console), out, as_json, console)
+    name = measurements.one_model(
+        model, family, by_domain, models_dir, dry_run, next(iter(revisions), None), over_steps
+    )
     if name is None and loading.subfolder is not None:
         raise InputError(
             f"--subfolder {loading.subfolder} is for one MODEL: leave it out, or give the MODEL without --family"
@@ -150,15 +108,15 @@ def measure(
     resumes = (name is None and not dry_run) or ((by_domain or over_steps) and out is not None)
     with keeping_what_is_finished() if resumes else nullcontext():
         if name is None and dry_run:
-            sizes_command(family or [], models_dir, given)
+            measurements.sizes_command(family or [], models_dir, given)
         elif name is None:
-            families_command(family or [], models_dir, given)
+            measurements.families_command(family or [], models_dir, given)
         elif by_domain:
-            domains_command(name, given)
+            measurements.domains_command(name, given)
         elif over_steps:
-            checkpoints_command(name, revisions, given)
+            measurements.checkpoints_command(name, revisions, given)
         else:
-            model_command(name, given, tables)
+            measurements.model_command(name, given, tables)
 
 
 @with_options
@@ -171,10 +129,7 @@ def compare(
     request: Annotated[Request, Only("inputs", "sequences", "length", "eps", "no_bos", "batch_size", "seed")],
     loading: SubfolderLoadingOptions,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=OUTPUT, help="Directory for a measurement per model, comparison.json and report.html."
-        ),
+        Path | None, option(OUTPUT, "Directory for a measurement per model, comparison.json and report.html.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -204,10 +159,10 @@ def parity(
     ] = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            MEASURED,
+            "eager, sdpa, flex_attention or flash_attention_2 to _4; repeatable; default: all.",
             metavar="NAME",
-            rich_help_panel=MEASURED,
-            help="eager, sdpa, flex_attention or flash_attention_2 to _4; repeatable; default: all.",
         ),
     ] = None,
     request: Annotated[Request, Only("sequences", "length", "seed")] = Request(sequences=4),

@@ -1,8 +1,6 @@
 """Implementation of the measuring commands. Their options are in `measure.py`, which has few imports."""
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,17 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
+from sinklab.commands.options import print_result, printed_if_unsaved
+from sinklab.commands.terminal import results
 from sinklab.commands.terminal.progress import JobProgress
-from sinklab.commands.terminal.results import (
-    print_checkpoints,
-    print_comparison,
-    print_domains,
-    print_families,
-    print_measurement,
-    print_parity,
-    print_sizes,
-)
-from sinklab.errors import InputError, SinklabError, UnsavedError
+from sinklab.errors import InputError, SinklabError
 from sinklab.jobs.ledger import AnyDocument, unsaved
 from sinklab.jobs.progress import StepProgress
 from sinklab.measuring.frames import write_tables
@@ -28,12 +19,13 @@ from sinklab.models.huggingface.loading import Loading
 from sinklab.report import write_report
 from sinklab.survey.backends import compare_backends
 from sinklab.survey.checkpoints import measure_checkpoints, saved_models
-from sinklab.survey.compare import compare_models
+from sinklab.survey.compare import Comparison, compare_models
 from sinklab.survey.families import measure_families, sizes, sizes_document
 from sinklab.survey.measure_many import Outcome, domain_files, measure_domains
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.open_models import models_of
 from sinklab.survey.request import Request
+from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
 
 FAMILIES_OUT = Path("runs/families")
 
@@ -62,37 +54,36 @@ class Invocation:
 
     def print(self, result: AnyDocument, show: Show[AnyDocument]) -> None:
         """Print the result to standard output."""
-        if self.as_json:
-            print(json.dumps(result.document(), indent=2))
-        else:
-            show(result, Console())
+        print_result(self.as_json, result.document, partial(show, result))
 
-    def finish(self, result: AnyDocument, show: Show[AnyDocument], drawn: bool = True) -> None:
+    def finish(self, result: AnyDocument, show: Show[AnyDocument]) -> None:
         """Print the result and, if it was saved, draw the report."""
         self.print(result, show)
-        if self.out is not None and drawn:
+        if self.out is not None:
             with JobProgress(self.console, phase="drawing the report"):
                 path = write_report([self.out])
             self.console.print(f"report: {path}", highlight=False, soft_wrap=True)
 
-    @contextmanager
-    def printed_anyway(self, show: Callable[[Any, Console], None]) -> Iterator[None]:
-        """Print a result that could not be saved, then raise the error."""
-        try:
-            yield
-        except UnsavedError as error:
-            self.print(error.result, show)
-            raise
+    def survey(self, what: str, total: int, measured: Callable[..., Any], show: Show[Any]) -> None:
+        """Run many measurements with one progress bar, and print them; a result that cannot be saved is printed too.
 
-    def survey(
-        self, what: str, total: int, measured: Callable[..., AnyDocument], show: Show[AnyDocument]
-    ) -> AnyDocument:
-        """Run many measurements with one progress bar; a result that cannot be saved is printed."""
+        Raises:
+            SinklabError: if some could not be measured; the others are printed and saved.
+        """
         with (
-            self.printed_anyway(show),
+            printed_if_unsaved(partial(self.print, show=show)),
             JobProgress(self.console, what, total, phase=f"reading the text and the {what}") as observe,
         ):
-            return measured(self.text, self.request, loading=self.loading, out=self.out, observe=observe)
+            found = measured(self.text, self.request, loading=self.loading, out=self.out, observe=observe)
+        outcome = Outcome(found.measured) if isinstance(found, Comparison) else found.outcome
+        if outcome.measured:
+            self.finish(found, show)
+        else:
+            self.print(found, show)
+        if outcome.failed:
+            lines = [f"  {name}: {failure}" for name, failure in outcome.failed.items()]
+            count = f"{len(lines)} of {len(lines) + len(outcome.measured)} {what} could not be measured"
+            raise SinklabError("\n".join([f"{count}; repeat the call to retry them:", *lines]))
 
 
 def one_model(
@@ -140,7 +131,7 @@ def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> 
         InputError, SinklabError: see `measure_model`.
     """
     with (
-        given.printed_anyway(print_measurement),
+        printed_if_unsaved(partial(given.print, show=results.print_measurement)),
         JobProgress(given.console, phase=f"reading {model} and the text") as observe,
     ):
         step = StepProgress("measuring", observe)
@@ -150,7 +141,7 @@ def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> 
         if given.out is not None:
             with unsaved(lambda: measurement):
                 write_tables(measurement.columns, given.out, tables)
-    given.finish(measurement, print_measurement)
+    given.finish(measurement, results.print_measurement)
 
 
 def domains_command(model: str, given: Invocation) -> None:
@@ -161,9 +152,7 @@ def domains_command(model: str, given: Invocation) -> None:
         SinklabError: if a domain could not be measured; the others are printed and saved.
     """
     total = len(domain_files(given.text)) if given.text is not None and given.text.is_dir() else 0
-    domains = given.survey("domains", total, partial(measure_domains, model), print_domains)
-    given.finish(domains, print_domains)
-    _raise_for_failed(domains.outcome, "domains")
+    given.survey("domains", total, partial(measure_domains, model), partial(results.print_survey, DomainsDocument))
 
 
 def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation) -> None:
@@ -173,10 +162,8 @@ def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation)
         InputError: see `measure_checkpoints`.
         SinklabError: if a checkpoint could not be measured; the others are printed and saved.
     """
-    total = len(saved_models(model, revisions))
-    found = given.survey("checkpoints", total, partial(measure_checkpoints, model, revisions), print_checkpoints)
-    given.finish(found, print_checkpoints)
-    _raise_for_failed(found.outcome, "checkpoints")
+    total, measured = len(saved_models(model, revisions)), partial(measure_checkpoints, model, revisions)
+    given.survey("checkpoints", total, measured, partial(results.print_survey, CheckpointsDocument))
 
 
 def compare_command(models: Sequence[str], given: Invocation) -> None:
@@ -185,8 +172,7 @@ def compare_command(models: Sequence[str], given: Invocation) -> None:
     Raises:
         InputError, SinklabError: see `compare_models`.
     """
-    comparison = given.survey("models", len(models), partial(compare_models, models), print_comparison)
-    given.finish(comparison, print_comparison)
+    given.survey("models", len(models), partial(compare_models, models), results.print_comparison)
 
 
 def parity_command(model: str, backends: Sequence[str], given: Invocation) -> None:
@@ -205,7 +191,7 @@ def parity_command(model: str, backends: Sequence[str], given: Invocation) -> No
             backends=backends or None,
             observe=observe,
         )
-    given.print(found, print_parity)
+    given.print(found, results.print_parity)
     if wrong := found.wrong():
         raise SinklabError(wrong)
 
@@ -218,10 +204,7 @@ def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocati
     """
     dtype, device = given.loading.dtype, given.loading.device
     found = sizes(names, given.request, models_dir=models_dir, dtype=dtype, device=device)
-    if given.as_json:
-        print(json.dumps(sizes_document(found), indent=2))
-    else:
-        print_sizes(found, dtype, Console())
+    print_result(given.as_json, lambda: sizes_document(found), partial(results.print_sizes, found, dtype))
 
 
 def families_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
@@ -233,14 +216,4 @@ def families_command(names: Sequence[str], models_dir: Path | None, given: Invoc
     """
     given = replace(given, out=given.out or FAMILIES_OUT)
     measured = partial(measure_families, names, models_dir=models_dir)
-    families = given.survey("models", len(models_of(names)), measured, print_families)
-    given.finish(families, print_families, drawn=bool(families.outcome.measured))
-    _raise_for_failed(families.outcome, "models")
-
-
-def _raise_for_failed(outcome: Outcome, what: str) -> None:
-    if outcome.failed:
-        lines = [f"  {name}: {failure}" for name, failure in outcome.failed.items()]
-        total = len(outcome.failed) + len(outcome.measured)
-        count = f"{len(outcome.failed)} of {total} {what} could not be measured"
-        raise SinklabError("\n".join([f"{count}; repeat the call to retry them:", *lines]))
+    given.survey("models", len(models_of(names)), measured, partial(results.print_survey, FamiliesDocument))

@@ -1,24 +1,31 @@
-"""Settings and options shared by several commands."""
+"""Settings and options shared by several commands, and the printing of their results."""
 
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import Field
+from rich.console import Console
 
 from sinklab.commands.ending import say_on
-from sinklab.errors import InputError
+from sinklab.errors import InputError, UnsavedError
 from sinklab.experiments.sweep.engines import EngineName
 from sinklab.settings import ADVANCED, INPUT, OUTPUT, CommandSettings, Flag, Several
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sinklab.models.huggingface.loading import Loading
 
 RUNS = Path("runs")
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
+    """Declare an option in a panel of the help; without `names` it has that of its parameter."""
+    return typer.Option(*names, rich_help_panel=panel, help=help, **settings)
 
 
 class LoadingOptions(CommandSettings, frozen=True):
@@ -37,7 +44,7 @@ class LoadingOptions(CommandSettings, frozen=True):
     )
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
 
-    def on(self, console: "Console") -> "Loading":
+    def on(self, console: Console) -> "Loading":
         """Build the loader's settings; slow steps are announced on the console."""
         from sinklab.models.huggingface.loading import Loading
 
@@ -77,7 +84,9 @@ class ReproduceSettings(CommandSettings, frozen=True):
         description="Text to train on, or to measure a --model on: .txt or .jsonl file, or folder.",
     )
     data: Path | None = Field(
-        default=None, description="HellaSwag file, for experiments on existing models that use the task."
+        default=None,
+        description="HellaSwag file, for experiments on existing models that use the task; .jsonl file of "
+        "conversations, for those that tune (figure_30).",
     )
     trust_remote_code: Annotated[bool, Flag(panel=ADVANCED)] = Field(
         default=False, description="Run code from the model's repository."
@@ -119,8 +128,23 @@ class ReproduceSettings(CommandSettings, frozen=True):
         return overlay if self.text is None else {**overlay, "data": {"source": str(self.text)}}
 
 
+def print_result(as_json: bool, document: Callable[[], object], show: Callable[[Console], None]) -> None:
+    """Print a result to standard output, as JSON or for readers."""
+    if as_json:
+        print(json.dumps(document(), indent=2))
+    else:
+        show(Console())
+
+
+@contextmanager
+def printed_if_unsaved(show: Callable[[Any], None]) -> Iterator[None]:
+    """Print a result that could not be saved, then raise the error."""
+    try:
+        yield
+    except UnsavedError as error:
+        show(error.result)
+        raise
+
+
 ModelName = Annotated[str, typer.Argument(help="Run directory, Hugging Face id, model directory or .gguf file.")]
-Json = Annotated[
-    bool,
-    typer.Option("--json", rich_help_panel=OUTPUT, help="Print only the result document to standard output."),
-]
+Json = Annotated[bool, option(OUTPUT, "Print only the result document to standard output.", "--json")]

@@ -1,6 +1,5 @@
 """`sinklab lab`, `experiments` and `reproduce` on the command line."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from rich.console import Console
 
 from sinklab.commands.ending import PLAIN, stderr
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import RUNS, Json, ReproduceSettings
+from sinklab.commands.options import RUNS, Json, ReproduceSettings, option, print_result
 from sinklab.errors import InputError
 from sinklab.settings import INPUT, OUTPUT, option_name
 from sinklab.signals import keeping_what_is_finished
@@ -26,18 +25,10 @@ ONLY_TRAINING = ("steps", "jobs", "engine_options", "packed", "scale", "engine")
 
 @with_options
 def lab(
-    out: Annotated[
-        Path, typer.Option(rich_help_panel=OUTPUT, help="Directory for the runs, summary.json and report.html.")
-    ] = RUNS / "lab",
-    steps: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=INPUT, help="Updates per model; default: as in the recipe.")
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(rich_help_panel=INPUT, help="Train on this .txt or .jsonl file or folder.")
-    ] = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, rich_help_panel=INPUT, help="Models per cell; verdicts require five.")
-    ] = 1,
+    out: Annotated[Path, option(OUTPUT, "Directory for the runs, summary.json and report.html.")] = RUNS / "lab",
+    steps: Annotated[int | None, option(INPUT, "Updates per model; default: as in the recipe.", min=1)] = None,
+    text: Annotated[Path | None, option(INPUT, "Train on this .txt or .jsonl file or folder.")] = None,
+    seeds: Annotated[int, option(INPUT, "Models per cell; verdicts require five.", min=1)] = 1,
     as_json: Json = False,
 ) -> None:
     """Train three tiny models that differ in their sink: softmax, K biases and sigmoid attention.
@@ -66,14 +57,7 @@ def experiments(
             metavar="EXPERIMENT...", help="Ids or .yaml files to show in full; default: list all experiments."
         ),
     ] = None,
-    coverage: Annotated[
-        bool,
-        typer.Option(
-            "--coverage",
-            rich_help_panel=OUTPUT,
-            help="List the parts of the paper and the claims that encode them.",
-        ),
-    ] = False,
+    coverage: Annotated[bool, option(OUTPUT, "List the parts of the paper and the claims that encode them.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the experiments of `sinklab reproduce`: question, cells, and estimated time on this machine.
@@ -87,19 +71,20 @@ def experiments(
     if coverage:
         if names:
             raise InputError(f"--coverage lists the whole paper: remove {names[0]}")
-        if as_json:
-            print(json.dumps({name: part.model_dump() for name, part in paper_coverage().items()}, indent=2))
-        else:
-            print_coverage(paper_coverage(), Console())
+        parts = paper_coverage()
+        document = {name: part.model_dump() for name, part in parts.items()}
+        print_result(as_json, lambda: document, lambda out: print_coverage(parts, out))
         return
     found = list_experiments(names or ())
-    if as_json:
-        print(json.dumps([one.document() for one in found], indent=2))
-    elif names:
+
+    def show(out: Console) -> None:
+        if not names:
+            print_experiments(found, out)
+            return
         for one in found:
-            print_experiment(one, Console())
-    else:
-        print_experiments(found, Console())
+            print_experiment(one, out)
+
+    print_result(as_json, lambda: [one.document() for one in found], show)
 
 
 @with_options
@@ -108,7 +93,8 @@ def reproduce(
         list[str],
         typer.Argument(
             metavar="EXPERIMENT...",
-            help="Ids (see sinklab experiments), your own .yaml files, or all: every experiment at the scale.",
+            help="Ids (see sinklab experiments), your own .yaml files, or all: every experiment at the scale, with "
+            "--data also those that tune.",
         ),
     ],
     settings: ReproduceSettings,
@@ -123,37 +109,34 @@ def reproduce(
 
     Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
 
+    figure_30 trains its models and tunes them on conversations: --data CHATS.jsonl.
+
     Prints our numbers next to the paper's and the verdict of each claim, and writes summary.json and report.html. Runs
     already trained below the directory are not trained again. Several calls, also on different machines that share the
     directory, divide the runs among them. Ctrl-C stops; the same call resumes.
     """
-    found = _experiments(names, settings)
+    found = named_experiments(names, settings)
     if found[0].requests:
         from sinklab.commands.reproducing import measure_experiments, preview_measured
 
         if settings.dry_run:
-            preview_measured(found, settings, as_json, Console())
+            preview_measured(found, settings, as_json)
             return
         with keeping_what_is_finished():
             measure_experiments(found, settings, as_json, stderr())
         return
-    if settings.data is not None:
-        raise InputError(
-            f"--data {settings.data} is for experiments on existing models, and {names[0]} trains its own: leave it out"
-        )
-    from sinklab.commands.reproducing import look_ahead
+    from sinklab.commands.reproducing import check_chats, look_ahead
     from sinklab.commands.terminal.plans import hours_line, print_preview
     from sinklab.commands.terminal.progress import JobProgress
     from sinklab.experiments.sweep.plan import Question, scale_of
 
+    if settings.data is not None or not settings.dry_run:
+        check_chats(found, settings.data)
     questions = [Question(one, scale_of(one, settings.scale), settings.seeds or one.seeds) for one in found]
     if settings.dry_run:
         with JobProgress(stderr(), phase="timing some updates"):
             ahead = look_ahead(questions, settings)
-        if as_json:
-            print(json.dumps(ahead.document(), indent=2))
-        else:
-            print_preview(ahead, Console())
+        print_result(as_json, ahead.document, lambda out: print_preview(ahead, out))
         return
     with keeping_what_is_finished():
         if ALL in names:
@@ -163,8 +146,10 @@ def reproduce(
         _train(questions, settings, as_json)
 
 
-def _experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
+def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
     """Load the named experiments without duplicates: either all trained or all on existing models.
+
+    `all` includes those that tune their runs only with conversations (--data).
 
     Raises:
         InputError: if there is no such experiment, two different ones have the same id, trained and measured
@@ -178,7 +163,7 @@ def _experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Exp
     for name in dict.fromkeys(names):
         loaded = [load_experiment(one) for one in (experiment_ids() if name == ALL else [name])]
         if name == ALL:
-            loaded = [one for one in loaded if settings.scale in one.base]
+            loaded = [one for one in loaded if settings.scale in one.base and (settings.data or not one.tune)]
         first.setdefault(name != ALL and bool(loaded[0].requests), name)
         for one in loaded:
             if found.setdefault(one.id, one) != one:
@@ -211,17 +196,15 @@ def _train(questions: "Sequence[Question]", settings: ReproduceSettings, as_json
 
     console, out = stderr(), settings.directory
     ended = sweep(questions, settings, console)
-    if as_json:
-        print(json.dumps(ended.summary.model_dump(by_alias=True), indent=2))
-    else:
-        print_summary(ended.summary, [one.experiment.id for one in questions], Console())
-    edited = {run.directory: run.edited for run in ended.summary.runs if run.edited}
+    summary, asked = ended.summary, [one.experiment.id for one in questions]
+    print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: print_summary(summary, asked, out))
+    edited = {run.directory: run.edited for run in summary.runs if run.edited}
     for directory, files in edited.items():
         console.print(
             f"warning: {out / directory} was changed by hand since its run ended ({', '.join(files)})", **PLAIN
         )
-    for run, why in ended.unassessed.items():
-        console.print(f"warning: {run} was not assessed: {why}", **PLAIN)
+    for undone, why in ended.left_out.items():
+        console.print(f"warning: {undone}: {why}", **PLAIN)
     console.print(f"report: {out / REPORT}", highlight=False, soft_wrap=True)
     for run, message in ended.failures.items():
         console.print(f"failed: {run}: {message}", **PLAIN)

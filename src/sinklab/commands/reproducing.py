@@ -3,7 +3,6 @@
 A sweep prepares its data once, shares its runs with other processes, and writes summary.json and the report.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,17 +15,19 @@ from sinklab.assessing.assess_model import assess
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.assessing.plan import AssessOptions
 from sinklab.commands.ending import PLAIN
-from sinklab.commands.options import ReproduceSettings
+from sinklab.commands.options import ReproduceSettings, print_result
 from sinklab.commands.terminal.plans import print_passes
-from sinklab.commands.terminal.progress import JobProgress, RunBoard, data_progress
+from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard
 from sinklab.commands.terminal.results import print_summary
 from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents
+from sinklab.data.sources.textfiles import read_conversations
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import SUMMARY, Summary, record_of
 from sinklab.experiments.measured import MeasuredResults, downstream_tasks, measure_experiment
 from sinklab.experiments.passes import Pass, of_given_models, passes_of, subjects_of
+from sinklab.experiments.sweep import store
 from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
@@ -40,23 +41,16 @@ from sinklab.experiments.sweep.plan import (
     plan_sweep,
 )
 from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview
-from sinklab.experiments.sweep.store import (
-    SweepManifest,
-    Unassessed,
-    found_runs,
-    manifest_of,
-    merged_manifests,
-    read_manifests,
-    summary_of,
-    unassessed,
-)
 from sinklab.files import parse_json
 from sinklab.jobs.progress import Observer
 from sinklab.models.huggingface.loading import Loading
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
+from sinklab.signals import INTERRUPTED, PreemptedError
 from sinklab.survey.compare import labels
 from sinklab.train.directory.lock import HeldError, is_written
+from sinklab.tuning.sft_dataset import TuneSources
+from sinklab.tuning.tune import check_extra, check_tuned, tune
 
 MODELS = Path("runs/models")
 NAMED = "named"
@@ -78,12 +72,12 @@ class SweepEnding:
     Attributes:
         summary: the summary as written.
         failures: reasons for failure by run, without divergence that is an expected result.
-        unassessed: reasons why runs were not assessed, by run.
+        left_out: reasons by sentences such as "softmax seed 0 was not assessed".
     """
 
     summary: Summary
     failures: Mapping[str, str]
-    unassessed: Mapping[str, str]
+    left_out: Mapping[str, str]
 
 
 def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
@@ -98,14 +92,45 @@ def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Pr
     with TemporaryDirectory() as folder:
         if settings.packed is not None:
             unpack(settings.packed, Path(folder))
-        own = found_runs(out)
-        found = found_runs(Path(folder)) | own
+        own = store.found_runs(out)
+        found = store.found_runs(Path(folder)) | own
         if settings.engine != EngineName.local:
             return preview(plan, out, found, settings.engine, pace_of_runs(own.values()), None)
         jobs = _jobs(settings, len(plan.order))
         base = next(iter(cells_of(questions[0], overlay).values())).recipe
         pace = pace_here(base, shares(jobs)[0].threads, own.values())
         return preview(plan, out, found, settings.engine, pace, jobs)
+
+
+def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
+    """Check that runs can be tuned, if the experiments tune them.
+
+    Args:
+        chats: file of conversations.
+
+    Raises:
+        InputError: if the file is missing, holds no conversation or is not used, if two experiments tune differently,
+            or trl is not installed.
+    """
+    tuned = [one for one in experiments if one.tune is not None]
+    if not tuned:
+        if chats is not None:
+            raise InputError(
+                f"--data {chats} is for experiments on existing models and for those with `tune`, and "
+                f"{experiments[0].id} trains its own: leave it out"
+            )
+        return
+    first, *others = tuned
+    if chats is None:
+        raise InputError(
+            f"{first.id} tunes its models on conversations, and none were given: pass a .jsonl file as --data, with a "
+            'line {"messages": [{"role": .., "content": ..}, ..]} for each'
+        )
+    if different := [one.id for one in others if one.tune != first.tune]:
+        raise InputError(f"{first.id} and {different[0]} have different `tune`: run them in different directories")
+    check_extra()
+    if next(read_conversations(chats), None) is None:
+        raise InputError(f"{chats} holds no conversation")
 
 
 def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: Console) -> SweepEnding:
@@ -122,18 +147,21 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
     _check_version(out / SUMMARY)
     if settings.packed is not None:
         take_up(settings.packed, out)
-    before = read_manifests(out)
+    before = store.read_manifests(out)
     plan = plan_sweep(questions, overlay)
     engine = open_engine(settings.engine, _jobs(settings, len(plan.order)), out, settings.engine_options)
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
-    with data_progress(console) as progress:
+    with DataBoard(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
     with JobProgress(console, phase=f"looking for runs in {out}"):
-        planned = place_sweep(plan, data, out, found_runs(out))
-    now = {one.experiment.id: manifest_of(one, planned, overlay) for one in questions}
-    manifests = merged_manifests(before, now)
+        planned = place_sweep(plan, data, out, store.found_runs(out))
+    now = {one.experiment.id: store.manifest_of(one, planned, overlay) for one in questions}
+    manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
         console.print(f"not in this summary, as their scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
+    for tuning in store.tuning_requests([manifests[name] for name in now], out):
+        if tuning.document.is_file() and settings.data is not None:
+            check_tuned(tuning.document, tuning.options, settings.data)
     for name in now:
         manifests[name].save(out)
     lengths = {run.name: run.read_recipe().train.steps for run in planned.runs}
@@ -149,7 +177,7 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
                     written = time.monotonic()
 
             ended = train_all(planned.runs, engine, watch)
-        left = _assess([manifests[name] for name in now], out, console)
+        left = _assess_and_tune([manifests[name] for name in now], out, settings.data, console)
     finally:
         summary = _summarised(manifests, out)
     with JobProgress(console, phase="drawing the report"):
@@ -181,29 +209,65 @@ def _check_version(path: Path) -> None:
         )
 
 
-def _assess(manifests: Sequence[SweepManifest], out: Path, console: Console) -> dict[str, str]:
-    """Run the missing parts of `assess` that the experiments request; returns the errors by run."""
+def _assess_and_tune(
+    manifests: Sequence[store.SweepManifest], out: Path, chats: Path | None, console: Console
+) -> dict[str, str]:
+    """Run the missing parts of `assess` and the missing tunings that the experiments request.
+
+    Returns:
+        The errors, by a sentence such as "softmax seed 0 was not tuned".
+
+    Raises:
+        KeyboardInterrupt, PreemptedError: a signal during a tuning, which is saved and resumed by the same call.
+    """
     left: dict[str, str] = {}
     done = set[str]()
     with JobProgress(console) as progress:
-        while runs := [run for run in unassessed(manifests, out) if run.name not in done | left.keys()]:
-            free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
-            if not free:  # other processes of this sweep are assessing them
-                progress.begin("waiting for other processes, which assess runs")
+        while runs := [run for run in _missing(manifests, out) if _undone(run) not in done | left.keys()]:
+            free = [run for run in runs if not is_written(run.document)]
+            if not free:  # other processes of this sweep have them
+                progress.begin("waiting for other processes, which assess or tune runs")
                 time.sleep(LOOKS_EVERY_S)
             for number, run in enumerate(free, 1):
-                progress.say(f"assessing {run.name}, {number} of {len(free)}")
+                progress.say(f"{run.doing} {run.name}, {number} of {len(free)}")
                 try:
-                    _assess_run(run, progress)
-                    done.add(run.name)
+                    if isinstance(run, store.Unassessed):
+                        _assess_run(run, progress)
+                    else:
+                        assert chats is not None  # see check_chats
+                        _tune_run(run, chats, progress)
+                    done.add(_undone(run))
                 except HeldError:
                     pass
                 except SinklabError as error:
-                    left[run.name] = str(error)
+                    left[_undone(run)] = str(error)
     return left
 
 
-def _assess_run(run: Unassessed, observe: Observer) -> None:
+def _missing(manifests: Sequence[store.SweepManifest], out: Path) -> list[store.Unassessed | store.TuningRequest]:
+    return [
+        *store.unassessed(manifests, out),
+        *(run for run in store.tuning_requests(manifests, out) if not run.is_finished),
+    ]
+
+
+def _undone(run: store.Unassessed | store.TuningRequest) -> str:
+    return f"{run.name} was not {run.done}"
+
+
+def _tune_run(run: store.TuningRequest, chats: Path, observe: Observer) -> None:
+    """Tune a run, with its results beside its directory.
+
+    Raises:
+        InputError: if its weights are missing, or a conversation cannot be used.
+        SinklabError: if a loss or gradient is not finite.
+    """
+    ended = tune(str(run.directory), TuneSources(chats), run.options, run.document.parent, observe=observe)
+    if ended.exit_status:
+        raise KeyboardInterrupt if ended.exit_status == INTERRUPTED else PreemptedError
+
+
+def _assess_run(run: store.Unassessed, observe: Observer) -> None:
     """Assess a run on its own validation text; parts that do not apply to it are skipped.
 
     Raises:
@@ -219,9 +283,9 @@ def _assess_run(run: Unassessed, observe: Observer) -> None:
     assess(str(run.directory), None, options, out=run.directory, observe=observe)
 
 
-def _summarised(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
+def _summarised(manifests: Mapping[str, store.SweepManifest], out: Path) -> Summary:
     """Write and return the summary."""
-    summary = summary_of(manifests, out)
+    summary = store.summary_of(manifests, out)
     summary.save(out)
     return summary
 
@@ -269,18 +333,19 @@ def measure_experiments(
     done: list[MeasuredResults] = []
     loading = Loading(trust_remote_code=settings.trust_remote_code)
     for one in experiments:
-        draws = _draws(one, settings)
+        draws = settings.seeds or one.seeds
         passes_here = sum(len(each.replicates(draws)) for each in passes[one.id])
         with JobProgress(console, one.id, passes_here, phase="reading the text and the models") as observe:
             place, file = places[one.id], data if downstream_tasks(one) else None
             found = measure_experiment(one, models, text, draws, loading=loading, out=place, observe=observe, data=file)
             done.append(found)
-    if as_json:
-        written = [one.document() for one in done]
-        print(json.dumps(written[0] if len(written) == 1 else written, indent=2))
-    else:
+    written = [one.document() for one in done]
+
+    def show(out: Console) -> None:
         for one in done:
-            print_summary(one.summary(), [one.experiment.id], Console())
+            print_summary(one.summary(), [one.experiment.id], out)
+
+    print_result(as_json, lambda: written[0] if len(written) == 1 else written, show)
     for place in places.values():
         if any(place.rglob("measurement.json")):
             with JobProgress(console, phase="drawing the report"):
@@ -290,30 +355,28 @@ def measure_experiments(
         raise SinklabError("\n".join(failed))
 
 
-def preview_measured(
-    experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool, console: Console
-) -> None:
+def preview_measured(experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool) -> None:
     """Print the planned measurements; no model is loaded.
 
     Raises:
         InputError: if a model or text is missing or cannot be used.
     """
-    text, found = settings.text, _passes(experiments, settings)
-    planned = [(one, passes, _draws(one, settings)) for one, passes in zip(experiments, found.values(), strict=True)]
-    if text is not None:
-        next(documents(str(text)))
-    if as_json:
-        asked = {one.id: {each.name: _planned_pass(each, draws) for each in passes} for one, passes, draws in planned}
-        print(json.dumps({"schema": 2, "experiments": asked}, indent=2))
-    else:
-        rows = [(one.id, each, each.replicates(draws)) for one, passes, draws in planned for each in passes]
-        print_passes(rows, console)
+    passes = _passes(experiments, settings)
+    if settings.text is not None:
+        next(documents(str(settings.text)))
+    planned = [
+        (one.id, each, each.replicates(settings.seeds or one.seeds)) for one in experiments for each in passes[one.id]
+    ]
 
+    def document() -> dict[str, object]:
+        asked: dict[str, dict[str, object]] = {one.id: {} for one in experiments}
+        for experiment, each, replicates in planned:
+            models = list(dict.fromkeys(str(each.model(number)) for number in replicates))
+            counts = {"models": models, "replicates": len(replicates)}
+            asked[experiment][each.name] = {**counts, **each.request(0).document()}
+        return {"schema": 2, "experiments": asked}
 
-def _planned_pass(one: Pass, draws: int) -> dict[str, object]:
-    """The document of a pass for `--dry-run --json`."""
-    models = [str(one.model(number)) for number in one.replicates(draws)]
-    return {"models": list(dict.fromkeys(models)), "replicates": len(models), **one.request(0).document()}
+    print_result(as_json, document, lambda out: print_passes(planned, out))
 
 
 def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> dict[str, list[Pass]]:
@@ -324,8 +387,3 @@ def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> d
     """
     chosen = [of_given_models(one, settings.models) for one in experiments]
     return {one.id: passes_of(one, subjects_of(one, settings.models, settings.text)) for one in chosen}
-
-
-def _draws(experiment: Experiment, settings: ReproduceSettings) -> int:
-    """Maximum number of replicates of each pass."""
-    return settings.seeds or experiment.seeds

@@ -1,15 +1,13 @@
 """`sinklab sft`: instruction tuning with measurements of the sink."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from sinklab.commands.ending import say_on, stderr
 from sinklab.commands.from_model import Only, with_options
-from sinklab.commands.options import Json, LoadingOptions, ModelName
+from sinklab.commands.options import Json, LoadingOptions, ModelName, option, print_result
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.settings import INPUT, OUTPUT
 from sinklab.signals import keeping_what_is_finished
@@ -20,22 +18,15 @@ from sinklab.tuning.settings import TuneOptions
 def sft(
     *,
     model: ModelName,
-    data: Annotated[
-        Path, typer.Option(rich_help_panel=INPUT, help="Conversations, .jsonl with messages (role and content).")
-    ],
+    data: Annotated[Path, option(INPUT, "Conversations, .jsonl with messages (role and content).")],
     out: Annotated[
-        Path,
-        typer.Option(
-            rich_help_panel=OUTPUT, help="Directory for sft.json, metrics and the tuned model/; the same call resumes."
-        ),
+        Path, option(OUTPUT, "Directory for sft.json, metrics and the tuned model/; the same call resumes.")
     ],
     text: Annotated[
-        Path | None,
-        typer.Option(rich_help_panel=INPUT, help="Text for the sink metric; default: the held-out conversations."),
+        Path | None, option(INPUT, "Text for the sink metric; default: the held-out conversations.")
     ] = None,
     chat_template: Annotated[
-        Path | None,
-        typer.Option(rich_help_panel=INPUT, help="Jinja chat template, preferably with {% generation %} marks."),
+        Path | None, option(INPUT, "Jinja chat template, preferably with {% generation %} marks.")
     ] = None,
     options: TuneOptions,
     loading: Annotated[LoadingOptions, Only("device", "revision", "trust_remote_code")],
@@ -58,8 +49,6 @@ def sft(
         if ended.exit_status:
             say_on(console, f"stopped, saved in {out}")
             raise typer.Exit(ended.exit_status)
-    if as_json:
-        print(json.dumps(ended.tuning.document(), indent=2))
-    else:
-        print_tuning(ended.tuning, Console())
+    print_result(as_json, ended.tuning.document, lambda out: print_tuning(ended.tuning, out))
+    if not as_json:
         say_on(console, f"model: {out / 'model'}")

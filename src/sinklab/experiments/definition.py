@@ -19,6 +19,7 @@ first_seed: 100                                                 # the runs have 
 claims:
   - {id: no_sink, text: "..", check: {is: absent, cell: k_biases}}
 assess: [streaming]                                             # parts of `sinklab assess` for every run
+tune: {lr: 4.0e-4, epochs: 4}                                   # `sinklab sft` of every run, on --data
 changes:                                                        # a grid: every cell with every change of each axis
   decay: {decay_0.5: {}, decay_0.1: {optim: {weight_decay: 0.1}}}     # cells are softmax+decay_0.5, and so on
 
@@ -57,6 +58,7 @@ from sinklab.experiments.quantities import QuantityName
 from sinklab.interventions import VARIANTS
 from sinklab.measuring.options import Inputs
 from sinklab.schema import Part
+from sinklab.tuning.settings import TuneOptions
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
 
@@ -84,7 +86,9 @@ WHAT_SCALES_ARE: Mapping[Scale, str] = {
 }
 """Differences between a scale's base model and the paper's; shown with every result."""
 
-ONLY_TRAINED = {"base", "baseline", "changes", "adapted", "assess", "first_seed", "asks_massive", "same_as", "scales"}
+ONLY_TRAINED = {
+    "base", "baseline", "changes", "adapted", "assess", "tune", "first_seed", "asks_massive", "same_as", "scales",
+}  # fmt: skip
 """Fields of experiments and claims that apply only to trained cells."""
 
 ONLY_MEASURED = {"each", "against", "positions", "proposition"}
@@ -211,6 +215,7 @@ class Experiment(Part):
         against: two quantities of measured cells; a figure plots the second against the first.
         published: the paper's numbers for the cells.
         assess: parts of `sinklab assess` to run on the validation text of every run.
+        tune: settings of `sinklab sft`, applied to every run on the conversations of --data.
         evidence: confirmatory or exploratory; default of all claims.
         stated: date on which the claims were written; default of all claims.
         seeds: number of replicates (seeds, or draws of sequences) intended for verdicts.
@@ -235,6 +240,7 @@ class Experiment(Part):
     published: Published | None = None
     claims: tuple[Claim, ...] = ()
     assess: tuple[PartName, ...] = ()
+    tune: TuneOptions | None = None
     evidence: Analysis = "exploratory"
     stated: date | None = None
     seeds: int = Field(default=5, ge=1)

@@ -48,6 +48,11 @@ accuracy, accuracy_norm             accuracy on a downstream task, percent; answ
                                     likelihood per character
 
 Runs with `assess` in the experiment: the `numbers` of the parts in `assessing/parts/`.
+
+Runs with `tune` in the experiment (`Tuning.numbers`):
+sft_loss_fall     loss on the held-out conversations before tuning minus after, nats per token of the assistant
+sft_largest_grad_norm    gradient norm before clipping, maximum over the updates
+sft_sink_change   Sink_1 after tuning minus before, percentage points
 """
 
 import math
@@ -146,6 +151,9 @@ _NAMED = {
         Quantity("importance_early", "Mean importance of the first token in early layers", "%", 1),
         Quantity("importance_gap", "Mean importance of the first token, later minus early layers", "%", 1),
         Quantity("proposition_excess", "Deviation from the proposition, over rounding error", "x", 2),
+        Quantity("sft_loss_fall", "Fall of the loss in tuning", "nats", 3, once=True),
+        Quantity("sft_largest_grad_norm", "Largest gradient norm in tuning", "", 2, once=True),
+        Quantity("sft_sink_change", "Change of Sink_1 by tuning", "%", 1, once=True),
         Quantity("accuracy", "Accuracy", "%", 1),
         Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", 1),
         *(Quantity(one.name, one.label, "nats", 3, once=True) for one in NUMBERS if "N" not in one.name),
@@ -236,7 +244,7 @@ class RunNumbers:
         tokens_per_second: training throughput; None if unknown.
         peak_memory_mb: peak memory of the training process; None if unknown.
         sequences: number of sequences in the draw; None for a run.
-        measured: numbers that are not in the evaluations, by name (pretrained models, `assess`).
+        measured: numbers that are not in the evaluations, by name (pretrained models, `assess`, `tune`).
     """
 
     seed: int

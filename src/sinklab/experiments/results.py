@@ -18,6 +18,7 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation, read_history, seconds_spent
 from sinklab.train.recipe import load_recipe
+from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class CellResults:
 
 
 def read_numbers(directory: Path) -> RunNumbers:
-    """Read the numbers of a finished run from metrics.jsonl (or .gz), recipe.yaml, record.json and assessment.json.
+    """Read the numbers of a finished run from metrics.jsonl (or .gz), recipe.yaml, record.json, assessment.json and the
+    sft.json beside it.
 
     Raises:
         InputError: if one of these files cannot be read or is damaged.
@@ -65,7 +67,7 @@ def read_numbers(directory: Path) -> RunNumbers:
         seconds=seconds,
         tokens_per_second=record.tokens_per_second if record else None,
         peak_memory_mb=record.peak_memory_mb if record else None,
-        measured=_assessed(directory),
+        measured=_assessed(directory) | _tuned(directory),
     )
 
 
@@ -82,6 +84,12 @@ def _assessed(directory: Path) -> dict[str, float]:
         return {}
     assessment = load_assessment(directory / ASSESSMENT)
     return assessment.numbers() if assessment.on_held_out else {}
+
+
+def _tuned(directory: Path) -> dict[str, float]:
+    """Read the numbers of a finished tuning; empty without one."""
+    path = tuned_beside(directory) / SFT
+    return load_tuning(path).numbers() if path.is_file() else {}
 
 
 def _reading(one: Evaluation) -> Reading:

@@ -257,7 +257,6 @@ def measurement_from(
 
 
 def _every_rate(totals: Accumulator, rate: Callable[[int], Rate | None]) -> dict[str, Rate] | None:
-    """Return the rates by threshold; None with a single threshold or without such a rate."""
     if len(totals.thresholds) == 1:
         return None
     return {f"{eps:g}": found for i, eps in enumerate(totals.thresholds) if (found := rate(i)) is not None} or None

@@ -70,7 +70,6 @@ def _sink(m: Measurement) -> str:
 
 
 def _places(m: Measurement) -> list[_Place]:
-    """List the candidate positions: position 1, the learned bias or token, and the highest later position."""
     rates = m.sink_rate_visible or m.sink_rate
     importance_LHT = m.importance if m.importance_visible is None else m.importance_visible
 

@@ -109,7 +109,6 @@ def measure(
 def _begins_with_bos(
     model: "PreTrainedModel | Transformer", tokens_NT: Tensor, attention_mask_NT: Tensor | None
 ) -> bool:
-    """Return True if the first real token of every sequence is the `bos_token_id` of the model's config."""
     if isinstance(model, Transformer):
         return False
     bos_id = getattr(model.config.get_text_config(decoder=True), "bos_token_id", None)

@@ -149,7 +149,6 @@ def measure(
 def _recording(
     adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> AbstractContextManager[Records]:
-    """Record the attention layers of all forward passes in the `with` block."""
     if isinstance(adapter, NativeAdapter):
         return native_records(adapter, lengths, details)
     from sinklab.measuring.huggingface.probe import adapter_records

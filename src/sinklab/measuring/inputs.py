@@ -149,7 +149,7 @@ class _Cutter:
         )
 
     def none_long_enough(self, text: Path) -> InputError:
-        """Build the error for a text without any sequence."""
+        """Build the error for a text that is too short for one sequence."""
         of = f"none of its {self.documents} documents" if self.documents else "it"
         return InputError(f"{text} gives no sequence: {of} has {self.body} tokens of text; use a longer text")
 
@@ -197,7 +197,6 @@ class _Cutter:
         return self.encode(document)
 
     def _of_pieces(self, pieces: Iterator[tuple[str, bool]]) -> Iterator[Sequence[int]]:
-        """Join pieces that are too short for one sequence."""
         held, enough = "", 0
         for text, ends in pieces:
             held += text

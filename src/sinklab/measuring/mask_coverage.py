@@ -19,7 +19,7 @@ from sinklab.models.layer_kinds import layers_text
 
 @dataclass(frozen=True)
 class View:
-    """How the keys visible to a layer's queries differ from the causal mask.
+    """Description of how a layer's mask differs from the causal mask.
 
     Attributes:
         kind: "window": the last `tokens` tokens; "prefix": earlier queries also see the first `tokens` keys; "part":
@@ -73,7 +73,7 @@ def visible_layers(alphas: Sequence[Tensor], visible: Sequence[Tensor | None]) -
 
 
 def joined(views: Iterable[View | None]) -> View | None:
-    """Combine the views of one layer over several batches; None if all are None."""
+    """Combine the views of one layer over all batches; None if all are None."""
     found = [view for view in views if view is not None]
     if not found:
         return None

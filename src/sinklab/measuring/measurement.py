@@ -307,7 +307,6 @@ class Measurement(WithArrays):
         write_parquet(self.columns(table), Path(path))
 
     def _repr_html_(self) -> str:
-        """HTML tables of the measurement, for notebooks."""
         return display.html(self)
 
     @classmethod

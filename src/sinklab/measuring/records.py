@@ -25,11 +25,11 @@ class LayerRecord:
     """Importance and norms of one attention layer; index 0 is the first real token of each sequence.
 
     Attributes:
-        importance_BHT: alpha, float32 (float64 for a float64 model); 0 past the end of a sequence.
+        importance_BHT: importance alpha of each key, float32 (float64 for a float64 model); 0 past the sequence end.
         bias_BH: alpha of the sink logit, added bias or sink token; None if the layer has none.
         key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over key heads.
         prefixes: alpha (B, H, length) of the sequences truncated to each requested length.
-        visible_BHT: mean over the queries that may see each position; None if it equals alpha.
+        visible_BHT: alpha averaged only over the queries that may see each key; None if it equals alpha.
         view: how the mask limits visible keys; None if `visible_BHT` is None.
         row_sums_BH: mean sum of the raw scores of a row; None if rows sum to one.
         registers_BHN: alpha of each register; None with fewer than two.
@@ -65,7 +65,7 @@ class Batch:
         row_sums_ABH: mean sum of the raw scores of a row; None if rows sum to one.
         prefixes: alpha (A, B, H, length) of the sequences truncated to each of the accumulator's lengths.
         details: statistics of `--details`; None without this option.
-        visible_ABHT: mean over the queries that may see each key; None if it equals alpha in every layer.
+        visible_ABHT: alpha averaged only over the queries that may see each key; None if equal in every layer.
         views: how the mask limits visible keys, by layer (mask_coverage.py).
         registers_ABHN: alpha of each register; None with fewer than two.
         window_start_ABH: mean attention to the first key of a sliding window past position 1; None if there is none.

@@ -113,12 +113,11 @@ class Attention(nn.Module):
         return q_BHLD, k_BGLD, v_BGLD
 
     def _projected(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to queries, keys and values with one matrix; apply qk_norm and RoPE to queries and keys."""
         assert self.qkv is not None
         B, L, _ = x_BLE.shape
         heads = self.qkv(x_BLE).view(B, L, -1, self.head_width).transpose(1, 2)
         q_BHLD, k_BGLD, v_BGLD = heads.split((self.queries, self.key_heads, self.key_heads), dim=1)
-        if self.queries > self.heads:  # those of a head side by side
+        if self.queries > self.heads:  # concatenate the queries of a head
             q_BHLD = q_BHLD.unflatten(1, (self.heads, -1)).transpose(2, 3).flatten(3)
         return self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places), v_BGLD
 

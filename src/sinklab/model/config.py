@@ -206,7 +206,6 @@ class ModelConfig(Part):
         return self
 
     def _check_share(self) -> None:
-        """Check that `position.share` is a valid fraction of the channels."""
         if not isinstance(self.position, Rotary) or self.position.share == 1:
             return
         if self.latent is not None:
@@ -222,7 +221,6 @@ class ModelConfig(Part):
             )
 
     def _check_pattern(self) -> None:
-        """Check that the pattern has layers and differences, and that its layers are valid and compatible."""
         own = self.pattern
         if own is None:
             return
@@ -253,7 +251,6 @@ class ModelConfig(Part):
             raise ValueError(f"the layers of pattern: {'; '.join(reasons)}") from error
 
     def _check_positions(self, position: Position) -> None:
-        """Check that positional embeddings shared by all layers do not differ in the pattern."""
         for one in (position, self.position):
             if one.kind in ("absolute", "learnable") and position != self.position:
                 raise ValueError(
@@ -268,7 +265,6 @@ class ModelConfig(Part):
             )
 
     def _check_mixer(self) -> None:
-        """Check that the config is compatible with linear attention layers."""
         if not isinstance(self.mixer, DeltaMixer):
             return
         heads = self.mixer.heads or self.heads
@@ -289,7 +285,6 @@ class ModelConfig(Part):
             )
 
     def _check_latent(self) -> None:
-        """Check that the config is compatible with a latent projection."""
         if self.latent is None:
             return
         if self.key_heads != self.heads:

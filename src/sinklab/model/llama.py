@@ -46,7 +46,6 @@ def differences(config: ModelConfig) -> dict[str, str]:
 
 
 def _with_gains(norm: NormConfig) -> NormConfig:
-    """Return the norm config with a gain per channel instead of a single gain."""
     return norm.model_copy(update={"kind": "rmsnorm"}) if norm.kind == "rmsnorm_single" else norm
 
 
@@ -70,7 +69,6 @@ def llama_sizes(config: ModelConfig) -> dict[str, Any]:
 
 
 def _difference(is_: Any, must: Any) -> str:
-    """Format the values that differ from a Llama's, with the Llama's values."""
     if not isinstance(is_, Part) or not isinstance(must, Part):
         return f"{is_} (a Llama has {must})"
     if (mine := getattr(is_, "kind", None)) != (theirs := getattr(must, "kind", None)):
@@ -137,7 +135,7 @@ def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tens
         "rope_type": (rope.get("rope_type", "default"), "default"),
         "head_dim": (head_width * config.num_attention_heads, config.hidden_size),
     }
-    if wrong := [f"{key} is {is_} (ours: {must})" for key, (is_, must) in others.items() if is_ != must]:
+    if wrong := [f"{key} is {is_} (supported: {must})" for key, (is_, must) in others.items() if is_ != must]:
         raise InputError("this Llama has settings that no recipe supports: " + "; ".join(wrong))
     model = {
         "layers": config.num_hidden_layers,

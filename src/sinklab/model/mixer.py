@@ -158,7 +158,6 @@ class LinearAttention(nn.Module):
         return inputs, channels_BCL[:, :, channels_BCL.shape[2] - before :]
 
     def _rate_and_decay(self, x_BLE: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Compute the rate before its sigmoid (B, H, L), and the logarithm of the decay."""
         rates_BRL, size_H1 = self.rates(x_BLE).transpose(1, 2).to(dtype), -self.log_rate.to(dtype).exp()[:, None]
         if self.decay is None:
             rate_BHL, step_BHL = rates_BRL.chunk(2, dim=1)

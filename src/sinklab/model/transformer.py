@@ -126,7 +126,6 @@ class Transformer(nn.Module):
     def _rotary(
         self, kind: ModelConfig, x_BLE: Tensor, start: int, padding_B: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Return RoPE cos and sin for the layers with config `kind`, from position `start` on; None without RoPE."""
         if not isinstance(kind.position, Rotary):
             return None
         length, dtype = x_BLE.shape[1], accumulate_dtype(x_BLE.dtype)
@@ -150,7 +149,6 @@ class Transformer(nn.Module):
         return shared > 1 and seen - int(padding_B.max()) < shared
 
     def _led(self, x_BTE: Tensor, padding_B: Tensor | None) -> Tensor:
-        """Insert the learned leading tokens between padding and embeddings: (B, L, E)."""
         assert self.sink_token is not None
         x_BLE = torch.cat((self.sink_token.expand(len(x_BTE), -1, -1), x_BTE), dim=1)
         if padding_B is None:

@@ -50,6 +50,5 @@ def layers_text(layers: Sequence[int], total: int) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Format increasing integers as `1, 3..5`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

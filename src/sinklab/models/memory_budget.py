@@ -126,7 +126,6 @@ def _of_machine(which: str = "MemAvailable:") -> int | None:
 
 
 def _limit() -> int | None:
-    """Return the memory limit of the cgroup in bytes; None if there is no limit."""
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
     except OSError:

@@ -26,7 +26,7 @@ from sinklab.models.memory_budget import Sizes, sizes_of_run
 
 
 def attention_cores(model: nn.Module) -> list[AttentionCore]:
-    """Return the attention cores in layer order, also of an exported model that runs its own copy of the code."""
+    """Return the attention cores in layer order."""
     blocks = cast("Sequence[Any]", model.blocks)
     return [block.attention.core for block in blocks if hasattr(getattr(block, "attention", None), "core")]
 
@@ -160,7 +160,6 @@ class NativeAdapter:
         )
 
     def _attending(self) -> Iterator[tuple[int, Any]]:
-        """Yield the attention layers, numbered from 1."""
         return enumerate((block for block in cast("list[Any]", self.blocks) if hasattr(block.attention, "core")), 1)
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
@@ -198,7 +197,6 @@ class NativeAdapter:
 
 
 def _is_compiled(block: Any) -> bool:
-    """Return True if parts of the block were compiled (train/parallelize.py)."""
     return bool(set(block.compiled_parts) & vars(block).keys())
 
 

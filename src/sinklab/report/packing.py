@@ -31,10 +31,11 @@ from sinklab.outputs import REPORT, check_results
 from sinklab.report.collect import collect
 from sinklab.report.page import export_charts, render
 from sinklab.report.sections import glance_of
-from sinklab.report.sweeps import Sweep
+from sinklab.report.sweeps import Sweep, with_runs
 from sinklab.schema import leaves
 from sinklab.tables import NOTHING, Table, counted, escaped, markdown, names
 from sinklab.train.directory.environment import read_environment
+from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 CHECKED = (RECIPE, METRICS)
 EARLIER_FILES = {RECIPE, f"{METRICS}.gz", RECORD, ASSESSMENT}
@@ -135,6 +136,8 @@ def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
     if assessment is not None:
         asked = {**assessment.asked, "model": run.directory}
         assessment = assessment.model_copy(update={"model": run.directory, "asked": asked})
+    sft = tuned_beside(folder) / SFT
+    tuning = load_tuning(sft).model_copy(update={"model": run.directory}) if sft.is_file() else None
     yield PackedRun(
         directory=run.directory,
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
@@ -142,6 +145,7 @@ def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
         record=record.model_dump(mode="json", by_alias=True),
         environment=environment_to_pack(read_environment(folder)),
         assessment=assessment.model_dump(mode="json", by_alias=True) if assessment else None,
+        tuning=tuning.document() if tuning and tuning.chat else None,
     )
 
 
@@ -152,11 +156,7 @@ def _pack_documents(sweep: Sweep, out: Path) -> None:
         edited = [name for name in run.edited if name in CHECKED]
         return run.model_copy(update={"message": _relative(run.message, sweep), "edited": edited})
 
-    cells = {
-        name: cell.model_copy(update={"runs": [packed(run) for run in cell.runs]})
-        for name, cell in sweep.summary.cells.items()
-    }
-    summary = sweep.summary.model_copy(update={"cells": cells})
+    summary = with_runs(sweep.summary, packed)
     summary.save(out)
     for path in _manifests(sweep):
         write_text(out / MANIFESTS / path.name, path.read_text(encoding="utf-8"))

@@ -72,9 +72,7 @@ class Evaluator:
             bos=self.recipe.data.bos,
         )
         self.look()
-        alone = (
-            self.updater.world.size == 1
-        )  # `look` is a collective, but the number of batches may differ between processes
+        alone = self.updater.world.size == 1  # `look` is a collective; the number of batches may differ by process
         with self.updater.autocast(), gathered(self.updater.model):
             return measure(
                 NativeAdapter(self.updater.model),

@@ -187,9 +187,7 @@ def _loss_bytes(config: ModelConfig, positions: int, device: torch.device, bf16:
     if positions * words <= WHOLE:
         return positions * words * (2 * FLOAT32 + (2 * narrow if bf16 else 0))
     rows = min(positions, rows_per_chunk(positions, words, device))
-    fused = (
-        device.type == "cuda"
-    )  # the logits are not stored in float32; the previous chunk's gradient is still in memory
+    fused = device.type == "cuda"  # no float32 logits; the previous chunk's gradient is still in memory
     chunk = rows * words * (3 * narrow if fused else 2 * FLOAT32 + (2 * narrow if bf16 else 0))
     gradients = FLOAT32 * (head + positions * config.width)
     return gradients + max(gradients, chunk + (narrow * head if bf16 else 0))  # maximum of backward and forward pass

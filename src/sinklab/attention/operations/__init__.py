@@ -1,9 +1,9 @@
-"""Attention operations, softmax among them. Each is a value in a recipe and states its formula once.
+"""Attention operations: softmax and its alternatives.
 
-z_ts is the score of query t and key s after softcap and position; a bias key adds one key to every row. A new
-operation needs a file here, a member of the union below and a row in docs/interventions.md. The file has a `kind`, the
-formula in the docstring, the `examples` used for training, tests and timings, the methods of `OperationPart`
-(nearly always of `LogSimilarity`: a log-similarity and a divisor), and the paper's formula as `reference`.
+z_ts is the score of query t and key s after softcap and position bias; a bias key adds one key to every row. To add an
+operation, add a file here, a member of the union below and a row in docs/interventions.md. The class has a `kind`, the
+formula in its docstring, `examples` for training, tests and timings, the methods of `OperationPart` (usually of
+`LogSimilarity`: a log-similarity and a divisor), and the paper's formula as `reference`.
 """
 
 from typing import Annotated

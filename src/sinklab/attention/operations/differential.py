@@ -20,10 +20,10 @@ from sinklab.schema import Example
 
 
 class Lambda(nn.Module):
-    """lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init, one per layer, and the norm of the head outputs.
+    """Parameters of a layer: lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init, and the head output norm.
 
     Attributes:
-        lambda_init: constant of the layer.
+        lambda_init: constant term of lambda.
     """
 
     def __init__(self, head_width: int, lambda_init: float) -> None:
@@ -38,7 +38,7 @@ class Lambda(nn.Module):
 
 
 class Difference(OperationPart):
-    """A = softmax(z1) - w softmax(z2); proxy scores are |A_ts| / sum_s |A_ts|."""
+    """Base class of A = softmax(z1) - w softmax(z2); the proxy scores are |A_ts| / sum_s |A_ts|."""
 
     @property
     def passes(self) -> int:
@@ -46,7 +46,7 @@ class Difference(OperationPart):
 
     @abstractmethod
     def strength(self, call: Call) -> Tensor:
-        """Compute w, which can be broadcast to (B, H, T)."""
+        """Compute w, broadcastable to (B, H, T)."""
 
     def difference(self, call: Call, v_BGTV: Tensor) -> Tensor:
         """Compute A v in the dtype of w: (B, H, T, V)."""
@@ -77,26 +77,26 @@ class Difference(OperationPart):
 
 
 class Differential(Difference):
-    """A = softmax(z1) - lambda softmax(z2), out = (1 - lambda_init) RMSNorm(A v), z1 and z2 from halves of q and k.
+    """Differential attention: A = softmax(z1) - lambda softmax(z2), out = (1 - lambda_init) RMSNorm(A v).
 
-    The halves of a head's q and k are queries and keys of width d_h / 2: the rotary embedding and qk_norm are applied
-    to each half separately, and scores are scaled by 1 / sqrt(d_h / 2). Both halves share values, mask, softcap and
-    positional term. The norm is over the width of a head, with eps 1e-5 and one weight for all heads of a layer. A bias
-    key is halved like the others and enters both softmaxes, as does a sink logit. There is no neutral value.
+    z1 and z2 are the scores of the two halves of q and k: RoPE and qk_norm are applied to each half separately, and
+    scores are scaled by 1 / sqrt(d_h / 2). Both halves share values, mask, softcap and position bias. The norm is over
+    the head width, with eps 1e-5 and one weight vector for all heads of a layer. A bias key is split like the other
+    keys and is part of both softmaxes, as is a sink logit. No setting makes it equal to softmax.
     """
 
     kind: Literal["differential"] = "differential"
     lambda_init: Literal["depth"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         default="depth",
-        description="initial weight of the second softmax; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer from 1, "
-        "counting layers without attention",
+        description="initial weight of the second softmax; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer 1-based, "
+        "including layers without attention",
     )
     keys_per_head: ClassVar[int] = 2
     examples: ClassVar = {"differential": Example(), "differential_constant": Example({"lambda_init": 0.8})}
 
     @property
     def only_values(self) -> bool:
-        return False  # its norm has a weight
+        return False  # because of the norm's weight
 
     def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
         by_depth = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1))
@@ -122,14 +122,14 @@ class Differential(Difference):
 
 
 class DifferentialV2(Difference):
-    """A = softmax(z1) - sigmoid(w_h.x_t) softmax(z2), z1 and z2 from two queries of every head and the same key.
+    """Differential attention V2: A = softmax(z1) - sigmoid(w_h.x_t) softmax(z2), from two queries per head and one key.
 
-    Differential attention V2 (github.com/microsoft/unilm, Diff-Transformer/Diff-Transformer-V2, and its authors' post
-    of 2026-01-20; there is no paper). Each head h has two queries of its full width, 2h and 2h + 1 of the published
-    code's 2 H query heads, so that the query matrix is twice as large; keys, values and the output matrix are those of
-    softmax. x is the attention input; w has a row per head, no offset, and is initialised like any linear map. No
-    norm and no lambda_init. qk_norm and rotary apply to each query separately. Both queries share mask, softcap,
-    positional term and bias: a bias key and a sink logit enter both softmaxes. There is no neutral value.
+    Source: github.com/microsoft/unilm, Diff-Transformer/Diff-Transformer-V2, and its authors' post of 2026-01-20; there
+    is no paper. Head h has two queries of full width, query heads 2h and 2h + 1 of the published code, so that the
+    query projection is twice as large. x is the attention input; w has a row per head, no bias, and is initialised like
+    other linear weights. There is no norm and no lambda_init. qk_norm and RoPE apply to each query separately. Both
+    queries share mask, softcap, position bias and attention bias: a bias key and a sink logit are part of both
+    softmaxes. No setting makes it equal to softmax.
     """
 
     kind: Literal["differential_v2"] = "differential_v2"
@@ -162,9 +162,9 @@ def _learned(module: nn.Module | None) -> Lambda:
 
 
 def halves(call: Call) -> tuple[Call, Call]:
-    """The calls on the first and second half of every head's queries, with the scale of the half width.
+    """Return the calls on the first and second half of every head's queries, scaled by 1 / sqrt(half width).
 
-    Keys are halved likewise, unless they are of the half width already.
+    Keys are also split in halves, unless they already have the half width.
     """
     width = call.q_BHTD.shape[-1] // 2
     parts = (slice(0, width), slice(width, None))

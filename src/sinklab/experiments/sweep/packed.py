@@ -4,6 +4,7 @@ EXPERIMENT/recipes.yaml           the resolved recipe of every run, a YAML docum
 EXPERIMENT/runs.jsonl             a line per run: record.json and env.json
 EXPERIMENT/metrics.jsonl.gz       a line per evaluation, with the name of its run
 EXPERIMENT/assessments.jsonl.gz   a line per assessed run
+EXPERIMENT/tunings.jsonl.gz       a line per tuned run: its sft.json
 checksums.txt                     SHA-256 of every file, as `sha256sum -c` reads it
 
 A run is stored with the first experiment that uses it. `unpack` restores the run directories byte for byte;
@@ -24,10 +25,12 @@ from sinklab.experiments.documents import RECORD
 from sinklab.experiments.sweep.store import MANIFESTS
 from sinklab.files import parse_json, sha256_of, write_json, write_text, written_aside
 from sinklab.train.directory.environment import ENVIRONMENT
+from sinklab.tuning.tuned_directory import SFT, tuned_beside
 
 RECIPE, METRICS = "recipe.yaml", "metrics.jsonl"
-RECIPES, RUNS, ALL_METRICS, ASSESSMENTS = "recipes.yaml", "runs.jsonl", "metrics.jsonl.gz", "assessments.jsonl.gz"
-PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, ASSESSMENTS)
+RECIPES, RUNS, ALL_METRICS = "recipes.yaml", "runs.jsonl", "metrics.jsonl.gz"
+ASSESSMENTS, TUNINGS = "assessments.jsonl.gz", "tunings.jsonl.gz"
+PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, ASSESSMENTS, TUNINGS)
 CHECKSUMS = "checksums.txt"
 OF_THE_MACHINE = ("command",)
 """Keys of env.json that contain paths and are not packed."""
@@ -44,6 +47,7 @@ class PackedRun:
         directory: run directory, relative to the directory of the sweep.
         recipe, metrics: contents of recipe.yaml and metrics.jsonl.
         record, environment, assessment: contents of record.json, env.json (without local paths) and assessment.json.
+        tuning: content of the sft.json beside the run.
     """
 
     directory: str
@@ -52,6 +56,7 @@ class PackedRun:
     record: Mapping[str, Any]
     environment: Mapping[str, Any]
     assessment: Mapping[str, Any] | None = None
+    tuning: Mapping[str, Any] | None = None
 
 
 def is_packed(top: Path) -> bool:
@@ -74,6 +79,9 @@ def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
     if any(run.assessment for run in runs):
         found = ({"run": run.directory, "assessment": run.assessment} for run in runs if run.assessment)
         _write_gzip(folder / ASSESSMENTS, _lines(found))
+    if any(run.tuning for run in runs):
+        found = ({"run": run.directory, "tuning": run.tuning} for run in runs if run.tuning)
+        _write_gzip(folder / TUNINGS, _lines(found))
 
 
 def read_packed(folder: Path) -> list[PackedRun]:
@@ -88,8 +96,11 @@ def read_packed(folder: Path) -> list[PackedRun]:
         metrics: dict[str, list[str]] = {}
         for row in _rows(_read_gzip(folder / ALL_METRICS)):
             metrics.setdefault(row.pop("run"), []).append(json.dumps(row) + "\n")
-        assessed = _read_gzip(folder / ASSESSMENTS) if (folder / ASSESSMENTS).is_file() else ""
+        assessed, tuned = (
+            _read_gzip(folder / name) if (folder / name).is_file() else "" for name in (ASSESSMENTS, TUNINGS)
+        )
         assessments = {row["run"]: row["assessment"] for row in _rows(assessed)}
+        tunings = {row["run"]: row["tuning"] for row in _rows(tuned)}
         return [
             PackedRun(
                 directory=row["run"],
@@ -98,6 +109,7 @@ def read_packed(folder: Path) -> list[PackedRun]:
                 record=row["record"],
                 environment=row["environment"],
                 assessment=assessments.get(row["run"]),
+                tuning=tunings.get(row["run"]),
             )
             for row in _rows((folder / RUNS).read_text(encoding="utf-8"))
         ]
@@ -151,6 +163,8 @@ def take_up(top: Path, out: Path) -> list[Path]:
 
 def _write_run(directory: Path, run: PackedRun) -> None:
     """Write the files of a run; env.json, which marks a run directory, is last."""
+    if run.tuning is not None:
+        write_json(tuned_beside(directory) / SFT, run.tuning)
     write_text(directory / RECIPE, run.recipe)
     write_text(directory / METRICS, run.metrics)
     for name, document in ((ASSESSMENT, run.assessment), (RECORD, run.record), (ENVIRONMENT, run.environment)):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -23,6 +23,8 @@ from sinklab.experiments.sweep.plan import PlannedSweep, Question
 from sinklab.files import parse_json, write_json
 from sinklab.schema import ReadDocument
 from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
+from sinklab.tuning.settings import TuneOptions
+from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 MANIFESTS = "asked"
 
@@ -259,11 +261,19 @@ class Unassessed:
     Attributes:
         name: cell and seed.
         parts: all parts requested by its experiments.
+        document: assessment.json of the run.
     """
+
+    doing: ClassVar = "assessing"
+    done: ClassVar = "assessed"
 
     name: str
     directory: Path
     parts: Sequence[str]
+
+    @property
+    def document(self) -> Path:
+        return self.directory / ASSESSMENT
 
 
 def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed]:
@@ -282,6 +292,53 @@ def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed
         for run_hash, parts in wanted.items()
         if run_hash in found and _is_done(found[run_hash], run_hash) and _lacks(found[run_hash], parts)
     ]
+
+
+@dataclass(frozen=True)
+class TuningRequest:
+    """A finished run that its experiment tunes.
+
+    Attributes:
+        name: cell and seed.
+        document: sft.json of the tuning.
+    """
+
+    doing: ClassVar = "tuning"
+    done: ClassVar = "tuned"
+
+    name: str
+    directory: Path
+    options: TuneOptions
+
+    @property
+    def document(self) -> Path:
+        return tuned_beside(self.directory) / SFT
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has been tuned.
+
+        Raises:
+            InputError: if sft.json is damaged.
+        """
+        return self.document.is_file() and load_tuning(self.document).chat is not None
+
+
+def tuning_requests(manifests: Iterable[SweepManifest], out: Path) -> list[TuningRequest]:
+    """Find the finished runs that these experiments tune, including those that have been tuned.
+
+    Raises:
+        InputError: if a record is damaged.
+    """
+    found = found_runs(out)
+    requests = {
+        run_hash: TuningRequest(f"{name} seed {seed}", found[run_hash], one.experiment.tune)
+        for one in manifests
+        if one.experiment.tune is not None
+        for name, seed, run_hash in one.runs()
+        if run_hash in found and _is_done(found[run_hash], run_hash)
+    }
+    return list(requests.values())
 
 
 def _is_done(directory: Path, run_hash: str) -> bool:

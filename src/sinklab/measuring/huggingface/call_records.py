@@ -63,7 +63,7 @@ class LayerTotals:
         """Add a forward pass with the last S keys (a sliding-window cache drops older ones).
 
         Args:
-            seen_by_BGS: number of counted queries of this pass that may see each key; batch and head may be 1.
+            seen_by_BGS: number of real queries of this pass that may see each key; batch and head may be 1.
 
         Raises:
             SinklabError: if there are more keys than tokens seen (a static cache), or the keys of earlier tokens have
@@ -87,7 +87,6 @@ class LayerTotals:
         self._value_norms.append(token_norms(value_BGSV[:, :, -queries:]).mean(1))
 
     def _check_keys(self, key_BSN: Tensor, earlier: int) -> None:
-        """Check that the keys of earlier tokens are equal to those of the previous passes."""
         new_BTN, before_BTN = key_BSN[:, earlier:].clone(), self._keys_BTN  # a view would hold the whole key tensor
         same = before_BTN is None or len(before_BTN) == len(key_BSN)
         if before_BTN is not None and same:
@@ -102,7 +101,7 @@ class LayerTotals:
         self._keys_BTN = new_BTN if before_BTN is None else torch.cat((before_BTN, new_BTN), dim=1)
 
     def add_row_sums(self, sums_BH: Tensor) -> None:
-        """Add the raw row sums, over the counted queries of a pass, of attention that does not sum to one."""
+        """Add the raw row sums, over the real queries of a pass, of attention that does not sum to one."""
         self._row_sums_BH = sums_BH if self._row_sums_BH is None else self._row_sums_BH + sums_BH
 
     @torch.no_grad()
@@ -213,7 +212,6 @@ class CallRecords(Recorder):
         return out
 
     def _behind_leading(self, layer: LayerCall) -> RealTokens:
-        """Return the real tokens among the positions of sinklab's own attention."""
         assert self._real is not None
         count_B = self._real.count_B.to(layer.call.q_BHTD.device)
         start_B = torch.zeros_like(count_B) if layer.padding_B is None else layer.padding_B
@@ -257,10 +255,10 @@ class CallRecords(Recorder):
     def unrecorded(self) -> SinklabError:
         """Build the error for layers whose attention was not recorded."""
         return SinklabError(
-            f"the attention of only {self._calls} of {self._expected} layers was recorded: the model type "
-            f"{self._model.config.model_type!r} does not pass all of its attention through transformers' attention "
-            "interface, so sinks in it cannot be measured. Measure a model of another type, or try a newer version "
-            "of transformers."
+            f"{self._calls} attention calls were recorded in {self._expected} layers: the model type "
+            f"{self._model.config.model_type!r} does not pass the attention of each layer through transformers' "
+            "attention interface in one call, so sinks in it cannot be measured. Measure a model of another type, or "
+            "try a newer version of transformers."
         )
 
 
@@ -268,7 +266,7 @@ class CallRecords(Recorder):
 def call_records(
     model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[CallRecords]:
-    """`probe` for a model whose attention calls can be intercepted.
+    """Implement `probe` for a model whose attention calls can be intercepted.
 
     Raises:
         SinklabError: in a forward pass, if the attention of some layer was not recorded.

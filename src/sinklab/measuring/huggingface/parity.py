@@ -203,7 +203,6 @@ def _read(
 
 
 def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | str:
-    """Run the model with sinklab's own attention; return its reading, or the reason why it is unavailable."""
     reading = _BackendReading()
     try:
         with evaluating(model), call_records(model, HuggingFaceAdapter(model)) as watch:

@@ -146,7 +146,6 @@ class Recorder(ABC):
         self._whole = False
 
     def _real_tokens(self, mask_BT: Tensor) -> RealTokens:
-        """Return the real tokens of an attention mask, excluding those after the end of a generated sequence."""
         ended_BT = self._generated.ended()
         if ended_BT is None:
             return real_tokens(mask_BT)

@@ -80,7 +80,7 @@ def layer_details(
 
 @dataclass(frozen=True)
 class BatchDetails:
-    """The details of one forward pass, for the accumulator. R aligned positions.
+    """Statistics of one forward pass for the accumulator, with R aligned positions.
 
     Attributes:
         layers: tensors by statistic name, one per attention layer in call order: (B, H) or (B, H, R). For the value

@@ -37,5 +37,5 @@ def elsewhere_text(rates: Sequence[float | None]) -> str:
 
 
 def in_brackets(text: str) -> str:
-    """Format ` (text)` to append to a number; empty for an empty text."""
+    """Put a text in parentheses with a leading space; an empty text stays empty."""
     return f" ({text})" if text else ""

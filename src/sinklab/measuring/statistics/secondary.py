@@ -158,7 +158,6 @@ def _listed(position_R: Tensor, count_B1: Tensor) -> Tensor:
 
 
 def _counted(position_R: Tensor, count_B1: Tensor) -> Tensor:
-    """Mask (B, R) of the positions included in the percentage: 5 .. T / 2."""
     return (position_R > FIRST_FEW) & (2 * position_R <= count_B1)
 
 
@@ -175,7 +174,6 @@ def first_of_each(sinks: Sequence[SecondarySink], number: int) -> list[Secondary
 
 
 def _numbers(chosen_X: Tensor, first: int) -> list[int]:
-    """Indices of True, counted from `first`."""
     return [index + first for (index,) in chosen_X.nonzero().tolist()]
 
 

@@ -274,7 +274,6 @@ class _HiddenKeys:
         return args, kwargs | {"attention_mask": mask}
 
     def _without_first(self, mask: Tensor | None, states_BTC: Tensor) -> Tensor:
-        """Return the mask with the first keys hidden from later queries."""
         place_T = torch.arange(states_BTC.shape[1], device=states_BTC.device)
         first_B1 = self._columns(states_BTC)[:, None]
         late_BT = place_T >= first_B1 + self._n

@@ -112,8 +112,8 @@ def is_coarse(dtype: torch.dtype) -> bool:
 def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
     """Convert weights and buffers of lower precision to float32 within the `with` block, then restore them.
 
-    The model is left unconverted if it is quantised, has weights offloaded to disk, or the copies exceed half of the
-    free memory; check the dtype of its hidden states.
+    The model is not converted if it is quantised, has weights offloaded to disk, or the copies exceed half of the free
+    memory; the dtype of its hidden states then has less precision than float32.
     """
     weights = [(weight, weight.data) for weight in model.parameters() if is_coarse(weight.dtype)]
     buffers = [
@@ -261,7 +261,6 @@ def _distance_terms(model: "PreTrainedModel | Transformer", kind: PositionKind, 
 
 
 def _spread(hidden_BTC: Tensor) -> float:
-    """Return the largest |h_t - h_1| / |h_1|."""
     first_B1C = hidden_BTC[:, :1].double()
     tiny = torch.finfo(hidden_BTC.dtype).tiny
     return float(((hidden_BTC - first_B1C).norm(dim=-1) / first_B1C.norm(dim=-1).clamp(min=tiny)).max())

@@ -111,7 +111,6 @@ class GateTrial:
 
 
 def _layouts(place: GatePlace, layer: LayerCall, width: int) -> Iterator[GateLayout]:
-    """Yield the layouts that match the number of outputs of the projection."""
     _, H, _, D = layer.call.q_BHTD.shape
     value_width = layer.value_BGSV.shape[-1]
     for gates in dict.fromkeys((value_width, 1)):

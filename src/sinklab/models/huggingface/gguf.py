@@ -73,12 +73,12 @@ class Gguf:
 
     @contextmanager
     def parsed_once(self) -> Iterator[None]:
-        """Within the context, transformers uses the parsed header and shows no progress bar while it unpacks."""
+        """Make transformers reuse the parsed header and hide its progress bar in the `with` block."""
         gguf, reading = import_module("gguf"), import_module("transformers.modeling_gguf_pytorch_utils")
         parse = gguf.GGUFReader
         replaced = {
             (gguf, "GGUFReader"): lambda path: self.reader if Path(path) == self.path else parse(path),
-            (gguf, "get_tensor_name_map"): cache(gguf.get_tensor_name_map),  # otherwise made anew for every module
+            (gguf, "get_tensor_name_map"): cache(gguf.get_tensor_name_map),  # otherwise rebuilt for every module
             (reading, "tqdm"): lambda tensors, **_: tensors,
         }
         own = {(module, name): getattr(module, name) for module, name in replaced if hasattr(module, name)}
@@ -179,11 +179,9 @@ def is_unpacked(model: "PreTrainedModel") -> bool:
 
 
 def _read(path: Path | str) -> Any:
-    """Parse the header."""
-
     class Reader(import_module("gguf").GGUFReader):
         def _get(self, *args: Any, **options: Any) -> Any:
-            self.data = np.asarray(self.data)  # a slice of it takes a third of the time of one of a memmap
+            self.data = np.asarray(self.data)  # slicing an array is three times as fast as slicing a memmap
             return super()._get(*args, **options)
 
     return Reader(path)
@@ -192,5 +190,5 @@ def _read(path: Path | str) -> Any:
 def _value(reader: Any, key: str, default: Any = None) -> Any:
     field = reader.get_field(key)
     if field is None and default is None:
-        raise ValueError(f"it has no {key}")
+        raise ValueError(f"the file has no {key}")
     return default if field is None else field.contents()

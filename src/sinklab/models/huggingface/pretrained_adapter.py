@@ -166,7 +166,6 @@ class HuggingFaceAdapter:
 
     @cached_property
     def _body_output(self) -> Any:
-        """Output of the body for one token."""
         return self.module.base_model(self._some_tokens()[:, :1], use_cache=False)
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:

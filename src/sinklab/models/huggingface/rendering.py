@@ -86,8 +86,6 @@ def render_chat(
 
 
 class _Process:
-    """The rendering process, shared by all threads."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -129,7 +127,6 @@ class _Process:
         return self._process
 
     def _forget(self, process: "subprocess.Popen[str]") -> tuple[int, str]:
-        """Return the exit status and standard error of a process that has ended."""
         assert self._complaints is not None
         self._process, status = None, process.wait()
         with contextlib.suppress(BrokenPipeError), process:
