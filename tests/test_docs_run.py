@@ -40,6 +40,7 @@ INSTEAD = {
     "train.steps=6000": "train.steps=3",
     "runs/tiny-HASH": "runs/k",
     "report runs/lab": "report runs/k",
+    "mine.yaml": "mine.yaml --out runs/mine",  # a pack of runs/tiny lacks sweeps on another text
     "reproduce all --packed": "reproduce table_2 --packed",
 }
 """What is shown, and what is run."""
