@@ -237,12 +237,14 @@ def dots(
     upright, seeds = varied is not None, _apart(seeds)
     everything = [*seeds, *middles, *paper]
     names = PlotAxis(varied or "", "at" if upright else "cell", order=list(labels.values() if upright else labels))
-    cell = _channel(alt.X if upright else alt.Y, names, [], [], label_width=label_width)
 
     def placed(mark: alt.Chart, field: str, end: str | None = None) -> alt.Chart:
-        number = _channel(alt.Y if upright else alt.X, values, everything, _FIELDS, field)
-        ends = {} if end is None else {"y2" if upright else "x2": end}
-        return mark.encode(**{"x": cell, "y": number} if upright else {"x": number, "y": cell}, **ends)
+        if upright:
+            mark = mark.encode(x=_channel(alt.X, names, [], []), y=_channel(alt.Y, values, everything, _FIELDS, field))
+            return mark if end is None else mark.encode(y2=end)
+        cell = _channel(alt.Y, names, [], [], label_width=label_width)
+        mark = mark.encode(x=_channel(alt.X, values, everything, _FIELDS, field), y=cell)
+        return mark if end is None else mark.encode(x2=end)
 
     def said(mark: alt.Chart, *tips: Tip) -> alt.Chart:
         return mark.encode(tooltip=[_tip("cell", "cell", ""), *(_tip(*tip) for tip in tips)])

@@ -261,11 +261,9 @@ CURVES: tuple[tuple[str, Callable[[suites.MeasuredCheckpoint], float | None]], .
 )
 
 
-def _checkpoints(
-    checkpoints: Mapping[str, suites.MeasuredCheckpoint], eps: float, width: Width, number: int
-) -> list[Figure]:
+def _checkpoints(document: suites.CheckpointsDocument, eps: float, width: Width, number: int) -> list[Figure]:
     """Curves over steps, and the sink rate by layer and step."""
-    found = sorted(checkpoints.values(), key=lambda one: one.step)
+    found = sorted(document.measured.values(), key=lambda one: one.step)
     small = width if width == "container" else SMALL
     steps = [one.step for one in found if one.step > 0]
     far = bool(steps) and steps[-1] >= FAR * steps[0]

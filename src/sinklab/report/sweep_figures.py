@@ -90,7 +90,11 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Wid
             "of several."
         )
         made.append(Figure(f"{key}-against", f"{experiment.title}: {second} against {first}", caption, [chart]))
-    growth = [_curve(sweep, cells, *curve, width) for quantities, *curve in CURVES if quantities & asked]
+    growth = [
+        _curve(sweep, cells, title, value, from_zero, width)
+        for quantities, title, value, from_zero in CURVES
+        if quantities & asked
+    ]
     if charts := [chart for chart in growth if chart is not None]:
         title = f"{experiment.title}: while the models train"
         made.append(Figure(f"{key}-growth", title, "A line per seed.", charts))
