@@ -95,11 +95,12 @@ def forward_and_backward(
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)
     core = core.to(device)
     q, k, v, gradient = (
-        torch.randn(batch, heads, tokens, w, generator=generator).to(device, dtype) for w in (wide, wide, width, width)
+        torch.randn(batch, heads, tokens, w, generator=generator).to(device, dtype)
+        for w in (wide * core.operation.queries_per_head, wide, width, width)
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
     kept = forget_gates(batch, tokens, heads).to(device).requires_grad_()
-    beside = (None, kept) if core.operation.forgets else ()
+    beside = (None, kept) if core.operation.forgets or core.operation.weighs else ()
     wanted = [*inputs, *core.parameters(), *([kept] if beside else [])]
 
     def step() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 import sinklab
 from sinklab.commands.app import app
@@ -44,10 +45,11 @@ def shown() -> list[tuple[str, str]]:
         if page.name in HISTORY:
             continue
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        fenced = re.findall(r"^```(?:bash|sh|text|console)?\n(.*?)^```", text, re.M | re.S)
+        fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+        fenced = [block for language, block in fences if language in ("", "bash", "sh", "text", "console")]
         blocks = [*fenced, *re.findall(r"^(?: {4}.*\n)+", text, re.M)]
         for line in "".join(blocks).splitlines():
-            if called := re.match(r"\s*(?:\w+=\S+ )*(?:\S*/)?(?:python -m )?sinklab (.+)", line):
+            if called := re.match(r"\s*(?:\w+=\S+ )*(?:\S*/)?(?:(?:python|torchrun .+?) -m )?sinklab (.+)", line):
                 found.append((str(page.relative_to(ROOT)), called[1]))
     return found
 
@@ -76,6 +78,15 @@ def test_the_help_of_every_command_has_an_example_and_panels(words: str, command
     assert examples(command)
     options = [one for one in command.params if one.param_type_name == "option"]
     assert [one.name for one in options if one.rich_help_panel not in PANELS] == []
+
+
+@pytest.mark.parametrize("words", ["", *(words.removeprefix("sinklab ") for words in commands())])
+def test_help_fits_two_screens_and_shows_no_python_types(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown_help = CliRunner().invoke(app, [*words.split(), "--help"]).output
+    assert "--help" in shown_help
+    assert len(shown_help.splitlines()) <= 100
+    assert re.findall(r"<\w+|\{\w+", shown_help) == []
 
 
 def test_commands_are_found() -> None:

@@ -112,6 +112,8 @@ def test_the_wheel_trains_measures_and_reports_outside_the_checkout(installed: P
 def test_the_version_is_stated_once_and_has_its_notes(checkout: Path) -> None:
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     assert "version" in project["dynamic"]
-    released = re.findall(r"^## \[(\d\S*)\]", (checkout / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
-    assert released[0] == sinklab.__version__
-    assert yaml.safe_load((checkout / "CITATION.cff").read_text(encoding="utf-8"))["version"] == sinklab.__version__
+    notes = (checkout / "CHANGELOG.md").read_text(encoding="utf-8")
+    cited = yaml.safe_load((checkout / "CITATION.cff").read_text(encoding="utf-8"))
+    released = re.findall(r"^## \[(\d\S*)\] - (\S+)$", notes, re.M)
+    assert released[0] == (sinklab.__version__, str(cited["date-released"]))
+    assert cited["version"] == sinklab.__version__

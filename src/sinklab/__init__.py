@@ -1,17 +1,17 @@
-"""sinklab: a laboratory for attention sinks in language models.
+"""sinklab: attention sinks in language models.
 
     import sinklab
     result = sinklab.measure(model, tokens)          # a Measurement: sinks, norms, loss
     with sinklab.probe(model) as watch:              # in your own loop, or during generate
         model.generate(...)
-    watch.layers[0].importance_BHT                   # alpha of every head and position
+    watch.layers[0].importance_BHT                   # alpha by head and position
 
-    sinklab.Measurement.load("runs/m")               # one that `sinklab measure --out runs/m` has kept
-    Trainer(.., callbacks=[sinklab.SinkCallback(tokens)])     # the sink at every evaluation of transformers or trl
+    sinklab.Measurement.load("runs/m")               # the result of `sinklab measure --out runs/m`
+    Trainer(.., callbacks=[sinklab.SinkCallback(tokens)])     # measure at every evaluation, with transformers or trl
 
-    sinklab.register()                               # AutoModelForCausalLM then knows what `sinklab export` wrote
+    sinklab.register()                               # AutoModelForCausalLM can then load `sinklab export` directories
 
-Importing it brings in nothing heavy; the first use of a name does. help(sinklab.measure) describes its arguments.
+Names are imported lazily. help(sinklab.measure) describes its arguments.
 """
 
 from importlib import import_module
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sinklab.measuring.huggingface.probe import probe
     from sinklab.measuring.measurement import Measurement
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Measurement", "SinkCallback", "measure", "probe", "register"]
 
 
@@ -38,7 +38,7 @@ _MODULES = {
 
 
 def register() -> None:
-    """Register the models that `sinklab export` writes with AutoConfig and AutoModelForCausalLM of transformers."""
+    """Register exported models (`sinklab export`) with transformers' AutoConfig and AutoModelForCausalLM."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from sinklab.model.huggingface import MODEL_TYPE, SinklabConfig, SinklabForCausalLM

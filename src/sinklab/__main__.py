@@ -1,4 +1,4 @@
-"""`sinklab` and `python -m sinklab`: the command line. Ctrl-C ends it without a traceback, also during imports."""
+"""Command-line entry point. Ctrl-C ends it without a traceback, also during imports."""
 
 import gc
 import os
@@ -8,14 +8,13 @@ from types import FrameType
 
 INTERRUPTED = 130
 OBJECTS = 20_000
-"""New objects between garbage collections. Python's 700 would use a tenth of a command's start, as imported modules
-stay."""
+"""New objects between garbage collections. Python's default of 700 adds a tenth to a command's start-up time."""
 
 
 def main() -> None:
-    """Run the command of the process's arguments."""
+    """Run the command in sys.argv."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # a job in the background ignores it
+    if before is signal.default_int_handler:  # background jobs ignore SIGINT
         signal.signal(signal.SIGINT, _leave)
     gc.set_threshold(OBJECTS)
     from sinklab.commands import app as cli

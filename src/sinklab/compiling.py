@@ -1,4 +1,4 @@
-"""torch.compile for functions that one process calls with many shapes and options."""
+"""torch.compile for functions that are called with many shapes and options."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -8,14 +8,14 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FORMS = 128  # operations, masks, shapes, with and without gradients
+FORMS = 128  # combinations of operations, masks, shapes, and gradient modes
 
 
 def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[P, R]:
-    """Compile `function`, once for every new form of its arguments.
+    """Compile `function` with a recompile limit of 128.
 
-    PyTorch's default stops after eight forms and runs all later ones uncompiled: FlexAttention then builds the T x T
-    matrix.
+    After PyTorch's default of 8 recompilations, further variants run uncompiled: FlexAttention then materialises the
+    T x T matrix.
 
     Args:
         dynamic: as in `torch.compile`; False compiles every shape separately.

@@ -1,4 +1,4 @@
-"""Devices: choice, 16-bit support, host copies, matmul precision, memory of the C library."""
+"""Devices: selection, 16-bit support, host copies, matmul precision, glibc memory settings."""
 
 import ctypes
 import os
@@ -15,10 +15,10 @@ from sinklab.errors import InputError, cause
 
 
 def pick_device(name: str) -> torch.device:
-    """Choose the device with this name; "auto" is CUDA if available.
+    """Return the device with a name; "auto" is CUDA if available, else the CPU.
 
     Raises:
-        InputError: if this machine has no such device.
+        InputError: if the device is not usable on this machine.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,9 +31,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device has instructions for products of 16-bit floats; emulated products are slower than float32.
+    """True if the device multiplies in a 16-bit dtype natively; emulation is slower than float32.
 
-    False on a CPU whose instructions ATEN_CPU_CAPABILITY disables in PyTorch.
+    False on a CPU if ATEN_CPU_CAPABILITY disables these instructions in PyTorch.
     """
     if device.type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -44,13 +44,13 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype, or float32 on a CPU that emulates its products (bfloat16: five times slower)."""
+    """Return the dtype, or float32 on a CPU that only emulates it (bfloat16: five times slower)."""
     emulated = device.type == "cpu" and dtype in INSTRUCTIONS and not multiplies_natively(dtype, device)
     return torch.float32 if emulated else dtype
 
 
 def processor_name() -> str:
-    """The model of this machine's processor, or its architecture if the model is unknown."""
+    """Return the name of this machine's CPU, or its architecture if the name is unknown."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -58,7 +58,7 @@ def processor_name() -> str:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors to host memory, with one synchronisation per card."""
+    """Copy tensors to host memory, with one synchronisation per GPU."""
     copies = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
     for card in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(card)
@@ -67,7 +67,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def float32_matmul(precision: Literal["highest", "high"], device: torch.device) -> Iterator[None]:
-    """Compute float32 matrix products on CUDA in float32 ("highest") or TF32 ("high") in the `with` block."""
+    """Set the precision of float32 matmuls on CUDA in the `with` block: float32 ("highest") or TF32 ("high")."""
     if device.type != "cuda":
         yield
         return
@@ -80,11 +80,11 @@ def float32_matmul(precision: Literal["highest", "high"], device: torch.device) 
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory in the process, for the next training step.
+    """Make glibc keep freed memory for the next training step.
 
-    Otherwise glibc returns large blocks to the system, which clears every page of them again at each step: 3 to 13 % of
-    a small model's time (benchmarks/train_cpu.py). Results are unchanged. For processes that only train: it lasts until
-    they end. No effect without glibc, or if its environment variables are set.
+    By default glibc returns large blocks to the system, which must zero the pages again at each step: 3 to 13 % of a
+    small model's training time (benchmarks/train_cpu.py). Results are unchanged. The setting lasts until the process
+    ends. No effect without glibc, or if its environment variables are set.
     """
     variables = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in variables):
@@ -94,8 +94,8 @@ def keep_freed_memory() -> None:
     library.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-KEPT = 2**28  # free bytes at the end of the heap
-LARGEST_KEPT = 2**25  # a larger block is returned at once; older versions refuse a larger limit
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants in malloc.h
+KEPT = 2**28  # bytes of free memory kept at the end of the heap
+LARGEST_KEPT = 2**25  # bytes; larger blocks are returned at once; older glibc versions refuse a larger limit
 INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
 WITHOUT_AVX512 = ("DEFAULT", "NO AVX", "AVX2")

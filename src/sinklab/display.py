@@ -1,7 +1,6 @@
-"""Drawing of a measurement in a notebook.
+"""Plotting hooks for `Measurement.plot()` and its HTML display in notebooks.
 
-Drawing is a layer above measuring, but users expect `Measurement.plot()`. So `sinklab/__init__.py` assigns the
-functions of `report/` to these names.
+`sinklab/__init__.py` assigns functions of `report/` to these names, so that `measuring/` does not import `report/`.
 """
 
 from collections.abc import Callable

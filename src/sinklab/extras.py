@@ -1,7 +1,7 @@
-"""The command that installs an extra for this installation of sinklab, which is on no package index.
+"""Installation commands of extras; sinklab is not on a package index.
 
-For a checkout it is an installation of the checkout; for a wheel or archive, which may have been deleted, one of the
-extra's packages.
+In a checkout, the command installs the checkout with the extra. After an installation from a wheel or archive, which
+may have been deleted, it installs the extra's packages.
 """
 
 import re
@@ -15,15 +15,15 @@ from sinklab.files import parse_json
 
 
 def install_command(extra: str, installed: Distribution | None = None) -> str:
-    """A shell command for the Python in use.
+    """Return the shell command that installs an extra for the current Python.
 
     Args:
-        extra: extra of pyproject.toml, such as "sft".
-        installed: installed distribution of sinklab; looked up by default.
+        extra: name of an extra in pyproject.toml, such as "sft".
+        installed: installed sinklab distribution; default: looked up.
     """
     try:
         installed = installed or distribution("sinklab")
-    except PackageNotFoundError:  # only its source is on the path
+    except PackageNotFoundError:  # not installed; the source is on the path
         return _pip("-e", f".[{extra}]") + " in the checkout of sinklab"
     if (checkout := _checkout(installed)) is not None:
         return _pip("-e", f"{checkout}[{extra}]")
@@ -32,7 +32,7 @@ def install_command(extra: str, installed: Distribution | None = None) -> str:
 
 
 def _checkout(installed: Distribution) -> Path | None:
-    """The folder that an editable installation leads to."""
+    """Return the source folder of an editable installation, else None."""
     try:
         document = parse_json(installed.read_text("direct_url.json") or "{}")
         folder = Path(unquote(urlparse(document["url"]).path))

@@ -95,7 +95,7 @@ def parse_yaml(text: str) -> Any:
     while waiting:
         value, seen = waiting.pop(), seen + 1
         if seen > MOST_VALUES:
-            raise ValueError(f"it has more than {MOST_VALUES:,} values, each repetition of an alias counted")
+            raise ValueError(f"it has more than {MOST_VALUES:,} values, counting every use of an alias")
         waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return document
 
@@ -119,25 +119,25 @@ def append_line(path: Path, line: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error, or any of its causes, is that of a full disk."""
+    """True if an error or any of its causes reports a full disk."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in FULL:
             return True
-        if any(os.strerror(number) in str(seen) for number in FULL):  # of another library or process
+        if any(os.strerror(number) in str(seen) for number in FULL):  # raised by another library or process
             return True
         seen = seen.__cause__
     return False
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_at(file: IO[Any], path: Path) -> bool:
-    """Whether an open file is still the one at `path`; a lock on a removed file has no effect."""
+    """True if an open file is still the one at `path`; a lock on a removed file has no effect."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -145,7 +145,7 @@ def is_at(file: IO[Any], path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """The folder of cached files: SINKLAB_CACHE, or ~/.cache/sinklab.
+    """Return the cache folder: SINKLAB_CACHE, or ~/.cache/sinklab.
 
     Raises:
         InputError: if there is no home directory.
@@ -154,4 +154,4 @@ def cache_folder() -> Path:
     try:
         return Path(named).expanduser()
     except RuntimeError as error:
-        raise InputError(f"{named}: there is no such home directory; name a folder in SINKLAB_CACHE") from error
+        raise InputError(f"{named}: there is no such home directory; set SINKLAB_CACHE to a folder") from error

@@ -1,8 +1,8 @@
-"""Interventions: every key of a recipe that is one, a named variant of each, and the values that change nothing.
+"""Catalogue of interventions: the recipe keys that change a model or its training, with variants and neutral values.
 
 The rows of the catalogue are read from the recipe's JSON schema. A variant is an overlay on a base recipe
-(`sinklab.train.recipe.build_recipe`); those here fit any model whose width over heads is a multiple of 4, and any
-context above 8.
+(`sinklab.train.recipe.build_recipe`). The variants here need a head dimension that is a multiple of 4 and a context
+above 8.
 """
 
 import dataclasses
@@ -22,9 +22,8 @@ class Variant:
     """A named overlay.
 
     Attributes:
-        overlay: on a base recipe.
-        may_diverge: the paper reports that it does not train, or nothing keeps its outputs bounded: a diverged run is
-            then a result, not a defect.
+        overlay: changes to a base recipe.
+        may_diverge: divergence is an expected result, because the paper reports it or the outputs are unbounded.
     """
 
     overlay: Overlay
@@ -33,12 +32,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Neutral:
-    """A value at which an intervention is the baseline, bit for bit.
+    """A value at which an intervention is bit-identical to a baseline.
 
     Attributes:
-        value: as text.
-        overlay: the recipe's change with that value.
-        against: the baseline it equals, as an overlay; the base recipe itself unless given.
+        value: the value as text.
+        overlay: changes to the base recipe that set the value.
+        against: changes to the base recipe that make the baseline; default: none.
     """
 
     value: str
@@ -124,7 +123,7 @@ VARIANTS: dict[str, Variant] = {
     "bos": Variant({"data": {"bos": True}}),
     "fixed_token": Variant({"data": {"fixed_token": {"token_id": 1, "positions": [1]}}}),
     "random_tokens": Variant({"data": {"random_tokens": {"start": 0, "end": 2}}}),
-    # losses beside the cross-entropy, and optimisation
+    # auxiliary losses and optimisation
     "hidden_z": Variant({"losses": {"hidden_z": {"weight": 1e-4}}}),
     "tweo": Variant({"losses": {"tweo": {}}}),
     "weight_decay_half": Variant({"optim": {"weight_decay": 0.5}}),
@@ -173,7 +172,7 @@ NEUTRAL: dict[str, Neutral] = {
     "model.mixer.every (kimi_delta)": Neutral("1", {"model": {"mixer": {"kind": "kimi_delta", "every": 1}}}),
     "optim.clip": Neutral("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
 }
-"""By dotted key, followed by the kind that has the key in brackets."""
+"""Neutral values by dotted key; the kind that has the key is added in brackets, as in `key (kind)`."""
 
 ROOTS = ("model", "data", "losses", "optim", "schedule")
 
@@ -193,7 +192,7 @@ NOT_INTERVENTIONS = {
     "data.token_limit",
     "data.mix",
 }
-"""Keys of the same parts that are no interventions: sizes, the text, how something is computed or stored."""
+"""Recipe keys that are not interventions: model and data sizes, data sources, initial weights, backends."""
 
 TYPES = {
     "boolean": "true | false",
@@ -212,11 +211,11 @@ class Intervention:
 
     Attributes:
         key: dotted key of a recipe.
-        kind: of the row or of the part that has the key; None outside of choices.
-        values: the legal values.
-        default: empty if the key has none.
-        neutral: the value that changes nothing; empty if none is known.
-        explanation: one line.
+        kind: `kind` of the union member that the row is or that has the key; None outside unions.
+        values: allowed values.
+        default: default value; empty if the key has none.
+        neutral: value that equals the baseline; empty if none is known.
+        explanation: one-line description.
     """
 
     key: str
@@ -228,27 +227,27 @@ class Intervention:
 
     @property
     def is_kind(self) -> bool:
-        """Whether this row is a kind of a choice, not a value that the kind has."""
+        """True if the row is a member of a union, not a field of a member."""
         return self.kind is not None and self.values == self.kind
 
 
 def catalogue() -> list[Intervention]:
-    """Every intervention: a row per kind of every choice and per value of every part."""
+    """List all interventions: one row per member of every union and per field of every part."""
     properties = recipe_schema()["properties"]
     rows = [row for root in ROOTS for row in _rows(properties[root], root, None, baseline=True)]
     return [row for row in rows if not any(f"{row.key}.".startswith(f"{key}.") for key in NOT_INTERVENTIONS)]
 
 
 def kinds() -> set[str]:
-    """The names of all kinds of all choices."""
+    """Return the `kind` values of all unions."""
     return {row.kind for row in catalogue() if row.kind is not None}
 
 
 def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator[Intervention]:
-    """Rows of a field of the recipe's schema and of the fields below it.
+    """List the rows of a field of the recipe's schema and of its nested fields.
 
     Args:
-        baseline: every choice above the field has its default kind, so that default values are those of the base.
+        baseline: True if every union above the field has its default kind: the default value is then the baseline's.
     """
     types = members(field)
     parts = [one for one in types if "properties" in one]
@@ -262,7 +261,7 @@ def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator
             yield from _rows_below(part, key, name, baseline and name == chosen)
         return
     if nested := next((one["discriminator"] for one in field.get("anyOf", ()) if "discriminator" in one), None):
-        names = [one["properties"][nested["propertyName"]]["const"] for one in parts]  # their values are listed once
+        names = [one["properties"][nested["propertyName"]]["const"] for one in parts]  # fields listed once elsewhere
         yield Intervention(key, kind, " | ".join([*names, "null"]), default, default, field.get("description", ""))
         return
     if not parts:
@@ -278,7 +277,7 @@ def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator
 
 def _rows_below(part: Schema, key: str, kind: str | None, baseline: bool) -> Iterator[Intervention]:
     for name, field in part["properties"].items():
-        if "const" not in field:  # the tag of a kind
+        if "const" not in field:  # `const` is the union's tag
             yield from _rows(field, f"{key}.{name}", kind, baseline)
 
 

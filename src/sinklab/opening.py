@@ -1,4 +1,4 @@
-"""A model opened by its name: a run directory, a directory or file of transformers, or a name on the hub."""
+"""Load a model by its name: a run directory, a Hugging Face model directory or .gguf file, or a name on the hub."""
 
 import hashlib
 import json
@@ -41,20 +41,20 @@ class Model:
     """A model with its tokenizer.
 
     Attributes:
-        name: as entered by the user.
-        module: our transformer, or a model of transformers.
-        tokenizer: likewise ours, or one of transformers.
-        encode: text to token ids, without special tokens.
-        special: ids of the special tokens that a sequence begins with by default.
-        vocabulary: ids below this number are tokens.
-        arrange: (bare tokens (N, S), whether special tokens are prepended, seed) -> sequences as in the model's
-            training; without a seed, with that of the recipe.
-        files: hash that changes when the model's files may have changed; None for a model of the hub.
-        commit: of the hub; None for a local model.
-        step: of a run, also of an exported one.
-        planned_steps: of a run that was opened as our own.
-        notes: remarks on how it was loaded, for the reader of its numbers.
-        held_out: the first so many tokens of the text that a run was validated on; None for other models.
+        name: name as entered by the user.
+        module: sinklab's Transformer, or a Hugging Face model.
+        tokenizer: sinklab's tokenizer, or a Hugging Face tokenizer.
+        encode: function from text to token ids, without special tokens.
+        special: ids of the special tokens that are prepended to a sequence by default.
+        vocabulary: vocabulary size.
+        arrange: function (tokens (N, S), prepend special tokens?, seed) -> sequences as in training; seed None uses the
+            recipe's.
+        files: hash of the model's files; None for a model on the hub.
+        commit: commit on the hub; None for a local model.
+        step: training step of a run, also of an exported run.
+        planned_steps: total training steps of a run that was not exported.
+        notes: notes on the loading of the model, shown with its results.
+        held_out: function that returns the first N tokens of a run's validation text; None for other models.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Model:
         return spelling(self.encode, self.tokenizer.convert_ids_to_tokens, set(self.tokenizer.added_tokens_decoder))
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of some tokens, special ones by their names."""
+        """Convert token ids to text, special tokens included."""
         own = isinstance(self.tokenizer, Tokenizer)
         return (
             self.tokenizer.backend.decode(tokens, skip_special_tokens=False) if own else self.tokenizer.decode(tokens)
@@ -93,13 +93,13 @@ class Model:
 
     @property
     def vocabulary_hash(self) -> str:
-        """Hash of the vocabulary without added tokens: a chat model has its base model's."""
+        """Hash of the vocabulary without added tokens: equal for a chat model and its base model."""
         own = isinstance(self.tokenizer, Tokenizer)
         backend = self.tokenizer.backend if own else getattr(self.tokenizer, "backend_tokenizer", None)
         return vocabulary_digest(backend.get_vocab(with_added_tokens=False) if backend else self.tokenizer.get_vocab())
 
     def conversations(self, keep_bos: bool) -> Conversations:
-        """The renderer of its conversations: its chat template, if it has one."""
+        """Return the renderer of conversations: the model's chat template, if it has one."""
         own = isinstance(self.tokenizer, Tokenizer)
         return Conversations() if own else Conversations(self.tokenizer, keep_bos)
 
@@ -112,16 +112,16 @@ def open_model(
     as_transformers: bool = False,
     check: "Callable[[PreTrainedTokenizerBase], None] | None" = None,
 ) -> Model:
-    """Open a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model of the hub by its name.
+    """Load a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model on the hub.
 
     Args:
-        step: of the checkpoint of a run; by default the newest.
-        as_transformers: open a run as `sinklab export` writes its newest checkpoint.
-        check: called with the tokenizer of transformers before the weights are read.
+        step: checkpoint step of a run; default: the newest.
+        as_transformers: load the newest checkpoint of a run as a Hugging Face model, as `sinklab export` writes it.
+        check: called with the Hugging Face tokenizer before the weights are read.
 
     Raises:
-        InputError: it cannot be loaded.
-        SinklabError: none of a run's checkpoints is valid.
+        InputError: if the model cannot be loaded.
+        SinklabError: if none of a run's checkpoints is valid.
     """
     check_name(name)
     check_revision(name, loading.revision)
@@ -137,12 +137,12 @@ def open_model(
 
 
 def is_run(name: str) -> bool:
-    """Whether it is a run directory."""
+    """True if `name` is a run directory."""
     return (Path(name) / "recipe.yaml").is_file()
 
 
 def model_files(place: Path) -> str | None:
-    """A SHA-256 that changes when the model in a directory or file may have changed; None if neither exists."""
+    """Hash the files of a local model (SHA-256); None if there is no such directory or file."""
     if not place.exists():
         return None
     files = {path for pattern in MODEL_FILES for path in place.rglob(pattern)} if place.is_dir() else {place}
@@ -153,7 +153,7 @@ def model_files(place: Path) -> str | None:
 def _pretrained(
     name: str, place: str, loading: Loading, check: "Callable[[PreTrainedTokenizerBase], None] | None"
 ) -> Model:
-    """A model of transformers at `place`."""
+    """Load the Hugging Face model at `place`."""
     from sinklab.models.huggingface.anatomy import vocabulary_size
 
     loaded = load_pretrained(place, loading, check)
@@ -179,7 +179,7 @@ def _pretrained(
 
 
 def _run(name: str, loading: Loading, step: int | None) -> Model:
-    """A run of ours. It reads text as in its training: its loader inserts BOS, fixed and random tokens."""
+    """Load a run. Its sequences are built by its training loader, which inserts BOS, fixed and random tokens."""
     from sinklab.data.loader import Loader
     from sinklab.data.shards import TokenFile
     from sinklab.data.tokenizers import load_tokenizer
@@ -203,7 +203,7 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
         return loader.batch(0)
 
     @cache
-    def validated_on() -> TokenFile:  # verified when it is opened, which is slow for large data
+    def validated_on() -> TokenFile:  # opening verifies the file, which is slow for large data
         return validation_tokens(Path(name))
 
     return Model(

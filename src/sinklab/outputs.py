@@ -1,7 +1,6 @@
-"""Checks before output files are overwritten: only new files, and files written by sinklab, may be replaced.
+"""Checks before output files are overwritten: only files written by sinklab, and empty files, may be replaced.
 
-Own files are recognised by content, not by name: documents by their keys, pages and charts by a mark. Empty files may
-be overwritten.
+Files written by sinklab are recognised by content: documents by their keys, pages and charts by a marker text.
 """
 
 import json
@@ -51,7 +50,7 @@ def check_results(folder: Path, names: Sequence[str]) -> None:
         names: keys of KEYS, "measurement.npz", "report.html", and those of TABLES with .csv or .parquet.
 
     Raises:
-        InputError: if not, or if a measurement would replace that of a run; the message names the file and a remedy.
+        InputError: if a check fails, or a measurement would replace that of a run; the message names the file.
     """
     _check_writable(folder)
     if (folder / RUN).exists() and set(names) & set(MEASUREMENT):
@@ -66,7 +65,7 @@ def check_files(folder: Path, names: Sequence[str]) -> None:
         names: file names as in `check_results`.
 
     Raises:
-        InputError: if not; the message names the file and a remedy.
+        InputError: if a file was not written by sinklab; the message names it.
     """
     for name in names:
         _check_ours(folder / name, _recognition(name))
@@ -79,28 +78,28 @@ def _recognition(name: str) -> IsOurs:
 
 
 def check_report(path: Path) -> None:
-    """Refuse to overwrite anything but a report.
+    """Check that `path` is new or a report.
 
     Raises:
-        InputError: the path is another file, or not a file.
+        InputError: if the path is another file, or not a file.
     """
     _check_ours(path, _is_page)
 
 
 def check_table(path: Path) -> None:
-    """Refuse to overwrite anything but a table of sinklab.
+    """Check that `path` is new or a table written by sinklab.
 
     Raises:
-        InputError: the path is another file, or not a file.
+        InputError: if the path is another file, or not a file.
     """
     _check_ours(path, _is_table)
 
 
 def check_chart(path: Path) -> None:
-    """Refuse to overwrite anything but a chart of sinklab.
+    """Check that `path` is new or a chart written by sinklab.
 
     Raises:
-        InputError: the path is another file, or not a file.
+        InputError: if the path is another file, or not a file.
     """
     _check_ours(path, _is_chart)
 
@@ -109,12 +108,12 @@ def target_of(path: Path) -> Path:
     """Resolve the links of a path.
 
     Raises:
-        InputError: if it is not a file but, for example, a folder or a device, or if its links are circular.
+        InputError: if the path is not a regular file, or its links are circular.
     """
     try:
         target = path.resolve()
         kind = _kind(target) if target.exists() and not target.is_file() else None
-    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
+    except (OSError, RuntimeError) as error:  # RuntimeError: circular links
         raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
     if kind:
         raise InputError(f"{path} is {kind} and not a file: choose another --out")
@@ -129,7 +128,7 @@ def _check_ours(path: Path, is_ours: IsOurs) -> None:
         raise InputError(f"cannot read {path}: {error.strerror}. Choose another --out") from error
     if not ours:
         raise InputError(
-            f"{path} is there already and was not written by sinklab, so it is not replaced: choose another --out, or "
+            f"{path} exists and was not written by sinklab, so it is not replaced: choose another --out, or "
             "move it away"
         )
 

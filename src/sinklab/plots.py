@@ -1,4 +1,4 @@
-"""Axes of charts as data: declared with a result, drawn by `report/charts.py`."""
+"""Descriptions of chart axes, drawn by `report/charts.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PlotAxis:
-    """An axis of a chart, and the format of its values in tooltips.
+    """An axis of a chart.
 
     Attributes:
-        title: title with its unit; ` (log scale)` is added for a logarithmic axis.
-        field: field of the rows.
-        short: title in a tooltip; by default the title without its unit.
+        title: title with unit; ` (log scale)` is added for a logarithmic axis.
+        field: field of the data rows.
+        short: title in a tooltip; default: the title without its unit.
         order: values of a categorical axis; None for a continuous one.
-        scale: auto is logarithmic if all values are above zero and span more than a factor of 30.
-        zero: whether a linear scale includes 0.
+        scale: kind of scale; "auto" is logarithmic if all values are above 0 and span more than a factor of 30.
+        zero: a linear scale includes 0.
         at_least: lower bound of the scale's maximum, so that noise does not look like an effect.
         domain: fixed ends of the scale.
         constant: value below which a symlog scale is approximately linear.
         format: number format of labels; `precision` is that of tooltips. Both in d3's notation.
-        ticks: positions of labels; by default chosen by the library.
-        whole: whether values are integers.
+        ticks: tick positions; default: chosen by the library.
+        whole: values are integers.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Base models of config parts and of documents, and flattening of nested values."""
+"""Base classes of config parts and documents."""
 
 import math
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
 LARGEST = 10**7
-"""Upper bound of sizes: above any model, and the byte count of a matrix of such sizes fits 64 bits."""
+"""Upper bound of dimensions: the byte count of a matrix of this size fits in 64 bits."""
 
 
 class Part(BaseModel):
-    """A part of a recipe: immutable, unknown keys are refused.
+    """A part of a recipe: immutable, unknown keys are errors.
 
-    Numbers are finite, and integers fit 64 bits, as they end in tensors.
+    Numbers are finite, and integers fit in 64 bits.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -29,7 +29,7 @@ class Part(BaseModel):
 
 
 BEYOND = 2**20
-"""Upper bound of positions and tokens."""
+"""Upper bound of positions and token ids."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Example:
 
     Attributes:
         values: values that differ from the kind's defaults.
-        may_diverge: whether divergence of a run is a result and not a failure, because the paper reports that the
-            variant does not train, or because its outputs are unbounded.
+        may_diverge: divergence is an expected result, because the paper reports it or the outputs are unbounded.
     """
 
     values: Mapping[str, object] = field(default_factory=dict)
@@ -48,12 +47,12 @@ class Example:
 
 @dataclass(frozen=True)
 class NeutralExample:
-    """Values of a kind that are equivalent to a baseline, bit for bit.
+    """Values of a kind that are bit-identical to a baseline.
 
     Attributes:
-        said: values as text.
+        said: the values as text.
         values: values of the kind.
-        against: values of the kind that are the baseline; None for the base recipe.
+        against: values of the kind in the baseline; None if the baseline is the base recipe.
     """
 
     said: str
@@ -62,10 +61,10 @@ class NeutralExample:
 
 
 class Kind(Part):
-    """A member of a discriminated union by `kind`.
+    """A member of a union discriminated by `kind`.
 
     Attributes:
-        examples: examples by name. Each is a variant of the catalogue, trained, tested and timed under that name.
+        examples: examples by name; each is a variant in the catalogue, and is tested and benchmarked.
         neutral: neutral examples by key, relative to the key of the union; "" for the kind as a whole.
     """
 
@@ -74,18 +73,18 @@ class Kind(Part):
 
     @classmethod
     def chosen(cls, values: Mapping[str, object]) -> dict[str, object]:
-        """The recipe values that choose this kind with these values."""
+        """Return the recipe values that select this kind with these values."""
         return {"kind": cls.model_fields["kind"].default, **values}
 
 
 class ReadDocument(BaseModel):
-    """A file written by sinklab, when read again. Unknown keys, written by other versions, are ignored."""
+    """Base class for reading documents written by sinklab. Unknown keys, from other versions, are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """The number if it is finite, else None: JSON has no infinities and no NaN."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -96,7 +95,7 @@ Ratio = Annotated[
     BeforeValidator(lambda value: math.inf if value is None else value),
     PlainSerializer(finite_or_none, return_type=float | None, when_used="json"),
 ]
-"""A quotient whose denominator may be 0; it is then infinite, and null in JSON. NaN is an error."""
+"""A ratio; infinite (null in JSON) if the denominator is 0. NaN is an error."""
 
 
 def leaves(values: Mapping[str, object], path: str = "") -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The base of a command's settings, and the fields that several commands share.
+"""Base class of command settings, and fields shared by several commands.
 
 A settings model declares bounds, default and help of each setting. `commands/from_model.py` derives the command line
 options from its fields; the result document contains its `model_dump`.
@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from sinklab.errors import InputError
 
-LARGEST = 2**63 - 1  # integers of files and generators
+LARGEST = 2**63 - 1  # largest 64-bit integer
 INPUT, TRAINING, MEASURED, OUTPUT, ADVANCED = PANELS = ("Input", "Training", "Measured", "Output", "Advanced")
-"""The panels of a command's help, in their order."""
-MOST = 10**9  # sequences, and tokens per sequence: their product is still a valid tensor size
+"""Panels of a command's help, in order."""
+MOST = 10**9  # limit of sequences and of tokens per sequence; their product is a valid tensor size
 
 T = TypeVar("T")
 Several = Annotated[tuple[T, ...], Strict(False)]
@@ -23,14 +23,14 @@ Several = Annotated[tuple[T, ...], Strict(False)]
 
 @dataclass(frozen=True)
 class Flag:
-    """The command line form of a field, if it cannot be derived from the type.
+    """Command-line form of a field, if it cannot be derived from the type.
 
     Attributes:
-        name: name of the option, if it differs from that of the field.
-        metavar: text shown instead of the type.
-        panel: panel of the help, if it differs from that of the settings.
-        text: type of an option whose text the field's validator parses: str, or list[str] for a repeatable option.
-        default: that text if the option is not set.
+        name: option name, if it differs from the field's.
+        metavar: placeholder in the help, in place of the type.
+        panel: help panel, if it differs from that of the settings.
+        text: option type if the field's validator parses the text: str, or list[str] for a repeatable option.
+        default: default text of such an option.
     """
 
     name: str | None = None
@@ -41,17 +41,17 @@ class Flag:
 
 
 class CommandSettings(BaseModel, frozen=True):
-    """Immutable settings; unknown names and values of another type are errors. A field without help has no option.
+    """Immutable settings; unknown names and wrong types are errors. A field without a description has no option.
 
     Attributes:
-        panel: panel of the help for the options of the fields.
+        panel: help panel of the options.
     """
 
     panel: ClassVar[str] = ADVANCED
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
-        """Validate.
+        """Validate the values.
 
         Raises:
             InputError: if a value is invalid; the message names the option, the value and the expected values.
@@ -68,12 +68,12 @@ class CommandSettings(BaseModel, frozen=True):
 
 
 def flag_of(settings: type[CommandSettings], field: str) -> Flag:
-    """The command line form of a field."""
+    """Return the command-line form of a field."""
     return next((one for one in settings.model_fields[field].metadata if isinstance(one, Flag)), Flag())
 
 
 def option_name(settings: type[CommandSettings], field: str) -> str:
-    """The option of a field: --batch-size for `batch_size`, --no-loss for a `loss` that is on by default."""
+    """Return a field's option: --batch-size for `batch_size`, --no-loss for a `loss` that is on by default."""
     off = "no-" if settings.model_fields[field].default is True else ""
     return flag_of(settings, field).name or f"--{off}{field.replace('_', '-')}"
 

@@ -1,7 +1,7 @@
-"""Signals as requests to stop, and an exit status that says whether to call again.
+"""Signal handling: stop requests, and the exit status of an interrupted command.
 
-Work whose finished parts are on disk is stopped at any point by an exception. Training polls a stop request, finishes
-the update and saves.
+Work that saves every finished part is stopped by an exception. Training polls a stop request, finishes the update and
+saves a checkpoint.
 """
 
 import os
@@ -16,20 +16,20 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells and Typer report it."""
 
 CALL_AGAIN = 75
-"""Exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL of sysexits.h): saved, and the same command continues."""
+"""Exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL of sysexits.h): saved; the same command resumes."""
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class PreemptedError(BaseException):
-    """A signal other than Ctrl-C has stopped the work; its finished parts are saved.
+    """Work was stopped by SIGTERM or SIGUSR1; its finished parts are saved.
 
-    Like KeyboardInterrupt it is no Exception, so that `except Exception` does not treat it as a failure.
+    Like KeyboardInterrupt, it is not an Exception, so `except Exception` does not catch it.
     """
 
 
 class StopRequest:
-    """Whether a signal has asked this process to stop: the result of calling it."""
+    """Flag set by stop signals; calling it returns True if a stop was requested."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
@@ -40,14 +40,14 @@ class StopRequest:
 
     @property
     def exit_status(self) -> int:
-        """Exit status of a stopped command: 130 after Ctrl-C, else 75, also if another process received the signal."""
+        """Exit status of a stopped command: 130 after Ctrl-C, else 75 (also if another process received the signal)."""
         return INTERRUPTED if self._by == signal.SIGINT else CALL_AGAIN
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler. A second Ctrl-C ends at once.
+        """Handle a signal: set the flag.
 
         Raises:
-            KeyboardInterrupt: at the second Ctrl-C.
+            KeyboardInterrupt: on Ctrl-C after an earlier signal.
         """
         if self._asked.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -57,7 +57,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
-    """Treat the first of these signals (by default SIGINT, SIGTERM, SIGUSR1) in the `with` block as a stop request."""
+    """Handle signals (default: SIGINT, SIGTERM, SIGUSR1) as a stop request in the `with` block."""
     request = StopRequest()
     with _handled(numbers or (signal.SIGINT, *PREEMPTING), request.handle):
         yield request
@@ -67,8 +67,8 @@ def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
 def left_on_signals() -> Iterator[None]:
     """Make SIGTERM and SIGUSR1 raise PreemptedError in the main thread, as SIGINT raises KeyboardInterrupt.
 
-    Python drops exceptions within a callback of the garbage collector or of a weak reference. The signal is then sent
-    once more, a moment later.
+    Python drops exceptions raised in callbacks of the garbage collector or of weak references. The signal is then sent
+    again after 10 ms.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -91,12 +91,12 @@ def left_on_signals() -> Iterator[None]:
         sys.unraisablehook = dropped
 
 
-_KEPT = threading.Event()  # no attribute of the exception, as Typer turns Ctrl-C into a status
+_KEPT = threading.Event()  # not an attribute of the exception: Typer converts Ctrl-C to an exit status
 
 
 @contextmanager
 def keeping_what_is_finished() -> Iterator[None]:
-    """Marks the enclosed work as resumable if it ends with an exception."""
+    """Mark the work in the `with` block as resumable if it ends with an exception."""
     try:
         yield
     except BaseException:
@@ -105,14 +105,14 @@ def keeping_what_is_finished() -> Iterator[None]:
 
 
 def was_kept() -> bool:
-    """Returns and clears the flag that the interrupted work can be resumed."""
+    """Return and clear the resumable flag."""
     kept = _KEPT.is_set()
     _KEPT.clear()
     return kept
 
 
 def ignore_signals() -> None:
-    """Ignore further stop signals in a process that is already ending on request."""
+    """Ignore further stop signals in a process that is already stopping."""
     for number in (signal.SIGINT, *PREEMPTING):
         signal.signal(number, signal.SIG_IGN)
 

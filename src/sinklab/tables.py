@@ -1,7 +1,7 @@
-"""Tables of results, drawn by the terminal (`commands/terminal/tables.py`), the page (`report/templates/table.html.j2`)
-and Markdown.
+"""Tables of results, rendered in the terminal (`commands/terminal/tables.py`), in HTML
+(`report/templates/table.html.j2`) and in Markdown.
 
-Cells hold numbers, not texts: a column's format makes the text, the same wherever the table is drawn.
+Cells contain numbers; the column's format converts them to the same text in every output.
 """
 
 import math
@@ -30,20 +30,20 @@ NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "ei
 
 
 def counted(number: int, noun: str) -> str:
-    """`three runs`, `one run`, `17 runs`."""
+    """Format a count with its noun: `three runs`, `one run`, `17 runs`."""
     word = NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
     return f"{word} {noun}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)
 class TableCell:
-    """A value with its annotations.
+    """A value with annotations.
 
     Attributes:
-        value: a number, which its column formats, or text; None for a missing value.
-        note: small text after the value: its spread, a position, a warning.
-        tone: a verdict, or `warn`, that determines the colour.
-        link: target of a hyperlink; not in the terminal.
+        value: number (formatted by its column) or text; None for a missing value.
+        note: small text after the value, such as its spread.
+        tone: verdict or `warn`, which determines the colour.
+        link: hyperlink target; ignored in the terminal.
     """
 
     value: float | str | None
@@ -57,14 +57,14 @@ Value = TableCell | float | str | None
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A column.
+    """A table column.
 
     Attributes:
-        title: heading of the column.
+        title: column heading.
         unit: unit, shown below the title.
         form: format specification of the numbers.
-        text: whether cells are text, left-aligned and wrapped; leading text columns name the rows.
-        help: explanation beyond title and unit.
+        text: cells are text, left-aligned and wrapped; leading text columns name the rows.
+        help: longer explanation.
     """
 
     title: str
@@ -74,19 +74,19 @@ class TableColumn:
     help: str = ""
 
     def text_of(self, value: Value) -> str:
-        """The value of a cell as text, without its note."""
+        """Format the value of a cell, without its note."""
         found = value.value if isinstance(value, TableCell) else value
         return found if isinstance(found, str) else number_text(found, self.form)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of values under columns.
+    """A table.
 
     Attributes:
         rows: rows with one value per column.
         notes: explanations shown below the table.
-        key: anchor of the table in the page.
+        key: HTML anchor.
     """
 
     title: str
@@ -101,7 +101,7 @@ class Table:
         return next((at for at, column in enumerate(self.columns) if not column.text), len(self.columns))
 
     def cells(self) -> list[list[tuple[str, TableCell]]]:
-        """Every value as text, with its cell."""
+        """Return every formatted value with its cell, by row."""
         return [
             [
                 (column.text_of(value), value if isinstance(value, TableCell) else TableCell(value))
@@ -111,7 +111,7 @@ class Table:
         ]
 
     def without_empty_columns(self) -> "Table":
-        """A copy without columns in which no row has a value; columns that name the rows are kept."""
+        """Copy the table without empty columns; columns that name the rows are kept."""
         kept = [
             at
             for at in range(len(self.columns))
@@ -139,12 +139,12 @@ def table_of(
 
 
 def names(*titles: str) -> list[TableColumn]:
-    """Columns of text."""
+    """Create text columns."""
     return [TableColumn(title, text=True) for title in titles]
 
 
 def numbers(form: str, *titles: str, unit: str = "") -> list[TableColumn]:
-    """Columns of numbers of one format."""
+    """Create number columns with one format."""
     return [TableColumn(title, unit, form) for title in titles]
 
 

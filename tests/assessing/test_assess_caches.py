@@ -47,7 +47,7 @@ def test_positions_in_the_cache_are_others_than_those_in_the_text() -> None:
     assert (cache - text).abs().max() > 1e-3 * text.abs().max()
 
 
-@pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token"])
+@pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token", "differential v2"])
 @pytest.mark.parametrize(("budget", "barred"), [(6, 0), (6, 2), (2, 0), (3, 1)])
 def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int, barred: int) -> None:
     compare(small(variant), HeavyHitters(budget, barred), heavy_hitters(budget, barred), in_cache=False)

@@ -90,7 +90,7 @@ def test_notes_say_which_layers_have_attention_and_that_the_others_hide_nothing(
     assert status == 0, err
     counted, carried = json.loads(out)["notes"][-2:]
     assert counted.startswith("1 of 2 layers has attention (2), here layer 1")
-    assert "layer 1 still reads them" in carried
+    assert "layer 1 still sees them" in carried
 
 
 def test_the_help_of_parts_names_every_part() -> None:
@@ -227,7 +227,7 @@ def test_a_model_without_rotary_positions_streams_by_those_of_the_text(run: Run,
     assert status == 0, err
     found = Assessment.model_validate(json.loads(out))
     assert found.result(Streaming).positions == "text"
-    assert found.skipped == {"length": "its learned table of positions ends at 64"}
+    assert found.skipped == {"length": "its learned positional embeddings end at 64"}
     assert {*found.results, "length"} == set(USUAL)
     assert any("the streaming part uses positions in the text" in note for note in found.notes)
 
@@ -243,7 +243,7 @@ def test_a_model_without_rotary_positions_streams_by_those_of_the_text(run: Run,
         (("--positions", "cache"), "set --positions text"),
         (
             ("--parts", "length"),
-            "the part `length` does not apply to the model: its learned table of positions ends at 64",
+            "the part `length` does not apply to the model: its learned positional embeddings end at 64",
         ),
         (("--parts", "streaming,sinks"), "'sinks' is unknown"),
         (("--length", 64, "--sequences", 2, "--parts", "heads,quantisation", "--stream-length", 64), "give more text"),

@@ -90,13 +90,13 @@ def test_positions_of_layers_with_bases_of_their_own_are_fixed() -> None:
     config = hf.GraniteSWAConfig(**GROUPED, layer_rope_theta=[1e4, 10.0], attention_multiplier=0.3)
     torch.manual_seed(3)
     one = HuggingFaceAdapter(hf.AutoModelForCausalLM.from_config(config).double())
-    assert one.fixed_positions() == "its rotary embedding is of a kind that is not known"
+    assert one.fixed_positions() == "its rotary embedding is of an unknown kind"
 
 
 def test_learned_positions_are_fixed_and_end() -> None:
     one = HuggingFaceAdapter(made("gpt2"))
     assert one.fixed_positions() is not None
-    assert one.ends == "its learned table of positions ends at 64"
+    assert one.ends == "its learned positional embeddings end at 64"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -111,4 +111,4 @@ def test_a_model_that_ignores_the_interface_cannot_be_taken_apart() -> None:
     config = hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
     why = HuggingFaceAdapter(hf.AutoModelForCausalLM.from_config(config)).inseparable()
     assert why is not None
-    assert "cannot be taken apart" in why
+    assert "cannot be replaced" in why

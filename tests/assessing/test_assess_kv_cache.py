@@ -1,5 +1,6 @@
 """The rounded KV cache, against KIVI's formula written anew and against a cache of transformers that rounds."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from families import family_tokens, pair_of
 
 from sinklab.assessing.parts import PARTS, USUAL, kv_cache
 from sinklab.assessing.parts.kv_cache import KVCache, RoundedCache, assess_kv_cache, outlier_tokens, rounded
+from sinklab.assessing.plan import AssessOptions, settings_for
 from sinklab.assessing.reading import PairedReader, changed_attention, key_heads
+from sinklab.errors import InputError
 from sinklab.models.adapter import adapt
 from sinklab.models.hooks import evaluating
 
@@ -105,6 +108,78 @@ def test_a_model_of_transformers_reads_as_through_a_rounding_cache(
     assert_close(found, expected, 1e-6)
 
 
+class KiviCache(hf.DynamicCache):
+    """KIVI's cache, a token at a time, as in llama_kivi.py of jy-yuan/KIVI: read first, then rounded."""
+
+    def __init__(self, bits: int, residual: int, group: int) -> None:
+        super().__init__()
+        self.bits, self.residual, self.group = bits, residual, group
+        self.held: dict[int, list[list[torch.Tensor]]] = {}
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        super().update(key_states, value_states, layer_idx, *args, **kwargs)  # counts positions
+        coarse_k, full_k, coarse_v, full_v = self.held.setdefault(layer_idx, [[], [], [], []])
+        full_k.append(key_states)
+        full_v.append(value_states)
+        read = torch.cat(coarse_k + full_k, 2), torch.cat(coarse_v + full_v, 2)
+        if len(full_k) == self.residual:
+            coarse_k.append(rounded_by_hand(torch.cat(full_k, 2), 2, self.bits, set(), self.group))
+            full_k.clear()
+        if len(full_v) > self.residual:
+            coarse_v.append(rounded_by_hand(full_v.pop(0), 3, self.bits, set(), self.group))
+        return read
+
+
+@pytest.mark.parametrize("residual", [4, 8])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_a_residual_is_that_of_kivis_cache_token_by_token(
+    family: str, residual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "CACHE_GROUP", 4)
+    model, tokens = pair_of(family)[0].double(), family_tokens()
+    assert tokens.shape[1] > residual + 4
+    adapter, cache = adapt(model), KiviCache(2, residual, 4)
+    with evaluating(model):
+        parts = [model.base_model(x, past_key_values=cache, use_cache=True) for x in tokens.split(1, dim=1)]
+        with changed_attention(adapter, compute=RoundedCache(2, residual=residual).output):
+            found = adapter.hidden(tokens)
+        with changed_attention(adapter, RoundedCache(2)):
+            without = adapter.hidden(tokens)
+    assert_close(found, torch.cat([part.last_hidden_state for part in parts], 1), 1e-6)
+    assert (found - without).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("variant", ["k biases", "sink logit", "sink token", "sigmoid", "alibi", "grouped keys"])
+def test_a_residual_as_long_as_the_text_rounds_nothing(variant: str) -> None:
+    one, tokens = small(variant), some_tokens(2, 20)
+    for edit in (RoundedCache(2, residual=32), RoundedCache(40, residual=8)):  # of 40 bits, nothing is lost either
+        read = PairedReader(one, tokens).under(compute=edit.output).effect()
+        assert read.kl == pytest.approx(0, abs=1e-9)
+
+
+def test_a_residual_lowers_the_cost_and_is_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "BITS", (2,))
+    one, tokens = small(), some_tokens(3, 32)
+    plain, recent = (assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, R, lambda: None) for R in (0, 8))
+    assert recent.settings[0].everything.kl < plain.settings[0].everything.kl
+    assert "residual" not in plain.model_dump()
+    assert recent.model_dump()["residual"] == 8
+    assert "up to 8 recent tokens" in recent.remark()
+
+
+def test_a_residual_that_cannot_be_is_refused() -> None:
+    recent = AssessOptions(residual=32)
+    why = KVCache.refusal(small(attention={"operation": {"kind": "differential"}}), recent)  # type: ignore[arg-type]
+    assert "cannot be edited" in str(why)
+    why = KVCache.refusal(small(attention={"mask": {"kind": "prefix", "length": 3}}), recent)  # type: ignore[arg-type]
+    assert "its queries see later keys" in str(why)
+    with pytest.raises(InputError, match="--residual 20: keys are rounded in groups of 32 tokens"):
+        AssessOptions(residual=20)
+    model = SimpleNamespace(adapter=small(), name="one")
+    with pytest.raises(InputError, match="--residual 32: the sequences have 32 tokens, so that no key would be"):
+        settings_for(model, recent)  # type: ignore[arg-type]
+
+
 def with_a_loud_first_token(tokens: torch.Tensor) -> Any:
     """One channel of the first token's key and value is a thousand times the others', in a run."""
     one = small("grouped keys")
@@ -122,7 +197,7 @@ def test_a_loud_first_token_is_what_rounding_costs_and_is_found() -> None:
     tokens = some_tokens(3, 20)
     one = with_a_loud_first_token(tokens)
     assert outlier_tokens(one, tokens).nonzero().tolist() == [[n, 0] for n in range(3)]
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, lambda: None)
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
     assert found.found == [[1], [1]]
     assert [row.bits for row in found.settings] == [8, 4, 3, 2]
     for row in found.settings:
@@ -136,7 +211,7 @@ def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatc
     one, tokens = small("grouped keys"), some_tokens(3, 20)
     assert key_heads(one) == {(1, 1), (1, 2), (2, 1), (2, 2)}
     passes = []
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, lambda: passes.append(1))
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: passes.append(1))
     assert len(passes) == 2 * (3 + 3 * 4) + 1 + 4
     reader = PairedReader(one, tokens[2:])
     for row in found.heads:
@@ -149,22 +224,22 @@ def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatc
         PairedReader(one, tokens[:2]).under(RoundedCache(2, heads=others)).effect().kl
     )
     monkeypatch.setattr(kv_cache, "BITS", (40,))
-    exact = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, lambda: None)
+    exact = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
     assert exact.settings[0].everything.kl == pytest.approx(0, abs=1e-9)
 
 
 def test_a_learned_token_in_front_is_spared_with_the_first() -> None:
     one, tokens = small("sink token"), some_tokens(3, 12)
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, lambda: None)
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
     assert found.sink_positions == 2
     assert found.settings[-1].first_spared.kl != found.settings[-1].everything.kl
 
 
 def test_a_latent_cache_is_refused() -> None:
     for adapter in (small("latent"), adapt(pair_of("deepseek-v3, other value width")[0])):
-        why = KVCache.refusal(adapter, None)  # type: ignore[arg-type]
+        why = KVCache.refusal(adapter, AssessOptions())  # type: ignore[arg-type]
         assert why == "its cache holds one latent for all heads, not keys and values"
-    assert KVCache.refusal(small(), None) is None  # type: ignore[arg-type]
+    assert KVCache.refusal(small(), AssessOptions()) is None  # type: ignore[arg-type]
 
 
 def test_it_runs_where_it_is_named_alone() -> None:

@@ -110,4 +110,4 @@ def test_all_heads_of_a_kind_are_removed_against_as_many_random_ones() -> None:
 
 def test_heads_whose_share_cannot_be_read_are_refused() -> None:
     one = small(attention={"operation": {"kind": "differential"}})
-    assert "cannot be edited individually" in str(Pruning.refusal(one, None))  # type: ignore[arg-type]
+    assert "cannot be edited" in str(Pruning.refusal(one, None))  # type: ignore[arg-type]

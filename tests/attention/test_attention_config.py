@@ -15,7 +15,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window of nothing": ({"mask": {"kind": "window", "width": 0}}, "greater than or equal to 1"),
     "p-norm on a kernel": (
         {"operation": {"kind": "identity", "normalised": True, "p": 2}},
-        "can be negative.*leave p out",
+        "do not support a p-norm: leave p out",
     ),
     "p-norm that does not divide": ({"operation": {"kind": "sigmoid", "p": 2}}, "set normalised to true"),
     "softcap on a kernel": ({"operation": {"kind": "mlp"}, "softcap": 5}, "a kernel without logits; leave softcap out"),
@@ -38,11 +38,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "clipping inwards": ({"operation": {"kind": "clipped_softmax", "zeta": 0.9}}, "greater than or equal to 1"),
     "a key in line for the rest": (
         {"operation": {"kind": "stick_breaking"}, "bias": {"kind": "kv"}},
-        "the rest of the row: use operation.rest instead",
+        "the remaining attention: use operation.rest instead",
     ),
     "a logit in line for the rest": (
         {"operation": {"kind": "stick_breaking"}, "bias": {"kind": "sink_logit"}},
-        "the rest of the row: use operation.rest instead",
+        "the remaining attention: use operation.rest instead",
     ),
     "flex with shares of what is left": (
         {"operation": {"kind": "stick_breaking"}, "backend": "flex"},

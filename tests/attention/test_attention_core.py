@@ -95,7 +95,7 @@ def test_any_legal_combination_equals_its_formula(case: tuple[str, str, str, flo
 def test_gradcheck_passes(operation: str) -> None:
     bias = "kv_biases" if legal(operation, "kv_biases", "causal", None, "none") else "none"
     core = core_of(config_of(operation, bias, "causal", backend="chunked"))
-    q, k, v = (x[:1, :, :3].detach().requires_grad_() for x in qkv(3))
+    q, k, v = (x[:1, :, :3].detach().requires_grad_() for x in qkv(3, core=core))
     gates = [x[:1, :3] for x in arguments(core) if x is not None]
     assert torch.autograd.gradcheck(lambda q, k, v, *gates: core(q, k, v, None, *gates), (q, k, v, *gates))
 
@@ -104,8 +104,8 @@ def test_gradcheck_passes(operation: str) -> None:
     ("operation", "bias"), pairs(["none", "kv_biases"], lambda o, b: legal(o, b, "causal", None, "none"))
 )
 def test_the_eager_backend_gives_the_same(operation: str, bias: str) -> None:
-    inputs = qkv()
     eager, chunked = (core_of(config_of(operation, bias, "causal", backend=b)) for b in ("eager", "chunked"))
+    inputs = qkv(core=eager)
     beside = arguments(eager)
     torch.testing.assert_close(eager(*inputs, *beside), chunked(*inputs, *beside), rtol=0, atol=1e-9)
 
@@ -120,7 +120,7 @@ def test_scores_are_computed_as_often_as_the_operation_says(operation: str, monk
 
     monkeypatch.setattr("sinklab.attention.primitive.chunked_attend", counted)
     core = core_of(config_of(operation, "none", "causal", backend="chunked"))
-    core(*qkv(), *arguments(core))
+    core(*qkv(core=core), *arguments(core))
     otherwise = operation in KERNELS or core.operation.sequential
     assert len(calls) == (0 if otherwise else core.operation.passes)
 
@@ -147,7 +147,7 @@ def test_references_share_no_code_with_what_they_are_held_against() -> None:
 def test_a_document_is_attended_to_as_if_it_stood_alone(operation: str) -> None:
     core = core_of(config_of(operation, "none", "document"))
     alone = core_of(config_of(operation, "none", "causal"))
-    q, k, v = (x.detach() for x in qkv())
+    q, k, v = (x.detach() for x in qkv(core=core))
     together = core(q, k, v, *arguments(core))
     beside = (None if x is None else x[:1, 4:9] for x in arguments(alone))
     expected = alone(*(x[:1, :, 4:9] for x in (q, k, v)), *beside)
@@ -180,7 +180,7 @@ def test_importance_of_the_first_key_counts_its_own_query() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_proxy_is_announced_where_scores_do_not_sum_to_one(operation: str) -> None:
     core = core_of(config_of(operation, "none", "causal"))
-    sums_BHT = core.reference(*qkv(), *arguments(core))[1].sum(-1)
+    sums_BHT = core.reference(*qkv(core=core), *arguments(core))[1].sum(-1)
     assert core.proxy == bool((sums_BHT - 1).abs().max() > 1e-9)
 
 

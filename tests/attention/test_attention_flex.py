@@ -74,7 +74,7 @@ def test_every_operation_runs_on_flex(operation: str) -> None:
         core_of(config_of(operation, "kv_biases", "document", backend=backend), dtype=torch.float32)
         for backend in ("flex", "chunked")
     )
-    q, k, v = (x.detach() for x in qkv(dtype=torch.float32))
+    q, k, v = (x.detach() for x in qkv(dtype=torch.float32, core=flex))
     with torch.no_grad():
         out, expected = (core(q, k, v, *arguments(core)) for core in (flex, chunked))
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
@@ -100,14 +100,16 @@ def test_flex_says_that_it_does_not_train_on_a_cpu() -> None:
 def test_flex_trains_on_cuda(operation: str) -> None:
     width, length = 64, 256
     generator = torch.Generator().manual_seed(0)
-    double = [torch.randn(B, heads, length, width, generator=generator, dtype=torch.float64) for heads in (H, G, G)]
+    queries = config_of(operation, "none", "causal").operation.queries_per_head
+    shapes = ((H, queries * width), (G, width), (G, width))
+    double = [torch.randn(B, h, length, d, generator=generator, dtype=torch.float64) for h, d in shapes]
     results = []
     for backend, dtype, device in (("flex", torch.float32, "cuda"), ("chunked", torch.float64, "cpu")):
         config = config_of(operation, "none", "causal", backend=backend)
         core = core_of(config, dtype=dtype, head_width=width).to(device)
         inputs = [x.to(device, dtype).requires_grad_() for x in double]
         kept = torch.linspace(0, -20, length, dtype=dtype, device=device)[None, :, None].expand(B, -1, H)
-        out = core(*inputs, *((None, kept) if core.operation.forgets else ()))
+        out = core(*inputs, *((None, kept) if core.operation.forgets or core.operation.weighs else ()))
         results.append([out, *torch.autograd.grad(out.square().mean(), inputs)])
     for ours, reference in zip(*results, strict=True):
         torch.testing.assert_close(ours.cpu().double(), reference, rtol=1e-2, atol=1e-3)

@@ -33,11 +33,12 @@ torch.set_num_threads(1)
 core = AttentionCore(AttentionConfig.model_validate(json.loads(sys.argv[1])), kv_heads=8, head_width=64, context=64)
 for parameter in core.parameters():
     torch.nn.init.normal_(parameter)
-small, large = ([torch.randn(1, 8, T, 64, requires_grad=True) for _ in range(3)] for T in (64, int(sys.argv[2])))
+widths = (64 * core.operation.queries_per_head, 64, 64)
+small, large = ([torch.randn(1, 8, T, d, requires_grad=True) for d in widths] for T in (64, int(sys.argv[2])))
 
 def beside(T):
     kept = torch.linspace(0, -20, T)[None, :, None].repeat(1, 1, 8).requires_grad_()
-    return (None, kept) if core.operation.forgets else ()
+    return (None, kept) if core.operation.forgets or core.operation.weighs else ()
 
 few, many = beside(64), beside(int(sys.argv[2]))
 core(*small, *few).sum().backward()  # library start-up is not the operation's memory

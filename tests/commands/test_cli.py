@@ -190,7 +190,7 @@ def test_prepared_data_can_be_trained_on(run: Run, text: Path, tmp_path: Path) -
         (["report", "nowhere"], "nowhere"),
         (["data", "prepare", "missing.txt", "--tokenizer", "train:300", "--out", "x"], "missing.txt"),
         (["lab", "--steps", "0"], "--steps"),
-        (["train"], "Missing argument 'recipe'"),
+        (["train"], "Missing argument 'RECIPE'"),
         (["measure", "x", "--inputs", "strange"], "strange"),
         (["measure", "x", "--map", "3"], "expected LAYER.HEAD"),
         (["measure", "x", "--text", "text.jsonl", "--explore"], "give a MODEL and --out"),

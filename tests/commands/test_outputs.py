@@ -48,7 +48,7 @@ def test_a_report_replaces_a_report_and_no_other_file(run: Run, tmp_path: Path) 
         (tmp_path / name).write_text(before)
         status, _, err = run("report", made, "--out", name)
         assert status == 2
-        assert f"{name} is there already and was not written by sinklab" in err
+        assert f"{name} exists and was not written by sinklab" in err
         assert (tmp_path / name).read_text() == before
 
 
@@ -95,7 +95,7 @@ def test_charts_replace_charts_and_no_other_file(run: Run, tmp_path: Path, kind:
     chart.write_text(NOTES)
     status, _, err = run(*call)
     assert status == 2
-    assert f"norm-ratio.{kind} is there already" in err
+    assert f"norm-ratio.{kind} exists" in err
     assert chart.read_text() == NOTES
 
 
@@ -126,7 +126,7 @@ def test_a_measurement_replaces_a_measurement_and_no_other_file(
     (tmp_path / "out" / name).write_text(json.dumps({"mine": NOTES}))
     status, out, err = run(*call)
     assert (status, out) == (2, "")
-    assert f"out/{name} is there already" in err
+    assert f"out/{name} exists" in err
     assert NOTES in (tmp_path / "out" / name).read_text()
 
 
@@ -146,7 +146,7 @@ def test_files_of_the_users_are_seen_before_any_work(run: Run, model: Path, tmp_
     (tmp_path / folder / name).write_text('{"mine": [1, 2]}')
     status, out, err = run(*call, "--out", "out")
     assert (status, out) == (2, "")
-    assert f"{folder}/{name} is there already" in err
+    assert f"{folder}/{name} exists" in err
     assert [path.name for path in (tmp_path / folder).iterdir()] == [name]
 
 

@@ -11,7 +11,7 @@ from conftest import Run
 from rich.console import Console
 from tiny_models import text_file, tiny_model
 
-from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard
+from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard, elapsed
 from sinklab.experiments.sweep.engine import Event
 from sinklab.jobs.progress import JobEvent, StepProgress
 from sinklab.measuring.options import Study
@@ -116,6 +116,12 @@ def test_a_phase_without_events_is_named_every_ten_seconds(made: Callable[[Conso
         clock.now = float(second)
         lines.beat()
     assert printed.getvalue().splitlines() == [f"{said}, {seconds} s so far" for seconds in (10, 20, 30)]
+
+
+def test_lines_of_a_long_phase_differ() -> None:
+    assert [elapsed(seconds) for seconds in (50, 60, 71, 119.6, 599, 600, 700)] == [
+        "50 s", "1 min", "1 min 11 s", "2 min", "9 min 59 s", "10 min", "12 min",
+    ]  # fmt: skip
 
 
 def test_after_its_first_events_a_step_is_where_they_left_it() -> None:

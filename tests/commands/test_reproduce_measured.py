@@ -103,7 +103,7 @@ def test_a_preview_measures_nothing(run: Run) -> None:
         (("figure_9", "--model", "gpt2", "--text", "text.jsonl"), "figure_9 needs --text FOLDER"),
         (("figure_2", "--model", "gpt2", "--model", "neox", "--text", "text.jsonl"), "figure_2 takes one model"),
         (("table_8", "--model", "gpt2", "--model", "gpt2", "--text", "text.jsonl"), "gpt2 is repeated"),
-        (("table_7", "--model", "neox"), "no learned table of positions to change"),
+        (("table_7", "--model", "neox"), "no learned positional embeddings to change"),
         (("table_1", "--model", "nowhere/at/all", "--text", "text.jsonl"), "nowhere/at/all"),
         (("table_1", "--model", "gpt2", "--text", "none.jsonl"), "none.jsonl"),
         (("mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--steps", 5), "--steps applies to training"),

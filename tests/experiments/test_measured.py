@@ -169,7 +169,7 @@ def test_swapped_positions_take_what_belongs_to_them_along(gpt2: str, tmp_path: 
         experiment.model_copy(update={"cells": few, "claims": claims}), [gpt2], None, 2, out=tmp_path
     )
     unchanged, swapped = (results.outcome.measured[f"{name}/seed_0"] for name in ("unchanged", "swapped_5"))
-    assert swapped.notes == ["the learned positions 1 and 5 swapped"]
+    assert swapped.notes == ["the learned positions 1 and 5 were swapped"]
     assert not np.allclose(unchanged.hidden_norm[0, 0], swapped.hidden_norm[0, 0])  # type: ignore[index]
     assert np.allclose(unchanged.hidden_norm[0, 0], swapped.hidden_norm[0, 4])  # type: ignore[index]
     assert set(results.summary().cells["swapped_5"].values) == {"sink_1", "sink_5", "sink_10", "sink_15", "sink_20",
@@ -177,7 +177,7 @@ def test_swapped_positions_take_what_belongs_to_them_along(gpt2: str, tmp_path: 
 
 
 def test_a_model_without_learned_positions_is_refused_before_anything_is_measured(neox: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no learned table of positions to change, unlike GPT-2"):
+    with pytest.raises(InputError, match=r"no learned positional embeddings to change, unlike GPT-2"):
         measure_experiment(shipped("table_7"), [neox], None, 1, out=tmp_path / "out")
     assert not list(tmp_path.rglob("measurement.json"))
 

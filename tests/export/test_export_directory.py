@@ -128,7 +128,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(exporting, "write_json", full)
-    with pytest.raises(SinklabError, match=r"No space left on device; free some space, or give another directory"):
+    with pytest.raises(SinklabError, match=r"No space left on device; free some space, or choose another directory"):
         export_run(with_bos[0], tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
 

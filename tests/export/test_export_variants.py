@@ -178,12 +178,12 @@ def test_a_cache_of_another_model_is_refused(tokenizer: Path, tmp_path: Path) ->
     _, ours = exported("k_biases", tokenizer, tmp_path / "one")
     _, llama = exported("softmax", tokenizer, tmp_path / "two")
     cache = llama(some_tokens(), use_cache=True).past_key_values
-    with pytest.raises(InputError, match="DynamicCache was filled by another model"):
+    with pytest.raises(InputError, match="past_key_values is a DynamicCache filled by another model"):
         ours(some_tokens(), past_key_values=cache)
 
 
 @torch.no_grad()
 def test_learned_positions_limit_the_length_of_exported_models(tokenizer: Path, tmp_path: Path) -> None:
     _, theirs = exported("position_learnable", tokenizer, tmp_path / "one")
-    with pytest.raises(InputError, match=f"learned positions end at model.context {CONTEXT}"):
+    with pytest.raises(InputError, match=f"learned positional embeddings end at model.context {CONTEXT}"):
         theirs.generate(some_tokens(), max_new_tokens=CONTEXT, do_sample=False, eos_token_id=None)

@@ -100,6 +100,6 @@ def test_native_variants_have_an_answer(variant: str) -> None:
 def test_sequences_in_which_uniform_attention_passes_the_threshold_decide_nothing() -> None:
     short = made_measurement(length=8)
     assert answer(short)[0] == (
-        "Sequences of 8 tokens are too short to tell: uniform attention already gives the first token 0.34, "
+        "Sequences of 8 tokens are too short to detect a sink: uniform attention to the first token is already 0.34, "
         "and the threshold is 0.3."
     )

@@ -55,10 +55,10 @@ def test_what_is_no_model_is_named(given: Any) -> None:
         (TOKENS.float(), "tokens are float32 numbers"),
         (TOKENS.numpy() / 2, "tokens are an array of float64"),
         ("a text", "tokens are of type str"),
-        (["a", "text"], "tokens have no rows"),
-        ([1, 2, 3], "tokens have no rows"),
-        ([[1, 2], ["a", "b"]], "tokens are no matrix of whole numbers"),
-        ([[1, 2**80]], "tokens are no matrix of whole numbers"),
+        (["a", "text"], "tokens are not a non-empty list of sequences"),
+        ([1, 2, 3], "tokens are not a non-empty list of sequences"),
+        ([[1, 2], ["a", "b"]], "tokens are not a matrix of whole numbers"),
+        ([[1, 2**80]], "tokens are not a matrix of whole numbers"),
         ([[0.5, 1.5]], "tokens are float32 numbers"),
         ({"input_ids": TOKENS}, "tokens are of type dict"),
         (None, "tokens are of type NoneType"),
@@ -82,7 +82,7 @@ def test_what_are_no_tokens_is_named(model: Any, tokens: Any, says: str) -> None
         ({"batch_size": "2"}, "batch size is '2'"),
         ({"batch_size": 2.5}, "batch size is 2.5; expected a whole number"),
         ({"inputs": "bogus"}, "inputs are 'bogus': choose from natural, random, repeat"),
-        ({"ablate": "zero_massive"}, r"give a list, ablate=\['zero_massive'\]"),
+        ({"ablate": "zero_massive"}, r"pass a list, ablate=\['zero_massive'\]"),
     ],
 )
 def test_options_that_cannot_be_meant_are_named_before_the_model_is_called(
@@ -246,9 +246,9 @@ def run(run: Run, tmp_path: Path) -> Run:
         (["--text", "text.jsonl", "--ablate", "no_boss"], "'no_boss' is unknown"),
         (["--text", "text.jsonl", "--ablate", "mask_first:63"], "use 1 to 62"),
         (["--text", "text.jsonl", "--ablate", f"mask_first:{'9' * 5000}"], "use 1 to 62"),
-        (["--text", "text.jsonl", "--lengths", "65"], "give increasing lengths from 1 to 63"),
+        (["--text", "text.jsonl", "--lengths", "65"], "use increasing lengths from 1 to 63"),
         (["--text", "text.jsonl", "--map", "0.1"], "expected LAYER.HEAD"),
-        (["--text", "text.jsonl", "--swap-position", "0", "3"], "counted from 1"),
+        (["--text", "text.jsonl", "--swap-position", "0", "3"], "positions start at 1"),
         (["--text", "text.jsonl", "--swap-position", "3", "3"], "changes nothing"),
         (["--text", "text.jsonl", "--replace-position", "65", "3"], "have 64 tokens"),
     ],
@@ -270,9 +270,7 @@ def test_options_that_cannot_be_meant_are_refused_before_a_model_is_loaded(
 
 @pytest.mark.parametrize("name", ["no/such/model", "models/none/", "a b", "x..y", "./x", "", "a\\b", "-x", "/gpt2"])
 def test_what_cannot_be_a_name_on_the_hub_is_refused_at_once(name: str) -> None:
-    with pytest.raises(
-        InputError, match=r"give the directory of a model, a run directory, a \.gguf file, or a name on"
-    ):
+    with pytest.raises(InputError, match=r"pass a model directory, a run directory, a \.gguf file, or a name on"):
         check_name(name)
 
 
@@ -293,7 +291,7 @@ def test_the_files_of_a_folder_take_turns(run: Callable[..., tuple[int, str, str
         text_file(Path("texts") / f"{name}.jsonl", seed=ord(name))
     status, out, err = run("measure", folder, "--text", "texts", "--sequences", 6, "--length", 8, "--json")
     assert status == 0, err
-    assert "the sequences are taken from the 3 files of texts in turn" in json.loads(out)["notes"]
+    assert "the sequences alternate between the 3 files of texts" in json.loads(out)["notes"]
 
 
 HUGE = "99999999999999999999999"

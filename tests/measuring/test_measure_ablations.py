@@ -124,10 +124,10 @@ def test_a_massive_activation_that_a_later_block_writes_anew_is_zeroed_there_too
         assert one.largest_before is not None
         assert one.largest_before.is_massive
     assert (removed.still_massive, once.still_massive) == (False, True)
-    assert "no activation is massive any more" in removed.sentences[1]
+    assert "no massive activation remains" in removed.sentences[1]
     assert once.largest_after is not None
     assert (once.largest_after.layer, once.largest_after.position, once.largest_after.dimension) == (2, 1, 7)
-    assert f"the largest activation is then {once.largest_after.value:,.1f} (dimension 7" in once.sentences[1]
+    assert f"the largest remaining activation is {once.largest_after.value:,.1f} (dimension 7" in once.sentences[1]
     assert "there is still a massive activation" in once.sentences[1]
 
 
@@ -178,7 +178,7 @@ def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("sinklab.measuring.surgery.ablations.masked_first_keys", lambda *_: nullcontext())
     for model, tokens in ((pair_of("llama")[0], family_tokens()), (own_model("softmax"), own_tokens())):
-        with pytest.raises(SinklabError, match=r"still seen by later queries in layer [12]"):
+        with pytest.raises(SinklabError, match=r"still visible to later queries in layer [12]"):
             sinklab.measure(model, tokens, ablate=["mask_first:2"])
 
 
@@ -238,7 +238,7 @@ def test_positions_are_swapped_for_the_measurement_which_says_so(tmp_path: Path,
         ),
     )
     plain = measure_model(str(folder), None, Request(options=Options(inputs="repeat"), sequences=4, length=12))
-    assert measured.notes == ["the learned positions 1 and 5 swapped"]
+    assert measured.notes == ["the learned positions 1 and 5 were swapped"]
     assert measured.loss != plain.loss
     assert len(measured.ablations or []) == 1
     with pytest.raises(InputError, match="--swap-position 20 1: the sequences have 12 tokens"):
@@ -277,7 +277,7 @@ def test_a_run_directory_is_ablated_as_it_was_trained(tmp_path: Path) -> None:
 
 
 def test_an_ablation_without_a_loss_is_refused_before_a_model_is_loaded() -> None:
-    with pytest.raises(InputError, match="an ablation shows the change in loss"):
+    with pytest.raises(InputError, match="ablations report the change in loss"):
         measure_model(
             "nowhere", None, Request(options=Options(inputs="random", loss=False), study=Study(ablate=("mask_first",)))
         )

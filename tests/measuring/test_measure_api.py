@@ -163,7 +163,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_result_says_so(model: Any) 
 
     model.transformer.h[0].register_forward_hook(crowded)
     result = sinklab.measure(model, TOKENS)
-    assert result.notes == ["out of memory: the batch was halved from 6 to 1 sequences"]
+    assert result.notes == ["out of memory: the batch size was reduced from 6 to 1 sequences"]
     assert result.sink_rate == whole.sink_rate
     assert result.massive_activations == whole.massive_activations
     assert whole.notes == []

@@ -144,7 +144,7 @@ def test_every_statistic_of_our_own_transformer_is_that_of_its_matrices(variant:
     assert_close(details.map_attention[0], seen_rows)
 
 
-@pytest.mark.parametrize("kind", ["identity", "elu_kernel", "differential"])
+@pytest.mark.parametrize("kind", ["identity", "elu_kernel", "differential", "differential_v2"])
 def test_proxy_scores_of_any_operation_add_up_to_one(kind: str) -> None:
     config = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 32, "context": 16}
     attention = {"operation": {"kind": kind}}

@@ -76,8 +76,8 @@ def test_a_processor_that_emulates_the_own_dtype_measures_in_float32_and_says_so
 ) -> None:
     assert emulating[own]["dtype"] == "float32"
     assert emulating[own]["notes"] == [
-        f"the weights are {own} and were measured in float32: this processor has no {own} products of its own, "
-        f"and emulates them slowly (--dtype {own} has it do so)"
+        f"the weights are {own} and were measured in float32, because this processor emulates {own} slowly "
+        f"(to use it anyway: --dtype {own})"
     ]
 
 

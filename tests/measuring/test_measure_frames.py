@@ -101,7 +101,7 @@ def test_a_table_replaces_a_table_and_no_other_file(kind: str, theirs: bytes, tm
     for table in ("importance", "positions", "layers", "layers"):
         write(path, table)
     notes.write_bytes(theirs)
-    with pytest.raises(InputError, match=r"notes is there already and was not written by sinklab"):
+    with pytest.raises(InputError, match=r"notes exists and was not written by sinklab"):
         write(notes)
     assert notes.read_bytes() == theirs
 
@@ -113,7 +113,7 @@ def test_a_measurement_is_saved_over_a_measurement_and_no_other_file(name: str, 
         measured.save(tmp_path / "m")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / name).write_text('{"schema": "mine"}')
-    with pytest.raises(InputError, match=rf"{name} is there already and was not written by sinklab"):
+    with pytest.raises(InputError, match=rf"{name} exists and was not written by sinklab"):
         measured.save(tmp_path / "other")
     assert (tmp_path / "other" / name).read_text() == '{"schema": "mine"}'
     assert [path.name for path in (tmp_path / "other").iterdir()] == [name]
@@ -147,7 +147,7 @@ def test_the_public_names_are_listed_and_have_signatures() -> None:
 def test_help_says_what_measure_takes() -> None:
     page = pydoc.plain(pydoc.render_doc(sinklab.measure))
     assert "measure(model:" in page
-    assert "tokens: ids (sequences, length)" in page
+    assert "tokens: token ids (sequences, length)" in page
     assert "Raises:" in page
 
 

@@ -59,7 +59,7 @@ def test_a_file_is_measured_as_the_model_it_was_made_from(model: Path, exact: Pa
     assert here.loss == pytest.approx(there.loss, rel=1e-5)
     np.testing.assert_allclose(here.importance, there.importance, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(*(m.details.cosine for m in (here, there)), rtol=1e-3, atol=1e-5)  # type: ignore[union-attr]
-    assert here.notes == ["the weights were read from a gguf file (F32) and unpacked to float32"]
+    assert here.notes == ["the weights were read from a gguf file (F32) and dequantised to float32"]
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
@@ -68,7 +68,9 @@ def test_quantised_weights_are_unpacked_and_the_notes_name_how_they_were(
 ) -> None:
     rough = measure_model(str(as_gguf(model, tmp_path / "rough.gguf", kind)), text, Request(**SHAPE))
     exact = measure_model(str(model), text, Request(**SHAPE))
-    assert rough.notes == [f"the weights were read from a gguf file ({kind}, some tensors F32) and unpacked to float32"]
+    assert rough.notes == [
+        f"the weights were read from a gguf file ({kind}, some tensors F32) and dequantised to float32"
+    ]
     assert rough.dtype == "float32"
     assert 0 < abs(rough.importance - exact.importance).max() < (0.2 if kind == "Q4_1" else 0.02)
 
@@ -81,7 +83,7 @@ def test_a_directory_that_holds_one_file_is_that_file(exact: Path, text: Path) -
 def test_a_dtype_that_is_asked_for_is_what_it_is_unpacked_to(exact: Path) -> None:
     loaded = load_pretrained(str(exact), Loading("float64"))
     assert loaded.model.dtype == torch.float64
-    assert loaded.notes == ["the weights were read from a gguf file (F32) and unpacked to float64"]
+    assert loaded.notes == ["the weights were read from a gguf file (F32) and dequantised to float64"]
 
 
 def test_a_file_of_the_same_name_in_the_current_directory_is_another_one(
@@ -97,7 +99,7 @@ def test_a_file_of_the_same_name_in_the_current_directory_is_another_one(
 def test_conversations_go_through_the_chat_template_of_the_file(model: Path, exact: Path, tmp_path: Path) -> None:
     chat = chat_file(tmp_path / "chat.jsonl")
     there, here = (measure_model(str(place), chat, Request(**SHAPE)) for place in (model, exact))
-    assert "conversations were written with the model's chat template" in here.notes
+    assert "conversations were rendered with the model's chat template" in here.notes
     assert here.loss == pytest.approx(there.loss, rel=1e-5)
 
 
@@ -137,18 +139,30 @@ def test_a_model_that_transformers_read_from_a_file_is_measured_in_python(exact:
     tokens = torch.randint(3, 300, (3, 16), generator=torch.Generator().manual_seed(0))
     found = sinklab.measure(model, tokens)
     assert found.sink_rate == sinklab.measure(load_pretrained(str(exact)).model, tokens).sink_rate
-    assert found.notes == ["the weights come from a gguf file and are unpacked"]
+    assert found.notes == ["the weights come from a gguf file and are dequantised"]
 
 
 def test_unpacking_is_announced(exact: Path) -> None:
     said: list[str] = []
     load_pretrained(str(exact), Loading(say=said.append))
-    assert said == ["unpacking tiny.gguf (F32), which takes a while"]
+    assert said == ["dequantising tiny.gguf (F32), which takes a while"]
+
+
+def test_the_header_is_parsed_once_and_no_bar_of_transformers_is_shown(
+    exact: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gguf, parsed = needed(), list[Path]()
+    own, parse = gguf.GGUFReader, gguf.GGUFReader.__init__
+    monkeypatch.setattr(own, "__init__", lambda self, path, mode="r": (parsed.append(path), parse(self, path, mode))[1])
+    load_pretrained(str(exact))
+    assert parsed == [exact]
+    assert gguf.GGUFReader is own
+    assert "it/s]" not in capfd.readouterr().err
 
 
 def test_an_architecture_that_transformers_does_not_read_is_named(model: Path, tmp_path: Path) -> None:
     path = as_gguf(model, tmp_path / "a.gguf", architecture="rwkv7")
-    with pytest.raises(InputError, match=r"does not read this gguf file of architecture 'rwkv7'"):
+    with pytest.raises(InputError, match=r"does not support gguf files of architecture 'rwkv7'"):
         load_pretrained(str(path))
 
 
@@ -160,7 +174,7 @@ def test_rotary_factors_that_transformers_leaves_out_are_in_the_notes(model: Pat
 def test_several_files_in_a_directory_are_a_question(model: Path, tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         as_gguf(model, tmp_path / name)
-    with pytest.raises(InputError, match=r"2 \.gguf files \(a\.gguf, b\.gguf\): name one of them, such as .*a\.gguf"):
+    with pytest.raises(InputError, match=r"2 \.gguf files \(a\.gguf, b\.gguf\): pass one of them, such as .*a\.gguf"):
         load_pretrained(str(tmp_path))
 
 

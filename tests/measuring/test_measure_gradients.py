@@ -182,9 +182,9 @@ def test_ablations_take_no_gradients() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: _own(norm={"placement": "post"}), "post-norm model reads the residual stream"),
-        (lambda: pair_of("olmo2")[0], "attention layer 1 of this 'olmo2' model does not read the output of a norm"),
-        (lambda: pair_of("bloom")[0], "a 'bloom' model does not pass its attention"),
+        (lambda: _own(norm={"placement": "post"}), "a post-norm model has none there"),
+        (lambda: pair_of("olmo2")[0], "attention layer 1 of this 'olmo2' model has none"),
+        (lambda: pair_of("bloom")[0], "attention modules of a 'bloom' model cannot be found"),
     ],
 )
 def test_models_without_a_norm_before_attention_are_refused(make: Any, said: str) -> None:

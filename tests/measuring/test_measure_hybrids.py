@@ -91,7 +91,11 @@ def own_hybrid(every: int) -> Transformer:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_without_attention_are_counted_and_those_with_it_numbered(name: str) -> None:
     measured = measure(hybrid(name), family_tokens())
-    expected = [] if name not in COUNTED else ["{}; the others are {} and in no sink rate".format(*COUNTED[name])]
+    expected = (
+        []
+        if name not in COUNTED
+        else ["{}; the others are {} and not included in the sink rate".format(*COUNTED[name])]
+    )
     assert measured.notes == expected
     assert measured.layers == len(eager_reference(hybrid(name), family_tokens()).importance[0])
 
@@ -100,7 +104,7 @@ def test_layers_without_attention_are_counted_and_those_with_it_numbered(name: s
 def test_so_are_those_of_ours(every: int, said: str) -> None:
     [note] = measure(own_hybrid(every), own_tokens()).notes
     assert note.startswith(said)
-    assert note.endswith("the others are linear or recurrent and in no sink rate")
+    assert note.endswith("the others are linear or recurrent and not included in the sink rate")
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -109,15 +113,15 @@ def test_what_is_hidden_from_attention_is_said_to_be_carried_on_by_the_other_lay
     name: str, asked: dict[str, Any]
 ) -> None:
     notes = measure(hybrid(name), family_tokens(), **asked).notes
-    assert any(f"the linear or recurrent part of {CARRYING[name]} still reads them" in note for note in notes)
+    assert any(f"the linear or recurrent part of {CARRYING[name]} still sees them" in note for note in notes)
 
 
 def test_ours_say_so_too_and_models_that_are_all_attention_have_nothing_to_say() -> None:
     for asked in HIDING:
         found = measure(own_hybrid(2), own_tokens(), **asked)
-        assert any("layers 1, 3 still reads" in note for note in found.notes)
+        assert any("layers 1, 3 still sees" in note for note in found.notes)
         assert measure(pair_of("llama")[0], family_tokens(), **asked).notes == []
-    assert "still reads" not in str(measure(own_hybrid(2), own_tokens(), bos=True, ablate=["no_bos"]).notes)
+    assert "still sees" not in str(measure(own_hybrid(2), own_tokens(), bos=True, ablate=["no_bos"]).notes)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

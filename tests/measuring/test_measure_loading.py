@@ -40,7 +40,7 @@ def test_a_directory_without_config_is_refused(folder: Path) -> None:
 
 def test_a_directory_without_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"no weights: put its \.safetensors files there"):
+    with pytest.raises(InputError, match=r"no weights: add its \.safetensors files"):
         load_pretrained(str(folder))
 
 
@@ -81,14 +81,14 @@ def test_weights_without_a_place_in_the_model_are_ignored_and_the_notes_say_so(f
 def test_a_missing_tokenizer_is_refused(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (folder / name).unlink()
-    with pytest.raises(InputError, match=r"has no tokenizer: put the files of its tokenizer"):
+    with pytest.raises(InputError, match=r"has no tokenizer: put the tokenizer files"):
         load_pretrained(str(folder))
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder: Path, data_dir: Path) -> None:
     for path in (data_dir / "tokenizers" / "gptneox").iterdir():
         shutil.copy(path, folder / path.name)
-    with pytest.raises(InputError, match="the model knows 2048 tokens: it belongs to another model"):
+    with pytest.raises(InputError, match="the model has 2048 tokens: it belongs to another model"):
         load_pretrained(str(folder))
 
 
@@ -120,7 +120,7 @@ def test_remote_code_runs_only_when_asked_for(folder: Path) -> None:
 
 def test_a_length_beyond_the_context_is_refused(folder: Path, data_dir: Path) -> None:
     text = data_dir / "domains" / "tinystories.jsonl"
-    with pytest.raises(InputError, match="give at most --length 512"):
+    with pytest.raises(InputError, match="use --length 512 or less"):
         measure_model(str(folder), text, Request(length=513))
 
 
@@ -134,7 +134,7 @@ def test_text_that_is_too_short_says_how_many_documents_are_usable(folder: Path,
 
 
 def test_natural_inputs_need_a_text(folder: Path) -> None:
-    with pytest.raises(InputError, match="give --text FILE"):
+    with pytest.raises(InputError, match="add --text FILE"):
         measure_model(str(folder), None, Request())
 
 

@@ -93,7 +93,7 @@ def test_a_prefix_over_all_tokens_leaves_no_loss_and_the_notes_say_so() -> None:
     model, tokens = own_model("prefix"), own_tokens()
     whole = measure(model, tokens[:, :3])
     assert whole.loss is None
-    assert said_of_loss(whole) == ["no loss: of 3 tokens the prefix mask leaves none to predict"]
+    assert said_of_loss(whole) == ["no loss: the prefix mask leaves no targets in 3 tokens"]
     assert said_of_loss(measure(model, tokens[:, :3], loss=False)) == []
     one_target = measure(model, tokens[:, :4])
     assert one_target.loss == pytest.approx(model.loss(tokens[:, :4]).item(), rel=1e-5)
@@ -147,9 +147,9 @@ def test_shorter_lengths_from_one_pass_equal_sequences_that_were_cut(variant: st
 
 
 def test_lengths_at_which_sequences_cannot_be_cut_are_refused() -> None:
-    with pytest.raises(InputError, match="give increasing lengths from 1 to 9"):
+    with pytest.raises(InputError, match="use increasing lengths from 1 to 9"):
         measure(own_model("softmax"), own_tokens(), lengths=[4, LENGTH])
-    with pytest.raises(InputError, match="give lengths from 3 on"):
+    with pytest.raises(InputError, match="use lengths of at least 3"):
         measure(own_model("prefix"), own_tokens(), lengths=[2, 5])
     model, tokens = own_model("prefix"), own_tokens()
     cut = measure(model, tokens, lengths=[4]).sink_rate_by_length
@@ -184,7 +184,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_result_says_so() -> None:
 
     model.blocks[1].register_forward_pre_hook(crowded)
     halved = measure(model, tokens, lengths=[4], batch_size=4)
-    assert halved.notes == ["out of memory: the batch was halved from 4 to 2 sequences"]
+    assert halved.notes == ["out of memory: the batch size was reduced from 4 to 2 sequences"]
     assert (halved.sink_rate, halved.sink_rate_by_length) == (whole.sink_rate, whole.sink_rate_by_length)
     assert halved.sequences == 5
 

@@ -65,7 +65,7 @@ def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is_and_the_result_says_s
     request = Request(options=Options(inputs="random"), sequences=3, length=16)
     rough = measure_model(str(tmp_path), None, request)
     exact = measure_model(folder, None, request)
-    assert rough.notes == ["the weights are quantised (torchao); dtype is that of the rest"]
+    assert rough.notes == ["the weights are quantised (torchao); dtype is that of the other weights"]
     assert 0 < abs(rough.importance - exact.importance).max() < 0.05
 
 
@@ -93,7 +93,7 @@ def test_spreading_a_model_over_devices_needs_accelerate_and_says_so(data_dir: P
     folder = str(data_dir / "models" / "TinyStories-656K")
     request = Request(options=Options(inputs="random"), sequences=2, length=8)
     if find_spec("accelerate") is None:
-        with pytest.raises(InputError, match=r"install the package that it needs.*[Aa]ccelerate"):
+        with pytest.raises(InputError, match=r"install the missing package.*[Aa]ccelerate"):
             measure_model(folder, None, request, loading=Loading(device="map"))
     else:
         placed = measure_model(folder, None, request, loading=Loading(device="map"))

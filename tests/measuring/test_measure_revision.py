@@ -103,11 +103,9 @@ def test_a_local_model_has_no_revision(tmp_path: Path) -> None:
     (run / "recipe.yaml").touch()
     file.touch()
     for place in (tmp_path, run, file):
-        with pytest.raises(
-            InputError, match=r"--revision step3 names a version on the Hugging Face hub, and .* is local"
-        ):
+        with pytest.raises(InputError, match=r"--revision step3 is a version on the Hugging Face hub, but .* is local"):
             measure_model(str(place), None, ASKED, loading=Loading(revision="step3"))
-    with pytest.raises(InputError, match="--revision step3 names a version"):
+    with pytest.raises(InputError, match="--revision step3 is a version"):
         compare_models([NAME, str(run)], None, ASKED, loading=Loading(revision="step3"))
 
 

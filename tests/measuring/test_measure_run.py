@@ -73,7 +73,7 @@ def test_lengths_of_a_run_are_measured_in_one_pass(tmp_path: Path) -> None:
 
 def test_a_length_beyond_the_runs_context_is_refused(tmp_path: Path) -> None:
     run, text = trained_run(tmp_path, {})
-    with pytest.raises(InputError, match=f"give at most --length {LENGTH}"):
+    with pytest.raises(InputError, match=f"use --length {LENGTH} or less"):
         measure_model(str(run), text, Request(length=LENGTH + 1))
 
 

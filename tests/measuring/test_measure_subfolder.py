@@ -79,9 +79,9 @@ def test_a_model_in_a_folder_of_a_repository_is_named_with_it(hub: Path, models:
     ("model", "subfolder", "said"),
     [
         ("beside", "outer", "beside/outer is not a directory"),
-        ("beside", "../above", "give a folder below"),
-        ("beside", "/inner", "give a folder below"),
-        ("beside", "", "give a folder below"),
+        ("beside", "../above", "use a relative path inside"),
+        ("beside", "/inner", "use a relative path inside"),
+        ("beside", "", "use a relative path inside"),
         (f"beside/{INNER}/config.json", "inner", "config.json is a file"),
     ],
 )
@@ -101,4 +101,4 @@ def test_a_model_without_a_tokenizer_is_refused(run: Run, models: Path) -> None:
     """transformers makes one of two tokens of its own, which would be measured without a word."""
     status, out, err = on_one_line(run)("measure", models / "above" / INNER, "--inputs", "random", *FEW)
     assert (status, out) == (2, "")
-    assert "has no tokenizer: put the files of its tokenizer" in err
+    assert "has no tokenizer: put the tokenizer files" in err

@@ -213,7 +213,10 @@ def test_the_model_is_as_before_also_after_an_exception(surgery: str, family: st
 
 
 def test_a_model_without_learned_positions_is_refused_and_so_are_positions_it_does_not_have() -> None:
-    with pytest.raises(InputError, match="no learned table of positions"), swapped_positions(pair_of("llama")[0], 1, 5):
+    with (
+        pytest.raises(InputError, match="no learned positional embeddings"),
+        swapped_positions(pair_of("llama")[0], 1, 5),
+    ):
         pass
     gpt2 = pair_of("gpt2")[0]
     for pair, message in (((1, 65), "positions 1 to 64"), ((0, 5), "position 0"), ((5, 5), "changes nothing")):
@@ -225,7 +228,7 @@ def test_a_table_that_is_left_on_disk_is_refused_and_never_left_unchanged() -> N
     config = hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)
     with torch.device("meta"):
         model: Any = hf.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(InputError, match="left on disk"), swapped_positions(model, 1, 5):
+    with pytest.raises(InputError, match="offloaded to disk"), swapped_positions(model, 1, 5):
         pass
 
 
@@ -260,7 +263,7 @@ def test_surgery_refuses_layers_and_keys_that_do_not_exist_and_a_cache() -> None
         pass
     with torch.no_grad():
         cache = model(tokens, use_cache=True).past_key_values
-        with pytest.raises(SinklabError, match="whole sequences only"), masked_first_keys(model, N):
+        with pytest.raises(SinklabError, match="does not support a KV cache"), masked_first_keys(model, N):
             model(tokens[:, :1], past_key_values=cache)
 
 

@@ -172,9 +172,10 @@ def test_latent_matrices_start_by_the_declared_laws_and_norms_as_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_heads": 2}, "projection latent makes a key and a value for every head"),
-        ({"norm": {"qk_norm": True}}, "norm.qk_norm norms every key over its width"),
-        ({"attention": {"operation": "differential"}}, "attention.operation differential cuts queries and keys"),
+        ({"kv_heads": 2}, "projection latent has separate keys and values for every head"),
+        ({"norm": {"qk_norm": True}}, "norm.qk_norm would normalise each head's key separately"),
+        ({"attention": {"operation": "differential"}}, "attention.operation differential splits queries and keys"),
+        ({"attention": {"operation": "differential_v2"}}, "differential_v2 has two queries for every head"),
         ({"projection": {"kind": "latent", "rope_width": 3}}, "an even projection.rope_width, not 3"),
     ],
 )

@@ -175,10 +175,10 @@ def test_linear_layers_work_under_bfloat16_autocast_as_in_float32() -> None:
     [
         (
             {"mixer": {"kind": "gated_delta", "heads": 6, "key_heads": 4}},
-            "mixer.heads 6 is not a multiple of mixer.key_heads 4: make it one, or leave key_heads out",
+            "mixer.heads 6 is not a multiple of mixer.key_heads 4: change one of them, or leave key_heads out",
         ),
         ({"attention": {"mask": "document"}}, "the linear layers of mixer gated_delta carry their state"),
-        ({"value_residual": "fixed"}, "has a state and no values to mix"),
+        ({"value_residual": "fixed"}, "has no attention values"),
     ],
 )
 def test_combinations_that_linear_layers_cannot_have_are_refused(changes: dict[str, Any], message: str) -> None:

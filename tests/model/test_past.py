@@ -41,6 +41,11 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "bias": "sink_logit",
         "mask": {"kind": "window", "width": 4},
     },
+    "differential v2 with a key bias in a window": {
+        "operation": "differential_v2",
+        "bias": "kv",
+        "mask": {"kind": "window", "width": 4},
+    },
     "softpick with a sink logit in documents": {
         "operation": "softpick",
         "bias": "sink_logit",
@@ -121,7 +126,7 @@ def test_a_learned_table_of_positions_limits_continued_sequences() -> None:
     transformer = model(VARIANTS["position_learnable"].overlay)
     past = transformer.new_past()
     transformer.hidden(tokens(length=30), past)
-    with pytest.raises(InputError, match="33 tokens, but the learned positions end at"):
+    with pytest.raises(InputError, match="33 tokens, but the learned positional embeddings end at"):
         transformer.hidden(tokens(length=3), past)
 
 

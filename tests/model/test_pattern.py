@@ -122,7 +122,7 @@ def test_a_model_equals_mimo_v2_flash_of_dense_layers() -> None:
 def test_measuring_reads_each_layer_under_its_own_mask_and_bias() -> None:
     made = model(**MIMO)
     got = measure(made, tokens())
-    assert any("a window of 8 tokens in layers 2..3" in note for note in got.notes)
+    assert any("a sliding window of 8 tokens in layers 2..3" in note for note in got.notes)
     assert got.importance_visible is not None
     assert (got.importance_visible[[0, 3]] == got.importance[[0, 3]]).all()
     assert (got.importance_visible[[1, 2], :, 0] > got.importance[[1, 2], :, 0]).all()
@@ -201,28 +201,28 @@ def test_no_proposition_covers_layers_that_differ() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": {"every": 2}}, "pattern changes nothing: give the mask, bias or position of its layers"),
+        ({"pattern": {"every": 2}}, "pattern changes nothing: set the mask, bias or position of its layers"),
         (
             {"pattern": {"every": 6, "mask": "causal"}},
-            "pattern begins at layer 6, and no layer from there on is one of",
+            "pattern begins at layer 6 and contains no attention layer",
         ),
         (
             {"pattern": {"every": 4, "first": 1, "mask": "causal"}, "mixer": "gated_delta"},
             "the layers with attention are 4",
         ),
-        ({"pattern": {"every": 2, "bias": "sink_token"}}, "a sink token precedes the sequence and is in every layer"),
+        ({"pattern": {"every": 2, "bias": "sink_token"}}, "a sink token is part of the sequence in every layer"),
         (
             {"pattern": {"every": 2, "bias": "none"}, "attention": {"bias": "sink_token"}},
-            "a sink token precedes the sequence and is in every layer",
+            "a sink token is part of the sequence in every layer",
         ),
-        ({"pattern": {"every": 2, "position": "learnable"}}, "learnable positions are added to the embeddings"),
+        ({"pattern": {"every": 2, "position": "learnable"}}, "learnable positions are added to the token embeddings"),
         (
             {"pattern": {"every": 2, "position": "none"}, "position": "absolute"},
-            "absolute positions are added to the embeddings",
+            "absolute positions are added to the token embeddings",
         ),
         (
             {"pattern": {"every": 2, "position": "alibi"}, "position": "t5"},
-            "all layers share one term of the distance",
+            "all layers share one relative position bias",
         ),
         (
             {"pattern": {"every": 2, "mask": {"kind": "document", "eos_id": 3}}, "attention": {"mask": "document"}},
@@ -232,14 +232,14 @@ def test_no_proposition_covers_layers_that_differ() -> None:
             {"pattern": {"every": 2, "bias": "sink_logit"}, "attention": {"operation": "identity"}},
             "the layers of pattern: bias sink_logit adds a logit to the row",
         ),
-        ({"position": {"kind": "rotary", "share": 0.3}}, "of the 8 numbers of a key is 2.4, and rotary rotates pairs"),
+        ({"position": {"kind": "rotary", "share": 0.3}}, "of the 8 channels of a key is 2.4, and rotary rotates pairs"),
         (
             {"position": {"kind": "rotary", "share": 0.5}, "projection": "latent"},
             "leave share out, and set projection.rope_width",
         ),
         (
             {"pattern": {"every": 2, "position": {"kind": "rotary", "share": 0.1}}},
-            "the layers of pattern: position.share 0.1 of the 8 numbers",
+            "the layers of pattern: position.share 0.1 of the 8 channels",
         ),
     ],
 )

@@ -129,6 +129,22 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
 
+@pytest.mark.parametrize("G", [1, 2, 4])
+def test_differential_attention_v2_equals_its_authors_code(G: int) -> None:
+    """github.com/microsoft/unilm, Diff-Transformer/Diff-Transformer-V2/multihead_flashdiffv2.py, its flash attention as
+    explicit matrices over 2 H query heads, neighbours of which share a key head; positions are left out.
+    """
+    attention, x = attention_of(kv_heads=G, attention={"operation": "differential_v2"}), read()
+    assert attention.qkv is not None
+    parts = (x @ attention.qkv.weight.T).split([2 * H * D, G * D, G * D], dim=-1)
+    q, k, v = (part.view(2, T, -1, D).transpose(1, 2) for part in parts)
+    k, v = (y.repeat_interleave(2 * H // G, 1) for y in (k, v))
+    heads = torch.softmax((q @ k.mT / math.sqrt(D)).masked_fill(~seen(), -torch.inf), -1) @ v
+    weight = torch.sigmoid(x @ attention.get_parameter("weight_gate.weight").T).transpose(1, 2).unsqueeze(-1)
+    out = heads[:, 0::2] - weight * heads[:, 1::2]
+    assert_same(attention, x, attended(attention, x), joined(attention, out))
+
+
 def test_sigmoid_less_the_logarithm_of_the_context_equals_its_authors_code() -> None:
     """github.com/apple/ml-sigmoid-attention, attention_simulator/src/attention_simulator/layers/attention.py.
 

@@ -65,7 +65,7 @@ def test_measuring_under_an_edit_measures_the_edited_calls(name: str) -> None:
     with intercept(adapt(model), edit=EDIT):
         changed = sinklab.measure(model, tokens)
     assert changed.sink_rate_visible is not None
-    assert "a window of 4 tokens" in " ".join(changed.notes)
+    assert "a sliding window of 4 tokens" in " ".join(changed.notes)
     assert changed.loss != plain.loss
     assert sinklab.measure(model, tokens).sink_rate == plain.sink_rate
 

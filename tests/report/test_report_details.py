@@ -62,7 +62,7 @@ def texts(chart: Any) -> str:
         ("angles-heads", ["Layer", "Head", "Cosine"]),
         ("value-ratio", ["Layer", "Head", "Ratio of norms"]),
         ("entropy", ["Layer", "Head", "Entropy"]),
-        ("by-distance", ["Distance (tokens back; 0 is the query itself)", "Share", "4..7", "64..69"]),
+        ("by-distance", ["Distance in tokens (0: the query itself)", "Share", "4..7", "64..69"]),
         ("by-query", ["Position of the query", "first token", "an average other token", "log scale", "32..63"]),
         ("compression", ["After block (0 is the embedding)", "Matrix entropy"]),
         ("kurtosis", ["After block (0 is the embedding)", "Kurtosis", "first token", "the others"]),

@@ -22,6 +22,7 @@ ASSESSED: dict[str, dict[str, Any]] = {
     "off by one": {"attention": {"bias": {"kind": "off_by_one"}}},
     "no positions": {"position": {"kind": "none"}},
     "alibi": {"position": {"kind": "alibi"}},
+    "differential v2": {"kv_heads": 2, "attention": {"operation": {"kind": "differential_v2"}}},
     "latent": {"projection": {"kind": "latent", "kv_rank": 12}},
 }
 

@@ -114,10 +114,13 @@ def legal(operation: str, bias: str, mask: str, softcap: float | None, position:
     return True
 
 
-def qkv(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of H heads, keys and values of G, that require gradients."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(B, heads, T, D, generator=generator, dtype=torch.float64) for heads in (H, G, G))
+def qkv(
+    seed: int = 0, dtype: torch.dtype = torch.float64, core: AttentionCore | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of H heads, as many of each as the core takes, keys and values of G, that require gradients."""
+    generator, queries = torch.Generator().manual_seed(seed), 1 if core is None else core.operation.queries_per_head
+    shapes = ((H, queries * D), (G, D), (G, D))
+    q, k, v = (torch.randn(B, h, T, width, generator=generator, dtype=torch.float64) for h, width in shapes)
     q, k, v = (x.to(dtype).requires_grad_() for x in (2 * q, k, v))
     return q, k, v
 
@@ -128,7 +131,7 @@ def documents() -> Tensor:
 
 
 def log_kept() -> Tensor:
-    """Running sums of the logarithms of forget gates, that require gradients: (B, T, H)."""
+    """Running sums of the logarithms of forget gates, or logits of weights, that require gradients: (B, T, H)."""
     gates = torch.randn(B, T, H, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     return torch.nn.functional.logsigmoid(gates).cumsum(1).requires_grad_()
 
@@ -136,12 +139,13 @@ def log_kept() -> Tensor:
 def arguments(core: AttentionCore) -> tuple[Tensor | None, ...]:
     """What the core takes besides q, k and v."""
     given = documents() if core.by_document else None
-    return (given, log_kept()) if core.operation.forgets else () if given is None else (given,)
+    gated = core.operation.forgets or core.operation.weighs
+    return (given, log_kept()) if gated else () if given is None else (given,)
 
 
 def assert_core_equals_formula(core: AttentionCore, seed: int = 0, tolerance: float = 1e-9) -> None:
     """Output, gradients to inputs and parameters, importance, share of the bias and row sums."""
-    inputs = qkv(seed)
+    inputs = qkv(seed, core=core)
     beside = arguments(core)
     expected, scores = core.reference(*inputs, *beside)
     out = core(*inputs, *beside)

@@ -25,7 +25,8 @@ def attention(
     if model["projection"]["kind"] == "latent":
         q, k, v = latent(model, own, x, times)
     else:
-        rows = own["attention.qkv.weight"].split([H * d, G * d, G * d])
+        queries = 2 if operation["kind"] == "differential_v2" else 1
+        rows = own["attention.qkv.weight"].split([queries * H * d, G * d, G * d])
         q, k, v = ((x @ matrix.T).unflatten(-1, (-1, d)) for matrix in rows)
     width, d = q.shape[-1], v.shape[-1]
     if gate == "value":
@@ -50,7 +51,12 @@ def attention(
         values = v[:, :, g] if value is None else torch.cat([v[:, :, g], value.expand(len(x), 1, d)], dim=1)
         fading = faded(own, h, x) if operation["kind"] == "forgetting" else torch.zeros(1, L, L, dtype=x.dtype)
         row = Row(model, own, h, g, times, visible, fading, has_key=key is not None, logit=logit)
-        A = row.differential(q[:, :, h], keys, layer) if operation["kind"] == "differential" else row(q[:, :, h], keys)
+        if operation["kind"] == "differential":
+            A = row.differential(q[:, :, h], keys, layer)
+        elif operation["kind"] == "differential_v2":
+            A = row.differential_v2(q[:, :, 2 * h], q[:, :, 2 * h + 1], keys, x)
+        else:
+            A = row(q[:, :, h], keys)
         if operation["kind"] == "stick_breaking":
             carried = {"dropped": 0.0, "own": values}.get(operation["rest"])
             carried = own["attention.core.learned.value"][h] if carried is None else carried
@@ -168,18 +174,24 @@ class Row(NamedTuple):
         second = self._scores(*self._prepared(q[..., half:], k[..., half:], second=True))
         return softmax(first, seen) - weight * softmax(second, seen)
 
+    def differential_v2(self, q1: Tensor, q2: Tensor, k: Tensor, x: Tensor) -> Tensor:
+        """softmax(z1) - sigmoid(w.x) softmax(z2): two query heads on one key head."""
+        weight = torch.sigmoid(x @ self.own["attention.weight_gate.weight"][self.head]).unsqueeze(-1)
+        seen = self._seen()
+        first, second = self._scores(*self._prepared(q1, k)), self._scores(*self._prepared(q2, k, second=True))
+        return softmax(first, seen) - weight * softmax(second, seen)
+
     def _prepared(self, q: Tensor, k: Tensor, second: bool = False) -> tuple[Tensor, Tensor]:
         """qk_norm, then rotary; a bias key is left as it is. Halves of a head are heads of their own."""
         L = len(self.times)
         own_keys = k[:, :L]
         if how := self.model["norm"]["qk_norm"]:
-            eps, halves = (
-                self.model["norm"]["eps"],
-                1 + (self.model["attention"]["operation"]["kind"] == "differential"),
-            )
+            eps, kind = self.model["norm"]["eps"], self.model["attention"]["operation"]["kind"]
+            queries = 2 if kind in ("differential", "differential_v2") else 1
+            keys, second_key = (2, second) if kind == "differential" else (1, 0)
             H, G = self.model["heads"], self.model["kv_heads"] or self.model["heads"]
-            w_q = of_head(self.own["attention.q_norm.weight"], how, halves * self.head + second, halves * H)
-            w_k = of_head(self.own["attention.k_norm.weight"], how, halves * self.key_head + second, halves * G)
+            w_q = of_head(self.own["attention.q_norm.weight"], how, queries * self.head + second, queries * H)
+            w_k = of_head(self.own["attention.k_norm.weight"], how, keys * self.key_head + second_key, keys * G)
             q, own_keys = rms_norm(q, w_q, eps), rms_norm(own_keys, w_k, eps)
         if self.model["position"]["kind"] == "rotary" and self.model["projection"]["kind"] == "full":
             theta, n = self.model["position"]["theta"], round(self.model["position"]["share"] * q.shape[-1])

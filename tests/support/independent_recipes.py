@@ -57,6 +57,7 @@ OPERATIONS = [
     {"kind": "entmax15"},
     {"kind": "differential"},
     {"kind": "differential", "lambda_init": 0.4},
+    {"kind": "differential_v2"},
 ]
 KERNELS = [
     {"kind": kind, "normalised": normalised}
@@ -110,7 +111,7 @@ def covering_cells() -> dict[str, Cell]:
         *({"operation": o, "position": {"kind": "rotary"}, "bias": b}
           for o in OPERATIONS + KERNELS for b in ({"kind": "none"}, {"kind": "k"}, VALUED_KEY, {"kind": "sink_token"})),
         *({"operation": o, "mask": "prefix", "bias": b} for o in KERNELS for b in BIASES),
-        *({"operation": {"kind": "differential"}, "bias": b} for b in BIASES),
+        *({"operation": {"kind": k}, "bias": b} for k in ("differential", "differential_v2") for b in BIASES),
         *({"bias": {"kind": "sink_token"}, "position": p} for p in POSITIONS),
         *({"bias": {"kind": "sink_token"}, "mask": m} for m in MASKS),
         *({"bias": {"kind": "sink_token", "count": 3}, "position": p} for p in POSITIONS),

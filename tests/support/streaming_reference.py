@@ -102,7 +102,7 @@ def streamed(model: Transformer, tokens_T: Tensor, policy: Policy, in_cache: boo
             read_E = block.attention_norm(x_E)  # type: ignore[operator]
             if attention.latent is None:
                 parts = attention.qkv(read_E).view(-1, width)
-                queries, keys, values = parts[:heads], parts[heads : heads + groups], parts[heads + groups :]
+                queries, keys, values = parts[: -2 * groups], parts[-2 * groups : -groups], parts[-groups:]
             else:
                 queries, keys, values = (x[0, :, 0] for x in attention.latent(read_E[None, None], None))
             for g, cache in enumerate(layer):
@@ -113,23 +113,31 @@ def streamed(model: Transformer, tokens_T: Tensor, policy: Policy, in_cache: boo
                 cache = layer[h * groups // heads]
                 held = sorted(cache.keys)
                 place = {s: i for i, s in enumerate(held)} if in_cache else {s: s for s in held}
-                q = last_rotated(queries[h], place[t], turned) if rotary else queries[h]
-                logits = []
-                for s in held:
-                    k = last_rotated(cache.keys[s], place[s], turned) if rotary else cache.keys[s]
-                    term = -(2 ** (-8 * (h + 1) / heads)) * (place[t] - place[s])
-                    logits.append(float(q @ k) / math.sqrt(width) + (term if config.position.kind == "alibi" else 0))
-                bias = None
-                if attention.core.bias.key is not None:
-                    bias = float(q @ attention.core.bias.key[h * groups // heads]) / math.sqrt(width)
-                if attention.core.bias.logit is not None:
-                    bias = float(attention.core.bias.logit[h])
-                if attention.core.bias.off_by_one:
-                    bias = 0.0
-                row = weights(kind, logits, bias)
-                total = sum(row) or 1.0  # softpick may give a row of zeros
+                rows = []
+                for query in queries.reshape(heads, -1, width)[h]:
+                    q = last_rotated(query, place[t], turned) if rotary else query
+                    logits = []
+                    for s in held:
+                        k = last_rotated(cache.keys[s], place[s], turned) if rotary else cache.keys[s]
+                        term = -(2 ** (-8 * (h + 1) / heads)) * (place[t] - place[s])
+                        logits.append(
+                            float(q @ k) / math.sqrt(width) + (term if config.position.kind == "alibi" else 0)
+                        )
+                    bias = None
+                    if attention.core.bias.key is not None:
+                        bias = float(q @ attention.core.bias.key[h * groups // heads]) / math.sqrt(width)
+                    if attention.core.bias.logit is not None:
+                        bias = float(attention.core.bias.logit[h])
+                    if attention.core.bias.off_by_one:
+                        bias = 0.0
+                    rows.append(weights(kind, logits, bias))
+                row = rows[0]
+                if kind == "differential_v2":
+                    second = float(torch.sigmoid(read_E @ attention.weight_gate.weight[h]))
+                    row = [one - second * other for one, other in zip(*rows, strict=True)]
+                total = sum(map(abs, row)) or 1.0  # softpick may give a row of zeros
                 for s, weight in zip(held, row, strict=False):
-                    cache.attention[s] += weight / total
+                    cache.attention[s] += abs(weight) / total
                 outputs.append(sum(weight * cache.values[s] for s, weight in zip(held, row, strict=False)))
             joined = torch.cat([torch.as_tensor(out) for out in outputs])
             if attention.output_gate is not None:

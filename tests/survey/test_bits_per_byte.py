@@ -96,7 +96,7 @@ def test_a_tokenizer_that_normalises_gives_none_and_the_notes_say_why(tmp_path: 
     assert measured.loss is not None
     assert measured.bits_per_byte is None
     assert measured.notes == [
-        "no bits per byte: in 1 of 2 sequences the tokens do not spell the text: the tokenizer changes or leaves out "
+        "no bits per byte: tokens and text differ in 1 of 2 sequences: the tokenizer changes or leaves out "
         "characters, or the recipe replaces tokens"
     ]
 
@@ -130,7 +130,9 @@ def test_a_run_has_them_of_its_own_tokens_and_none_where_the_recipe_replaces_som
     run, text = trained_run(tmp_path / "random", {"random_tokens": {"start": 2, "end": 5}})
     replaced = measure_model(str(run), text, request)
     assert replaced.bits_per_byte is None
-    assert any(note.startswith("no bits per byte: in 4 of 4 sequences") for note in replaced.notes)
+    assert any(
+        note.startswith("no bits per byte: tokens and text differ in 4 of 4 sequences") for note in replaced.notes
+    )
 
 
 def test_losses_of_different_tokenizers_have_no_difference_and_bits_per_byte_have(tmp_path: Path) -> None:

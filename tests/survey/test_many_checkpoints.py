@@ -180,7 +180,7 @@ def test_what_a_run_of_ours_has_kept_is_its_curve(tmp_path: Path) -> None:
     [
         ([], [], "holds no checkpoints"),
         (["step1", "checkpoint-1"], [], "have the same step, 1"),
-        (["step1"], ["step1", "step2"], "--revision step1 names a version"),
+        (["step1"], ["step1", "step2"], "--revision step1 is a version"),
     ],
 )
 def test_folders_that_make_no_curve_are_refused(

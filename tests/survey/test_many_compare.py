@@ -43,7 +43,7 @@ def test_a_real_model_beside_a_random_one_gives_what_each_gives_by_itself(
         alone = measure_model(model, text, Request(options=Options(eps=(0.3, 0.2)), sequences=4, length=16))
         assert without_cost(comparison.measured[name]) == without_cost(alone)
         assert Measurement.load(tmp_path / "out" / name).document() == comparison.measured[name].document()
-    assert comparison.measured["chat"].notes == ["conversations were written with the model's chat template"]
+    assert comparison.measured["chat"].notes == ["conversations were rendered with the model's chat template"]
     assert "has no chat template" in comparison.measured["TinyStories-656K"].notes[0]
 
     document = json.loads((tmp_path / "out" / "comparison.json").read_text())
@@ -133,5 +133,5 @@ def test_the_result_says_whether_a_template_put_bos_first(tmp_path: Path, no_bos
 
 def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     model, text = tiny_model(tmp_path / "m", template=REFUSING), chat_file(tmp_path / "chat.jsonl")
-    with pytest.raises(InputError, match=r"chat\.jsonl, line 1: the model's chat template refuses .*no system role"):
+    with pytest.raises(InputError, match=r"chat\.jsonl, line 1: the model's chat template rejects .*no system role"):
         measure_model(str(model), text, Request(sequences=2, length=12))

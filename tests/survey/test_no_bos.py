@@ -8,7 +8,7 @@ from tiny_models import TEMPLATE, chat_file, text_file, tiny_model
 from trained_run import trained_run
 
 ABLATE = ("--ablate", "no_bos", "--sequences", 2, "--length", 8)
-TO_DO = "--ablate mask_first:1 hides the first token"
+TO_DO = "--ablate mask_first:1 to hide the first token"
 
 
 @pytest.mark.parametrize("by_domain", [False, True])

@@ -83,6 +83,13 @@ def test_attention_counts_the_pairs_that_its_mask_allows(mask: dict[str, object]
     assert flops.head == 6 * 32 * 97 * predicted
 
 
+def test_two_queries_per_head_cost_two_scores_and_one_value_per_pair() -> None:
+    softmax, pairs = (model_flops(recipe(attention={"operation": o}).model) for o in ("softmax", "differential_v2"))
+    assert pairs.attention * 2 == softmax.attention * 3
+    wider = 2 * 3 * SIZES["layers"] * SIZES["context"] * SIZES["width"] * (SIZES["width"] + SIZES["heads"])
+    assert pairs.matrices == softmax.matrices + wider
+
+
 def test_a_kernel_is_linear_in_the_length_and_quadratic_under_a_window() -> None:
     kernel = {"operation": {"kind": "identity"}}
     head_width = 8
@@ -162,6 +169,7 @@ print(json.dumps([estimate / 2**20, (status("VmHWM") - before) / 1024]))
         ("fp32", {"attention": {"bias": "k"}}, "none"),
         ("bf16", {}, "none"),
         ("fp32", {"mixer": "gated_delta"}, "none"),
+        ("fp32", {"mixer": "kimi_delta"}, "none"),
         ("fp32", {"layers": 12}, "blocks"),
         ("bf16", {"layers": 12}, "blocks"),
     ],
@@ -174,6 +182,46 @@ def test_the_estimate_is_near_the_measured_peak(precision: str, changes: dict[st
     run = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(values)], capture_output=True, text=True, check=True)
     estimate, measured = json.loads(run.stdout)
     assert measured / 1.6 < estimate < measured * 1.6
+
+
+def saved(wanted: Recipe) -> int:
+    """Bytes that autograd saves in a forward pass of the whole model over its batch, without the loss on tokens."""
+    model, found = Transformer(wanted.model), dict[int, torch.Tensor]()
+    outputs: list[torch.Tensor] = []
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def observe(module: torch.nn.Module, args: object, output: torch.Tensor) -> None:
+        outputs.append(output)
+
+    for block in model.blocks:
+        block.register_forward_hook(observe)
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        hidden = model.hidden(torch.zeros(wanted.train.batch_size, wanted.model.context, dtype=torch.long))
+        terms = [term.of(outputs) for term in wanted.losses.terms.values()]
+    assert hidden.requires_grad
+    assert all(term.requires_grad for term in terms)
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in found.items() if address not in own)
+
+
+@pytest.mark.parametrize("mixer", ["attention", "gated_delta", "kimi_delta"])
+def test_activations_are_what_the_whole_model_saves(mixer: str) -> None:
+    wanted = recipe(layers=4, mixer=mixer, context=192)
+    assert memory_estimate(wanted, CPU).activations == pytest.approx(saved(wanted), rel=0.05)
+
+
+@pytest.mark.parametrize("losses", [{"tweo": {}}, {"hidden_z": {}}, {"tweo": {"p": 2.0}, "hidden_z": {"weight": 1.0}}])
+@pytest.mark.parametrize("layers", [2, 5])
+def test_activations_of_losses_beside_the_cross_entropy_are_counted(layers: int, losses: dict[str, object]) -> None:
+    plain = recipe(layers=layers)
+    added = build_recipe(plain.model_dump(), {"losses": losses})
+    estimated = memory_estimate(added, CPU).activations - memory_estimate(plain, CPU).activations
+    assert estimated == pytest.approx(saved(added) - saved(plain), rel=0.01)
+    assert estimated > 0
 
 
 @pytest.mark.parametrize(("layers", "every"), [(3, 2), (4, 3), (3, 1)])

@@ -153,7 +153,7 @@ def test_a_run_stopped_within_an_evaluation_equals_the_undisturbed_run(
 
 def test_a_stop_request_ends_the_construction_of_the_model(dataset: TokenDataset, tmp_path: Path) -> None:
     questions = itertools.count(1)
-    with pytest.raises(StoppedError, match="asked to stop"):
+    with pytest.raises(StoppedError, match="a stop of the training was requested"):
         Trainer(open_run(recipe(), dataset, tmp_path / "run"), should_stop=lambda: next(questions) == 9)
     assert next(questions) == 10  # it was not asked again
     assert not (tmp_path / "run").exists()
@@ -272,7 +272,7 @@ def test_settings_that_do_not_change_the_result_are_not_named_as_differences(
         open_run(changed, dataset, tmp_path)
     spoiled = (tmp_path / "env.json").read_text().replace('"hash": "', '"hash": "0')
     (tmp_path / "env.json").write_text(spoiled)
-    with pytest.raises(InputError, match=r"\(the text, the tokenizer or the version of sinklab is another\)"):
+    with pytest.raises(InputError, match=r"\(the text, the tokenizer or the version of sinklab differs\)"):
         open_run(recipe(train=manner), dataset, tmp_path)
 
 
@@ -288,7 +288,7 @@ def test_a_later_key_is_not_named_as_a_difference(dataset: TokenDataset, tmp_pat
 @pytest.mark.parametrize("name", ["recipe.yaml", "tokenizer.json", "metrics.jsonl", "checkpoints"])
 def test_a_directory_with_files_of_others_is_refused(dataset: TokenDataset, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
-    with pytest.raises(InputError, match=f"holds {name}, which no run has written: choose another --out"):
+    with pytest.raises(InputError, match=f"has a file that no run writes, {name}: choose another --out"):
         Trainer(open_run(recipe(), dataset, tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [name]
     with pytest.raises(InputError, match="is a file: choose another --out"):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 Placed = Literal["cache", "text"]
 LONGEST = 2**13  # tokens per sequence of the length part, unless 5/4 of the context is more
 KEPT = (0, 1, 2, 4)
+CACHE_GROUP = 32  # successive tokens or channels of a cache that are rounded together
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,13 @@ class AssessOptions(CommandSettings, frozen=True):
         default=(), description="Keys kept by eviction; repeatable; default: 1/8 and 1/4 of --length."
     )
     sink_tokens: int = Field(default=1, ge=1, description="Number of first tokens that form the sink.")
+    residual: Annotated[int, Flag(panel=ADVANCED)] = Field(
+        default=0,
+        ge=0,
+        le=MOST,
+        exclude_if=lambda tokens: tokens == 0,
+        description="Recent tokens that kv_cache keeps in full precision, a multiple of 32; KIVI: 32 or 128.",
+    )
     head_sequences: Annotated[int, Flag(panel=ADVANCED)] = Field(
         default=1,
         ge=1,
@@ -112,6 +120,15 @@ class AssessOptions(CommandSettings, frozen=True):
             if size < least:
                 raise InputError(f"{option_name(cls, str(info.field_name))} {size}: {expected}")
         return sizes
+
+    @field_validator("residual")
+    @classmethod
+    def _is_of_groups(cls, residual: int) -> int:
+        if residual % CACHE_GROUP:
+            raise InputError(
+                f"--residual {residual}: keys are rounded in groups of {CACHE_GROUP} tokens; give a multiple of it"
+            )
+        return residual
 
 
 class AssessSettings(AssessOptions, frozen=True):
@@ -168,6 +185,11 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
             )
     if not 1 <= options.sink_tokens <= length // 4:
         raise InputError(f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, a quarter of the sequences")
+    if options.residual >= length:
+        raise InputError(
+            f"--residual {options.residual}: the sequences have {length} tokens, so that no key would be rounded: give "
+            f"--residual below {length}, or a longer --length"
+        )
     decided = {
         "sequences": options.sequences or max(1, options.sizes.tokens // length),
         "length": length,

@@ -155,11 +155,11 @@ class PairedReader:
         self._passed()
         return hidden_NTE
 
-    def by_key_head(self, edit: Callable[[KeyHeads], Edit]) -> list[HeadCost]:
-        """Read the text once per key head, with an edit of this head only."""
+    def by_key_head(self, under: Callable[[KeyHeads], ByPosition]) -> list[HeadCost]:
+        """Read the text once per key head with `under`, this reader's under a change of this head only."""
         heads = sorted(key_heads(self.adapter))
         return [
-            HeadCost(layer=layer, head=head, **self.under(edit(frozenset({(layer, head)}))).effect().model_dump())
+            HeadCost(layer=layer, head=head, **under(frozenset({(layer, head)})).effect().model_dump())
             for layer, head in heads
         ]
 

@@ -1,9 +1,9 @@
-"""Attention biases (tables 4, 5, 12, 13): one more key and value per head that belong to no token.
+"""Attention biases (tables 4, 5, 12, 13): an additional key and value per head that belong to no token.
 
-A bias key takes part in every row with the logit z_t = q_t.k_s * scale (softcapped like any other, without position).
-The operation's similarity is applied to this logit; a kernel applies phi to k_s. The share of the bias key in a softmax
-row is sigmoid(z - lse), and the other keys keep sigmoid(lse - z), so the key lengthens neither the sequence nor the
-mask. q_t is the query that enters attention (after the rotary embedding).
+Every query attends to the bias key with logit z_t = q_t.k_s * scale (with softcap, without positional embedding). The
+operation's similarity is applied to this logit; a kernel applies phi to k_s. The bias key's attention weight in a
+softmax row is sigmoid(z - lse), and the other weights are multiplied by sigmoid(lse - z), so that neither the sequence
+nor the mask becomes longer. q_t is the query after the rotary embedding.
 """
 
 import math
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from sinklab.schema import LARGEST, Example, Kind, NeutralExample, Part
 
 ASIDE = -12.0
-"""A logit with a negligible share: 6e-6 of a row whose sum of exponentials is 1, less for a larger sum."""
+"""A logit with negligible attention: 6e-6 if the row's sum of exponentials is 1, less for a larger sum."""
 
 
 class BiasPart(Kind):
-    """Base class of the biases: the properties that decide which combinations are valid."""
+    """Base class of the biases, with the properties that are checked against operation and backend."""
 
-    adds_logit: ClassVar[bool] = False  # a logit that is not a product with a key
+    adds_logit: ClassVar[bool] = False  # whether it adds a logit without a key
     may_start: ClassVar[bool] = False  # whether `start` sets its initial logit
 
     @property
@@ -39,7 +39,7 @@ class BiasPart(Kind):
 
     @property
     def without_value(self) -> bool:
-        """True for a key or a logit whose value is zero: it acts through the row sum only."""
+        """True if the value is zero, so that the bias only affects the row sum."""
         return self.adds_logit
 
     def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int] | None:
@@ -58,10 +58,12 @@ class NoBias(BiasPart):
 
 
 class SinkToken(BiasPart):
-    """Learned token embeddings before the sequence. The model prepends them; attention sees ordinary positions."""
+    """Learned token embeddings before the sequence, prepended by the model; ordinary positions for attention."""
 
     kind: Literal["sink_token"] = "sink_token"
-    count: int = Field(default=1, ge=1, le=LARGEST, description="1 for a sink token, more for registers")
+    count: int = Field(
+        default=1, ge=1, le=LARGEST, description="number of learned tokens: 1 for a sink token, more for registers"
+    )
     examples: ClassVar = {"sink_token": Example(), "registers": Example({"count": 4})}
 
     @property
@@ -70,10 +72,10 @@ class SinkToken(BiasPart):
 
 
 class FixedValue(Part):
-    """A value that is not learned: v' = norm * [1, 0, .., 0] or v'' = norm * [1, .., 1] / sqrt(d_h) (table 5)."""
+    """Fixed value v' = norm * [1, 0, .., 0] or v'' = norm * [1, .., 1] / sqrt(d_h) (table 5)."""
 
-    direction: Literal["first", "uniform"] = Field(description="first dimension only, or all dimensions alike")
-    norm: float = Field(ge=0, description="length m of the value")
+    direction: Literal["first", "uniform"] = Field(description="first: first dimension only; uniform: all dimensions")
+    norm: float = Field(ge=0, description="l2 norm m of the value")
 
     def build(self, width: int, like: Tensor) -> Tensor:
         """Build the value, (width,), in the dtype and on the device of `like`."""
@@ -83,7 +85,7 @@ class FixedValue(Part):
 
 
 class KeyBias(BiasPart):
-    """A learned key with a fixed value, by default zero: K biases."""
+    """K bias: a learned key with a fixed value, by default zero."""
 
     kind: Literal["k"] = "k"
     may_start: ClassVar[bool] = True
@@ -114,7 +116,7 @@ class KeyBias(BiasPart):
 
 
 class KeyValueBias(BiasPart):
-    """A learned key and a learned value: KV biases."""
+    """KV bias: a learned key and a learned value."""
 
     kind: Literal["kv"] = "kv"
     may_start: ClassVar[bool] = True
@@ -136,7 +138,7 @@ class KeyValueBias(BiasPart):
 
 
 class ValueBias(BiasPart):
-    """A learned vector added to the attention output: V biases."""
+    """V bias: a learned vector added to the attention output."""
 
     kind: Literal["v"] = "v"
     shared: bool = Field(default=False, description="one bias for all heads instead of one per head")
@@ -147,7 +149,7 @@ class ValueBias(BiasPart):
 
 
 class SinkLogit(BiasPart):
-    """A learned logit s per query head in every row, with value zero (gpt-oss, 2508.10925): out * sigmoid(lse - s)."""
+    """Learned sink logit s per query head, with value zero (gpt-oss, 2508.10925): out * sigmoid(lse - s)."""
 
     kind: Literal["sink_logit"] = "sink_logit"
     may_start: ClassVar[bool] = True
@@ -157,7 +159,7 @@ class SinkLogit(BiasPart):
 
 
 class OffByOne(BiasPart):
-    """The sink logit fixed at 0: softmax-off-by-one, exp(z_ts) / (1 + sum_s exp(z_ts)) (2410.17174)."""
+    """Softmax-off-by-one, a sink logit fixed at 0: exp(z_ts) / (1 + sum_s exp(z_ts)) (2410.17174)."""
 
     kind: Literal["off_by_one"] = "off_by_one"
     adds_logit: ClassVar[bool] = True
@@ -170,13 +172,13 @@ Bias = Annotated[
 
 
 class BiasParameters(nn.Module):
-    """The tensors of a bias.
+    """Parameters of a bias; fields that the bias does not have are None.
 
     Attributes:
         key: learned key, (G, d_a), or (1, d_a) if shared; d_a is the head width unless `learnable_dims` is set.
         value: learned value, (G, V), or (1, V) if shared.
         fixed: fixed value, the same for all heads.
-        logit: learned sink logit, (H,). Each field is None if the bias does not have it.
+        logit: learned sink logit, (H,).
         offset: learned number added to the logit of the key, (H,).
         initial: mean and standard deviation of the initialisation, for parameters with a `start` in the recipe.
     """
@@ -196,20 +198,20 @@ class BiasParameters(nn.Module):
         self.fixed = bias.value if bias.kind == "k" and bias.value != "zero" else None
 
     def key_per_head(self) -> Tensor | None:
-        """k_s per query head, zero outside the learned dimensions: (H, D)."""
+        """Return the bias key k_s per query head, zero outside the learned dimensions: (H, D)."""
         if self.key is None:
             return None
         missing = self.head_width - self.key.shape[1]
         return self._per_head(F.pad(self.key, (0, missing)) if missing else self.key)
 
     def value_per_head(self) -> Tensor | None:
-        """v_s per query head, (H, V); None means zero."""
+        """Return the bias value v_s per query head, (H, V); None means zero."""
         if self.fixed is not None and self.key is not None:
             return self._per_head(self.fixed.build(self.value_width, self.key)[None])
         return None if self.value is None else self._per_head(self.value)
 
     def logit_per_head(self, like: Tensor) -> Tensor | None:
-        """The sink logit per query head, (H,), on the device of `like`."""
+        """Return the sink logit per query head, (H,), on the device of `like`."""
         return like.new_zeros(self.heads) if self.off_by_one else self.logit
 
     def _per_head(self, parameter: Tensor) -> Tensor:
@@ -219,7 +221,7 @@ class BiasParameters(nn.Module):
         return parameter.expand(self.heads, -1) if rows == 1 else parameter.repeat_interleave(self.heads // rows, 0)
 
 
-SMALLEST_LOGIT = -1e30  # in place of log 0, because the difference of two infinities has no gradient
+SMALLEST_LOGIT = -1e30  # instead of log 0: the difference of two infinities has no gradient
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ class ExtraKey:
     """A key outside the sequence, with its log similarities.
 
     Attributes:
-        logits_BHT: log sim of every query with this key.
+        logits_BHT: log similarity of every query with this key.
         value_HV: value of the key; None means zero.
     """
 
@@ -245,6 +247,6 @@ class ExtraKey:
 
 
 def extra_logits(q_BHTD: Tensor, key_HD: Tensor, scale: float) -> Tensor:
-    """z_t = q_t.k_s * scale in float32 (float64 for float64): (B, H, T)."""
+    """Compute z_t = q_t.k_s * scale in float32 (float64 for float64): (B, H, T)."""
     dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
     return torch.einsum("bhtd,hd->bht", q_BHTD.to(dtype), key_HD.to(dtype)) * scale

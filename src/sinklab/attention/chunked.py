@@ -1,9 +1,9 @@
-"""The primitive in blocks of queries, recomputed in the backward pass: any device, O(T * block) memory.
+"""The `chunked` backend: attention in blocks of queries, recomputed in the backward pass; O(T * block) memory.
 
 Forward stores only (out, lse). Backward recomputes the blocks: with P = exp(logit - lse), the gradient of a logit is
 P * (dout.v - dout.out + dlse). Autograd propagates it through the score function, block by block; the gradient of
-z = q.k * scale is written out. A score with a similarity is computed without logarithm and exponential wherever the
-row sums are in range: the gradient of a similarity is (dout.v - dout.out + dlse) / Z. Rejected:
+z = q.k * scale is computed explicitly. A score with a similarity is computed without logarithm and exponential if the
+row sums are in range: the gradient of a similarity is (dout.v - dout.out + dlse) / Z. Rejected alternative:
 `torch.utils.checkpoint` around each block (twice the memory traffic in key and value gradients, which autograd
 materialises in full for every slice).
 """
@@ -20,7 +20,7 @@ from sinklab.attention import query_blocks as bl
 from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
 
-LARGEST_LOG_SUM = 60.0  # row sums between exp(-60) and exp(60) leave room for products in float32
+LARGEST_LOG_SUM = 60.0  # with row sums between exp(-60) and exp(60), products stay in the range of float32
 
 
 class _Chunked(torch.autograd.Function):
@@ -88,19 +88,19 @@ class _Chunked(torch.autograd.Function):
 
 
 def finite_normaliser(lse: Tensor) -> Tensor:
-    """lse, with +inf for empty rows, so that exp(logit - lse) is 0 there instead of NaN."""
+    """Replace lse of empty rows by +inf, so that exp(logit - lse) is 0 there instead of NaN."""
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
 def exponentials_(exponents: Tensor, score: Score | None) -> Tensor:
-    """Exponentials, in place. For a deep score they are above zero, so they must be masked again."""
+    """Compute exponentials in place; for a deep score they are all above zero and must be masked again."""
     return bl.floored_exp_(exponents) if score is not None and score.deep else exponents.exp_()
 
 
 def _weights(
     z: Tensor, block: bl.Block, offset: int, keys: int, score: Score | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """exp(logit - peak) of a block, its row sums, and the peak, which is 0 if the similarity itself is in range."""
+    """Return exp(logit - peak) of a block, its row sums, and the peak, which is 0 if similarities are in range."""
     if score is not None and score.similarity is not None:
         where = bl.indices(z, block, offset)
         weights = bl.mask_block_(score.similarity(z, *where, *score.tensors), block, offset, keys, mask, 0.0)
@@ -116,7 +116,7 @@ def _weights(
 
 
 def _in_range(lse: Tensor, score: Score) -> bool:
-    """Whether every row sum is in range without subtracting a peak."""
+    """Return True if every row sum is in range without subtracting a peak."""
     fits = lse.abs() < LARGEST_LOG_SUM
     return bool((fits | (lse == -math.inf) if score.vanishes else fits).all())
 
@@ -124,7 +124,7 @@ def _in_range(lse: Tensor, score: Score) -> bool:
 def _taken(
     z: Tensor, block: bl.Block, offset: int, score: Score | None, tensors: list[Tensor], direct: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The block's logits or similarities, with an autograd graph to `z` and the score tensors that need gradients."""
+    """Compute the block's logits or similarities, with an autograd graph to `z` and the score's tensors."""
     if score is None:
         return z, z, []
     function: Callable[..., Tensor] = score.function
@@ -148,6 +148,6 @@ def _add(totals: list[Tensor | None], tensors: list[Tensor], parts: list[Tensor]
 def chunked_attend(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `primitive.attend` in blocks: (out_BHTV, lse_BHT), with gradients of q, k, v and the score's tensors."""
+    """Compute (out_BHTV, lse_BHT) of `primitive.attend` in blocks, differentiable in q, k, v and score tensors."""
     tensors = score.tensors if score is not None else ()
     return _Chunked.apply(q_BHTD, k_BGSD, v_BGSV, score, mask, scale, *tensors)  # type: ignore[return-value]

@@ -1,7 +1,4 @@
-"""The attention part of a recipe: operation, bias, mask, softcap, backend, and their valid combinations.
-
-An invalid combination is refused here with its reason; every other combination is valid and tested.
-"""
+"""Attention section of a recipe: operation, bias, mask, softcap, backend, and checks of their combinations."""
 
 import typing
 from dataclasses import replace
@@ -17,7 +14,7 @@ from sinklab.schema import BEYOND, Example, Kind, NeutralExample, Part
 
 
 class CausalMask(Kind):
-    """Query t sees keys 1 .. t."""
+    """Causal mask: query t sees keys 1 .. t."""
 
     kind: Literal["causal"] = "causal"
 
@@ -26,10 +23,10 @@ class CausalMask(Kind):
 
 
 class WindowMask(Kind):
-    """Query t sees keys t - width + 1 .. t."""
+    """Sliding window mask: query t sees keys t - width + 1 .. t."""
 
     kind: Literal["window"] = "window"
-    width: int = Field(ge=1, description="number of keys a query sees, its own included")
+    width: int = Field(ge=1, description="number of keys a query sees, including its own")
     examples: ClassVar = {"window": Example({"width": 8})}
     neutral: ClassVar = {"width": NeutralExample("the context or more", {"width": BEYOND})}
 
@@ -38,7 +35,7 @@ class WindowMask(Kind):
 
 
 class PrefixMask(Kind):
-    """Causal, and every query also sees the first `length` keys; the loss excludes the first `length` tokens."""
+    """Prefix mask: causal, and every query also sees the first `length` keys, which the loss excludes as targets."""
 
     kind: Literal["prefix"] = "prefix"
     length: int = Field(ge=1, description="number of initial keys that every query sees")
@@ -50,10 +47,10 @@ class PrefixMask(Kind):
 
 
 class DocumentMask(Kind):
-    """Causal within documents: texts packed into one sequence do not see each other."""
+    """Document mask: causal within each of the documents packed into one sequence."""
 
     kind: Literal["document"] = "document"
-    eos_id: int = Field(default=0, ge=0, description="the token that ends a document; a run sets it from its data")
+    eos_id: int = Field(default=0, ge=0, description="end-of-document token id; set by the run from its data")
     examples: ClassVar = {"document": Example()}
     neutral: ClassVar = {"": NeutralExample("document, on text without EOS", {"eos_id": BEYOND})}
 
@@ -66,12 +63,14 @@ AttentionMask = Annotated[CausalMask | WindowMask | PrefixMask | DocumentMask, F
 
 
 class AttentionConfig(Part):
-    """The computation from q, k, v to the attention output."""
+    """Config of the attention computation from q, k, v to the output."""
 
     operation: Operation = Softmax()
     bias: Bias = NoBias()
     mask: AttentionMask = CausalMask()
-    softcap: float | None = Field(default=None, gt=0, description="q.k scores z become softcap * tanh(z / softcap)")
+    softcap: float | None = Field(
+        default=None, gt=0, description="softcap of the q.k scores z: softcap * tanh(z / softcap)"
+    )
     backend: Backend = "auto"
 
     @model_validator(mode="after")
@@ -85,15 +84,15 @@ class AttentionConfig(Part):
             )
         if operation.sequential and (bias.adds_logit or bias.key_shape(1, 1) is not None):
             raise ValueError(
-                f"bias {bias.kind} adds a key to the row, and operation {name} has a sink, the rest of the row: "
-                "use operation.rest instead"
+                f"bias {bias.kind} adds a key, but operation {name} already has an implicit sink, the remaining "
+                "attention: use operation.rest instead"
             )
         if operation.sequential and self.backend == "flex":
             raise ValueError(f"backend flex supports row sums only, not operation {name}: use auto, chunked or eager")
         if bias.adds_logit and not operation.has_logits:
             raise ValueError(
                 f"bias {bias.kind} adds a logit to the row, but operation {name} is a kernel without logits: use "
-                "bias kv, whose key a kernel treats like any other"
+                "bias kv, which adds a key"
             )
         if bias.starts_at is not None and not operation.has_logits:
             raise ValueError(
@@ -150,12 +149,12 @@ Choice = Literal["operation", "bias", "mask"]
 
 
 def kinds_of(choice: Choice) -> tuple[type[Kind], ...]:
-    """The kinds that a recipe can choose."""
+    """Return the kinds of an operation, bias or mask that a recipe can choose."""
     return typing.get_args(AttentionConfig.model_fields[choice].annotation)
 
 
 def examples_of(choice: Choice) -> dict[str, Example]:
-    """The examples declared by the kinds of a choice, by name; each value is the whole choice, `kind` included."""
+    """Return the examples declared by the kinds of a choice, by name, with complete values including `kind`."""
     return {
         name: replace(example, values=kind.chosen(example.values))
         for kind in kinds_of(choice)

@@ -1,7 +1,7 @@
-"""The attention core: from queries, keys and values to outputs, under a recipe's operation, bias and mask.
+"""Attention core: computes the attention output from q, k and v with the operation, bias and mask of a recipe.
 
-It is a module so that a probe can read its inputs from outside, and so that training and measuring run the same code.
-Projections and positional embeddings of q and k belong to the model; one that acts on the scores is an argument.
+It is an nn.Module so that probes can hook its inputs; training and measuring use the same code. The model computes
+projections and RoPE before the core; relative position biases are passed to the core.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from sinklab.attention.scores import Score, fading, softcap
 
 
 class PositionScore(Protocol):
-    """A positional embedding on the scores (ALiBi, relative, T5): a module of the model with a score function."""
+    """Relative position bias (ALiBi, relative, T5)."""
 
     def score(self) -> Score:
         """Build the score function, applied before the operation's similarity; its tensors may require gradients."""
@@ -30,26 +30,26 @@ class PositionScore(Protocol):
 
 
 class AttentionCore(nn.Module):
-    """core(q_BHTD, k_BGTD, v_BGTV) -> out_BHTV; the sequence axis includes a learned leading token if there is one.
+    """core(q_BHTD, k_BGTD, v_BGTV) -> out_BHTV; T includes learned leading tokens.
 
     Args:
-        config: the attention part of a recipe.
+        config: attention section of a recipe.
         kv_heads: number of key heads G.
         head_width: width D of queries and keys.
-        position: positional embedding on the scores of the sequence's own keys; not applied to a bias key.
+        position: relative position bias; not applied to a bias key.
         heads: number of query heads H, by default G.
-        layer: layer number from 1, for operations whose initial values depend on it.
-        context: number of tokens of a training sequence, for operations that depend on it.
+        layer: layer number, 1-based, for operations whose initial values depend on it.
+        context: training sequence length, for operations that depend on it.
         value_width: width V of values and outputs, by default D.
 
     Attributes:
         leading: number of learned tokens before the sequence (a sink token or registers).
         proxy: True if the operation's scores do not sum to one, so that importance is computed from proxy scores.
-        bias: tensors of the bias.
+        bias: parameters of the bias.
         learned: learned parameters of the operation, or None.
         hidden_first: numbers n such that keys 1..n of the sequence are hidden from every query after the n-th; empty
             except in an ablation (measuring/surgery/changes.py).
-        call_handler: computes the output in place of the core, within an `intercept` (models/intercept.py).
+        call_handler: function that computes the output instead of the core, set by `intercept` (models/intercept.py).
 
     Raises:
         ValueError: if the config does not fit the sizes or the position (`AttentionConfig.check_fit`), or if the
@@ -90,20 +90,20 @@ class AttentionCore(nn.Module):
         k_BGTD: Tensor,
         v_BGTD: Tensor,
         documents_BL: Tensor | None = None,
-        log_kept_BLH: Tensor | None = None,
+        gates_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> Tensor:
         """Compute the attention output, (B, H, T, V).
 
         Args:
-            documents_BL: integer document number of every position, leading token included (its number is ignored);
-                required by the document mask. In padded rows, number 0 belongs to the first position after the padding.
-            log_kept_BLH: running sums of the log forget gates up to every position, leading token included; required
-                by operations with forget gates.
-            padding_B: number of padding positions at the start of each row, before a leading token.
+            documents_BL: document number of every position, including leading tokens (their numbers are ignored);
+                required by the document mask. In padded rows, index 0 is the first position after the padding.
+            gates_BLH: output of the operation's gate for every position, including leading tokens: cumulative sums of
+                the log forget gates, of all S positions, or logits of weights; required by operations with a gate.
+            padding_B: number of padding positions at the start of each row, before leading tokens.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
-            layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, documents_BL, log_kept_BLH, padding_B)
+            layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, documents_BL, gates_BLH, padding_B)
             return layer.output() if self.call_handler is None else self.call_handler(layer)
 
     def layer_call(
@@ -112,11 +112,11 @@ class AttentionCore(nn.Module):
         k_BGTD: Tensor,
         v_BGTD: Tensor,
         documents_BL: Tensor | None = None,
-        log_kept_BLH: Tensor | None = None,
+        gates_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> LayerCall:
         """Build the call that `forward` computes, from the same arguments."""
-        call = self.call(q_BHTD, k_BGTD, documents_BL, log_kept_BLH, padding_B)
+        call = self.call(q_BHTD, k_BGTD, documents_BL, gates_BLH, padding_B)
         return LayerCall(self.operation, call, v_BGTD, self.leading, padding_B)
 
     def reference(
@@ -125,25 +125,36 @@ class AttentionCore(nn.Module):
         k_BGTD: Tensor,
         v_BGTD: Tensor,
         documents_BL: Tensor | None = None,
-        log_kept_BLH: Tensor | None = None,
+        gates_BLH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute (out_BHTD, A_BHTS) by the papers' formulas on explicit matrices: the reference of all tests.
+        """Compute (out_BHTD, A_BHTS) by the papers' formulas on explicit matrices, as the reference for tests.
 
-        A bias key, a sink logit or the rest of the row is column 0 of A; S is then T + 1. Use float64 inputs for
-        exact numbers.
+        A bias key, a sink logit or the remaining attention is column 0 of A; S is then T + 1. Use float64 inputs for
+        full precision.
         """
         position = None if self.position is None else self.position.score()
         mask = self.visible(documents_BL)
+        log_kept_BLH, weight_BLH = self._gates(gates_BLH)
         sequential = self.operation.sequential
         given = explicit(
-            q_BHTD, k_BGTD, v_BGTD, mask, self.bias, self.softcap, position, log_kept_BLH, sequential, self.learned
+            q_BHTD,
+            k_BGTD,
+            v_BGTD,
+            mask,
+            self.bias,
+            self.softcap,
+            position,
+            log_kept_BLH,
+            sequential,
+            self.learned,
+            weight_BLH,
         )
         scores_BHTS = self.operation.reference(given)
         out_BHTD = self.operation.reference_output(given, scores_BHTS @ given.values())
         return out_BHTD + given.offset_HV[:, None], scores_BHTS
 
     def visible(self, documents_BL: Tensor | None = None, padding_B: Tensor | None = None) -> masks.Mask:
-        """Build the mask, leading token included.
+        """Build the mask, including leading tokens.
 
         Raises:
             ValueError: if the mask is `document` and no documents are passed.
@@ -153,9 +164,9 @@ class AttentionCore(nn.Module):
         if documents_BL is None:
             raise ValueError(
                 "attention.mask document requires document numbers: pass documents_BL, the document number of every "
-                "position, with the tokens"
+                "position"
             )
-        # Without a leading token all layers share one tensor, so flex reuses the block mask it has built.
+        # Without leading tokens all layers share one tensor, so that flex can reuse its block mask.
         documents = documents_BL[:, self.leading :] if self.leading else documents_BL
         return self._in_place(masks.Document(documents), padding_B)
 
@@ -164,20 +175,16 @@ class AttentionCore(nn.Module):
         q_BHTD: Tensor,
         k_BGTD: Tensor,
         documents_BL: Tensor | None = None,
-        log_kept_BLH: Tensor | None = None,
+        gates_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> Call:
         """Build the arguments of the operation.
 
         Raises:
-            ValueError: if document numbers or forget gates are required and missing.
+            ValueError: if document numbers or gates are required and missing.
         """
         mask = self.visible(documents_BL, padding_B)
-        if self.operation.forgets and log_kept_BLH is None:
-            raise ValueError(
-                f"{self.operation.kind} attention requires forget gates: pass log_kept_BLH, the running sums of their "
-                "logarithms"
-            )
+        log_kept_BLH, weight_BLH = self._gates(gates_BLH)
         return Call(
             q_BHTD,
             k_BGTD,
@@ -191,10 +198,23 @@ class AttentionCore(nn.Module):
             logit_H=self.bias.logit_per_head(q_BHTD),
             value_HV=self.bias.value_per_head(),
             learned=self.learned,
+            weight_BTH=weight_BLH,
         )
 
+    def _gates(self, gates_BLH: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return (cumulative log forget gates, logits of weights); None for gates that the operation does not have."""
+        operation = self.operation
+        if gates_BLH is None and (operation.forgets or operation.weighs):
+            wanted = (
+                "forget gates: pass gates_BLH, the cumulative sums of their logarithms"
+                if operation.forgets
+                else "a weight per query: pass gates_BLH, its logits"
+            )
+            raise ValueError(f"{operation.kind} attention requires {wanted}")
+        return gates_BLH if operation.forgets else None, gates_BLH if operation.weighs else None
+
     def _in_place(self, mask: masks.Mask, padding_B: Tensor | None) -> masks.Mask:
-        """The mask without the keys that an ablation hides, shifted by the leading token and padding."""
+        """Apply hidden keys (ablations), leading tokens and padding to the mask."""
         for count in self.hidden_first:
             mask = masks.HiddenFirst(mask, count)
         mask = masks.Leading(mask, self.leading) if self.leading else mask

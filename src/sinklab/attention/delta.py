@@ -1,4 +1,4 @@
-"""The gated delta rule (2412.06464, equation 10): linear attention whose state forgets, and corrects what a key holds.
+"""The gated delta rule (2412.06464, equation 10): linear attention with state decay and delta-rule updates.
 
     S_t = a_t S_t-1 + b_t k_t (v_t - a_t S_t-1^T k_t)^T        o_t = S_t^T q_t        a_t = exp(g_t)
 
@@ -17,10 +17,10 @@ position writes a row of
 
 so that only the recurrence over chunks is sequential. Differences of c are at most 0, so nothing overflows.
 
-Kimi delta attention (2510.26692) is the rule with a decay for every channel of the key, Diag(a_t) S_t-1. Then c_i has D
-numbers, and the products above are sums over channels: sum_d k_id k_jd exp(c_id - c_jd), and the same with q_i. They
-are formed pair by pair: exp(c_i) and exp(-c_j) apart, which would make them matrix products, overflow where a
-channel forgets within a chunk. So chunks are shorter there.
+Kimi delta attention (2510.26692) has a decay per key channel, Diag(a_t) S_t-1. Then c_i has D entries, and the products
+above are sums over channels: sum_d k_id k_jd exp(c_id - c_jd), and the same with q_i. They are computed pair by pair:
+factored into exp(c_i) and exp(-c_j) they would be matrix products, but overflow if a channel decays within a chunk.
+Chunks are therefore shorter.
 
 B batch, H heads, T positions, D key width, V value width, N chunks of C positions, K 1 or D.
 """
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from sinklab.attention.query_blocks import CHUNK, accumulate_dtype
 
-CHANNEL_CHUNK = 16  # positions of a chunk whose pairs have a decay for every channel
+CHANNEL_CHUNK = 16  # positions per chunk with a decay per channel
 
 
 def gated_delta(
@@ -47,7 +47,7 @@ def gated_delta(
     Args:
         q_BHTD, k_BHTD: queries and keys, already scaled and normalised.
         log_decay: log decay g, at most 0: (B, H, T), or (B, H, T, D) for one decay per channel of the key.
-        rate_BHT: writing strength b, from 0 to 1.
+        rate_BHT: update rate b (beta in the paper), from 0 to 1.
         state_BHDV: state after the earlier positions; None means zero.
 
     Returns:
@@ -57,7 +57,7 @@ def gated_delta(
     (B, H, T, D), V = q_BHTD.shape, v_BHTV.shape[3]
     by_channel = log_decay.ndim == 4
     C = min(CHUNK, CHANNEL_CHUNK, T) if by_channel else min(CHUNK, T)
-    missing = -T % C  # padding has rate 0 and decay 1: it leaves the state alone
+    missing = -T % C  # padding has rate 0 and decay 1, which does not change the state
     q, k, v = (F.pad(x.to(dtype), (0, 0, 0, missing)).view(B, H, -1, C, x.shape[3]) for x in (q_BHTD, k_BHTD, v_BHTV))
     rate = F.pad(rate_BHT.to(dtype), (0, missing)).view(B, H, -1, C)
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
@@ -88,7 +88,7 @@ def gated_delta(
 
 
 def _decayed_products(one_BHNCD: Tensor, other_BHNCD: Tensor, decay: Tensor, rate: Tensor | float = 1.0) -> Tensor:
-    """rate_i sum_d one_id other_jd decay_ij of the pairs of a chunk, or with decay_ijd, of (B, H, N, C, C, D)."""
+    """Compute rate_i sum_d one_id other_jd decay_ij for all pairs of a chunk; decay may also be (B, H, N, C, C, D)."""
     if decay.ndim == one_BHNCD.ndim:
         products = one_BHNCD @ other_BHNCD.mT
         return (products if isinstance(rate, float) else rate * products) * decay

@@ -1,8 +1,8 @@
-"""The primitive on FlexAttention: fused, in the dtype of the inputs, for CUDA.
+"""The `flex` backend: FlexAttention, fused, in the dtype of the inputs, for CUDA.
 
 Score functions and masks are the same closures as in the other backends, compiled into the kernel; score functions
 are used without the terms common to a row (`scores.Apart`). On a CPU, PyTorch supports only the uncompiled forward
-pass: enough to test the closures, not to train.
+pass, which is sufficient for tests but not for training.
 """
 
 import functools
@@ -17,12 +17,12 @@ from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score, apart
 from sinklab.compiling import compiled
 
-NARROWEST = 16  # the kernel's smallest head width
+NARROWEST = 16  # smallest head width supported by the kernel
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
-    """Whether `auto` may use this backend: on CUDA, with a dtype and a width that the kernel supports."""
+    """Return True if the kernel supports the call: tensors on CUDA, supported dtype and head width."""
     narrow = min(q_BHTD.shape[-1], v_BGSV.shape[-1] or NARROWEST) < NARROWEST
     return q_BHTD.is_cuda and q_BHTD.dtype in DTYPES and not narrow
 
@@ -30,7 +30,7 @@ def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
 def flex_attend(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out_BHTV, lse_BHT) of `primitive.attend`; values of width zero mean "lse only".
+    """Compute (out_BHTV, lse_BHT) of `primitive.attend`; with values of width zero, only lse is computed.
 
     Raises:
         ValueError: if gradients are required on a CPU, where FlexAttention has no backward pass.
@@ -56,7 +56,7 @@ def flex_attend(
 
 
 def score_mod(score: Score, offset: int) -> Any:
-    """FlexAttention's form of a score function: `offset` is the position of the first query."""
+    """Convert a score function to FlexAttention's `score_mod`; `offset` is the position of the first query."""
     function, tensors = score.function, score.tensors
 
     def modified(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -67,7 +67,6 @@ def score_mod(score: Score, offset: int) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _block_mask(mask: Mask, queries: int, keys: int, device: str) -> Any:
-    """The block mask; cached per mask, so that it is built once."""
     offset = keys - queries
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -84,7 +83,6 @@ def _compiled_flex() -> Any:
 
 @functools.cache
 def _lse_argument() -> dict[str, Any]:
-    """The argument that requests the log-normaliser in this version of PyTorch."""
     if "return_aux" in inspect.signature(flex.flex_attention).parameters:
         return {"return_aux": flex.AuxRequest(lse=True)}
     return {"return_lse": True}

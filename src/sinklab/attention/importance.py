@@ -1,9 +1,8 @@
-"""Importance of every key position, without the matrix.
+"""Importance alpha of every key position, computed without storing the attention matrix.
 
-alpha_k is the mean over queries t = k .. T of the attention score of query t on key k; query k itself is included
-(2410.10781, section 3.2). It is a column mean of the attention matrix, accumulated block by block: a block of
-queries has all its keys, so its rows can be normalised in place. For operations whose scores do not sum to one the
-scores are the proxy |sim_ts| / sum_s |sim_ts|, which is exp(log sim), normalised.
+alpha_k is the mean over queries t = k .. T of the attention weight A_tk, including query k (2410.10781, section 3.2).
+It is a column mean of the attention matrix, accumulated over blocks of queries with all their keys. For operations
+whose scores do not sum to one, the proxy scores |sim_ts| / sum_s |sim_ts| are used.
 
 Under a mask other than the causal one, some queries t >= k may not see k and earlier queries may. `over_visible` is a
 second mean from the same sums, over the queries that may see k.
@@ -24,12 +23,12 @@ from sinklab.attention.scores import Score
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """Sums of attention scores over the counted queries.
+    """Column sums of the attention matrix over the counted queries (real tokens, not padding).
 
     Attributes:
         keys_BHS: sum per key over queries t >= k, float32 (float64 for float64 input).
-        bias_BH: sum of the share of an added bias over all counted queries; None if there is no bias.
-        earlier_BHS: sum per key over the queries before it; None under a causal mask, where no earlier query sees it.
+        bias_BH: attention to an added bias, summed over all counted queries; None if there is no bias.
+        earlier_BHS: sum per key over the queries before it; None under a causal mask.
     """
 
     keys_BHS: Tensor
@@ -37,7 +36,7 @@ class ColumnSums:
     earlier_BHS: Tensor | None = None
 
     def all_queries(self) -> Tensor:
-        """Sum per key over all counted queries: (B, H, S)."""
+        """Return the sum per key over all counted queries: (B, H, S)."""
         return self.keys_BHS if self.earlier_BHS is None else self.keys_BHS + self.earlier_BHS
 
 
@@ -47,11 +46,11 @@ class Importance:
 
     Attributes:
         positions_BHT: alpha of the T real positions.
-        bias_BH: alpha of the added bias or sink token, of all registers together, or of the rest of the row; None if
-            there is none.
-        row_sums_BH: mean over the real queries of the sum of raw scores; None if every row sums to one.
+        bias_BH: alpha of the added bias or sink token, of all registers together, or of the remaining attention
+            (stick-breaking); None if there is none.
+        row_sums_BH: sum of the raw scores of a row, mean over real queries; None if every row sums to one.
         seen_by_BGT: number of queries that may see each position (batch and head may be 1), on the CPU.
-        visible_BHT: mean score over the queries that may see each position; None if equal to `positions_BHT`.
+        visible_BHT: mean attention over the queries that may see each position; None if equal to `positions_BHT`.
         registers_BHN: alpha of each of N registers; None if N is below 2.
     """
 
@@ -65,12 +64,12 @@ class Importance:
 
 @dataclass(frozen=True)
 class Rows:
-    """The normalised scores of a block of queries.
+    """Attention weights of a block of queries.
 
     Attributes:
         block: queries and keys of the block.
-        weights_BHQS: normalised scores, float32 (float64 for float64 input); 0 where a key is hidden.
-        bias_BHQ: share of an added bias; None if there is no bias.
+        weights_BHQS: attention weights, float32 (float64 for float64 input); 0 at masked keys.
+        bias_BHQ: attention to an added bias; None if there is no bias.
     """
 
     block: bl.Block
@@ -89,16 +88,16 @@ def score_rows(
     bias_logits_BHT: Tensor | None = None,
     block: int | None = None,
 ) -> Iterator[Rows]:
-    """Compute the rows of the attention matrix, a block of queries at a time.
+    """Compute the rows of the attention matrix in blocks of queries.
 
     Args:
         q_BHTD: queries, the last T of S positions.
         k_BGSD: keys, H a multiple of G.
-        mask: which keys each query sees.
-        score: applied to a scaled score before the exponential; None is the identity.
-        scale: default 1 / sqrt(D).
-        bias_logits_BHT: logit of an added bias or sink that takes part in the normalisation (broadcastable).
-        block: queries per block; by default as many as fit a few megabytes.
+        mask: mask of visible keys.
+        score: score function applied to q.k * scale before the exponential; None is the identity.
+        scale: factor of q.k, by default 1 / sqrt(D).
+        bias_logits_BHT: logit of an added bias or sink, included in the normalisation (broadcastable).
+        block: queries per block; by default a few megabytes of scores.
 
     Raises:
         ValueError: if the shapes do not match.
@@ -126,13 +125,13 @@ def score_rows(
 def sum_rows(
     rows: Iterable[Rows], q_BHTD: Tensor, keys: int, mask: Mask, counted_BT: Tensor | None = None
 ) -> ColumnSums:
-    """Sum `rows` over the counted queries t >= k for every key k, and over all counted queries for an added bias.
+    """Sum attention rows over the counted queries: t >= k for every key k, and all for an added bias.
 
     Args:
         rows: blocks of rows; may be changed in place.
         q_BHTD: queries of the rows, the last T of `keys` positions.
-        mask: which keys each query sees.
-        counted_BT: bool, which queries count; None counts all.
+        mask: mask of visible keys.
+        counted_BT: bool, queries to include; None includes all.
     """
     B, H, T, _ = q_BHTD.shape
     keys_BHS = q_BHTD.new_zeros(B, H, keys, dtype=bl.accumulate_dtype(q_BHTD.dtype))
@@ -180,11 +179,11 @@ def importance_of(
     """Compute alpha from column sums over all queries (no padding, T = S).
 
     Args:
-        sums: column sums of the whole sequence, learned leading tokens included.
-        mask: which keys each query sees.
-        leading: number of learned tokens before the first real one. A leading token is treated as a bias: its alpha
-            is the mean over all real queries, and rows of leading tokens are excluded. If the operation leaves a rest
-            of the row, that is added to the alpha of the bias: both are attention on no token.
+        sums: column sums of the whole sequence, including learned leading tokens.
+        mask: mask of visible keys.
+        leading: number of learned tokens before the first real token. A leading token is treated as a bias: its alpha
+            is the mean over all real queries, and rows of leading tokens are excluded. Remaining attention
+            (stick-breaking) is added to the alpha of the bias.
         row_sums_BH: mean sums of raw scores, copied to the result.
     """
     S = sums.keys_BHS.shape[-1]
@@ -204,17 +203,17 @@ def importance_of(
 
 @functools.lru_cache(maxsize=4)
 def _seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`visible_queries` on the device and on the CPU, with one synchronisation for all layers that share a mask."""
+    """Compute `visible_queries` on the device and on the CPU, cached to synchronise only once per mask."""
     counts_BGS = visible_queries(mask, positions, positions, device)
     return counts_BGS, counts_BGS.cpu()
 
 
 def over_visible(sums_BHT: Tensor, seen_by_BGT: Tensor, later: Tensor) -> Tensor | None:
-    """Mean over the queries that may see each key; None if these are the queries t >= k.
+    """Compute the mean over the queries that may see each key; None if these are the queries t >= k.
 
     Args:
         sums_BHT: sums over all queries that may see the key.
-        seen_by_BGT: number of these queries, batch and head may be 1; the mean is 0 for a key that no query sees.
+        seen_by_BGT: number of queries that may see the key (batch and head may be 1); if 0, the mean is 0.
         later: number of queries t >= k, broadcastable to `seen_by_BGT`.
     """
     if bool((seen_by_BGT == later).all()):

@@ -1,4 +1,4 @@
-"""One call of an attention layer, native or of transformers: operation, arguments, and the measured quantities.
+"""One call of an attention layer of a sinklab or Hugging Face model, and the quantities measured from it.
 
 B batch, H query heads, G key heads (H a multiple of G), T queries, S keys, V value width. The queries are the last T of
 the S positions, which include learned leading tokens.
@@ -21,11 +21,16 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
 
 ShiftRope = Callable[[Tensor, Tensor], Tensor]
-"""(x_BHTD, by_T) -> x with the rotary embedding of every position shifted by `by_T` positions."""
+"""Function (x_BHTD, by_T) -> x that shifts the RoPE position of every token by `by_T`."""
 
 
 class LibraryKernel(NamedTuple):
-    """The library's own computation of a call, and the name of its backend."""
+    """The library's own computation of an attention call.
+
+    Attributes:
+        name: backend name.
+        output: function that computes the attention output.
+    """
 
     name: str
     output: Callable[[], Tensor]
@@ -33,18 +38,17 @@ class LibraryKernel(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One layer's operation(call, values).
+    """One attention call.
 
     Attributes:
-        operation: attention operation; softmax for models of transformers.
+        operation: attention operation; softmax for Hugging Face models.
         call: queries, keys and score functions.
         value_BGSV: values.
         leading: number of learned tokens before the sequence.
         padding_B: number of padding positions of each row, before the leading tokens; None means none.
-        index: number of the layer among those with attention, from 1; 0 outside of `intercept`.
-        shift_rope: shifts rotary positions; None without a rotary embedding of queries and keys.
-        library: computes the output with the model's own code; None if the call has been changed, and in native
-            models.
+        index: index of the layer among the attention layers, 1-based; 0 outside of `intercept`.
+        shift_rope: function that shifts RoPE positions; None without RoPE.
+        library: the model's own computation of the output; None if the call was edited, and in sinklab models.
     """
 
     operation: Operation
@@ -63,7 +67,7 @@ class LayerCall:
 
     @property
     def fusible(self) -> bool:
-        """Whether one_pass.py may replace the library's kernel (on a CPU, without gradients)."""
+        """True if output and column sums can be computed in one pass (Hugging Face model, CPU, no gradients)."""
         return self.library is not None and not torch.is_grad_enabled() and not self.call.q_BHTD.is_cuda
 
     def output(self) -> Tensor:
@@ -74,37 +78,36 @@ class LayerCall:
         return out
 
     def changed(self, **call: Any) -> "LayerCall":
-        """A copy with the given fields of `call` replaced, without the library's kernel, which would ignore them."""
+        """Return a copy with the given fields of `call` replaced, without the library's kernel, which ignores them."""
         return replace(self, call=replace(self.call, **call), library=None)
 
     def masked(self, mask: Mask) -> "LayerCall":
-        """A copy in which `mask` additionally hides keys."""
+        """Return a copy with `mask` in addition to the existing mask."""
         return self.changed(mask=masks.both(self.call.mask, mask))
 
     def exact(self) -> "LayerCall":
-        """A detached copy in float32 (float64 for float64)."""
+        """Return a detached copy in float32 (float64 for float64)."""
         q, k, v = (
             x.detach().to(accumulate_dtype(x.dtype)) for x in (self.call.q_BHTD, self.call.k_BGTD, self.value_BGSV)
         )
         return replace(self, call=replace(self.call, q_BHTD=q, k_BGTD=k), value_BGSV=v, library=None)
 
     def cut(self, positions: int) -> "LayerCall":
-        """The call of the sequences truncated to `positions`; no earlier position depends on a later one."""
-        q, k = (x[:, :, :positions] for x in (self.call.q_BHTD, self.call.k_BGTD))
-        return replace(self, call=replace(self.call, q_BHTD=q, k_BGTD=k), value_BGSV=self.value_BGSV[:, :, :positions])
+        """Return the call of the sequences truncated to `positions`; valid because attention is causal."""
+        return replace(self, call=self.call.cut(positions), value_BGSV=self.value_BGSV[:, :, :positions])
 
     def rows(self) -> Iterator[Rows]:
-        """Compute the rows of scores, leading tokens included, a block of queries at a time (`Operation.rows`)."""
+        """Compute attention rows, including leading tokens, in blocks of queries (`Operation.rows`)."""
         return self.operation.rows(self.call)
 
     def visible_queries(self, counted_BT: Tensor | None = None) -> Tensor:
-        """Number of counted queries that see each key: (B or 1, H or 1, S)."""
+        """Return the number of queries in `counted_BT` (None: all) that see each key: (B or 1, H or 1, S)."""
         q_BHTD, keys = self.call.q_BHTD, self.call.k_BGTD.shape[2]
         return visible_queries(self.call.mask, self.length, keys, q_BHTD.device, counted_BT)
 
     @torch.no_grad()
     def column_sums(self, counted_BT: Tensor | None = None) -> ColumnSums:
-        """Sum the rows over the counted queries (bool; None counts all)."""
+        """Sum the attention rows over the queries in the boolean mask `counted_BT` (None: all)."""
         return sum_rows(self.rows(), self.call.q_BHTD, self.call.k_BGTD.shape[2], self.call.mask, counted_BT)
 
     @torch.no_grad()
@@ -116,8 +119,7 @@ class LayerCall:
         """
         sums, n = self.column_sums(), self.leading
         if n:
-            q, k = (x[:, :, :n] for x in (self.call.q_BHTD, self.call.k_BGTD))
-            first = replace(self, call=replace(self.call, q_BHTD=q, k_BGTD=k, mask=masks.CAUSAL)).column_sums()
+            first = replace(self, call=replace(self.call.cut(n), mask=masks.CAUSAL)).column_sums()
             sums.keys_BHS[..., :n] -= first.keys_BHS
             if sums.bias_BH is not None and first.bias_BH is not None:
                 sums.bias_BH.sub_(first.bias_BH)
@@ -132,8 +134,8 @@ class LayerCall:
         """
         if not isinstance(self.operation, LogSimilarity):
             raise InputError(
-                f"the scores of {self.operation.kind!r} attention cannot be edited individually: its outputs are not a "
-                "weighted mean of the values with weights of the same sign"
+                f"the attention weights of {self.operation.kind!r} attention cannot be edited: its output is not a "
+                "weighted mean of the values with non-negative weights"
             )
         parts = list(self.rows())
         first = parts[0].weights_BHQS

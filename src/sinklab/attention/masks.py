@@ -1,8 +1,8 @@
-"""Masks: which keys each query may see, as small closures in FlexAttention's signature, and counts of visible keys.
+"""Attention masks, as functions in FlexAttention's signature, and counts of visible keys.
 
-Positions are absolute key positions, 0-based: with S keys and T queries, query t is at position S - T + t. Besides the
-rule itself (`allowed`) a mask knows, for a block of queries, which keys any of them may see (`key_range`, so that
-blocks outside are never computed) and which keys all of them see (`full_range`, so that no mask is applied there).
+Positions are absolute key positions, 0-based: with S keys and T queries, query t is at position S - T + t. In addition
+to the mask function (`allowed`), a mask provides for a block of queries the range of keys that some of them may see
+(`key_range`; other keys are skipped) and a range that all of them see (`full_range`; no masking needed).
 """
 
 from abc import ABC, abstractmethod
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from sinklab.attention.scores import broadcast_index
 
-COUNTED_ROWS = 128  # at a time
+COUNTED_ROWS = 128  # rows of the mask that are counted at a time
 
 
 @dataclass(frozen=True)
 class RunningSum:
-    """The form of a mask whose rows are running sums, as linear attention requires: causal up to two numbers.
+    """Description of a mask under which linear attention can use running sums: causal, up to leading and prefix keys.
 
     Attributes:
         leading: queries before this position are causal in any case.
@@ -30,7 +30,7 @@ class RunningSum:
 
 
 class Mask(ABC):
-    """Which keys each query may attend to."""
+    """Base class of masks."""
 
     @property
     def causal(self) -> bool:
@@ -54,28 +54,28 @@ class Mask(ABC):
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether a query may see no key at all."""
+        """True if some query may see no key."""
         return False
 
     @property
     def running_sum(self) -> RunningSum | None:
-        """The mask as a running sum over keys; None if it is not one."""
+        """Parameters for running sums over keys; None if the mask does not allow them."""
         return None
 
     @abstractmethod
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Whether query position `q` may see key position `k` in batch row `b`, head `h` (broadcast, bool)."""
+        """Return True where query position `q` sees key position `k` in batch row `b`, head `h` (broadcast)."""
 
     def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        """The half-open range of keys that some query in positions [first, end) may see; it may be wider."""
+        """Return a half-open range containing all keys that some query at positions [first, end) sees."""
         return 0, (min(end, keys) if self.causal else keys)
 
     def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        """A half-open range of keys that every query in positions [first, end) sees (may be empty)."""
+        """Return a half-open range of keys that every query at positions [first, end) sees; may be empty."""
         return 0, 0
 
     def block(self, first: int, end: int, low: int, high: int, device: torch.device) -> Tensor:
-        """`allowed` of query positions [first, end) and keys [low, high); broadcasts to (rows, heads, Q, K)."""
+        """Return the boolean mask of queries [first, end) and keys [low, high); broadcasts to (rows, heads, Q, K)."""
         return self.allowed(
             torch.arange(self.rows, device=device).view(-1, 1, 1, 1),
             torch.arange(self.heads, device=device).view(-1, 1, 1),
@@ -84,7 +84,7 @@ class Mask(ABC):
         )
 
     def of(self, row: int, heads: slice) -> "Mask":
-        """The mask of one row of the batch and some of its heads, as a batch of one."""
+        """Return the mask of one row of the batch and some heads, as a batch of one."""
         return self
 
 
@@ -109,7 +109,7 @@ def visible_queries(
 
     Args:
         queries: number of queries T, at the last T of `keys` positions.
-        counted_BT: bool, which queries count (padding does not); None counts all.
+        counted_BT: bool, queries to include (excluding padding); None includes all.
     """
     if mask.plain and counted_BT is None:
         return torch.arange(keys, 0, -1, device=device).clamp(max=queries).view(1, 1, -1)
@@ -128,7 +128,7 @@ def visible_queries(
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """Query t sees keys s <= t."""
+    """Causal mask: query t sees keys s <= t."""
 
     @property
     def plain(self) -> bool:
@@ -147,7 +147,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """Query t sees keys t - width + 1 .. t (2410.10781, figure 6)."""
+    """Sliding window mask: query t sees keys t - width + 1 .. t (2410.10781, figure 6)."""
 
     width: int
 
@@ -164,7 +164,7 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Prefix(Mask):
-    """Causal, and every query also sees the first `length` keys (2410.10781, figure 5)."""
+    """Prefix mask: causal, and every query also sees the first `length` keys (2410.10781, figure 5)."""
 
     length: int
 
@@ -188,7 +188,7 @@ class Prefix(Mask):
 
 @dataclass(frozen=True)
 class WrappedMask(Mask):
-    """A mask that modifies another mask, `rest`."""
+    """Base class of masks that modify another mask, `rest`."""
 
     rest: Mask
 
@@ -214,7 +214,7 @@ class WrappedMask(Mask):
 
 @dataclass(frozen=True)
 class Leading(WrappedMask):
-    """Another mask after `count` learned tokens. Every query sees them; they see only each other, causally."""
+    """Mask with `count` learned leading tokens, visible to every query; they see only each other, causally."""
 
     count: int = 1
 
@@ -242,10 +242,7 @@ class Leading(WrappedMask):
 
 @dataclass(frozen=True)
 class HiddenFirst(WrappedMask):
-    """Another mask, with the first `count` keys hidden from every query after them.
-
-    Queries among the first `count` are unchanged, so that no row is empty.
-    """
+    """Mask that hides the first `count` keys from all later queries; the first `count` queries are unchanged."""
 
     count: int = 1
 
@@ -264,9 +261,9 @@ class HiddenFirst(WrappedMask):
 
 @dataclass(frozen=True, eq=False)
 class Padded(WrappedMask):
-    """Another mask after padding; the number of padding positions may differ between rows.
+    """Mask with left padding; the number of padding positions may differ between rows.
 
-    No query sees padding, and a query at a padding position sees only itself, so that no row is empty.
+    Padding is hidden from all queries; queries at padding see only themselves, so that no row is empty.
 
     Args:
         padding_B: number of padding positions at the start of each row.
@@ -295,7 +292,7 @@ class Padded(WrappedMask):
 
 @dataclass(frozen=True, eq=False)
 class Document(Mask):
-    """Causal within documents: query t sees the keys s <= t that have its document number.
+    """Document mask: query t sees the keys s <= t with the same document number.
 
     Args:
         documents_BS: integer document numbers per position.
@@ -323,11 +320,11 @@ class Document(Mask):
 
 @dataclass(frozen=True)
 class Dense(Mask):
-    """An explicit mask, as in model libraries. A query may see no key, for example at a padding position.
+    """Explicit boolean mask; rows may be empty, for example at padding.
 
     Args:
         allowed_BHTS: bool, True = attend; batch and head may be 1. T queries at the last T key positions.
-        later: whether some query may see a later key.
+        later: True if some query may see a later key.
     """
 
     allowed_BHTS: Tensor
@@ -351,7 +348,6 @@ class Dense(Mask):
 
     @property
     def _offset(self) -> int:
-        """The position of the first query."""
         return self.allowed_BHTS.shape[3] - self.allowed_BHTS.shape[2]
 
     def of(self, row: int, heads: slice) -> Mask:
@@ -368,7 +364,7 @@ class Dense(Mask):
 
 @dataclass(frozen=True)
 class Both(Mask):
-    """The keys that two masks both allow."""
+    """Intersection of two masks."""
 
     one: Mask
     other: Mask
@@ -410,7 +406,7 @@ class Both(Mask):
 
 
 def both(one: Mask, other: Mask) -> Mask:
-    """The keys that two masks both allow."""
+    """Return the intersection of two masks."""
     return other if one.plain and other.causal else Both(one, other)
 
 

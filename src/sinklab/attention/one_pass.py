@@ -1,10 +1,9 @@
-"""Attention output and column sums from the same blocks of scores.
+"""Attention output and column sums in one pass over blocks of scores.
 
-PyTorch's fused kernels return the output without the scores, so computing the sums separately repeats q.k and exp.
-Here the scores of a block of queries, small enough for the cache, are normalised in place and used twice: multiplied
-by `v` they are the output, summed over queries they are the importance. benchmarks/measure.py compares the cost with
-that of the fused kernel alone. Rejected: one more exp with the kernel's own `lse`, and a matrix product with ones for
-the sums; neither was faster on the machine used.
+PyTorch's fused kernels do not return the attention weights, so computing the sums separately repeats q.k and exp. Here
+the scores of a block of queries, small enough for the CPU cache, are normalised in place and used for both output and
+column sums. benchmarks/measure.py compares the cost with the fused kernel alone. Rejected alternatives: another exp
+with the kernel's `lse`, and a matrix product with ones for the sums; neither was faster on the tested machine.
 
 B batch, H query heads, G key heads, T queries, S keys, D key width, V value width; no gradients.
 """
@@ -21,8 +20,8 @@ from sinklab.attention.masks import Mask
 from sinklab.attention.operations.call import Call
 from sinklab.attention.scores import Score
 
-BLOCK_SCORES = 2**21  # scores of a block: 8 MB in float32
-MOST_SCORES = 2**24  # with more threads than heads in a block, or many queries of a key head: 64 MB
+BLOCK_SCORES = 2**21  # scores per block: 8 MB in float32
+MOST_SCORES = 2**24  # maximum, with many threads or many query heads per key head: 64 MB
 BLOCK_QUERIES = 128
 
 
@@ -36,13 +35,13 @@ def attend_and_sum(
     """Compute the attention output and the column sums of the scores in one pass.
 
     Returns:
-        The output (B, H, T, V); per key the sum of its scores over the counted queries t >= k; and the same sums over
-        the queries before each of `ends` (B, H, E, S), which are the sums of a sequence cut there.
+        The output (B, H, T, V); column sums over the counted queries t >= k; and these sums over the queries before
+        each of `ends` (B, H, E, S), which are the sums of the truncated sequence.
 
     Args:
-        call: softmax call without a bias key; a sink logit has no value.
-        counted_BT: bool, which queries count (padding does not); None counts all.
-        ends: increasing numbers of queries, at most T.
+        call: softmax call without a bias key; a sink logit is supported.
+        counted_BT: bool, queries to include (excluding padding); None includes all.
+        ends: increasing lengths to which the sequence is truncated, at most T.
 
     Raises:
         ValueError: if the shapes do not match.
@@ -57,8 +56,8 @@ def attend_and_sum(
     bias_BH = None if call.logit_H is None else q_BHTD.new_zeros(B, H, dtype=dtype)
     earlier_BHS = None if mask.causal else q_BHTD.new_zeros(B, H, S, dtype=dtype)
     uniform = mask.plain and score is None and bias_BH is None and counted_BT is None
-    rows = 1 if uniform else B  # equal sequences are one sequence with B times the heads
-    turned_BGDS = k_BGSD.mT.contiguous()  # once, and not in every product
+    rows = 1 if uniform else B  # sequences with equal masks are computed as one sequence with B times the heads
+    turned_BGDS = k_BGSD.mT.contiguous()  # transposed once instead of in every product
     q, k, v = (x.to(dtype).reshape(rows, -1, *x.shape[2:]) for x in (q_BHTD * scale, turned_BGDS, v_BGSV))
     walk = _Walk(mask, score, call.logit_H, q.shape[1] // k.shape[1], S, (*ends, T), q.new_empty(0))
     out, sums = out_BHTV.view(rows, -1, T, V), segments_BHES.view(rows, -1, len(ends) + 1, S)
@@ -71,7 +70,7 @@ def attend_and_sum(
 
 @dataclass
 class _Walk:
-    """Computes the blocks of one sequence at a time, in one shared buffer."""
+    """Computes the blocks of one sequence at a time in a shared buffer."""
 
     mask: Mask
     score: Score | None
@@ -120,13 +119,11 @@ class _Walk:
 
     @staticmethod
     def _groups(scores: int) -> int:
-        """Number of key heads of a block: at least one per thread, which is faster than splitting a product between
-        threads, as long as the buffer stays small.
-        """
+        """Return the number of key heads per block: at least one per thread, as long as the buffer stays small."""
         return max(1, min(max(torch.get_num_threads(), BLOCK_SCORES // scores), MOST_SCORES // scores))
 
     def _rows(self, T: int, queries: int) -> Iterator[tuple[int, int, int]]:
-        """Blocks of queries that cross no end: start, stop, and the number of earlier ends."""
+        """Yield blocks of queries that do not cross an end: start, stop, and the number of earlier ends."""
         begin = 0
         for segment, end in enumerate(self.ends):
             for start in range(begin, min(end, T), queries):
@@ -134,7 +131,6 @@ class _Walk:
             begin = end
 
     def _products(self, q_HQD: Tensor, k_GDS: Tensor) -> Tensor:
-        """Compute q.k of some heads in the shared buffer: (heads, queries, keys)."""
         (H, Q, D), (G, _, S) = q_HQD.shape, k_GDS.shape
         if self.buffer.numel() < H * Q * S:
             self.buffer = q_HQD.new_empty(H * Q * self.keys)
@@ -145,7 +141,7 @@ class _Walk:
     def _normalise(
         self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The softmax, in place if possible, and the share of the keys (not of a sink logit): (heads, queries, 1)."""
+        """Compute the softmax, in place if possible, and the total attention to keys (1 without a sink logit)."""
         if self.score is not None:
             device = z_HQS.device
             z_HQS = self.score(
@@ -168,7 +164,7 @@ class _Walk:
         return z_HQS, share
 
     def _hide(self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int) -> Tensor | None:
-        """Set hidden keys to -inf, and return which rows see no key if the mask can have such rows."""
+        """Set masked keys to -inf; return a mask of empty rows, or None if the mask has none."""
         mask = self.mask.of(b, heads)
         bl.mask_block_(z_HQS[None], block, offset, self.keys, mask)
         if not mask.may_be_empty:

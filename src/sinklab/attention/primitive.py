@@ -1,10 +1,9 @@
-"""The one attention primitive: attend(q, k, v, score, mask) -> (out, lse), with its backends.
+"""The attention primitive attend(q, k, v, score, mask) -> (out, lse), and its backends.
 
-Every softmax-like operation is algebra on the normalised average `out` and the log-normaliser `lse` (operations/).
+Every softmax-like operation is computed from the normalised output `out` and the log-normaliser `lse` (operations/).
 
-Backends: `eager`, at the end of this file, is the specification; `sdpa` is PyTorch's fused kernel, for plain softmax;
-`chunked` computes blocks of queries on any device; `flex` is FlexAttention on CUDA. `auto` chooses per call by the
-requirements of the call, never by the name of the operation.
+Backends: `eager` (explicit matrices, the reference implementation); `sdpa`, PyTorch's fused kernel, for plain softmax;
+`chunked`, blocks of queries on any device; `flex`, FlexAttention on CUDA. `auto` selects a backend for each call.
 """
 
 import math
@@ -41,15 +40,15 @@ def attend(
         q_BHTD: queries, the last T of S positions.
         k_BGSD: keys; H must be a multiple of G (grouped-query attention). Keys are not repeated in memory.
         v_BGSV: values; V may differ from D.
-        score: applied to a scaled score before the exponential; None is the identity.
-        mask: which keys each query sees.
-        scale: default 1 / sqrt(D).
+        score: score function applied to q.k * scale before the exponential; None is the identity.
+        mask: mask of visible keys.
+        scale: factor of q.k, by default 1 / sqrt(D).
         backend: backend to use; `auto` is `flex` on a GPU if it supports the call, else `chunked`, which supports every
             call (see also `attend_output`).
 
     Returns:
-        out_BHTV in the dtype of the values; lse_BHT in nats, float32 (float64 for float64). A query that sees
-        nothing has out 0 and lse -inf.
+        out_BHTV in the dtype of the values; lse_BHT in nats, float32 (float64 for float64). A query without visible
+        keys has out 0 and lse -inf.
 
     Raises:
         ValueError: if the shapes do not match or the backend does not support the call.
@@ -76,10 +75,10 @@ def attend_output(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`attend` without the log-normaliser, so that `auto` may use the fused kernel.
+    """Compute only the output of `attend`, so that `auto` may use the fused kernel.
 
-    `auto` uses it where it is exact and faster: plain causal softmax with T = S, except for short sequences in bfloat16
-    on a CPU.
+    `auto` uses it for plain causal softmax with T = S, except for short sequences in bfloat16 on a CPU, where it is
+    slower.
     """
     plain = score is None and mask.plain and q_BHTD.shape[2] == k_BGSD.shape[2]
     large = q_BHTD.is_cuda or q_BHTD.dtype != torch.bfloat16 or q_BHTD.shape[2] > FUSED_FROM
@@ -89,7 +88,7 @@ def attend_output(
     return attend(q_BHTD, k_BGSD, v_BGSV, score=score, mask=mask, scale=scale, backend=backend)[0]
 
 
-FUSED_FROM = 128  # up to here the fused CPU kernel is slower in bfloat16 than blocks (benchmarks/attention.py)
+FUSED_FROM = 128  # below, the fused CPU kernel is slower in bfloat16 than chunked (benchmarks/attention.py)
 
 
 def log_normaliser(
@@ -130,7 +129,7 @@ def _fused(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, 
 
 
 def eager_logits(q_BHTD: Tensor, k_BGSD: Tensor, score: Score | None, mask: Mask, scale: float) -> Tensor:
-    """Compute every logit score(q.k * scale), -inf for hidden keys: (B, H, T, S)."""
+    """Compute all logits score(q.k * scale), -inf at masked keys: (B, H, T, S)."""
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
     k_BHSD = k_BGSD.repeat_interleave(q_BHTD.shape[1] // k_BGSD.shape[1], dim=1)
     z_BHTS = (q_BHTD @ k_BHSD.transpose(-1, -2)).to(accumulate_dtype(q_BHTD.dtype)) * scale
@@ -142,7 +141,7 @@ def eager_logits(q_BHTD: Tensor, k_BGSD: Tensor, score: Score | None, mask: Mask
 def eager_attend(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out = sum_s exp(logit_ts) v_s / Z_t and lse = log Z_t, Z_t = sum_s exp(logit_ts); an empty row gives 0, -inf."""
+    """Compute out = sum_s exp(logit_ts) v_s / Z_t and lse = log Z_t, Z_t = sum_s exp(logit_ts); empty rows: 0, -inf."""
     logits_BHTS = eager_logits(q_BHTD, k_BGSD, score, mask, scale)
     v_BHSV = v_BGSV.repeat_interleave(q_BHTD.shape[1] // v_BGSV.shape[1], dim=1)
     peak = logits_BHTS.detach().amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Blocks of queries: a T x S score matrix in pieces, without building it.
+"""Blocks of queries, to compute a T x S score matrix without storing it.
 
 B batch, H query heads, G key heads (H a multiple of G), R = H / G, T queries, S keys, D key width, V value width.
 """
@@ -21,7 +21,7 @@ CHUNK = 64  # positions of linear attention whose scores are explicit
 
 @dataclass(frozen=True)
 class Block:
-    """Queries [start, stop) against keys [low, high)."""
+    """Block of queries [start, stop) and keys [low, high)."""
 
     start: int
     stop: int
@@ -30,7 +30,7 @@ class Block:
 
 
 def default_scale(q_BHTD: Tensor) -> float:
-    """1 / sqrt(D)."""
+    """Return 1 / sqrt(D)."""
     return 1.0 / math.sqrt(q_BHTD.shape[-1])
 
 
@@ -45,10 +45,10 @@ def check_shapes(q_BHTD: Tensor, k_BGSD: Tensor) -> None:
 
 
 def blocks(q_BHTD: Tensor, k_BGSD: Tensor, mask: Mask, size: int | None = None) -> Iterator[Block]:
-    """Generate the blocks of queries in order, each with the keys that any of its queries may see.
+    """Yield the blocks of queries in order, each with the keys that any of its queries may see.
 
     Args:
-        size: queries per block; by default limited by a memory size that suits the device.
+        size: queries per block; by default chosen by memory size for the device.
     """
     (B, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
     elements = BLOCK_ELEMENTS_CUDA if q_BHTD.is_cuda else BLOCK_ELEMENTS
@@ -59,7 +59,7 @@ def blocks(q_BHTD: Tensor, k_BGSD: Tensor, mask: Mask, size: int | None = None) 
 
 
 def grouped_product(a_BHTD: Tensor, b_BGDS: Tensor) -> Tensor:
-    """(B, H, T, D) x (B, G, D, S) -> (B, H, T, S) each of the G matrices shared by H / G heads without copies."""
+    """Compute (B, H, T, D) x (B, G, D, S) -> (B, H, T, S), sharing each of G matrices between H / G heads."""
     B, H, T, D = a_BHTD.shape
     G, S = b_BGDS.shape[1], b_BGDS.shape[3]
     if H == G:
@@ -77,7 +77,7 @@ def grouped_transpose_product(a_BHTS: Tensor, b_BHTD: Tensor, groups: int) -> Te
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores: float64 for float64, else float32."""
+    """Return the accumulation dtype: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -89,7 +89,7 @@ def raw_scores(q_BHTD: Tensor, k_BGSD: Tensor, block: Block, scale: float) -> Te
 
 
 def indices(z_BHTS: Tensor, block: Block, offset: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Batch, head, query-position and key-position indices that broadcast over a block's scores."""
+    """Return batch, head, query and key position indices that broadcast over a block's scores."""
     B, H, _, _ = z_BHTS.shape
     device = z_BHTS.device
     return (
@@ -101,12 +101,12 @@ def indices(z_BHTS: Tensor, block: Block, offset: int) -> tuple[Tensor, Tensor, 
 
 
 def score_block(z_BHTS: Tensor, block: Block, offset: int, score: Score | None) -> Tensor:
-    """The block's logits before masking."""
+    """Compute the block's logits before masking."""
     return z_BHTS if score is None else score(z_BHTS, *indices(z_BHTS, block, offset))
 
 
 def floored_exp_(exponents: Tensor) -> Tensor:
-    """Exponentials, in place, clamped to the smallest normal number: subnormals take a CPU ten times as long.
+    """Compute exponentials in place, clamped to the smallest normal number, because subnormals are 10x slower on CPUs.
 
     No result is exactly zero, so masked entries must be masked again.
     """
@@ -116,7 +116,7 @@ def floored_exp_(exponents: Tensor) -> Tensor:
 def mask_block_(
     logits_BHTS: Tensor, block: Block, offset: int, keys: int, mask: Mask, value: float = -math.inf
 ) -> Tensor:
-    """Set hidden entries to `value`, in place; keys that the whole block sees are unchanged."""
+    """Set masked entries of a block to `value`, in place."""
     first, end = block.start + offset, block.stop + offset
     low, high = mask.full_range(first, end, keys)
     low, high = max(low, block.low), min(high, block.high)

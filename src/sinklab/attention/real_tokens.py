@@ -1,4 +1,4 @@
-"""Real tokens among padding: position 1 is the first real token of each sequence; padding is never counted."""
+"""Real tokens of padded batches: position 1 is the first real token of each sequence; padding is excluded."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class RealTokens:
     Attributes:
         mask_BT: bool, True at real tokens; they are contiguous in every row.
         count_B: number of real tokens of each row.
-        index_BR: source column of each of the R = max(count_B) aligned positions.
+        index_BR: batch column of each of the R = max(count_B) aligned positions.
         valid_BR: bool, False past the end of a row.
         padded: whether any position is padding.
     """
@@ -27,13 +27,13 @@ class RealTokens:
     padded: bool
 
     def to(self, device: torch.device) -> "RealTokens":
-        """A copy on another device, without synchronisation."""
+        """Copy to another device without synchronisation."""
         if self.mask_BT.device == device:
             return self
         return _aligned(self.mask_BT.to(device, non_blocking=True), self.index_BR.shape[1], self.padded)
 
     def from_position(self, position: int) -> Tensor:
-        """The real tokens from this position on, 1-based: bool (B, T)."""
+        """Return a mask (B, T) of the real tokens from this position (1-based) on."""
         return self.mask_BT & (self.mask_BT.cumsum(1) >= position)
 
     def align(self, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class RealTokens:
 
 
 def real_tokens(mask_BT: Tensor) -> RealTokens:
-    """Read a padding mask (non-zero = real token), padded on the left, the right or both.
+    """Build `RealTokens` from a padding mask (non-zero = real token) with padding on the left, the right or both.
 
     Raises:
         InputError: if the shape is not (sequences, positions), or a row has no real tokens or padding between them.
@@ -58,7 +58,7 @@ def real_tokens(mask_BT: Tensor) -> RealTokens:
     count_B, first_B = mask_BT.sum(1), mask_BT.int().argmax(1)
     if not bool(count_B.all()):
         row = int((count_B == 0).nonzero()[0])
-        raise InputError(f"sequence {row} of the batch is all padding: leave it out or check the attention mask")
+        raise InputError(f"sequence {row} of the batch is all padding: remove it or check the attention mask")
     columns_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
     block_BT = (columns_T >= first_B[:, None]) & (columns_T < (first_B + count_B)[:, None])
     if not torch.equal(block_BT, mask_BT):

@@ -1,12 +1,11 @@
-"""Attention by the papers' formulas: explicit matrices, one line per symbol, for the `reference` of every operation.
+"""Attention by the papers' formulas on explicit matrices, for the `reference` of every operation.
 
-This code is slow, is not used in training and shares no code with training: scores, softcap, mask and biases are
-computed independently. The only exceptions are two closed-form definitions: whether query t may see key s
-(`Mask.allowed`) and the effect of a positional embedding on one score (`Score`). All other code is tested against it.
+This slow code is used only in tests, as the reference for all other code. It computes scores, softcap, mask and biases
+independently; shared with the other code are only `Mask.allowed` and the `Score` of a positional embedding.
 
-S = T + 1 if a bias adds a key or a logit, which is column 0: it has no position, is seen by every query and enters a
-row like any other key. Column 0 is also the rest of the row for operations that leave one. Otherwise S = T. A learned
-leading token is an ordinary position here.
+If a bias adds a key or a logit, S = T + 1 and column 0 is this key: it has no position and is visible to every query.
+For operations with remaining attention (stick-breaking), column 0 is the rest. Otherwise S = T. A learned leading token
+is an ordinary position here.
 """
 
 import math
@@ -27,16 +26,17 @@ class Explicit:
 
     Attributes:
         q_BHTD, k_BHTD, v_BHTV: queries, keys and values of the sequence.
-        allowed_BHTT: bool, which query sees which key of the sequence.
+        allowed_BHTT: boolean mask, True where a query sees a key.
         key_HD, value_HV: key and value of a bias; the value is zero if the bias has none.
-        logit_H: sink logit, used in place of q.k_s.
+        logit_H: sink logit, used instead of q.k_s.
         added_H: number added to the logit of a bias key; zero if there is none.
         offset_HV: vector added to the output by a V bias; zero if there is none.
         softcap: softcap of the scores, in nats.
-        position: the positional embedding's effect on a score.
+        position: relative position bias as a score function.
         fading_BHTT: term added to a score by forget gates; None without forget gates.
-        has_rest: whether column 0 is the rest of the row, which has value zero here.
-        learned: the operation's own parameters.
+        has_rest: whether column 0 is the remaining attention, with value zero.
+        learned: learned parameters of the operation.
+        weight_BHT: logit of each query's weight; None for operations without weights.
     """
 
     q_BHTD: Tensor
@@ -53,19 +53,23 @@ class Explicit:
     fading_BHTT: Tensor | None
     has_rest: bool
     learned: nn.Module | None
+    weight_BHT: Tensor | None
 
     @property
     def has_bias(self) -> bool:
-        """Whether column 0 is a bias or the rest of the row."""
+        """True if column 0 is a bias or the remaining attention."""
         return self.key_HD is not None or self.logit_H is not None or self.has_rest
 
-    def logits(self, part: slice = slice(None)) -> Tensor:
-        """q_t.k_s / sqrt(d), softcapped, with position and fading; -inf for hidden keys: (B, H, T, S).
+    def logits(self, part: slice = slice(None), of_key: slice | None = None) -> Tensor:
+        """Compute q_t.k_s / sqrt(d) with softcap, position bias and forget gates; -inf at masked keys: (B, H, T, S).
 
         Args:
-            part: slice of the width of every head, for operations that split heads; d is then the width of the slice.
+            part: slice of the width of every head's queries, for operations that split heads; d is then the width of
+                the slice.
+            of_key: slice of the width of its keys; None is `part`.
         """
-        q, k = self.q_BHTD[..., part], self.k_BHTD[..., part]
+        of_key = part if of_key is None else of_key
+        q, k = self.q_BHTD[..., part], self.k_BHTD[..., of_key]
         z_BHTT = self._capped(q @ k.mT / math.sqrt(q.shape[-1]))
         if self.position is not None:
             (B, H, T, _), device = z_BHTT.shape, z_BHTT.device
@@ -77,26 +81,26 @@ class Explicit:
         if self.logit_H is not None:
             extra_BHT1 = self.logit_H[:, None, None].expand(len(q), -1, q.shape[2], 1)
         elif self.key_HD is not None:
-            extra_BHT1 = self._capped(q @ self.key_HD[:, part, None] / math.sqrt(q.shape[-1]))
+            extra_BHT1 = self._capped(q @ self.key_HD[:, of_key, None] / math.sqrt(q.shape[-1]))
             extra_BHT1 = extra_BHT1 + self.added_H[:, None, None]
         else:
             return z_BHTT
         return torch.cat([extra_BHT1, z_BHTT], dim=-1)
 
     def products(self, phi: Callable[[Tensor], Tensor]) -> Tensor:
-        """phi(q_t).phi(k_s) / sqrt(d), 0 for hidden keys: (B, H, T, S)."""
+        """Compute phi(q_t).phi(k_s) / sqrt(d), 0 at masked keys: (B, H, T, S)."""
         k_BHSD = self.k_BHTD
         if self.key_HD is not None:
             k_BHSD = torch.cat([self.key_HD[None, :, None].expand(len(k_BHSD), -1, -1, -1), k_BHSD], dim=2)
         return phi(self.q_BHTD) @ phi(k_BHSD).mT / math.sqrt(self.q_BHTD.shape[-1]) * self.seen()
 
     def seen(self) -> Tensor:
-        """Which query sees which column: (B, H, T, S)."""
+        """Return the boolean mask including column 0: (B, H, T, S)."""
         first = torch.ones_like(self.allowed_BHTT[..., :1])
         return torch.cat([first, self.allowed_BHTT], dim=-1) if self.has_bias else self.allowed_BHTT
 
     def values(self) -> Tensor:
-        """v_s of every column: (B, H, S, V)."""
+        """Return the value v_s of every column: (B, H, S, V)."""
         if not self.has_bias:
             return self.v_BHTV
         value_HV = torch.zeros_like(self.value_HV) if self.has_rest else self.value_HV
@@ -117,9 +121,10 @@ def explicit(
     log_kept_BTH: Tensor | None,
     has_rest: bool,
     learned: nn.Module | None,
+    weight_BTH: Tensor | None,
 ) -> Explicit:
     """Build the explicit tensors; key heads and learned biases are repeated for their H / G query heads."""
-    B, H, T, D = q_BHTD.shape
+    (B, H, T, _), D = q_BHTD.shape, k_BGTD.shape[3]
     b, h, t, s = torch.meshgrid(*(torch.arange(n, device=q_BHTD.device) for n in (B, H, T, T)), indexing="ij")
     key_HD, value_HV = None, torch.zeros_like(v_BGTV[0, :1, 0]).expand(H, -1)
     if bias.key is not None:
@@ -147,11 +152,11 @@ def explicit(
         fading_BHTT=None if log_kept_BTH is None else _fading(log_kept_BTH),
         has_rest=has_rest,
         learned=learned,
+        weight_BHT=None if weight_BTH is None else weight_BTH.transpose(1, 2),
     )
 
 
 def _fading(log_kept_BTH: Tensor) -> Tensor:
-    """The sum of log f_l over s < l <= t, 0 if the range is empty: (B, H, T, T)."""
     log_gates_BTH = log_kept_BTH.diff(dim=1, prepend=torch.zeros_like(log_kept_BTH[:, :1]))
     t = torch.arange(log_kept_BTH.shape[1], device=log_kept_BTH.device)
     after_TTT = (t[None, :, None] < t) & (t <= t[:, None, None])  # [t, s, l]
@@ -163,7 +168,7 @@ def _of_every_head(learned: Tensor, heads: int) -> Tensor:
 
 
 def over_norm(similarity_BHTS: Tensor, p: float) -> Tensor:
-    """sim_ts / (sum_s sim_ts ** p) ** (1 / p), or 0 in a row whose similarities are all 0."""
-    positive = similarity_BHTS > 0  # of zero, a power has no gradient
+    """Compute sim_ts / (sum_s sim_ts ** p) ** (1 / p), or 0 in a row whose similarities are all 0."""
+    positive = similarity_BHTS > 0  # powers of zero have no gradient
     total = (torch.where(positive, similarity_BHTS, 1) ** p * positive).sum(-1, keepdim=True)
     return similarity_BHTS / torch.where(total > 0, total, 1) ** (1 / p)

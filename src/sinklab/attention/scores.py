@@ -1,16 +1,15 @@
-"""Score functions: applied to a raw score z = q.k * scale before the exponential, in FlexAttention's signature.
+"""Score functions, applied to a raw score z = q.k * scale before the exponential, in FlexAttention's signature.
 
 A score function maps (z, batch, head, query position, key position, *tensors) to a logit. Every backend uses the
-same closure: indices arrive as broadcastable tensors (blocks) or scalars (FlexAttention). Tensors that need a
-gradient, or that live on a device, are passed explicitly so that the chunked backend can differentiate them.
+same function: indices are broadcastable tensors (blocks) or scalars (FlexAttention). Tensors are passed explicitly so
+that the chunked backend can differentiate them.
 
-An operation with a non-negative similarity sim(z) is the score z -> log sim(z): the exponential gives sim back,
-`lse` becomes the log of the row sum, and every operation is algebra on (out, lse). Such a score also stores sim(z),
-so that the blocks need no logarithm (slow on a CPU, slowest at zero) while numbers are in range.
+An operation with a non-negative similarity sim(z) uses the score z -> log sim(z), so that `lse` is the log of the row
+sum of sim. Such a score also stores sim(z), which avoids the logarithm (slow on a CPU, slowest at zero) while numbers
+are in range.
 
-FlexAttention accumulates the gradient of a tensor read by a score function atomically, score by score, and supports one
-read per tensor. A score may therefore have a second form for FlexAttention (`Apart`), without the terms common to a
-row. The other backends use the first form, in which a row's gradient is a sum.
+FlexAttention accumulates the gradient of a captured tensor atomically, score by score, and supports one read per
+tensor. A score may therefore have a second form for FlexAttention (`Apart`), without the terms common to a row.
 """
 
 from collections.abc import Callable
@@ -28,10 +27,10 @@ class Score:
     Attributes:
         function: (z, b, h, q, k, *tensors) -> logit, elementwise and broadcasting.
         tensors: further arguments of `function`; may require gradients.
-        similarity: exp of `function`, computed directly; None if that is less exact even without overflow.
-        vanishes: whether a similarity of zero is exact rather than an underflow.
-        deep: whether most logits of a row may be so far below its largest that their shares underflow.
-        apart: the same logits in the form for FlexAttention; None if that is `function`.
+        similarity: function that computes exp of the logit directly; None if that is less accurate.
+        vanishes: True if similarities can be exactly zero, not only by underflow.
+        deep: True if most logits of a row may be so far below the maximum that their attention weights underflow.
+        apart: form of this score for FlexAttention; None if it is `function`.
     """
 
     function: Callable[..., Tensor]
@@ -45,7 +44,7 @@ class Score:
         return self.function(z, b, h, q, k, *self.tensors)
 
     def then(self, after: "Score | None") -> "Score":
-        """This score function followed by `after`."""
+        """Return the composition: this score function followed by `after`."""
         if after is None:
             return self
         mine, first = len(self.tensors), self.function
@@ -72,9 +71,9 @@ class Apart:
     """A score function without the terms common to a row: logit = score(factor z) + term.
 
     Attributes:
-        score: remaining function; None is the identity. It reads each tensor that needs a gradient at most once.
+        score: remaining score function, which reads each tensor with gradients at most once; None is the identity.
         factor_BHT: factor of the row's raw scores, applied to the query; None is 1.
-        term_BHS: term added to the log-normaliser, per position, queries at the last positions; None is 0.
+        term_BHS: term of each position, added to the log-normaliser of its query; None is 0.
     """
 
     score: Score | None
@@ -82,21 +81,21 @@ class Apart:
     term_BHS: Tensor | None = None
 
     def query(self, q_BHTD: Tensor) -> Tensor:
-        """The queries times their factors, in the dtype of the queries."""
+        """Return the queries times their factors, in the dtype of the queries."""
         return q_BHTD if self.factor_BHT is None else (q_BHTD * self.factor_BHT[..., None]).to(q_BHTD.dtype)
 
     def normaliser(self, lse_BHT: Tensor) -> Tensor:
-        """The log-normaliser of the logits, from the log-normaliser of `score`."""
+        """Compute the log-normaliser of the logits from that of `score`."""
         return lse_BHT if self.term_BHS is None else lse_BHT + self.term_BHS[..., -lse_BHT.shape[-1] :]
 
 
 def apart(score: Score | None) -> Apart:
-    """The form of a score for FlexAttention, which accumulates gradients score by score."""
+    """Return the form of a score for FlexAttention."""
     return Apart(score) if score is None or score.apart is None else score.apart
 
 
 def _both_apart(first: Score, after: Score) -> Apart | None:
-    """`Apart` of two scores in turn: only the first may have a factor, only the last a term."""
+    """Compose the `Apart` forms of two scores: only the first may have a factor, only the last a term."""
     before = apart(first) if apart(first).term_BHS is None else Apart(first)
     behind = apart(after) if apart(after).factor_BHT is None else Apart(after)
     if before.score is first and behind.score is after:
@@ -105,7 +104,7 @@ def _both_apart(first: Score, after: Score) -> Apart | None:
 
 
 def broadcast_index(index: Tensor, length: int) -> Tensor:
-    """The index along an axis of `length` entries; 0 if the axis has one entry."""
+    """Return the index along an axis of `length` entries; 0 if the axis has size 1."""
     return torch.zeros_like(index) if length == 1 else index
 
 
@@ -118,16 +117,16 @@ def compose(*scores: Score | None) -> Score | None:
 
 
 def softcap(limit: float) -> Score:
-    """limit * tanh(z / limit), in nats (Gemma 2)."""
+    """Softcap limit * tanh(z / limit), in nats (Gemma 2)."""
     return Score(lambda z, b, h, q, k: limit * torch.tanh(z / limit))
 
 
 def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
-    """z + sum over s < l <= t of log f_l, the forget gates after key s up to query t (2503.02130).
+    """Forget gates: z + sum over s < l <= t of log f_l (2503.02130).
 
     Args:
-        log_kept_BSH: running sums of log f up to and including every position.
-        causal: False where a query may see later keys, which do not fade.
+        log_kept_BSH: cumulative sums of log f up to and including every position.
+        causal: False if queries may see later keys, to which no forget gates apply.
     """
 
     def between(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_kept_BSH: Tensor) -> Tensor:
@@ -150,12 +149,12 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
 
 
 def times(factor: float) -> Score:
-    """factor * z: the logarithm of sim ** factor."""
+    """Score factor * z, the logarithm of sim ** factor."""
     return Score(lambda z, b, h, q, k: factor * z)
 
 
 def log_sigmoid() -> Score:
-    """log sigmoid(z), so that sim(z) = sigmoid(z)."""
+    """Score log sigmoid(z), for sim(z) = sigmoid(z)."""
     return Score(
         lambda z, b, h, q, k: F.logsigmoid(z),
         similarity=lambda z, b, h, q, k: torch.sigmoid(z),
@@ -163,7 +162,7 @@ def log_sigmoid() -> Score:
 
 
 def log_elu_plus_one() -> Score:
-    """log(elu(z) + 1) = min(z, 0) + log(1 + max(z, 0)), so that sim(z) = elu(z) + 1 = exp(min(z, 0)) + max(z, 0)."""
+    """Score log(elu(z) + 1) = min(z, 0) + log(1 + max(z, 0)), for sim(z) = elu(z) + 1 = exp(min(z, 0)) + max(z, 0)."""
 
     def function(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         positive = torch.relu(z)
@@ -177,17 +176,17 @@ def log_elu_plus_one() -> Score:
 
 
 def log_relu(sign: int = 1) -> Score:
-    """log relu(sign * z)."""
+    """Score log relu(sign * z)."""
     return log_of(lambda z, b, h, q, k: z if sign > 0 else -z)
 
 
 def log_magnitude() -> Score:
-    """log |z|, so that exp is the magnitude of a similarity that may be negative."""
+    """Score log |z|, the log magnitude of a similarity that may be negative."""
     return log_of(lambda z, b, h, q, k: z.abs())
 
 
 def log_of(x: Callable[..., Tensor], tensors: tuple[Tensor, ...] = ()) -> Score:
-    """log relu(x(z, ..)): -inf with gradient zero where x is not positive, because relu masks the gradient of log."""
+    """Score log relu(x(z, ..)); where x is not positive, it is -inf with zero gradient."""
     return Score(
         lambda *arguments: torch.relu(x(*arguments)).log(),
         tensors,

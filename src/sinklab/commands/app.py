@@ -12,7 +12,7 @@ from sinklab.commands import data, reproduce
 from sinklab.commands.assess import assess
 from sinklab.commands.ending import PLAIN, end, stderr
 from sinklab.commands.evaluate import evaluate
-from sinklab.commands.from_model import PanelCommand, with_options
+from sinklab.commands.from_model import PanelCommand, PlainGroup, with_options
 from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.sft import sft
@@ -21,11 +21,12 @@ from sinklab.settings import ADVANCED, INPUT, OUTPUT, TRAINING
 from sinklab.signals import keeping_what_is_finished
 
 app = typer.Typer(
+    cls=PlainGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-data_app = typer.Typer(help="Text and tokens.", no_args_is_help=True)
+data_app = typer.Typer(cls=PlainGroup, help="Prepare text for training.", no_args_is_help=True)
 
 
 def main() -> None:
@@ -52,7 +53,12 @@ def everywhere(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """A laboratory for attention sinks in language models: train, measure, report."""
+    """A laboratory for attention sinks in language models: train, measure, report.
+
+    Example: sinklab measure MODEL --text stories.txt --out measured
+
+    Example: sinklab lab
+    """
 
 
 @with_options

@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.models import OptionInfo
 
 from sinklab.errors import InputError
@@ -28,8 +28,35 @@ METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "
 """Of options without one of their own; those of choices are the choices."""
 
 
+def _no_type(ctx: Any) -> None:
+    """Type of an argument in the help: its name says what it is."""
+
+
+class PlainGroup(TyperGroup):
+    """A command group whose help shows no types of its flags."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The options; they are all flags."""
+        parameters = super().get_params(ctx)
+        for one in parameters:
+            one.metavar = ""
+        return parameters
+
+
 class PanelCommand(TyperCommand):
-    """A command that lists --help in the last panel instead of a separate one."""
+    """A command that lists --help in the last panel instead of a separate one, and arguments by capitalized names."""
+
+    def __init__(self, *arguments: Any, **values: Any) -> None:
+        super().__init__(*arguments, **values)
+        for one in self.params:
+            if isinstance(one, TyperArgument):
+                one.metavar = one.metavar or one.name.upper()
+                one.display_type_rich = _no_type  # type: ignore[method-assign]
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The usage line after the name of the command."""
+        arguments = [one for one in self.get_params(ctx) if isinstance(one, TyperArgument)]
+        return ["[OPTIONS]", *(str(one.metavar) if one.required else f"[{one.metavar}]" for one in arguments)]
 
     def get_help_option(self, ctx: Any) -> Any:
         """The help option, assigned to the last panel."""

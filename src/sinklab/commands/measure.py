@@ -153,7 +153,10 @@ def compare(
 def parity(
     *,
     model: Annotated[str, typer.Argument(help="Hugging Face id, model directory or .gguf file.")],
-    text: Text = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(rich_help_panel=INPUT, help=".txt or .jsonl (text or messages); default: random tokens."),
+    ] = None,
     backend: Annotated[
         list[str] | None,
         option(
@@ -170,7 +173,7 @@ def parity(
 
     Example: sinklab parity MODEL --backend sdpa --backend eager
 
-    Reads --text, or random tokens. Exit status 1 if a backend differs from eager attention or drops the sink logits.
+    Exit status 1 if a backend differs from eager attention or drops the sink logits.
     """
     from sinklab.commands.measurements import Invocation, parity_command
 

@@ -84,7 +84,9 @@ class ReproduceSettings(CommandSettings, frozen=True):
         description="Text to train on, or to measure a --model on: .txt or .jsonl file, or folder.",
     )
     data: Path | None = Field(
-        default=None, description="HellaSwag file, for experiments on existing models that use the task."
+        default=None,
+        description="HellaSwag file, for experiments on existing models that use the task; .jsonl file of "
+        "conversations, for those that tune (figure_30).",
     )
     trust_remote_code: Annotated[bool, Flag(panel=ADVANCED)] = Field(
         default=False, description="Run code from the model's repository."

@@ -54,7 +54,7 @@ def experiments(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[EXPERIMENT...]", help="Ids or .yaml files to show in full; default: list all experiments."
+            metavar="EXPERIMENT...", help="Ids or .yaml files to show in full; default: list all experiments."
         ),
     ] = None,
     coverage: Annotated[bool, option(OUTPUT, "List the parts of the paper and the claims that encode them.")] = False,
@@ -93,7 +93,8 @@ def reproduce(
         list[str],
         typer.Argument(
             metavar="EXPERIMENT...",
-            help="Ids (see sinklab experiments), your own .yaml files, or all: every experiment at the scale.",
+            help="Ids (see sinklab experiments), your own .yaml files, or all: every experiment at the scale, with "
+            "--data also those that tune.",
         ),
     ],
     settings: ReproduceSettings,
@@ -108,11 +109,13 @@ def reproduce(
 
     Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
 
+    figure_30 trains its models and tunes them on conversations: --data CHATS.jsonl.
+
     Prints our numbers next to the paper's and the verdict of each claim, and writes summary.json and report.html. Runs
     already trained below the directory are not trained again. Several calls, also on different machines that share the
     directory, divide the runs among them. Ctrl-C stops; the same call resumes.
     """
-    found = _experiments(names, settings)
+    found = named_experiments(names, settings)
     if found[0].requests:
         from sinklab.commands.reproducing import measure_experiments, preview_measured
 
@@ -122,15 +125,13 @@ def reproduce(
         with keeping_what_is_finished():
             measure_experiments(found, settings, as_json, stderr())
         return
-    if settings.data is not None:
-        raise InputError(
-            f"--data {settings.data} is for experiments on existing models, and {names[0]} trains its own: leave it out"
-        )
-    from sinklab.commands.reproducing import look_ahead
+    from sinklab.commands.reproducing import check_chats, look_ahead
     from sinklab.commands.terminal.plans import hours_line, print_preview
     from sinklab.commands.terminal.progress import JobProgress
     from sinklab.experiments.sweep.plan import Question, scale_of
 
+    if settings.data is not None or not settings.dry_run:
+        check_chats(found, settings.data)
     questions = [Question(one, scale_of(one, settings.scale), settings.seeds or one.seeds) for one in found]
     if settings.dry_run:
         with JobProgress(stderr(), phase="timing some updates"):
@@ -145,8 +146,10 @@ def reproduce(
         _train(questions, settings, as_json)
 
 
-def _experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
+def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
     """Load the named experiments without duplicates: either all trained or all on existing models.
+
+    `all` includes those that tune their runs only with conversations (--data).
 
     Raises:
         InputError: if there is no such experiment, two different ones have the same id, trained and measured
@@ -160,7 +163,7 @@ def _experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Exp
     for name in dict.fromkeys(names):
         loaded = [load_experiment(one) for one in (experiment_ids() if name == ALL else [name])]
         if name == ALL:
-            loaded = [one for one in loaded if settings.scale in one.base]
+            loaded = [one for one in loaded if settings.scale in one.base and (settings.data or not one.tune)]
         first.setdefault(name != ALL and bool(loaded[0].requests), name)
         for one in loaded:
             if found.setdefault(one.id, one) != one:
@@ -200,8 +203,8 @@ def _train(questions: "Sequence[Question]", settings: ReproduceSettings, as_json
         console.print(
             f"warning: {out / directory} was changed by hand since its run ended ({', '.join(files)})", **PLAIN
         )
-    for run, why in ended.unassessed.items():
-        console.print(f"warning: {run} was not assessed: {why}", **PLAIN)
+    for undone, why in ended.left_out.items():
+        console.print(f"warning: {undone}: {why}", **PLAIN)
     console.print(f"report: {out / REPORT}", highlight=False, soft_wrap=True)
     for run, message in ended.failures.items():
         console.print(f"failed: {run}: {message}", **PLAIN)

@@ -21,6 +21,7 @@ from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard
 from sinklab.commands.terminal.results import print_summary
 from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents
+from sinklab.data.sources.textfiles import read_conversations
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import SUMMARY, Summary, record_of
@@ -45,8 +46,11 @@ from sinklab.jobs.progress import Observer
 from sinklab.models.huggingface.loading import Loading
 from sinklab.outputs import REPORT, check_results
 from sinklab.report import write_report
+from sinklab.signals import INTERRUPTED, PreemptedError
 from sinklab.survey.compare import labels
 from sinklab.train.directory.lock import HeldError, is_written
+from sinklab.tuning.sft_dataset import TuneSources
+from sinklab.tuning.tune import check_extra, check_tuned, tune
 
 MODELS = Path("runs/models")
 NAMED = "named"
@@ -68,12 +72,12 @@ class SweepEnding:
     Attributes:
         summary: the summary as written.
         failures: reasons for failure by run, without divergence that is an expected result.
-        unassessed: reasons why runs were not assessed, by run.
+        left_out: reasons by sentences such as "softmax seed 0 was not assessed".
     """
 
     summary: Summary
     failures: Mapping[str, str]
-    unassessed: Mapping[str, str]
+    left_out: Mapping[str, str]
 
 
 def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
@@ -96,6 +100,37 @@ def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Pr
         base = next(iter(cells_of(questions[0], overlay).values())).recipe
         pace = pace_here(base, shares(jobs)[0].threads, own.values())
         return preview(plan, out, found, settings.engine, pace, jobs)
+
+
+def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
+    """Check that runs can be tuned, if the experiments tune them.
+
+    Args:
+        chats: file of conversations.
+
+    Raises:
+        InputError: if the file is missing, holds no conversation or is not used, if two experiments tune differently,
+            or trl is not installed.
+    """
+    tuned = [one for one in experiments if one.tune is not None]
+    if not tuned:
+        if chats is not None:
+            raise InputError(
+                f"--data {chats} is for experiments on existing models and for those with `tune`, and "
+                f"{experiments[0].id} trains its own: leave it out"
+            )
+        return
+    first, *others = tuned
+    if chats is None:
+        raise InputError(
+            f"{first.id} tunes its models on conversations, and none were given: pass a .jsonl file as --data, with a "
+            'line {"messages": [{"role": .., "content": ..}, ..]} for each'
+        )
+    if different := [one.id for one in others if one.tune != first.tune]:
+        raise InputError(f"{first.id} and {different[0]} have different `tune`: run them in different directories")
+    check_extra()
+    if next(read_conversations(chats), None) is None:
+        raise InputError(f"{chats} holds no conversation")
 
 
 def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: Console) -> SweepEnding:
@@ -124,6 +159,9 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
     manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
         console.print(f"not in this summary, as their scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
+    for tuning in store.tuning_requests([manifests[name] for name in now], out):
+        if tuning.document.is_file() and settings.data is not None:
+            check_tuned(tuning.document, tuning.options, settings.data)
     for name in now:
         manifests[name].save(out)
     lengths = {run.name: run.read_recipe().train.steps for run in planned.runs}
@@ -139,7 +177,7 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
                     written = time.monotonic()
 
             ended = train_all(planned.runs, engine, watch)
-        left = _assess([manifests[name] for name in now], out, console)
+        left = _assess_and_tune([manifests[name] for name in now], out, settings.data, console)
     finally:
         summary = _summarised(manifests, out)
     with JobProgress(console, phase="drawing the report"):
@@ -171,26 +209,62 @@ def _check_version(path: Path) -> None:
         )
 
 
-def _assess(manifests: Sequence[store.SweepManifest], out: Path, console: Console) -> dict[str, str]:
-    """Run the missing parts of `assess` that the experiments request; returns the errors by run."""
+def _assess_and_tune(
+    manifests: Sequence[store.SweepManifest], out: Path, chats: Path | None, console: Console
+) -> dict[str, str]:
+    """Run the missing parts of `assess` and the missing tunings that the experiments request.
+
+    Returns:
+        The errors, by a sentence such as "softmax seed 0 was not tuned".
+
+    Raises:
+        KeyboardInterrupt, PreemptedError: a signal during a tuning, which is saved and resumed by the same call.
+    """
     left: dict[str, str] = {}
     done = set[str]()
     with JobProgress(console) as progress:
-        while runs := [run for run in store.unassessed(manifests, out) if run.name not in done | left.keys()]:
-            free = [run for run in runs if not is_written(run.directory / ASSESSMENT)]
-            if not free:  # other processes of this sweep are assessing them
-                progress.begin("waiting for other processes, which assess runs")
+        while runs := [run for run in _missing(manifests, out) if _undone(run) not in done | left.keys()]:
+            free = [run for run in runs if not is_written(run.document)]
+            if not free:  # other processes of this sweep have them
+                progress.begin("waiting for other processes, which assess or tune runs")
                 time.sleep(LOOKS_EVERY_S)
             for number, run in enumerate(free, 1):
-                progress.say(f"assessing {run.name}, {number} of {len(free)}")
+                progress.say(f"{run.doing} {run.name}, {number} of {len(free)}")
                 try:
-                    _assess_run(run, progress)
-                    done.add(run.name)
+                    if isinstance(run, store.Unassessed):
+                        _assess_run(run, progress)
+                    else:
+                        assert chats is not None  # see check_chats
+                        _tune_run(run, chats, progress)
+                    done.add(_undone(run))
                 except HeldError:
                     pass
                 except SinklabError as error:
-                    left[run.name] = str(error)
+                    left[_undone(run)] = str(error)
     return left
+
+
+def _missing(manifests: Sequence[store.SweepManifest], out: Path) -> list[store.Unassessed | store.TuningRequest]:
+    return [
+        *store.unassessed(manifests, out),
+        *(run for run in store.tuning_requests(manifests, out) if not run.is_finished),
+    ]
+
+
+def _undone(run: store.Unassessed | store.TuningRequest) -> str:
+    return f"{run.name} was not {run.done}"
+
+
+def _tune_run(run: store.TuningRequest, chats: Path, observe: Observer) -> None:
+    """Tune a run, with its results beside its directory.
+
+    Raises:
+        InputError: if its weights are missing, or a conversation cannot be used.
+        SinklabError: if a loss or gradient is not finite.
+    """
+    ended = tune(str(run.directory), TuneSources(chats), run.options, run.document.parent, observe=observe)
+    if ended.exit_status:
+        raise KeyboardInterrupt if ended.exit_status == INTERRUPTED else PreemptedError
 
 
 def _assess_run(run: store.Unassessed, observe: Observer) -> None:

@@ -1,9 +1,8 @@
-"""Resumable writing of token shards: parts of the text are encoded and appended, with a journal entry for each.
+"""Resumable writing of token shards: the text is encoded in parts, with a journal entry after each part.
 
-Part boundaries depend on the text alone, so the bytes do not depend on when a preparation was interrupted; memory holds
-one part, however large the text is. An entry is written after the ids of its part. A resumed preparation verifies the
-ids of every entry against their checksum and the text against its fingerprint, and repeats everything from the first
-difference on: killed processes, power failures and changed text do not affect the result.
+Part boundaries depend only on the text, so the result does not depend on interruptions; only one part is in memory. A
+resumed preparation verifies the ids of every entry by checksum and the text by fingerprint, and repeats everything from
+the first difference on.
 """
 
 import hashlib
@@ -27,10 +26,10 @@ from sinklab.schema import Part
 
 JOURNAL = "journal.jsonl"
 PART_CHARACTERS = 2**20
-MOVED_BYTES = 2**22  # at a time, where ids are taken out of the middle of a file
+MOVED_BYTES = 2**22  # block size for removing ids from the middle of a file
 
 NamedDocument = tuple[str, str]
-"""The domain (empty if the text is no mix), and a document."""
+"""The domain (empty without a mix) and the text of a document."""
 NamedDocuments = list[NamedDocument]
 
 
@@ -40,7 +39,7 @@ def rank(document: str) -> float:
 
 
 class Nearest(Part):
-    """The document of a shard with the rank nearest to the threshold, which is moved if the other shard stays empty."""
+    """The document whose rank is nearest to the threshold; it is moved if the other shard stays empty."""
 
     distance: float
     first: int
@@ -52,8 +51,8 @@ class SplitState(Part):
 
     Attributes:
         tokens, documents: number of tokens and documents.
-        nearest: None while the shard is empty.
-        sha256: SHA-256 of the bytes that the last part added.
+        nearest: document nearest to the threshold; None while the shard is empty.
+        sha256: SHA-256 of the bytes added by the last part.
     """
 
     tokens: int = 0
@@ -63,12 +62,12 @@ class SplitState(Part):
 
 
 class Entry(Part):
-    """A line of the journal: the state after one part, counted from the start of the text.
+    """A line of the journal: the cumulative state after a part.
 
     Attributes:
         documents: number of documents written to the shards.
-        text_bytes, text_sha256: size and hash of these documents, see `corpora.Fingerprint`.
-        shares: shares of the domains of a mix.
+        text_bytes, text_sha256: size and hash of these documents (`corpora.Fingerprint`).
+        shares: documents and tokens of each domain of a mix.
     """
 
     documents: int
@@ -80,7 +79,7 @@ class Entry(Part):
 
 
 class _GrowingShard:
-    """A file of ids, truncated to the size recorded in `state`."""
+    """A token file that is written; it is truncated to the size in `state` first."""
 
     def __init__(self, path: Path, dtype: np.dtype, state: SplitState) -> None:
         self.state, self._dtype = state, dtype
@@ -105,7 +104,7 @@ class _GrowingShard:
         )
 
     def take_out(self, document: Nearest) -> np.ndarray:
-        """Remove a document from the file, block by block; returns its ids."""
+        """Remove a document from the file, block by block; return its ids."""
         start, size = document.first * self._dtype.itemsize, document.tokens * self._dtype.itemsize
         self.file.seek(start)
         ids = np.frombuffer(self.file.read(size), self._dtype)
@@ -129,7 +128,7 @@ class _GrowingShard:
 
 
 class SplitWriter:
-    """Appends documents to train.bin or valid.bin, depending on their rank.
+    """Append documents to train.bin or valid.bin, depending on their rank.
 
     Args:
         folder: folder of the two files.
@@ -152,9 +151,9 @@ class SplitWriter:
         """Append documents.
 
         Args:
-            ids: (tokens,) ids of all documents, EOS included.
-            lengths: (documents,) number of tokens of each document.
-            ranks: (documents,) rank of each document.
+            ids: ids of all documents with EOS. Shape (tokens,).
+            lengths: number of tokens of each document. Shape (documents,).
+            ranks: rank of each document. Shape (documents,).
         """
         distances = ranks - self._threshold
         is_valid = distances < 0
@@ -178,7 +177,7 @@ class SplitWriter:
 
 
 class Encoded(NamedTuple):
-    """Encoded documents: (tokens,) ids of all, each with EOS; (documents,) lengths; (documents,) ranks."""
+    """Encoded documents: ids with EOS (tokens,), lengths (documents,), ranks (documents,)."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -186,12 +185,13 @@ class Encoded(NamedTuple):
 
 
 class Builder:
-    """Writes the shards of a text into a folder, resuming after the existing parts.
+    """Write the shards of a text into a folder, resuming after the existing parts.
 
     Args:
         folder: folder of the shards and the journal.
         tokenizer: tokenizer, saved in `folder`.
-        settings: provides `valid_fraction` and `token_limit`; the last document is cut at the limit and ends with EOS.
+        settings: settings with `valid_fraction` and `token_limit`; at the limit, the last document is cut and ends with
+            EOS.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, settings: Settings) -> None:
@@ -205,7 +205,7 @@ class Builder:
 
         Args:
             documents: the whole text, from the start.
-            progress: called with the bytes of text read and the tokens written so far.
+            progress: callback, called with the bytes of text read and the tokens written so far.
 
         Raises:
             InputError: if the text is malformed, or a single document.
@@ -224,12 +224,12 @@ class Builder:
                 (self.folder / JOURNAL).unlink(missing_ok=True)
                 raise InputError(
                     f"source {self.settings.source} is a single document, which cannot be split into training and "
-                    "validation: give more text, or several files or rows"
+                    "validation: use more text, or several files or rows"
                 )
             return writer.finish()
 
     def _replay(self, parts: Iterator[NamedDocuments]) -> tuple[NamedDocuments | None, Entry | None]:
-        """Reread the text of finished parts; returns the first part that has changed, and the last valid entry."""
+        """Reread the text of finished parts; return the first changed part and the last valid entry."""
         entries, changed, valid = self._journal(), None, 0
         for entry in entries:
             part, before = next(parts, []), self.text.copy()
@@ -245,7 +245,7 @@ class Builder:
         return changed, last
 
     def _journal(self) -> list[Entry]:
-        """Read the entries before the first incomplete line whose ids are unchanged in both shards."""
+        """Read the entries up to the first that is incomplete or whose ids have changed in a shard."""
         path, entries = self.folder / JOURNAL, []
         for line in path.read_bytes().splitlines() if path.exists() else ():
             try:
@@ -291,7 +291,7 @@ class Builder:
 
 
 def _intact(path: Path, states: list[SplitState], token_bytes: int) -> int:
-    """Number of leading parts whose bytes in the file match their checksums."""
+    """Count the leading parts whose bytes in the file match their checksums."""
     if not path.exists():
         return 0
     before = 0

@@ -1,4 +1,4 @@
-"""The data part of a recipe; contradictory combinations are refused."""
+"""Data section of a recipe."""
 
 from importlib import resources
 from typing import Any, Literal, Self
@@ -13,22 +13,22 @@ from sinklab.schema import Part
 
 
 def paper_weights() -> dict[str, float]:
-    """The 17 domains of the paper's corpus and their weights (data/regmix.yaml)."""
+    """Load the weights of the 17 domains of the paper's corpus (data/regmix.yaml)."""
     return yaml.safe_load((resources.files("sinklab") / "data" / "regmix.yaml").read_text(encoding="utf-8"))
 
 
 class WeightedMix(Part):
-    """Domains by weight: shares of tokens are proportional to the weights; the mix ends when a domain is exhausted."""
+    """Mix domains with shares of tokens proportional to weights; the mix ends when a domain is exhausted."""
 
     kind: Literal["weights"] = "weights"
     weights: dict[str, float] = Field(
         default_factory=paper_weights,
         min_length=1,
-        description="domain -> weight, above 0, normalised to a sum of 1; default: the paper's weights",
+        description="positive weight by domain, normalised to a sum of 1; default: the paper's weights",
     )
     seed: int = Field(default=0, ge=0, description="random seed for the order of domains")
     absent: Literal["refuse", "renormalise"] = Field(
-        default="refuse", description="refuse domains that the source lacks, or renormalise the other weights"
+        default="refuse", description="if the source lacks domains: refuse, or renormalise the other weights"
     )
 
     @model_validator(mode="after")
@@ -39,7 +39,7 @@ class WeightedMix(Part):
 
 
 class UniformMix(Part):
-    """All files at an equal rate, as in the paper's code; when one ends, the others continue."""
+    """Mix all files at equal rates, as in the paper's code; when one ends, the others continue."""
 
     kind: Literal["files"] = "files"
     seed: int = Field(default=0, ge=0, description="random seed for the order of files")
@@ -49,7 +49,7 @@ Mix = WeightedMix | UniformMix
 
 
 class Selection(Part):
-    """Mix and amount of text; unset keys are omitted from the document and thus from hashes."""
+    """Mix and amount of text; unset keys are omitted from the dump and thus from hashes."""
 
     mix: Mix | None = Field(
         default=None,
@@ -68,7 +68,7 @@ class Selection(Part):
 
 
 class FixedToken(Part):
-    """One token written at the same positions of every chunk (paper, section 5: `x[p] = token`)."""
+    """Write a fixed token at given positions of every chunk (paper, section 5: `x[p] = token`)."""
 
     token_id: int = Field(default=1, ge=0, description="id of the token; checked against the vocabulary by the loader")
     positions: list[int] = Field(min_length=1, description="0-based positions within the context + 1 tokens of a chunk")
@@ -82,7 +82,7 @@ class FixedToken(Part):
 
 
 class RandomTokens(Part):
-    """Positions [start, end) of every chunk, 0-based, drawn uniformly from the vocabulary."""
+    """Replace the positions [start, end) of every chunk, 0-based, by uniformly random tokens."""
 
     start: int = Field(ge=0, description="first resampled position")
     end: int = Field(ge=1, description="end of the resampled range, exclusive")
@@ -118,7 +118,7 @@ class DataConfig(Selection):
     text_limit_bytes: int | None = Field(
         default=None, ge=1, description="maximum number of bytes of UTF-8 text to read"
     )
-    bos: bool = Field(default=False, description="whether every chunk begins with BOS")
+    bos: bool = Field(default=False, description="begin every chunk with BOS")
     fixed_token: FixedToken | None = None
     random_tokens: RandomTokens | None = None
     token_budget: int | None = Field(

@@ -1,9 +1,8 @@
-"""Random access to batches by index, and prefetching in a thread.
+"""Data loader with random access to batches by index, and prefetching in a thread.
 
-A batch depends on (seed, index) only, so the whole state of a loader is one integer. The shard is cut into chunks that
-do not overlap: context + 1 tokens each, or context tokens after a BOS. Training visits every chunk once per epoch in
-the order of a permutation drawn from (seed, epoch), and a batch may begin in one epoch and end in the next. Validation
-visits them once, in their order.
+A batch depends only on (seed, index), so the state of a loader is one integer. The shard is cut into non-overlapping
+chunks of context + 1 tokens, or of BOS and context tokens. Training visits every chunk once per epoch, in a permutation
+drawn from (seed, epoch); a batch may span two epochs. Validation visits the chunks once, in order.
 """
 
 import time
@@ -20,7 +19,7 @@ from sinklab.data.config import DataConfig
 from sinklab.data.shards import TokenDataset, TokenFile
 from sinklab.errors import InputError
 
-_ORDER, _DRAWN, _DRAWN_VALID = 1, 2, 3  # the random streams that one seed feeds
+_ORDER, _DRAWN, _DRAWN_VALID = 1, 2, 3  # random streams derived from one seed
 
 
 class Loader:
@@ -28,13 +27,13 @@ class Loader:
 
     Args:
         tokens: (tokens,) integer ids, such as `TokenDataset.train`; read lazily.
-        context: input tokens of the model; a chunk has one more, for the last prediction.
-        batch_size: chunks per batch, over all processes.
+        context: number of input tokens; a chunk has one more, as the last target.
+        batch_size: chunks per global batch.
         seed: random seed for the order and the random tokens.
-        config: provides `bos`, `fixed_token`, `random_tokens` and, for training, `token_budget`.
+        config: settings with `bos`, `fixed_token`, `random_tokens` and, for training, `token_budget`.
         vocab_size: exclusive upper bound of the ids.
-        bos_id: the first token of every chunk with `config.bos`.
-        shuffle: False for validation: in order, once, and without the token budget.
+        bos_id: id of the first token of every chunk if `config.bos` is set.
+        shuffle: True for training; False for validation, without token budget.
 
     Raises:
         InputError: if there are fewer tokens than one chunk or the budget, or an intervention is outside the chunk or
@@ -80,15 +79,15 @@ class Loader:
         self._shuffle = shuffle
         self.context = context
         self.batch_size = batch_size
-        # Two epochs, because a batch may straddle them.
+        # two epochs, because a batch may span them
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
     @classmethod
     def of(cls, data: TokenDataset, split: Literal["train", "valid"], **options: Any) -> Self:
-        """A loader of shuffled training batches, or of the validation shard in order, once; raises as `Loader`.
+        """Create the loader of the training or validation shard; raises as `Loader`.
 
         Args:
-            options: `context`, `batch_size`, `seed` and `config` of the loader.
+            options: arguments `context`, `batch_size`, `seed` and `config` of `Loader`.
         """
         tokens = data.train if split == "train" else data.valid
         return cls(tokens, vocab_size=data.vocab_size, bos_id=data.bos_id, shuffle=split == "train", **options)
@@ -101,12 +100,12 @@ class Loader:
         """Read batch `index`, counted from 0 over all epochs.
 
         Args:
-            index: non-negative; below `len(self)` for validation.
-            rows: rows of one process, as a slice of the whole batch.
+            index: batch index >= 0; below `len(self)` for validation.
+            rows: slice of the global batch to read; default: all rows.
 
         Returns:
-            (batch_size, context + 1) int64 token ids, or these rows of them: inputs are `[:, :-1]`, targets `[:, 1:]`.
-            The last batch of a validation loader has the remaining chunks.
+            int64 token ids, shape (rows, context + 1): inputs are `[:, :-1]`, targets `[:, 1:]`. The last batch of a
+            validation loader may have fewer rows.
 
         Raises:
             IndexError: if `index` is negative, or past the end of a validation loader.
@@ -155,15 +154,15 @@ class Loader:
 
 
 class Prefetcher:
-    """Fetches one batch ahead in a thread; on CUDA into pinned memory, from which it is copied asynchronously.
+    """Fetch one batch ahead in a thread; for CUDA into pinned memory, with an asynchronous copy.
 
     Args:
-        fetch: index -> batch on the CPU, such as `Loader.batch`.
+        fetch: function that returns the batch of an index on the CPU, such as `Loader.batch`.
         device: device of the batches.
-        end: index of the first batch that is not fetched.
+        end: number of batches; no further batch is fetched.
 
     Attributes:
-        waited: total time that `batch` has waited, seconds.
+        waited: total time spent waiting in `batch`, seconds.
     """
 
     def __init__(self, fetch: Callable[[int], Tensor], device: torch.device, end: int) -> None:

@@ -1,12 +1,12 @@
-"""Prepare token shards from text: tokenize, pack, split; the manifest is written last.
+"""Prepare token shards from text: tokenize, pack, split, write the manifest.
 
-The SHA-256 of each text decides whether it is held out for validation: the split is independent of the order and number
-of documents, and copies of a text are in the same split. Each split has at least one document. Every document is
+The SHA-256 of a document decides whether it is held out for validation: the split is independent of the order and
+number of documents, and duplicates are in the same split. Each split has at least one document. Every document is
 followed by EOS.
 
-Files are written in a folder `partial` inside the target and moved up when they are complete; data.json is last. A
-second process waits for the lock, and then finds the finished data. A killed process leaves no data.json, and the next
-one resumes after the last finished part (`building.py`) and writes the same bytes.
+Files are written to a subfolder `partial` and moved up when complete, data.json last. A second process waits for the
+lock and then opens the finished data. After an interruption, the next call resumes after the last finished part
+(`building.py`) and writes the same bytes.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.files import cache_folder, is_at, is_full, sha256_of, write_json, write_text
 
 Counted = Callable[[int], None]
-"""Called with the number of tokens in the shards so far."""
+"""Callback, called with the number of tokens in the shards so far."""
 
 LOCK = "prepare.lock"
 FILES = ("train.bin", "valid.bin", "tokenizer.json", "tokenizer_config.json")
@@ -44,7 +44,7 @@ def prepare(
     counted: Counted | None = None,
     **selection: Any,
 ) -> TokenDataset:
-    """Write the token shards of a source into `out`; if they exist with the same settings, only open them.
+    """Write the token shards of a source to `out`, or open them if they exist with the same settings.
 
     Args:
         source, tokenizer: as in `DataConfig`.
@@ -79,7 +79,7 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
     """Open the data of a recipe, after preparing it in the cache if necessary.
 
     Args:
-        config: data part of the recipe; for a prepared `source`, tokenizer, split, mix and limits are ignored.
+        config: data section of the recipe; tokenizer, split, mix and limits are ignored if `source` is prepared data.
         cache: cache folder; default: SINKLAB_CACHE, or ~/.cache/sinklab.
         progress: see `prepare`.
 
@@ -133,7 +133,7 @@ def prepare_settings(
     """Write the token shards for these settings; see `prepare`."""
     try:
         if not is_prepared(out):
-            if not (out / LOCK).exists():  # before anything is written; again under the lock
+            if not (out / LOCK).exists():  # checked before anything is written, and again under the lock
                 _check_folder(out)
             with _locked(out):
                 if not is_prepared(out):
@@ -154,7 +154,7 @@ def prepare_settings(
 
 
 def _check_folder(out: Path) -> None:
-    """Refuse a folder with files that would be replaced and were not written by a preparation."""
+    """Raise InputError if `out` has files that would be replaced and were not written by a preparation."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file: choose another --out")
     partial = out / PARTIAL
@@ -177,7 +177,7 @@ def _build(settings: Settings, out: Path, progress: StageProgress, counted: Coun
     found = partial / SETTINGS
     wanted = settings.model_dump_json()
     if not found.is_file() or found.read_text(encoding="utf-8") != wanted:
-        shutil.rmtree(partial, ignore_errors=True)  # begun with other settings, or the text has changed since
+        shutil.rmtree(partial, ignore_errors=True)  # other settings or text
         partial.mkdir()
     try:
         if not found.is_file():
@@ -189,7 +189,7 @@ def _build(settings: Settings, out: Path, progress: StageProgress, counted: Coun
         write_json(out / MANIFEST, manifest.model_dump(mode="json", exclude=unset))
     except BaseException:
         if not (partial / JOURNAL).is_file() or not (partial / JOURNAL).stat().st_size:
-            shutil.rmtree(partial, ignore_errors=True)  # nothing is finished
+            shutil.rmtree(partial, ignore_errors=True)  # no part is finished
         raise
     shutil.rmtree(partial, ignore_errors=True)
 
@@ -221,7 +221,7 @@ def _write_shards(settings: Settings, folder: Path, progress: StageProgress, cou
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait for the lock of `folder` and hold it within the context; the lock is released if the process dies."""
+    """Hold the lock of `folder` in the `with` block; it is released if the process dies."""
     import fcntl
 
     while True:
@@ -230,7 +230,7 @@ def _locked(folder: Path) -> Iterator[None]:
         with (folder / LOCK).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not is_at(file, folder / LOCK):
-                continue  # the process that held it has failed and removed the folder
+                continue  # the process that held the lock failed and removed the folder
             try:
                 yield
             except BaseException:

@@ -1,14 +1,12 @@
-"""Prepared data on disk: one flat file of token ids each for training and validation, and a manifest.
+"""Prepared data on disk: a flat file of token ids each for training and validation, and a manifest.
 
     train.bin, valid.bin     token ids, little-endian uint16 (uint32 above 65,536 tokens of vocabulary), no header
     data.json                counts, ids, settings, fingerprint and checksums; written last, when the data is complete
     tokenizer.json, tokenizer_config.json
 
-A flat file without a header can be split anywhere and read with a few lines of code.
-
-Ids are read with positioned reads. With a memory map, a truncated file or failing disk would end the process without a
-message (SIGBUS); a positioned read raises an error. Changed bytes of a file of the same size are detected by the file's
-times, which are cheap to compare; the checksum is compared only if the times differ.
+Ids are read with positioned reads (pread): with a memory map, a truncated file or a failing disk would kill the process
+without a message (SIGBUS). Changes to a file of the same size are detected by its timestamps; the checksum is computed
+only if they differ.
 """
 
 import hashlib
@@ -38,11 +36,11 @@ class Settings(Selection):
     valid_fraction: float
     text_limit_bytes: int | None
     identity: str
-    """A digest that changes when the text or the tokenizer of these names may have changed."""
+    """Hash that changes if the text or the tokenizer may have changed."""
 
 
 class Shard(Part):
-    """One token file."""
+    """Manifest entry of a token file."""
 
     file: str
     tokens: int = Field(ge=1)
@@ -51,14 +49,14 @@ class Shard(Part):
 
 
 class Share(Part):
-    """The documents and tokens of one domain of a mix (or of one file, for a uniform mix)."""
+    """Number of documents and tokens of a domain of a mix (of a file, for a uniform mix)."""
 
     documents: int = 0
     tokens: int = 0
 
 
 class Manifest(Part):
-    """The contents of data.json; `shares` is set only for a mix."""
+    """Contents of data.json; `shares` is set only for a mix."""
 
     schema_version: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
@@ -75,15 +73,15 @@ class Manifest(Part):
 
 
 class TokenFile:
-    """A flat file of token ids. The file stays open, so it may be renamed or deleted while in use.
+    """A flat file of token ids. It is kept open, so it may be renamed or deleted while in use.
 
     Args:
         tokens: expected number of ids.
-        sha256: SHA-256 of the bytes, in hexadecimal.
-        remedy: sentence that explains how to recreate the file.
+        sha256: expected SHA-256 in hexadecimal.
+        remedy: instruction for recreating the file, added to error messages.
 
     Raises:
-        SinklabError: if the file is missing, unreadable or of another size.
+        SinklabError: if the file is missing, unreadable or has another size.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, tokens: int, sha256: str, remedy: str) -> None:
@@ -102,7 +100,7 @@ class TokenFile:
         return self._tokens
 
     def __getitem__(self, where: int | slice) -> np.ndarray:
-        """Read the id at a position, as a scalar, or the ids in a slice without step, (tokens,); nothing is cached.
+        """Read the id at an index (a scalar), or the ids of a contiguous slice (shape (tokens,)); nothing is cached.
 
         Raises:
             IndexError: if the position is out of range.
@@ -123,17 +121,17 @@ class TokenFile:
                 raise self._unreadable(error) from error
             if not more:
                 raise SinklabError(
-                    f"{self.path} was cut short while it was in use: it ends before byte {offset + size:,} of "
+                    f"{self.path} was truncated while in use: it ends before byte {offset + size:,} of "
                     f"{len(self) * self.dtype.itemsize:,}. Restore it, or: {self._remedy}"
                 )
             content += more
         return np.frombuffer(content, self.dtype)
 
     def verify(self) -> None:
-        """Compare the bytes with their checksum.
+        """Verify the file's checksum.
 
         Raises:
-            SinklabError: if they differ, or cannot be read.
+            SinklabError: if the checksum differs or the file cannot be read.
         """
         try:
             with open(self._file, "rb", closefd=False) as file:
@@ -147,8 +145,7 @@ class TokenFile:
     def check_unchanged(self) -> None:
         """Check that the file has not changed since it was opened, by its size and times.
 
-        A file that was only touched, renamed or deleted is unchanged. Bytes changed and restored between two calls, and
-        corruption on the disk itself, are not detected.
+        A file that was only touched, renamed or deleted counts as unchanged. Silent disk corruption is not detected.
 
         Raises:
             SinklabError: if the file has been changed, or cannot be read.
@@ -159,7 +156,7 @@ class TokenFile:
             self._times = times
 
     def _checked_times(self) -> tuple[int, int]:
-        """Times of the last change of content and of status, in nanoseconds; the size is compared."""
+        """Check the size; return modification and status change times, ns."""
         try:
             status = os.fstat(self._file)
         except OSError as error:
@@ -180,10 +177,10 @@ class TokenDataset:
     """Prepared data, open for reading.
 
     Attributes:
-        train, valid: the ids, (tokens,) uint16 or uint32; `train[start:stop]` reads them as an array.
-        vocab_size, eos_id, bos_id: properties of the data's tokenizer.
+        train, valid: token files; `train[start:stop]` reads ids as an array (uint16 or uint32).
+        vocab_size, eos_id, bos_id: vocabulary size and special tokens of the tokenizer.
         fingerprint: SHA-256 of everything that affects training: text, tokenizer, split and ids.
-        tokenizer_path: path of the data's tokenizer.json.
+        tokenizer_path: path of tokenizer.json.
         directory, manifest: directory of the data, and the contents of its data.json.
     """
 
@@ -204,7 +201,7 @@ class TokenDataset:
 
         Args:
             directory: directory written by `prepare`.
-            verify: whether to compare the SHA-256 of every file; sizes are always compared.
+            verify: verify the SHA-256 of every file; sizes are always checked.
 
         Raises:
             InputError: if there is no prepared data.
@@ -233,12 +230,12 @@ class TokenDataset:
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether `directory` has a finished data.json."""
+    """True if `directory` contains complete prepared data (a data.json)."""
     return (directory / MANIFEST).is_file()
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The smaller dtype, uint16 or uint32, that represents every id below `vocab_size`."""
+    """Return the smaller of uint16 and uint32 that fits all ids below `vocab_size`."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 

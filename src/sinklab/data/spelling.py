@@ -1,7 +1,7 @@
-"""Bytes of text per token, and a digest of a vocabulary.
+"""Bytes of text per token, and hashes of vocabularies.
 
-The bytes of a token are read from its string in the vocabulary and compared with the text, byte by byte; from the first
-difference on, sizes are UNKNOWN. Three encodings of vocabulary strings are supported:
+The bytes of a token are decoded from its vocabulary string and compared with the text; from the first difference on,
+sizes are UNKNOWN. Three encodings of vocabulary strings are supported:
 
     byte-level     a character for every byte (`Ġ` is a space), as GPT-2 and its successors
     sentencepiece  `▁` for a space and `<0x0A>` for a byte; an added leading space is removed
@@ -20,16 +20,16 @@ from typing import overload
 import numpy as np
 
 UNKNOWN = -1
-"""A size: this token, or an earlier one, differs from the text."""
+"""Size of a token that differs from the text, or follows such a token."""
 
 
 @dataclass(frozen=True)
 class Spelled(Sequence[int]):
-    """Token ids of a text or of a part of a text, with their sizes.
+    """Token ids of a text with their sizes in bytes.
 
     Attributes:
         ids: token ids.
-        sizes: bytes of UTF-8 text of each token, or UNKNOWN.
+        sizes: number of UTF-8 bytes of each token, or UNKNOWN.
     """
 
     ids: Sequence[int]
@@ -49,7 +49,7 @@ class Spelled(Sequence[int]):
 def spelling(
     encode: Callable[[str], Sequence[int]], token: Callable[[int], str | None], added: Collection[int]
 ) -> Callable[[str], Spelled]:
-    """Wrap `encode` so that it also returns the number of bytes of every token.
+    """Wrap `encode` to also return the number of bytes of every token.
 
     Args:
         encode: function from text to token ids, without special tokens.
@@ -73,12 +73,12 @@ def spelling(
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """The first 16 digits of a SHA-256 of the tokens and their ids."""
+    """Hash the tokens and their ids: the first 16 digits of a SHA-256."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()[:16]
 
 
 def _sizes(text: bytes, tokens: Sequence[bytes]) -> list[int]:
-    """Bytes of each token up to the first difference from the text, then UNKNOWN."""
+    """Compute the size of each token up to the first difference from the text, then UNKNOWN."""
     sizes, joined = [len(one) for one in tokens], b"".join(tokens)
     if joined[:1] == b" " and _common(joined[1:], text) > _common(joined, text):
         joined, sizes[0] = joined[1:], sizes[0] - 1
@@ -90,7 +90,7 @@ def _sizes(text: bytes, tokens: Sequence[bytes]) -> list[int]:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Length of the longest common prefix."""
+    """Compute the length of the longest common prefix."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
@@ -111,7 +111,7 @@ def _of_byte_level(written: str) -> bytes:
 
 @cache
 def _byte_level() -> dict[str, int]:
-    """The byte of each character of a byte-level vocabulary: printable Latin-1 itself, the others from U+0100 on."""
+    """Map byte-level vocabulary characters to bytes: printable Latin-1 to itself, the other bytes from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -1,10 +1,9 @@
-"""The text that settings select (one source after the other, or a mix, up to a limit), its size and its tokenizer.
+"""Selection of text (a source or a mix, up to a limit), its size and its tokenizer.
 
-A mix interleaves domains by weight, or all files at an equal rate. The next document is from the domain with the fewest
-tokens relative to its share. At any time each domain has its share of the tokens up to about one document and a random
-offset of up to a thousand tokens, which staggers the domains. Tokens are estimated from
-a sample of each domain (tokens per byte), because the text is mixed before it is encoded; data.json has the resulting
-shares.
+A mix interleaves domains by weight, or all files at equal rates. The next document is from the domain with the fewest
+tokens relative to its share. At any time each domain has its share of the tokens up to about one document plus a random
+offset of up to 1024 tokens. Token counts are estimated from a sample of each domain (tokens per byte), because the text
+is mixed before it is encoded; data.json has the exact shares.
 """
 
 import heapq
@@ -25,21 +24,21 @@ from sinklab.data.sources.textfiles import read_documents, text_files
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
 from sinklab.errors import InputError
 
-HEAD_START = 1024  # tokens
+HEAD_START = 1024  # maximum random offset of a domain, tokens
 
 SAMPLE_CHARACTERS = 2**19
-"""Characters from the start of each domain that give its tokens per byte."""
+"""Size of the sample from the start of each domain for its tokens per byte, characters."""
 
 BPE_SAMPLE_BYTES = 8 * 2**20
-"""A tokenizer is trained on every n-th document, n such that the sample is about this large at most."""
+"""Approximate maximum size of the sample on which a tokenizer is trained, bytes; every n-th document is sampled."""
 
 StageProgress = Callable[[str, int, int | None], None]
-"""Called with the stage ("tokenizer", "tokens"), the bytes of text done and the bytes in all, where known."""
+"""Callback, called with the stage ("tokenizer", "tokens"), the bytes of text done and the total (None if unknown)."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A part of the text that is read sequentially: a domain or file of a mix, or the whole source.
+    """Text that is read sequentially: a domain or file of a mix, or a whole source.
 
     Attributes:
         name: name of the domain or file; empty for a whole source.
@@ -70,7 +69,7 @@ class Stream:
                 yield from read_documents(Path(self.source).expanduser() / file)
 
     def tokens_per_byte(self, tokenizer: Tokenizer) -> float:
-        """Tokens per byte of a sample from the start.
+        """Estimate the tokens per byte from a sample at the start.
 
         Raises:
             InputError: if there is no text, or it cannot be read.
@@ -112,7 +111,7 @@ def streams(source: str, mix: Mix) -> list[Stream]:
     if absent and (mix.absent == "refuse" or len(absent) == len(found)):
         raise InputError(
             f"source {source} has no file for {len(absent)} of {len(found)} domains: {', '.join(absent)}. Add files or "
-            "folders of these names, give other mix.weights, or set mix.absent: renormalise (--absent renormalise) "
+            "folders of these names, set other mix.weights, or set mix.absent: renormalise (--absent renormalise) "
             "to leave them out"
         )
     return [
@@ -131,7 +130,7 @@ def _belongs(file: str, domain: str) -> bool:
 def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Interleave the documents of all domains, each with the name of its domain.
 
-    With weights, ends when the first domain is exhausted; without, when all files are.
+    The mix ends when the first domain is exhausted, or without weights when all files are.
 
     Args:
         tokens_per_byte: tokens per byte by domain.
@@ -155,7 +154,7 @@ def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float])
 
 
 def known_sum(values: list[int | None]) -> int | None:
-    """The sum; None if a summand is unknown."""
+    """Sum the values; None if one is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
@@ -178,10 +177,10 @@ class RequestedText:
         self.total_bytes = total if total is None or limit is None else min(total, limit)
 
     def named_documents(self, tokenizer: Tokenizer | None = None) -> Iterator[tuple[str, str]]:
-        """Yield all documents with the name of their domain, which is empty without a mix.
+        """Yield all documents with the name of their domain (empty without a mix).
 
         Args:
-            tokenizer: used to balance a mix by tokens; without a tokenizer, by bytes.
+            tokenizer: tokenizer for balancing a mix by tokens; None balances by bytes.
 
         Raises:
             InputError: if the source is missing, empty or malformed.
@@ -202,7 +201,7 @@ def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress
     Raises:
         InputError: if the tokenizer cannot be loaded or trained.
     """
-    if (folder / "tokenizer_config.json").is_file():  # written last, before an interruption
+    if (folder / "tokenizer_config.json").is_file():  # written last, so the tokenizer is complete
         return load_tokenizer(str(folder))
     if request := parse(settings.source):
         return word_tokenizer(request, folder)
@@ -232,12 +231,12 @@ def _sample(text: RequestedText, progress: StageProgress) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Amount:
-    """The size of one domain, or of the whole text.
+    """Size of a domain, or of the whole text.
 
     Attributes:
         name: name of the domain, file or source.
         bytes: size of the files, including data that is not text; None if they are not on this machine.
-        tokens: estimated from a sample; too high for files with data other than text.
+        tokens: number of tokens, estimated from a sample; too high for files with data other than text.
         taken: number of tokens that would be prepared; None if unknown.
     """
 
@@ -249,10 +248,10 @@ class Amount:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated amounts of a preparation.
+    """Estimated size of prepared data.
 
     Attributes:
-        amounts: amount by domain.
+        amounts: size of each domain.
         tokens: number of tokens that would be prepared; None if the size of the text is unknown and there is no limit.
         shard_bytes: total size of the two shards.
     """
@@ -262,7 +261,7 @@ class Estimate:
     shard_bytes: int | None
 
     def document(self) -> dict[str, Any]:
-        """The JSON document."""
+        """Return the estimate as a JSON-serializable dict."""
         return asdict(self)
 
 
@@ -275,7 +274,7 @@ def estimate(settings: Settings) -> Estimate:
     if trained_size(settings.tokenizer) is not None:
         raise InputError(
             f"tokenizer {settings.tokenizer} is trained on the text, so its tokens cannot be estimated: "
-            "give the tokenizer of a model, or a folder with tokenizer.json"
+            "use the tokenizer of a model, or a folder with tokenizer.json"
         )
     tokenizer = load_tokenizer(settings.tokenizer)
     text = RequestedText(settings)
@@ -293,7 +292,7 @@ def estimate(settings: Settings) -> Estimate:
 
 
 def _taken(weights: list[float | None], tokens: list[int | None], limit: int | None) -> list[int | None]:
-    """Tokens of each domain by weight, until the first one is exhausted; without weights, all of them."""
+    """Compute the tokens of each domain by weight until the first is exhausted; without weights, all tokens."""
     given = [weight for weight in weights if weight is not None]
     if len(given) < len(weights):
         whole = known_sum(tokens)

@@ -1,14 +1,13 @@
-"""Tokenizers, loaded from a folder or the hub or trained on the corpus, and fast exact encoding.
+"""Tokenizers: loaded from a folder or the hub, or trained on the corpus; fast exact encoding.
 
-`tokenizer.json` is read directly with the `tokenizers` library: every fast tokenizer consists of that file, and reading
-it needs no `transformers`.
+`tokenizer.json` is read with the `tokenizers` library, without `transformers`.
 
-`fastokens` reads the same tokenizer.json of a BPE tokenizer and encodes about fifty times faster. It is used if it is
-installed, can read the tokenizer, and matches the ids of `tokenizers` on all of `PROBES`. Both encode in threads on all
-cores; RAYON_NUM_THREADS sets another number.
+`fastokens` encodes with the tokenizer.json of a BPE tokenizer about fifty times faster. It is used if it is installed,
+can read the tokenizer, and gives the same ids as `tokenizers` on all of `PROBES`. Both use threads on all cores;
+RAYON_NUM_THREADS sets the number.
 
-`tokenizers` needs memory of a hundred times the size of a text to encode it. Very long documents are therefore encoded
-in pieces, cut between words where the cut changes no token.
+`tokenizers` needs about a hundred times the memory of the text that it encodes. Very long documents are therefore
+encoded in pieces, cut between words where no token changes.
 """
 
 import json
@@ -35,12 +34,12 @@ LARGEST_VOCABULARY = 2**24  # tokenizers allocates this many entries upfront, an
 _HUB_FILES = ["*token*.json", "vocab.*", "merges.txt", "*.model", "config.json"]
 
 EncodeBatch = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
-"""From texts to (tokens,) the ids of all of them one after the other, and (texts,) tokens of each."""
+"""Function from texts to their concatenated ids, shape (tokens,), and token counts, shape (texts,)."""
 
 PIECE = 2**19  # characters; shorter documents are encoded whole
-AT_ONCE = 8  # pieces
-AROUND = 2**10  # characters on both sides of a cut that are encoded to see whether it changes a token
-TRIES = 32  # of cuts that change one
+AT_ONCE = 8  # pieces encoded in a batch
+AROUND = 2**10  # characters on both sides of a cut that are encoded to check it
+TRIES = 32  # maximum number of cuts tried
 
 PROBES = (
     "",
@@ -74,28 +73,28 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Largest id plus one, added tokens included: the number of rows of an embedding."""
+        """Largest id plus one, added tokens included: the number of embedding rows."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode each text. No special tokens are added, and text that spells a special token is encoded as text."""
+        """Encode each text without adding special tokens; the string of a special token is encoded as plain text."""
         ids, lengths = self.encode_flat(texts)
         return [row.tolist() for row in np.split(ids, lengths.cumsum()[:-1])] if texts else []
 
     @cached_property
     def encode_flat(self) -> "EncodeBatch":
-        """Like `encode_batch`; returns the concatenated ids (tokens,), and the number of tokens per text (texts,)."""
+        """Encoder that returns the ids of all texts, shape (tokens,), and token counts per text, shape (texts,)."""
         return encoder(self.backend)
 
     def token(self, token_id: int) -> str:
-        """The vocabulary string of a token; an added token is not normalised."""
+        """Return the vocabulary string of a token."""
         added = self.backend.get_added_tokens_decoder().get(token_id)
         token = self.backend.id_to_token(token_id) if added is None else added.content
         assert token is not None, f"{token_id} is no id of this vocabulary"
         return token
 
     def save(self, directory: Path) -> Path:
-        """Write tokenizer.json and tokenizer_config.json for `AutoTokenizer`; returns the path of the former."""
+        """Write tokenizer.json and tokenizer_config.json for `AutoTokenizer`; return the path of tokenizer.json."""
         path = directory / "tokenizer.json"
         write_text(path, self.backend.to_str(pretty=True))
         names = {"eos_token": self.token(self.eos_id), "bos_token": self.token(self.bos_id)}
@@ -125,7 +124,7 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     """Load the tokenizer in a folder, in a tokenizer.json, or of a model on the Hugging Face hub.
 
     Raises:
-        InputError: if it cannot be found, fetched or read, or has no EOS token.
+        InputError: if the tokenizer cannot be found, downloaded or read, or has no EOS token.
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
@@ -142,8 +141,8 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
 def train_bpe(documents: Iterable[str], size: int, out: Path) -> Tokenizer:
     """Train a byte-level BPE of at most `size` tokens and save it into the folder `out`.
 
-    EOS (`<|endoftext|>`) has id 0 and BOS (`<|bos|>`) id 1. Training is deterministic. If the text has
-    too few different pairs, the vocabulary (`Tokenizer.vocab_size`) is smaller than `size`.
+    EOS (`<|endoftext|>`) has id 0 and BOS (`<|bos|>`) id 1. Training is deterministic. The vocabulary
+    (`Tokenizer.vocab_size`) is smaller than `size` if the text has too few different pairs.
 
     Raises:
         InputError: if `size` is below 258.
@@ -181,7 +180,7 @@ def _read(path: Path, source: str) -> Tokenizer:
 def _tokenizer(backend: "Backend", source: str, special: dict[str, str]) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = True  # a document that mentions <|endoftext|> does not end there
+    backend.encode_special_tokens = True  # encode a literal <|endoftext|> as text
     eos = backend.token_to_id(special.get("eos_token", EOS))
     if eos is None:
         raise InputError(
@@ -219,7 +218,7 @@ def _fetched(name: str) -> Path:
     except Exception as error:  # network, hub, name and cache errors share no base class
         raise InputError(
             f"tokenizer {name!r} is neither a folder here nor could it be fetched from the Hugging Face hub "
-            f"({type(error).__name__}). Check the name and the connection, give the path of a folder with "
+            f"({type(error).__name__}). Check the name and the connection, use a folder with "
             "tokenizer.json, or use train:SIZE to train one on the corpus."
         ) from error
 
@@ -234,7 +233,7 @@ def _converted(folder: Path, source: str) -> Tokenizer:
     except Exception as error:  # each format's converter raises its own exceptions
         raise InputError(
             f"no usable tokenizer in {source}: there is no tokenizer.json and transformers cannot convert the files "
-            f"there ({type(error).__name__}). Give a folder with tokenizer.json, or use train:SIZE."
+            f"there ({type(error).__name__}). Use a folder with tokenizer.json, or train:SIZE."
         ) from error
     named = {key: token for key in ("eos_token", "bos_token") if (token := getattr(slow, key, None))}
     return _tokenizer(backend, source, named)
@@ -265,13 +264,13 @@ def encoder(backend: "Backend") -> EncodeBatch:
         from fastokens import Tokenizer as Fast
 
         fast = Fast.from_json_str(backend.to_str())
-    except Exception:  # not installed, or a tokenizer that it does not know
+    except Exception:  # not installed, or an unsupported tokenizer
         return exact
 
     def quick(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         try:
             ids, ends = fast.encode_batch_flat(list(texts), split_special_tokens=True)
-        except Exception:  # its regular expressions have limits
+        except Exception:  # unsupported regular expressions
             return exact(texts)
         return np.frombuffer(ids, "<u4"), np.diff(np.frombuffer(ends, "<u8").astype(np.int64))
 
@@ -282,11 +281,12 @@ def encoder(backend: "Backend") -> EncodeBatch:
 def pieces(
     text: str, size: int, changes_nothing: Callable[[str, str], bool] = lambda left, right: True
 ) -> Iterator[str]:
-    """Split a text into pieces of about `size` characters, or more if no cut is possible without changing tokens.
+    """Split a text into pieces of about `size` characters, more if a cut would change tokens.
+
+    Cuts are between an ASCII letter or digit and a space before a letter, where byte-level BPE begins a new word.
 
     Args:
-        changes_nothing: whether a cut between two strings leaves the tokens unchanged. Cuts are
-            between an ASCII letter or digit and a space before a letter, where byte-level BPE always begins a new word.
+        changes_nothing: function of the strings before and after a cut; True if the cut does not change the tokens.
     """
     start = 0
     while len(text) - start > size:

@@ -1,5 +1,5 @@
-"""Downstream tasks: scores of a model on HellaSwag and other tasks of lm-eval, with its sink.
+"""Downstream tasks: accuracy of a model on HellaSwag and other lm-eval tasks, with its sink metric.
 
-lm-eval (extra `eval`) makes the requests and scores them. Every answer is saved as soon as it is computed, so that an
-interrupted call resumes. Formulas: docs/eval.md.
+lm-eval (extra `eval`) builds and scores the requests. Answers are saved as they are computed, so that an interrupted
+call can be resumed. Formulas: docs/eval.md.
 """

@@ -1,4 +1,4 @@
-"""Evaluation of a model on downstream tasks, with its sink, as a resumable job."""
+"""Evaluate a model on downstream tasks and measure its sink, as a resumable job."""
 
 import json
 import re
@@ -33,7 +33,7 @@ from sinklab.survey.measure_one import measure_loaded
 from sinklab.survey.request import Request
 
 EPS, SEQUENCES, LENGTH = 0.3, 100, 64
-"""Of the sink: those of the paper's tables of models."""
+"""Settings of the sink metric, as in the paper's tables of pretrained models."""
 
 
 def evaluate_model(
@@ -48,13 +48,13 @@ def evaluate_model(
 
     Args:
         name: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        out: directory of evaluation.json and of the items of each task; a repeated call resumes, and may add tasks.
+        out: output directory: evaluation.json and the items of each task; a repeated call resumes and may add tasks.
 
     Raises:
-        InputError: before anything is written, if lm-eval is not installed, a model, task or file is unusable, or `out`
-            has an evaluation of another request.
+        InputError: before anything is written, if lm-eval is not installed, model, task or file is unusable, or `out`
+            has an evaluation with other settings.
         HeldError: if another process writes an evaluation to `out`.
-        UnsavedError: if a result cannot be saved; the error has the scores so far.
+        UnsavedError: if a result cannot be saved; the exception contains the scores so far.
         SinklabError: if lm-eval cannot evaluate this model on a task, or answers cannot be saved.
     """
     check_name(name)
@@ -109,7 +109,7 @@ def _items(scores: TaskScores) -> str:
 def _resumed(
     ledger: Ledger[DownstreamScores], new: DownstreamScores, chosen: Sequence[ChosenTask], request: TaskRequest
 ) -> DownstreamScores:
-    """The scores of an earlier call with the same request, or an empty document."""
+    """Load the scores of an earlier call with the same settings, or return an empty document."""
     earlier = ledger.earlier(load_scores)
     if earlier is None or ledger.path is None:
         return new
@@ -140,7 +140,7 @@ def _scored(
 
 
 def _sink_of_items(model: Model, context: int, texts: Sequence[str]) -> TextSink | None:
-    """The sink on the items of a task; None if none is long enough."""
+    """Measure the sink on the items of a task; None if no item is long enough."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "items.jsonl"
         file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts), encoding="utf-8")
@@ -168,7 +168,7 @@ def _sink(model: Model, context: int, text: Path, name: str) -> TextSink:
 
 @dataclass(frozen=True)
 class TaskOfCell:
-    """The downstream task of an experiment's cell.
+    """Downstream task of an experiment's cell.
 
     Attributes:
         items: number of items drawn with the seed of the measurement; None for all.
@@ -178,21 +178,21 @@ class TaskOfCell:
     items: int | None
 
     def document(self) -> dict[str, object]:
-        """Everything except the model that determines the scores, as plain JSON."""
+        """Return the settings that affect the scores, except the model, as a JSON-serializable dict."""
         return {"name": self.chosen.name, "items": self.items, "data": self.chosen.sha256 or self.chosen.data}
 
 
 def measure_and_evaluate(
     model: Model, task: TaskOfCell, text: Path | None, request: Request, out: Path, progress: Progress
 ) -> Measurement:
-    """Measure a model of transformers, with the accuracies on a task (percent) as scores.
+    """Measure a Hugging Face model and add its accuracies on a task (percent) to the measurement.
 
     Args:
-        out: directory of evaluation.json and the items; saved answers are reused.
-        progress: called with the number of requests answered, and the total.
+        out: output directory: evaluation.json and the items; saved answers are reused.
+        progress: callback, called with the number of answered requests and the total.
 
     Raises:
-        InputError: if the text is unusable, the task has no accuracies, or `out` has an evaluation of another request.
+        InputError: if the text is unusable, the task has no accuracy, or `out` has an evaluation with other settings.
         SinklabError: if the model cannot be measured or evaluated, or a result cannot be saved.
     """
     measurement, chosen = measure_loaded(model, text, request), task.chosen
@@ -206,7 +206,7 @@ def measure_and_evaluate(
     try:
         with ledger.locked():
             found = _evaluate(model, [chosen], wanted, ledger, observe)
-    except UnsavedError as error:  # its result is not the measurement that the caller expects
+    except UnsavedError as error:  # its `result` is not a Measurement
         raise SinklabError(str(error)) from error
     metrics = found.tasks[chosen.name].metrics
     scores = {score: 100 * metrics[name].value for name, score in SCORES.items() if name in metrics}

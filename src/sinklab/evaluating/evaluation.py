@@ -1,4 +1,4 @@
-"""evaluation.json: scores on downstream tasks, the sink, and the request. Formulas: docs/eval.md."""
+"""evaluation.json: scores on downstream tasks, sink metric, and settings. Formulas: docs/eval.md."""
 
 import gzip
 import json
@@ -22,16 +22,16 @@ def _names(given: object) -> object:
 
 
 class TaskRequest(CommandSettings, frozen=True):
-    """The settings of an evaluation."""
+    """Settings of an evaluation."""
 
     panel = INPUT
 
     tasks: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, metavar="NAMES")] = Field(
-        description="Tasks of lm-eval, comma-separated: hellaswag, arc_easy, ..."
+        description="lm-eval tasks, comma-separated: hellaswag, arc_easy, ..."
     )
     limit: int | None = Field(default=None, ge=1, le=MOST, description="Items per task, drawn by --seed; default: all.")
     data: Path | None = Field(
-        default=None, description="HellaSwag's items, .jsonl or .jsonl.gz; default: from SINKLAB_DATA, else the hub."
+        default=None, description="HellaSwag items, .jsonl or .jsonl.gz; default: in SINKLAB_DATA, else from the hub."
     )
     text: Path | None = Field(
         default=None, description="Text for the sink metric, .txt or .jsonl; default: the task's items."
@@ -48,7 +48,7 @@ class TaskRequest(CommandSettings, frozen=True):
 
 
 class TaskMetric(ReadDocument):
-    """One metric over the items of a task.
+    """A metric over the items of a task.
 
     Attributes:
         value: value reported by lm-eval; accuracies from 0 to 1.
@@ -60,13 +60,13 @@ class TaskMetric(ReadDocument):
 
 
 class TextSink(ReadDocument):
-    """The sink of the model on natural text, as measured by `sinklab measure`.
+    """Sink of the model on natural text, as in `sinklab measure`.
 
     Attributes:
-        text: file, or "task" for the items of the task, each with the correct answer.
+        text: file, or "task" for the items of the task with their correct answers.
         sequences, length, eps: settings of the measurement.
-        bos: whether position 1 is a special token.
-        sink_1: sink rate, percent of (sequence, layer, head) triples whose importance of position 1 is above eps.
+        bos: True if position 1 is a special token.
+        sink_1: Sink_1, percent of (sequence, layer, head) triples with an importance of position 1 above eps.
         bias: sink rate of an added bias, sink logit or sink token, percent; None if the model has none.
     """
 
@@ -80,7 +80,7 @@ class TextSink(ReadDocument):
 
 
 class TaskScores(ReadDocument):
-    """The scores of a task.
+    """Scores on a task.
 
     Attributes:
         version: version of the task in lm-eval.
@@ -90,8 +90,8 @@ class TaskScores(ReadDocument):
         seed: random seed for drawing the items.
         items: number of items scored, out of `available`.
         left_out: number of drawn items excluded because an answer is longer than the model's context.
-        cut: number of items whose context was truncated to the model's.
-        metrics: by lm-eval's names.
+        cut: number of items whose prompt was truncated to the model's context.
+        metrics: metrics by lm-eval's names.
         sink: sink on natural text; None if the text is too short for a sequence.
         records: file of the items, in the same directory.
         seconds: scoring time of the last call.
@@ -113,17 +113,17 @@ class TaskScores(ReadDocument):
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings, except for the model, that determine the numbers."""
+        """Settings that affect the scores, except the model."""
         return {"limit": self.limit, "seed": self.seed, "data": self.sha256 or self.data}
 
 
 class DownstreamScores(ReadDocument):
-    """evaluation.json.
+    """Contents of evaluation.json.
 
     Attributes:
         asked: identity of the model: name, files, revision and dtype.
         lm_eval: version of lm-eval.
-        notes: on loading and on the tasks.
+        notes: notes on the loading of the model and on the tasks.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
@@ -136,19 +136,19 @@ class DownstreamScores(ReadDocument):
     tasks: dict[str, TaskScores] = Field(default_factory=dict)
 
     def document(self) -> dict[str, object]:
-        """The JSON document."""
+        """Return the content as a JSON-serializable dict."""
         return self.model_dump(mode="json", by_alias=True)
 
 
 class ItemRecord(ReadDocument):
-    """One item.
+    """Result of an item.
 
     Attributes:
         item: index in the task, from 0.
         doc_hash: lm-eval's SHA-256 of the item.
         target: correct answer, in the format of the task.
-        responses: one per request: log-likelihood (nats) and whether greedy decoding gives the choice; else a text or
-            a number.
+        responses: one response per request: (log-likelihood in nats, True if greedy decoding gives the choice), or a
+            number, or a text.
         metrics: metrics of this item.
     """
 

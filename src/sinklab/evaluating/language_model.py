@@ -1,7 +1,7 @@
-"""Adapter of a loaded model to lm-eval: answers are saved, context and ending tokenized jointly, and BOS kept.
+"""Adapter of a loaded model to lm-eval that saves answers.
 
-lm-eval's own transformers model handles tokens, batches, log-softmax and sums. docs/eval.md lists the
-differences from its defaults.
+Context and continuation are tokenized jointly, and BOS is kept; docs/eval.md lists the differences from lm-eval's HFLM,
+from which the adapter inherits.
 """
 
 import hashlib
@@ -15,18 +15,18 @@ from sinklab.jobs.ledger import LineLedger
 from sinklab.opening import Model
 
 SAVED_BATCHES = 8
-"""Batches between two writes of answers."""
+"""Number of batches between writes of answers."""
 
 ModelAnswer = tuple[float, bool] | float | str
-"""A log-likelihood and whether greedy decoding gives the text, a log-likelihood alone, or a text."""
+"""(Log-likelihood, True if greedy decoding gives the text), a log-likelihood, or a generated text."""
 
 
 class AnsweringModel(HFLM):
-    """A transformers model for lm-eval with saved answers.
+    """A Hugging Face model for lm-eval with saved answers.
 
     Args:
         answers: ledger of answers by request; saved answers are reused.
-        advance: called with the number of requests answered.
+        advance: callback, called with the number of newly answered requests.
     """
 
     def __init__(self, model: Model, batch_size: int, answers: LineLedger, advance: Callable[[int], None]) -> None:
@@ -36,34 +36,34 @@ class AnsweringModel(HFLM):
             backend="causal",
             batch_size=batch_size,
             softmax_dtype="float32",
-            logits_cache=False,  # it shares logits among texts in which the answer begins at different tokens
+            logits_cache=False,  # the cache shares logits among texts whose answers begin at different tokens
         )
         self._prefix = list(model.special)
         self._answers, self._advance = answers, advance
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Log-likelihood of each continuation, and whether greedy decoding gives it."""
+        """Compute the log-likelihood of each continuation, and True if greedy decoding gives it."""
         return self._answered("loglikelihood", requests, super().loglikelihood)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Log-likelihood of each text."""
+        """Compute the log-likelihood of each text."""
         return self._answered("loglikelihood_rolling", requests, super().loglikelihood_rolling)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """The text generated after each context."""
+        """Generate text after each context."""
         return self._answered("generate_until", requests, super().generate_until)
 
     def overlong(self, context: str, continuation: str) -> bool:
-        """Whether the continuation leaves no room for a context token in the model's context."""
+        """True if the continuation leaves no room for a prompt token in the model's context."""
         _, answer = self._split(context, continuation) if context else ([], self.tok_encode(continuation))
         return len(answer) + len(self._prefix) > self.max_length
 
     def cuts(self, context: str, continuation: str) -> bool:
-        """Whether the start of the context is truncated."""
+        """True if the start of the prompt is truncated."""
         return bool(context) and sum(map(len, self._split(context, continuation))) > self.max_length + 1
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode context and continuation; a context that is too long keeps its special tokens and its last tokens."""
+        """Encode prompt and continuation; a long prompt is truncated to its special tokens and its last tokens."""
         before, after = self._split(context, continuation)
         room, special = self.max_length + 1 - len(after), len(self._prefix)
         if len(before) > room and before[:special] == self._prefix:
@@ -71,10 +71,10 @@ class AnsweringModel(HFLM):
         return before, after
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokenize both as one text, and split after the tokens shared with the context alone.
+        """Tokenize prompt and continuation as one text, and split after the tokens shared with the prompt alone.
 
-        lm-eval splits after as many tokens as the context alone has, which loses words of the continuation if a token
-        spans the end of the context.
+        lm-eval splits after the number of tokens of the prompt alone, which loses words of the continuation if a token
+        spans the boundary.
         """
         before, after = super()._encode_pair(context, continuation)
         whole = self.tok_encode(context + continuation)
@@ -97,5 +97,5 @@ class AnsweringModel(HFLM):
 
 
 def request_key(kind: str, arguments: Iterable[object]) -> str:
-    """The SHA-256 of a request."""
+    """Hash a request (SHA-256)."""
     return hashlib.sha256(json.dumps([kind, *arguments], sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Score one model on one task: draw items, and evaluate them with lm-eval."""
+"""Score a model on a task: draw items, and evaluate them with lm-eval."""
 
 import random
 import time
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 CHOICES = "loglikelihood"
 RESAMPLED = 1000
-"""Bootstrap samples for the standard error of metrics that are not means."""
+"""Number of bootstrap samples for the standard error of metrics that are not means."""
 
 
 @dataclass(frozen=True)
 class DrawnItems:
-    """The items drawn for a model.
+    """Items drawn for a model.
 
     Attributes:
         items: indices in the task, ascending.
-        left_out: number of drawn items excluded because an ending is too long for the model.
-        cut: number of other items with a context too long for the model.
+        left_out: number of drawn items excluded because an answer is longer than the model's context.
+        cut: number of other items whose prompt is truncated.
         requests: number of requests.
-        texts: per item, the text of the request with the correct ending, else of the first request.
+        texts: text of each item with the correct answer, else of its first request.
     """
 
     items: list[int]
@@ -41,22 +41,22 @@ class DrawnItems:
 
 @dataclass(frozen=True)
 class ScoredTask:
-    """The scores of a task, and its items."""
+    """Scores on a task, and the results of its items."""
 
     scores: TaskScores
     records: list[ItemRecord]
 
 
 def draw_items(chosen: ChosenTask, model: "AnsweringModel", limit: int | None, seed: int, name: str) -> DrawnItems:
-    """Draw items without replacement, and exclude those with an ending longer than the model's context.
+    """Draw items without replacement, and exclude those with an answer longer than the model's context.
 
     Args:
         limit: number of items, capped at the size of the task; None for all.
         name: name of the model.
 
     Raises:
-        InputError: if every item has an ending longer than the context.
-        SinklabError: if lm-eval cannot evaluate such a model on the task.
+        InputError: if every item has an answer longer than the context.
+        SinklabError: if lm-eval cannot evaluate the model on the task.
     """
     every = range(chosen.size)
     items = sorted(random.Random(seed).sample(every, limit)) if limit and limit < chosen.size else list(every)
@@ -74,7 +74,7 @@ def draw_items(chosen: ChosenTask, model: "AnsweringModel", limit: int | None, s
     if not kept:
         raise InputError(
             f"--tasks {chosen.name}: every item has an answer that is longer than the context of {name}, which is "
-            f"{model.max_length} tokens: give a task with shorter answers, or a model with a longer context"
+            f"{model.max_length} tokens: choose a task with shorter answers, or a model with a longer context"
         )
     return DrawnItems(
         items=kept,
@@ -91,7 +91,7 @@ def score_task(
     """Evaluate a model on the items drawn.
 
     Raises:
-        SinklabError: if lm-eval cannot evaluate such a model on the task, or answers cannot be saved.
+        SinklabError: if lm-eval cannot evaluate the model on the task, or answers cannot be saved.
     """
     from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -135,7 +135,7 @@ def _as_sentence(task: str) -> Iterator[None]:
 
 
 def _samples(items: list[int], chosen: ChosenTask) -> list[int] | None:
-    """Item indices for lm-eval; None for all, because lm-eval searches the list for every item."""
+    """Return item indices for lm-eval; None for all items, because lm-eval searches the list for every item."""
     return None if len(items) == chosen.size else items
 
 
@@ -146,7 +146,7 @@ def _text(requests: Sequence[Any]) -> str:
 
 
 def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
-    """Parse metrics from lm-eval's `acc,none` and `acc_stderr,none`; a filter other than none remains in the name."""
+    """Parse lm-eval's metrics (`acc,none`, `acc_stderr,none`); a filter other than none is kept in the name."""
     found: dict[str, TaskMetric] = {}
     for key, value in results.items():
         name, _, kind = key.partition(",")
@@ -159,7 +159,7 @@ def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
 
 
 def _records(samples: Sequence[dict[str, Any]]) -> list[ItemRecord]:
-    """The records by item index; of several filters, the first."""
+    """Return the records, sorted by item index; only for the first filter."""
     first: dict[int, dict[str, Any]] = {}
     for sample in samples:
         first.setdefault(sample["doc_id"], sample)

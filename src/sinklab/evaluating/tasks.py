@@ -1,7 +1,4 @@
-"""Downstream tasks by name: tasks with items in a file, declared here, and all tasks of lm-eval.
-
-A new task that needs no network is one `FileTask` in `FILE_TASKS`: name, file names, items, question, choices, metrics.
-"""
+"""Downstream tasks by name: tasks whose items are in a local file (`FILE_TASKS`), and all tasks of lm-eval."""
 
 import difflib
 import gzip
@@ -25,11 +22,11 @@ from sinklab.schema import ReadDocument
 PACKAGES = ("lm_eval", "accelerate")
 HUB = "hub"
 SCORES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
-"""The metrics of lm-eval that experiments know, with their names there."""
+"""Names of lm-eval's metrics in experiments."""
 
 
 class ChoiceItem(ReadDocument):
-    """A multiple-choice item: the prompt, its endings, and the index of the correct one, from 0."""
+    """A multiple-choice item: prompt, endings, and index of the correct ending (from 0)."""
 
     query: str
     endings: list[str]
@@ -43,7 +40,7 @@ class FileTask:
     Attributes:
         name: name on the command line and in lm-eval.
         files: file names in the folder `eval` of SINKLAB_DATA.
-        keys: keys of a line, for error messages.
+        keys: required keys of a line, for error messages.
         metrics: lm-eval metrics, averaged over items.
         version: version of the task.
     """
@@ -55,10 +52,10 @@ class FileTask:
     version: float = 1.0
 
     def item(self, row: Mapping[str, Any]) -> ChoiceItem:
-        """Parse the item of a line.
+        """Parse an item.
 
         Raises:
-            KeyError, ValueError, AttributeError, TypeError: if the line is not an item.
+            KeyError, ValueError, AttributeError, TypeError: if `row` is not an item.
         """
         return ChoiceItem.model_validate(row)
 
@@ -118,10 +115,10 @@ class FileTask:
 
 
 class HellaSwag(FileTask):
-    """HellaSwag (1905.07830), as published or with the query of lm-eval.
+    """HellaSwag (1905.07830), in the published format or with lm-eval's `query`.
 
     query = clean(activity_label + ": " + ctx_a + " " + capitalised ctx_b)
-    clean: " [title]" becomes ". ", other brackets are removed, and so is one of two spaces
+    clean: replace " [title]" by ". ", remove other brackets, replace two spaces by one
     """
 
     def item(self, row: Mapping[str, Any]) -> ChoiceItem:
@@ -154,7 +151,7 @@ FROM_FILES = ", ".join(FILE_TASKS)
 
 @dataclass(frozen=True)
 class ChosenTask:
-    """A task and its items.
+    """A task with its items.
 
     Attributes:
         name: name in lm-eval; groups and tags are expanded to their tasks.
@@ -170,17 +167,17 @@ class ChosenTask:
 
     @property
     def size(self) -> int:
-        """The number of items."""
+        """Number of items."""
         return len(self.task.eval_docs)
 
     @property
     def version(self) -> str:
-        """The version of the task."""
+        """Version of the task."""
         return str(self.task.VERSION)
 
 
 def lm_eval_version() -> str:
-    """The version of lm-eval.
+    """Return the version of lm-eval.
 
     Raises:
         InputError: if lm-eval or a dependency is not installed; the message has the install command.
@@ -202,7 +199,7 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
     """Load the tasks of these names, with their items.
 
     Args:
-        data: file of the one task in `names` that is read from a file; default: its file in SINKLAB_DATA, else the hub.
+        data: file of the only file task in `names`; default: its file in SINKLAB_DATA, else the hub.
 
     Raises:
         InputError: if lm-eval is not installed, a task is unknown, a file is unreadable, or a download fails.
@@ -228,7 +225,7 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
 
 
 def chosen_task(name: str, data: Path | None) -> ChosenTask:
-    """Load the task of this name.
+    """Load a task by name.
 
     Raises:
         InputError: see `chosen_tasks`; also if the name is a group of tasks.
@@ -262,13 +259,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if line.strip():
                     yield number, line
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text ({error.reason}): give a .jsonl or .jsonl.gz file") from error
+        raise InputError(f"{path} is not UTF-8 text ({error.reason}): use a .jsonl or .jsonl.gz file") from error
     except (OSError, EOFError) as error:
         raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 class _Hub:
-    """The tasks of lm-eval. Listing them reads thousands of files, which takes a while.
+    """lm-eval's tasks. Listing them is slow, because lm-eval reads thousands of files.
 
     Raises:
         InputError: if a task is unknown.
@@ -288,7 +285,7 @@ class _Hub:
                 )
 
     def tasks(self, name: str) -> list[ChosenTask]:
-        """The task, or the tasks of a group, with their items."""
+        """Load a task, or the tasks of a group, with their items."""
         try:
             return [ChosenTask(one, task, HUB) for one, task in self._manager.load([name])["tasks"].items()]
         except ImportError as error:
@@ -296,7 +293,7 @@ class _Hub:
         except Exception as error:  # network, hub and format errors share no base class
             if name in FILE_TASKS:
                 file = FILE_TASKS[name].files[-1]
-                remedy = f"; or give its file: --data {file}, or SINKLAB_DATA with a folder eval/ that has it"
+                remedy = f"; or use a local file: --data {file}, or SINKLAB_DATA with the file in a folder eval/"
             else:
                 remedy = f"; {FROM_FILES} can be read from a file instead (--data)"
             raise InputError(

@@ -1,1 +1,1 @@
-"""Experiments as data: overlays on a base recipe, and the claims that their results are compared with."""
+"""Experiments as data: overlays on a base recipe, and claims about the results."""

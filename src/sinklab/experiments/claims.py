@@ -1,4 +1,4 @@
-"""Claims as data: typed comparisons of cells, judged by the rule of docs/verdicts.md. Never code.
+"""Claims as data: typed comparisons of cells, judged by the rule in docs/verdicts.md.
 
 claims:
   - id: bias_takes_the_sink
@@ -23,15 +23,15 @@ from sinklab.survey.open_models import families
 Scale = Literal["tiny", "mini", "small", "60m", "1b"]
 
 Analysis = Literal["confirmatory", "exploratory"]
-"""Confirmatory: the paper's claim, asked of runs trained after it was stated. Exploratory: everything else."""
+"""Confirmatory: a claim of the paper, tested on runs trained after it was stated. Exploratory: all others."""
 
 
 class QuantityClaim(Part):
     """Base class of the checks of a quantity.
 
     Attributes:
-        value: name of the quantity (`quantities.py`); the number is the mean of a run's last three evaluations.
-        at_step: use the last evaluation up to this step and the two before it; default: the end of the run.
+        value: name of the quantity (`quantities.py`), averaged over a run's last three evaluations.
+        at_step: average the last three evaluations up to this step; default: the end of the run.
     """
 
     value: QuantityName
@@ -63,7 +63,7 @@ def _require_rate(name: str, what: str) -> None:
 
 
 class Within(_OneCell, _Bounds):
-    """One cell lies within a lower or upper bound, or both, in the quantity's unit."""
+    """Every seed of a cell is within the bounds, in the quantity's unit."""
 
     kind: Literal["within"] = Field(default="within", alias="is")
 
@@ -75,7 +75,7 @@ class Within(_OneCell, _Bounds):
 
 
 class SinkAbsent(_OneCell, QuantityClaim):
-    """A cell has no sink: the rate is below 1 % at each of the last three evaluations."""
+    """A cell has no sink: its sink rate is below 1 % at each of the last three evaluations."""
 
     kind: Literal["absent"] = Field(default="absent", alias="is")
     value: QuantityName = "sink_1"
@@ -91,9 +91,9 @@ class Differs(_Bounds):
 
     Attributes:
         by: minimum difference, in the quantity's unit.
-        times: minimum ratio of the larger value to the smaller.
-        at_least, at_most: bounds that every seed of the cell must also satisfy.
-        absent: whether the cell must also have no sink (below 1 % at each of the last three evaluations).
+        times: minimum ratio of the larger to the smaller value.
+        at_least, at_most: bounds that every seed of the cell must satisfy.
+        absent: the cell must have no sink (below 1 % at each of the last three evaluations).
     """
 
     kind: Literal["greater", "less"] = Field(alias="is")
@@ -117,7 +117,7 @@ class Differs(_Bounds):
 
 
 class Equal(QuantityClaim):
-    """One cell equals another within a margin in the quantity's unit, seed by seed."""
+    """Two cells differ by at most a margin, in the quantity's unit, at every seed."""
 
     kind: Literal["equal"] = Field(default="equal", alias="is")
     cell: str
@@ -130,7 +130,7 @@ class Equal(QuantityClaim):
 
 
 class Alike(QuantityClaim):
-    """Every cell equals the first within a margin, seed by seed."""
+    """Every cell differs from the first by at most a margin at every seed."""
 
     kind: Literal["alike"] = Field(default="alike", alias="is")
     of: tuple[str, ...] = Field(min_length=2)
@@ -142,7 +142,7 @@ class Alike(QuantityClaim):
 
 
 class Monotone(QuantityClaim):
-    """The quantity increases or decreases over the cells in the given order."""
+    """The quantity increases or decreases over the cells, in the given order."""
 
     kind: Literal["rising", "falling"] = Field(alias="is")
     over: tuple[str, ...] = Field(min_length=3)
@@ -153,7 +153,7 @@ class Monotone(QuantityClaim):
 
 
 class StandsAt(_OneCell):
-    """The sink of a cell is at one position, counted from 1, with at least this rate in percent."""
+    """The highest sink rate of a cell is at a position (from 1), and is at least a threshold in percent."""
 
     kind: Literal["stands_at"] = Field(default="stands_at", alias="is")
     position: int = Field(ge=1)
@@ -161,7 +161,7 @@ class StandsAt(_OneCell):
 
 
 class Appears(_OneCell):
-    """Sink_1 of a cell is below a rate (percent) up to one step, if given, and has reached it by another."""
+    """Sink_1 of a cell reaches a rate (percent) by one step and, if `after` is set, not before another."""
 
     kind: Literal["appears"] = Field(default="appears", alias="is")
     rate: float = Field(default=10.0, gt=0, lt=100)
@@ -170,7 +170,7 @@ class Appears(_OneCell):
 
 
 class Precedes(_OneCell):
-    """In every run of a cell, one step is earlier than another, such as `norm_step` than `emergence_step`."""
+    """One step quantity is smaller than another in every run, such as `norm_step` < `emergence_step`."""
 
     kind: Literal["precedes"] = Field(default="precedes", alias="is")
     first: QuantityName
@@ -178,7 +178,7 @@ class Precedes(_OneCell):
 
 
 class Diverges(_OneCell):
-    """The loss of a cell becomes non-finite (diverges), or never does (trains)."""
+    """Training of a cell diverges (non-finite loss), or does not (`trains`)."""
 
     kind: Literal["diverges", "trains"] = Field(alias="is")
 
@@ -190,7 +190,7 @@ SingleCheck = Annotated[
 
 
 class All(Part):
-    """Conjunction of checks: reproduced if all of them are, contradicted if any of them is."""
+    """Conjunction of checks: reproduced if all are reproduced, contradicted if any is contradicted."""
 
     kind: Literal["all"] = Field(default="all", alias="is")
     of: tuple[SingleCheck, ...] = Field(min_length=2)
@@ -201,22 +201,22 @@ class All(Part):
 
 
 class AlikeOverDomains(_OneCell, QuantityClaim):
-    """The value of a measured cell in every domain is within a margin of its value in the first domain."""
+    """The value in every domain differs from that in the first domain by at most a margin."""
 
     kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
     margin: float = Field(gt=0)
 
     def over(self, cells: tuple[str, ...]) -> Alike:
-        """The comparison of the cell's measurements, one per domain."""
+        """Return the check of the cell's measurements, one per domain."""
         return Alike(of=cells, value=self.value, margin=self.margin)
 
 
 class _OverSizes(_OneCell, QuantityClaim):
-    """Base class of checks that compare the models of each family, from small to large.
+    """Base class of checks over the sizes of each model family.
 
     Attributes:
-        families: the families compared; default: all.
-        but: families that are excluded.
+        families: families to compare; default: all.
+        but: families to exclude.
     """
 
     families: tuple[str, ...] = ()
@@ -230,33 +230,33 @@ class _OverSizes(_OneCell, QuantityClaim):
         return names
 
     def is_about(self, family: str) -> bool:
-        """Whether the models of this family are compared."""
+        """True if the models of this family are compared."""
         return (not self.families or family in self.families) and family not in self.but
 
 
 class GrowsWithSize(_OverSizes):
-    """The value of a measured cell increases over the models of a family, from small to large."""
+    """The value increases with model size within a family."""
 
     kind: Literal["grows_with_size"] = Field(default="grows_with_size", alias="is")
 
     def over(self, cells: tuple[str, ...]) -> Monotone:
-        """The comparison of the cell's measurements, one per model."""
+        """Return the check of the cell's measurements, one per model."""
         return Monotone.model_validate({"is": "rising", "over": cells, "value": self.value})
 
 
 class AlikeOverSizes(_OverSizes):
-    """The value of a measured cell in every model of a family is within a margin of its value in the smallest model."""
+    """The value in every model of a family differs from that in the smallest by at most a margin."""
 
     kind: Literal["alike_over_sizes"] = Field(default="alike_over_sizes", alias="is")
     margin: float = Field(gt=0)
 
     def over(self, cells: tuple[str, ...]) -> Alike:
-        """The comparison of the cell's measurements, one per model."""
+        """Return the check of the cell's measurements, one per model."""
         return Alike(of=cells, value=self.value, margin=self.margin)
 
 
 OverSubjects = AlikeOverDomains | GrowsWithSize | AlikeOverSizes
-"""Compares one cell over the domains or models that it is measured for, which are known once these are given."""
+"""Check of one cell over its domains or models, which the user passes."""
 
 Check = Annotated[
     Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges | All
@@ -266,12 +266,12 @@ Check = Annotated[
 
 
 def parts_of(check: Check) -> tuple[Check, ...]:
-    """The checks that `all` combines; for any other kind, the check itself."""
+    """List the checks that an `all` combines; for another kind, the check itself."""
     return check.of if isinstance(check, All) else (check,)
 
 
 def quantities_of(check: Check) -> tuple[str, ...]:
-    """The quantities that a check uses, the main one first; empty for `diverges` and `trains`."""
+    """List the quantities of a check, the main one first; empty for `diverges` and `trains`."""
     match check:
         case All():
             return tuple(dict.fromkeys(name for part in check.of for name in quantities_of(part)))
@@ -288,21 +288,21 @@ def quantities_of(check: Check) -> tuple[str, ...]:
 
 
 class Claim(Part):
-    """A statement, the check that decides it, and the day on which it was stated.
+    """A statement with the check that decides it and its date.
 
     Attributes:
-        id: unique within its experiment.
-        check: the comparison. A file has either this or `same_as`; loading a reference fills in the check referred to.
-        same_as: EXPERIMENT.CLAIM whose check is used; a claim with this reference is not counted.
-        scales: the scales at which the claim is made; default: all.
-        asks_massive: whether the claim is judged only if the trained baseline, or the cell named here, has at least
+        id: identifier, unique within the experiment.
+        check: the comparison; files set either `check` or `same_as`, whose check is filled in on loading.
+        same_as: EXPERIMENT.CLAIM whose check is used; such a claim is not counted.
+        scales: scales at which the claim is made; default: all.
+        asks_massive: judge the claim only if the trained baseline (True), or the cell with this name, has at least
             twice its untrained norm ratio; default: the experiment's setting.
-        positions: limits it to measured models that add positions to their embedding, or to the others.
-        proposition: limits it to measured models to which this proposition of the paper applies.
+        positions: limit the claim to models with, or without, positional embeddings added to the token embedding.
+        proposition: limit the claim to models to which this proposition of the paper applies.
         evidence: confirmatory or exploratory; default: the experiment's setting.
-        stated: the date on which the claim was written; default: the experiment's date.
-        changed: `YYYY-MM-DD: the change, and which results had been seen`; shown on the claim.
-        why: the reason for a bound or margin that differs from the paper's.
+        stated: date on which the claim was written; default: the experiment's date.
+        changed: `YYYY-MM-DD: the change, and which results had been seen`; shown with the claim.
+        why: reason for a bound or margin that differs from the paper's.
     """
 
     id: str = Field(pattern=r"^\w+$")
@@ -326,21 +326,21 @@ class Claim(Part):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells that the check uses; empty for an unresolved reference (`same_as`)."""
+        """Cells that the check uses; empty for an unresolved reference (`same_as`)."""
         return self.check.cells if self.check else ()
 
     def about(self, check: Check, subject: str = "") -> "Claim":
-        """A copy of the claim with another check; a named family or model is added to its id and text."""
+        """Copy the claim with another check; `subject` (a family or model) is added to its id and text."""
         named = {"id": f"{self.id}_{subject}", "text": f"{self.text} ({subject})"} if subject else {}
         return self.model_copy(update={"check": check, **named})
 
 
 @dataclass(frozen=True)
 class Undecidable:
-    """A claim that the given models and texts cannot decide.
+    """A claim that cannot be judged on the given models and texts.
 
     Attributes:
-        why: the reason, a sentence.
+        why: reason, a sentence.
     """
 
     claim: Claim

@@ -1,7 +1,7 @@
-"""Experiments as data: cells, and claims about them.
+"""Experiment files: cells, and claims about them.
 
-A trained cell is an overlay on a base recipe, trained with several seeds. A measured cell (it sets `inputs`) is a
-request to measure an existing model, repeated on several draws of sequences.
+A trained cell is an overlay on a base recipe, trained with several seeds. A measured cell (with `inputs`) is a
+measurement of an existing model, repeated on several draws of sequences.
 
 base: tiny                                                      # or, by scale: {tiny: tiny, 60m: 60m}
 cells:
@@ -19,6 +19,7 @@ first_seed: 100                                                 # the runs have 
 claims:
   - {id: no_sink, text: "..", check: {is: absent, cell: k_biases}}
 assess: [streaming]                                             # parts of `sinklab assess` for every run
+tune: {lr: 4.0e-4, epochs: 4}                                   # `sinklab sft` of every run, on --data
 changes:                                                        # a grid: every cell with every change of each axis
   decay: {decay_0.5: {}, decay_0.1: {optim: {weight_decay: 0.1}}}     # cells are softmax+decay_0.5, and so on
 
@@ -57,6 +58,7 @@ from sinklab.experiments.quantities import QuantityName
 from sinklab.interventions import VARIANTS
 from sinklab.measuring.options import Inputs
 from sinklab.schema import Part
+from sinklab.tuning.settings import TuneOptions
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
 
@@ -69,10 +71,10 @@ NORMS = {
     "norm_step",
     "kurtosis",
 }
-"""Quantities of claims about massive activations."""
+"""Quantities about massive activations."""
 
 PAPER_SCALES = ("60m", "1b")
-"""Those at which the paper's own numbers were measured."""
+"""Scales at which the paper's numbers were measured."""
 
 
 WHAT_SCALES_ARE: Mapping[Scale, str] = {
@@ -82,17 +84,19 @@ WHAT_SCALES_ARE: Mapping[Scale, str] = {
     "fixed first token (74 %)",
     "small": "the paper's 60M model with contexts of 256 tokens and a smaller batch",
 }
-"""The relation of a scale's base model to the paper's, if they differ; shown with every result."""
+"""Differences between a scale's base model and the paper's; shown with every result."""
 
-ONLY_TRAINED = {"base", "baseline", "changes", "adapted", "assess", "first_seed", "asks_massive", "same_as", "scales"}
-"""Fields of experiments and claims that are about training."""
+ONLY_TRAINED = {
+    "base", "baseline", "changes", "adapted", "assess", "tune", "first_seed", "asks_massive", "same_as", "scales",
+}  # fmt: skip
+"""Fields of experiments and claims that apply only to trained cells."""
 
 ONLY_MEASURED = {"each", "against", "positions", "proposition"}
-"""Fields of experiments and claims that are about existing models."""
+"""Fields of experiments and claims that apply only to measured cells."""
 
 
 def _overlays(said: Any) -> Any:
-    """Normalise a cell to a list of overlays, with variant names resolved; measurement requests are unchanged."""
+    """Convert a trained cell to a list of overlays, resolving variant names; measured cells are returned unchanged."""
     if _kind_of_cell(said) == "measured":
         return said
     return [_of_variant(one) if isinstance(one, str) else one for one in (said if isinstance(said, list) else [said])]
@@ -131,20 +135,20 @@ class CellTask(Part):
 
 
 class MeasuredCell(Part):
-    """A request to measure a model. Cells that differ only in eps and length share sequences and forward pass.
+    """Settings of a measurement. Cells that differ only in eps and length share sequences and forward pass.
 
     Attributes:
-        model: which of the models passed is measured; the chat model is the second, and optional.
-        models: models measured in place of those passed, as NAME or NAME@REVISION. Several models are replicates
-            that all read the same sequences; a single model is measured on several draws.
-        revision, subfolder: revision and subfolder of each of `models`; for a directory the revision is a folder in it.
-        inputs: kind of sequences; required in every measured cell.
-        sequences, length: number N of sequences, and their length T in tokens.
+        model: role of the model among those passed with --model: the base model, or the optional chat model (second).
+        models: models to measure instead, as NAME or NAME@REVISION. Several models are replicates that read the same
+            sequences; a single model is measured on several draws.
+        revision, subfolder: revision and subfolder of each of `models`; for a directory, the revision is a subfolder.
+        inputs: kind of sequences; required.
+        sequences, length: number of sequences N, and tokens per sequence T.
         eps: threshold of the sink rate.
-        loss: whether to compute the loss, a third of the compute.
-        details: whether to also measure angles and the other statistics of `--details`.
-        swap_position, replace_position: changes to the learned positions (`Study`).
-        task: a downstream task to evaluate as well.
+        loss: compute the loss, a third of the compute.
+        details: compute the statistics of `--details`.
+        swap_position, replace_position: changes to the learned positional embeddings (`Study`).
+        task: downstream task to evaluate in addition.
     """
 
     model: Literal["base", "chat"] = "base"
@@ -163,7 +167,7 @@ class MeasuredCell(Part):
 
     @property
     def pass_key(self) -> str:
-        """Key of the forward pass; cells with equal keys are measured in the same pass."""
+        """Key of the forward pass; cells with equal keys share a pass."""
         return self.model_dump_json(exclude={"eps", "length"})
 
 
@@ -177,13 +181,13 @@ Cell = Annotated[
 
 
 class Adaptation(Part):
-    """Differences from the paper's cells at one scale, with the reason.
+    """Differences from the paper's cells at one scale.
 
     Attributes:
-        why: the reason, a sentence.
+        why: reason, a sentence.
         change: overlay on every cell.
-        cells: overlays by cell; a cell that the experiment does not have is added.
-        without: cells that are removed at this scale.
+        cells: overlays by cell; unknown cells are added.
+        without: cells to remove.
     """
 
     why: str = Field(min_length=1)
@@ -197,26 +201,27 @@ class Experiment(Part):
 
     Attributes:
         id: identifier, used in file names and claims.
-        title: the subject in a few words.
-        question: the research question, a sentence.
-        source: the table, figure or section of the paper, or another origin.
-        base: base recipe of trained cells for each scale, a name or file as for `sinklab train`.
-        cells: by name, overlays on the base, merged in order, or requests to measure.
-        changes: axes of a grid, each with its values by name, overlays as those of a cell. Every trained cell is
-            crossed with one value of each axis, laid over it in their order, and is then named CELL+VALUE+VALUE.
-        baseline: the cell that the others are compared with; default: the first.
-        adapted: by scale, the differences from the paper's cells.
-        each: measure every cell for each domain or model; results are then named DOMAIN/CELL or MODEL/CELL.
-        columns: quantities shown in the table.
-        against: two quantities of measured cells; a figure plots the second against the first, a point per cell.
+        title: subject in a few words.
+        question: research question, a sentence.
+        source: table, figure or section of the paper, or another source.
+        base: base recipe of trained cells by scale; a name or file as for `sinklab train`.
+        cells: cells by name: overlays on the base, merged in order, or measured cells.
+        changes: axes of a grid, each with overlays by name. Every trained cell is crossed with one value of each axis;
+            the overlays are applied in order, and the resulting cell is named CELL+VALUE+VALUE.
+        baseline: cell that the others are compared with; default: the first.
+        adapted: differences from the paper's cells by scale.
+        each: measure every cell for each domain or model; results are named DOMAIN/CELL or MODEL/CELL.
+        columns: quantities in the table.
+        against: two quantities of measured cells; a figure plots the second against the first.
         published: the paper's numbers for the cells.
         assess: parts of `sinklab assess` to run on the validation text of every run.
-        evidence: confirmatory or exploratory, of all claims that do not set their own.
-        stated: the date on which the claims were written; a claim may override it.
+        tune: settings of `sinklab sft`, applied to every run on the conversations of --data.
+        evidence: confirmatory or exploratory; default of all claims.
+        stated: date on which the claims were written; default of all claims.
         seeds: number of replicates (seeds, or draws of sequences) intended for verdicts.
-        first_seed: first seed of the runs; table and verdicts use only this seed and later ones.
-        asks_massive: whether claims about norms are judged only if the trained baseline, or the cell named here, has
-            at least twice its untrained norm ratio.
+        first_seed: first seed of the runs; smaller seeds are not used.
+        asks_massive: judge claims about norms only if the trained baseline (True), or the cell with this name, has at
+            least twice its untrained norm ratio.
         rank: sort key in lists and in `reproduce all`, ascending.
     """
 
@@ -235,6 +240,7 @@ class Experiment(Part):
     published: Published | None = None
     claims: tuple[Claim, ...] = ()
     assess: tuple[PartName, ...] = ()
+    tune: TuneOptions | None = None
     evidence: Analysis = "exploratory"
     stated: date | None = None
     seeds: int = Field(default=5, ge=1)
@@ -245,13 +251,13 @@ class Experiment(Part):
     @field_validator("base", mode="before")
     @classmethod
     def _one_recipe_is_of_one_scale(cls, base: Any) -> Any:
-        """A recipe named after a scale belongs to that scale; any other recipe to the smallest scale."""
+        """Convert a single recipe to a mapping by scale: the scale of its name, else the smallest scale."""
         return {base if base in SCALES else SCALES[0]: base} if isinstance(base, str) else base
 
     @model_validator(mode="before")
     @classmethod
     def _cross_cells_with_changes(cls, said: Any) -> Any:
-        """Replace the cells of a grid by their products with its changes; a dumped grid has them already."""
+        """Replace the cells of a grid by their product with `changes`; a dumped grid already contains the product."""
         if not isinstance(said, dict) or not said.get("changes"):
             return said
         cells, axes = said.get("cells"), said["changes"]
@@ -311,7 +317,7 @@ class Experiment(Part):
                 raise ValueError(f"{wrong[0]!r}, to be removed at scale {scale}, is not a cell")
 
     def _check_measured(self) -> None:
-        """Check that every claim compares cells, domains or models as the cells are measured."""
+        """Check that the claims compare cells, domains or models in agreement with `each`."""
         compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
         for claim in self.claims:
             wanted = compared.get(type(claim.check))
@@ -340,18 +346,18 @@ class Experiment(Part):
         counts = {min(len(cell.models), 2): name for name, cell in self.requests.items()}
         if len(counts) > 1:
             raise ValueError(
-                f"the cells {' and '.join(map(repr, counts.values()))} differ in whether they name no, one or several "
-                "`models`, and their replicates cannot be compared"
+                f"the cells {' and '.join(map(repr, counts.values()))} cannot be compared: all cells must set "
+                "no `models`, or one, or several"
             )
 
     @property
     def requests(self) -> dict[str, MeasuredCell]:
-        """The measured cells by name; empty if the cells are trained."""
+        """Measured cells by name; empty if the cells are trained."""
         return {name: cell for name, cell in self.cells.items() if isinstance(cell, MeasuredCell)}
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """The names along each axis of a grid, the cell names first; empty if the experiment is no grid."""
+        """Names along each axis of a grid, cell names first; empty without a grid."""
         if not self.changes:
             return {}
         own = dict.fromkeys(name.rsplit(GRID, len(self.changes))[0] for name in self.cells)
@@ -359,18 +365,18 @@ class Experiment(Part):
 
     @property
     def replicate(self) -> ReplicateKind:
-        """The replicate unit: a seed for trained cells, a model or a draw of sequences for measured cells."""
+        """Replicate unit: a seed for trained cells, a model or a draw of sequences for measured cells."""
         if not self.requests:
             return "seed"
         return "model" if any(len(cell.models) > 1 for cell in self.requests.values()) else "draw"
 
     @property
     def compared_with(self) -> str:
-        """The name of the baseline; empty if the cells are measured."""
+        """Name of the baseline; empty if the cells are measured."""
         return "" if self.requests else self.baseline or next(iter(self.cells))
 
     def cells_at(self, scale: Scale) -> dict[str, Sequence[Mapping[str, Any]]]:
-        """The trained cells at a scale, each with all its overlays."""
+        """Return the trained cells at a scale, each with all its overlays."""
         cells: dict[str, list[Mapping[str, Any]]] = {
             name: list(overlays) for name, overlays in self.cells.items() if not isinstance(overlays, MeasuredCell)
         }
@@ -381,13 +387,13 @@ class Experiment(Part):
         return dict(cells)
 
     def claims_at(self, scale: Scale) -> list[Claim]:
-        """The claims made at a scale: those that the cells of the scale can decide, and references."""
+        """Return the claims made at a scale whose cells exist there, and references."""
         cells = self.cells_at(scale)
         made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]
 
     def massive_cell(self, claim: Claim) -> str | None:
-        """The cell whose norm ratio must have grown for the claim to be judged; None if there is no such condition."""
+        """Return the cell whose norm ratio must have grown for the claim to be judged; None without a condition."""
         said = claim.asks_massive
         if said is None:
             about_norms = claim.check and NORMS & set(quantities_of(claim.check))
@@ -395,5 +401,5 @@ class Experiment(Part):
         return (self.compared_with if said is True else said) or None
 
     def own_seeds(self, count: int | None = None) -> range:
-        """The first `count` seeds of the runs; default: `seeds` of them."""
+        """Return the first `count` seeds of the runs; default: `seeds`."""
         return range(self.first_seed, self.first_seed + (self.seeds if count is None else count))

@@ -18,40 +18,40 @@ from sinklab.schema import ReadDocument
 SUMMARY, RECORD = "summary.json", "record.json"
 
 CHECKED = ("recipe.yaml", "metrics.jsonl", "measurement.json")
-"""Files of a run directory whose checksums its record holds."""
+"""Files of a run directory whose checksums are in record.json."""
 
 COMPRESSED = ".gz"
 
 Verdict = Literal["reproduced", "direction only", "contradicted", "inconclusive", "no verdict", "not asked", "not run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 JUDGED: tuple[Verdict, ...] = VERDICTS[:4]
-"""Verdicts by five seeds or more."""
+"""Verdicts that require five seeds or more."""
 
 ANALYSES = ("confirmatory", "exploratory")
-"""Claims are counted separately by these (`claims.Analysis`)."""
+"""Kinds of analysis (`claims.Analysis`); claims are counted separately for each."""
 
 RunStatus = Literal["done", "failed"]
 
 GRID = "+"
-"""Between the parts of the name of a grid's cell."""
+"""Separator of the parts of a grid cell's name."""
 
 ReplicateKind = Literal["seed", "draw", "model"]
-"""The unit that an experiment repeats: a seed, a draw of sequences from an existing model, or an existing model."""
+"""Replicate unit of an experiment: a training seed, a draw of sequences, or an existing model."""
 
 
 class RunRecord(ReadDocument):
-    """record.json: how one run of a sweep ended. The metrics are in metrics.jsonl in the same directory.
+    """record.json: the outcome of a run of a sweep.
 
     Attributes:
         hash: hash of the run (`Recipe.content_hash`).
         name, seed: name and seed of the recipe.
         status: done, or failed permanently (for example with a non-finite loss, which a retry would reproduce).
-        message: the reason of the failure.
-        step: number of updates made, out of `steps`.
-        triples: number of (sequence, layer, head) triples that the sink rates are computed over.
+        message: reason of the failure.
+        step: number of updates done, out of `steps`.
+        triples: number of (sequence, layer, head) triples of the sink rates.
         seconds: training time.
         tokens_per_second: throughput of the updates.
-        peak_memory_mb: peak memory of the GPU, or of the process if trained on a CPU, MB.
+        peak_memory_mb: peak memory of the GPU, or of the process on a CPU, MB.
         kurtosis: kurtosis of the final hidden states, maximum over blocks.
         files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run.
     """
@@ -85,9 +85,9 @@ class CellRun(ReadDocument):
         hash: hash of the run.
         directory: run directory, relative to the directory of the summary.
         status: done, failed, or unfinished.
-        message: the reason of the failure.
-        values: the available numbers by quantity (`quantities.py`).
-        never: step quantities whose threshold the run never reached.
+        message: reason of the failure.
+        values: available numbers by quantity (`quantities.py`).
+        never: step quantities whose threshold was never reached.
         edited: files of the run that were modified after its end.
         seconds: training time.
     """
@@ -106,7 +106,7 @@ class CellRun(ReadDocument):
 
     @property
     def warnings(self) -> list[str]:
-        """Files edited since the run ended, and the message of a failure."""
+        """Warnings: files edited since the run ended, and the message of a failure."""
         return [
             *([f"edited since it ended: {', '.join(self.edited)}"] if self.edited else []),
             *filter(None, [self.message]),
@@ -117,10 +117,9 @@ class CellEstimate(ReadDocument):
     """Median and range of a quantity over the seeds of a cell.
 
     Attributes:
-        seeds: value by seed, in ascending order; seeds without a value are omitted, None is a step never
-            reached.
-        median, smallest, largest: over `seeds`; None for a step never reached.
-        untrained, lowest: medians of the untrained value and of the lowest evaluation; norm ratios only.
+        seeds: value by seed, sorted by seed; seeds without a value are omitted, None is a step never reached.
+        median, smallest, largest: statistics of `seeds`; None for a step never reached.
+        untrained, lowest: medians of the untrained value and of the minimum over evaluations; norm ratios only.
     """
 
     seeds: list[float | None] = Field(default_factory=list)
@@ -137,16 +136,16 @@ class CellEstimate(ReadDocument):
 
 
 class CellSummary(ReadDocument):
-    """Results of a cell: medians over the finished seeds at the last evaluation; unknown numbers are None or empty.
+    """Results of a cell: medians over the finished seeds at the last evaluation; None or empty if unknown.
 
     Attributes:
-        sink_rate: percent of (sequence, layer, head) triples, position 1 first.
+        sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples.
         sink_rate_bias: sink rate of a bias, sink logit or sink token, percent.
         valid_loss: validation loss, nats per token.
-        hidden_norm_ratio_max: |h_1| over the mean of the others, in the block where it is largest.
+        hidden_norm_ratio_max: |h_1| over the mean |h_t| of the other positions, maximum over blocks.
         seeds: number of finished runs.
         seconds: mean training time per run.
-        change: dotted keys of the recipe and their values, where they differ from the base.
+        change: recipe keys (dotted) that differ from the base, with their values.
         values: estimates over all seeds, by quantity.
         runs: the runs, one per seed.
         sink_max, sink_max_position: maximum of `sink_rate` over positions 1 to T / 2, percent, and its position.
@@ -175,19 +174,19 @@ class CellSummary(ReadDocument):
         return found[0] if found else None
 
     def estimate(self, name: str) -> CellEstimate | None:
-        """A quantity over the seeds; None if no seed has it."""
+        """Return the estimate of a quantity over the seeds; None if no seed has it."""
         return estimated(self.runs, name) or self.values.get(name)
 
     def by_seed(self, name: str) -> list[tuple[CellRun, float]]:
-        """A quantity by run; runs without it are left out."""
+        """Return the runs that have a quantity, with its values."""
         return [(run, run.values[name]) for run in self.runs if name in run.values]
 
     def count(self, status: str) -> int:
-        """Number of runs with a status."""
+        """Count the runs with a status."""
         return sum(run.status == status for run in self.runs)
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
-        """A copy limited to these seeds, for an experiment's table."""
+        """Copy the cell with these seeds only, for an experiment's table."""
         runs = [run for run in self.runs if run.seed in seeds]
         if len(runs) == len(self.runs):
             return self
@@ -197,13 +196,13 @@ class CellSummary(ReadDocument):
                 "runs": runs,
                 "values": values,
                 "seeds": sum(run.status == "done" for run in runs),
-                "sink_rate": [],  # runs do not keep theirs
+                "sink_rate": [],  # not stored per run
             }
         )
 
 
 def estimated(runs: Sequence[CellRun], name: str) -> CellEstimate | None:
-    """A quantity over some runs; None if none has it."""
+    """Estimate a quantity over runs; None if no run has it."""
     has = [run for run in runs if name in run.values or name in run.never]
     if not has:
         return None
@@ -229,24 +228,24 @@ def _median_of(runs: Iterable[CellRun], name: str) -> float | None:
 
 
 class JudgedClaim(ReadDocument):
-    """A claim of an experiment with its verdict (docs/verdicts.md).
+    """A claim with its verdict (docs/verdicts.md).
 
     Attributes:
         experiment: id of the experiment.
-        scale: scale of the models that the verdict is limited to; names of the models if they are existing ones.
-        evidence: the numbers behind the verdict, a sentence.
-        cells: the cells that the claim is about.
-        quantity: the quantity compared; may be empty.
+        scale: scale of the trained models, or names of the existing models.
+        evidence: numbers behind the verdict, a sentence.
+        cells: cells of the claim.
+        quantity: quantity compared; may be empty.
         analysis: confirmatory or exploratory; empty if unknown.
-        stated: the date on which the claim was written, YYYY-MM-DD.
-        changed: changes made since, and the results that had been seen.
-        same_as: EXPERIMENT.CLAIM whose check is used; a claim with this reference is not counted.
-        seeds: number of seeds used for the verdict; with two cells, the smaller number.
-        replicate: the unit of `seeds`; for an existing model a draw of sequences.
-        models: number of existing models that the verdict is about.
-        at_eps: the verdict at other thresholds of the sink rate, if that rate was recorded at them.
-        finds: the minimum effect that five seeds detect with 80 % power, estimated from pilot runs.
-        elsewhere: an earlier verdict with five seeds, if this one has fewer.
+        stated: date on which the claim was written, YYYY-MM-DD.
+        changed: later changes to the claim, and the results that had been seen.
+        same_as: EXPERIMENT.CLAIM whose check is used; such a claim is not counted.
+        seeds: number of seeds of the verdict; with two cells, the smaller number.
+        replicate: unit of `seeds`.
+        models: number of existing models in the verdict.
+        at_eps: verdicts at other thresholds of the sink rate, if recorded.
+        finds: minimum effect that five seeds detect with 80 % power, estimated from pilot runs.
+        elsewhere: earlier verdict with five seeds, if this one has fewer.
     """
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -272,7 +271,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def verdict_said(self) -> str:
-        """The verdict in words: `reproduced`, `one seed: no verdict`, `reproduced of this model`."""
+        """Format the verdict: `reproduced`, `one seed: no verdict`, `reproduced of this model`."""
         if self.verdict == "no verdict" and self.seeds == 1:
             return f"one {self.replicate}: no verdict"
         of = "this model" if self.models == 1 else "these models"
@@ -280,7 +279,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks on the evidence: other thresholds, an earlier verdict of five seeds, power, changes, references."""
+        """Remarks: verdicts at other thresholds, an earlier verdict of five seeds, power, changes, references."""
         differing = {eps: verdict for eps, verdict in self.at_eps.items() if verdict != self.verdict}
         same = [eps for eps in self.at_eps if eps not in differing]
         return [
@@ -294,30 +293,30 @@ class JudgedClaim(ReadDocument):
 
     @property
     def full_evidence(self) -> str:
-        """The evidence with all remarks."""
+        """Evidence with all remarks."""
         return "; ".join(filter(None, (self.evidence, *self.remarks)))
 
     @property
     def said(self) -> str:
-        """The text of the claim."""
+        """Text of the claim."""
         return self.text or self.id
 
 
 class ExperimentSummary(ReadDocument):
-    """An experiment and the cells it uses.
+    """An experiment in summary.json.
 
     Attributes:
-        cells: names of the cells, in the order of the experiment.
-        baseline: the cell that the others are compared with.
-        columns: quantities shown in the table.
-        published: the paper's numbers by cell and quantity; {"trains": 0.0} for a row that failed to train.
-        elsewhere: the paper's numbers for its own models, by model, cell and quantity.
-        against: two quantities of which a figure shows the second against the first.
+        cells: names of the cells, in order.
+        baseline: cell that the others are compared with.
+        columns: quantities in the table.
+        published: the paper's numbers by cell and quantity; {"trains": 0.0} if training failed there.
+        elsewhere: the paper's numbers for its models, by model, cell and quantity.
+        against: two quantities; a figure plots the second against the first.
         families: model family by cell, for the paper's models.
-        adapted: the reasons why the cells differ from the paper's at this scale.
-        seeds: seeds shown in the table; empty for all seeds of the cells.
-        replicate: the replicate unit.
-        axes: names along each axis of a grid; a cell name joins one of each with `GRID`.
+        adapted: reasons why cells differ from the paper's at this scale.
+        seeds: seeds in the table; empty for all.
+        replicate: replicate unit.
+        axes: names along each axis of a grid; a cell's name joins one of each with `GRID`.
     """
 
     title: str = ""
@@ -338,10 +337,10 @@ class ExperimentSummary(ReadDocument):
 
 
 class Summary(ReadDocument):
-    """summary.json: the results of all experiments in a directory.
+    """summary.json: results of all experiments in a directory.
 
     Attributes:
-        id, title: id and title of the experiment, if there is only one.
+        id, title: id and title of a single experiment; empty for several.
         scale: scale of all cells.
         cells: cells of all experiments; a name refers to the same recipe in all of them.
         counts: number of claims per verdict, for confirmatory and exploratory claims; references are excluded.
@@ -360,25 +359,25 @@ class Summary(ReadDocument):
 
     @property
     def runs(self) -> list[CellRun]:
-        """The runs of all cells, without duplicates."""
+        """Runs of all cells, without duplicates."""
         return list({run.hash: run for cell in self.cells.values() for run in cell.runs}.values())
 
     def cells_of(self, experiment: str) -> dict[str, CellSummary]:
-        """The cells of an experiment by name, limited to its seeds; a cell without results is empty."""
+        """Return the cells of an experiment by name, with its seeds only; a cell without results is empty."""
         return {name: self.cell(experiment, name) for name in self.experiments[experiment].cells}
 
     def cell(self, experiment: str, name: str) -> CellSummary:
-        """A cell limited to the seeds of an experiment; an empty cell if it does not exist."""
+        """Return a cell with the seeds of an experiment only; an empty cell if it does not exist."""
         cell, about = self.cells.get(name, CellSummary(seeds=0)), self.experiments.get(experiment)
         return cell.of_seeds(about.seeds) if about and about.seeds else cell
 
     def claims_named(self, names: Iterable[str]) -> list[JudgedClaim]:
-        """The claims of the summary with these names (EXPERIMENT.CLAIM)."""
+        """Return the claims with these names (EXPERIMENT.CLAIM)."""
         found = {f"{claim.experiment}.{claim.id}": claim for claim in self.claims}
         return [found[name] for name in names if name in found]
 
     def claims_of(self, experiment: str) -> list[JudgedClaim]:
-        """The claims of an experiment."""
+        """Return the claims of an experiment."""
         return [claim for claim in self.claims if claim.experiment == experiment]
 
     def save(self, directory: Path) -> None:
@@ -399,10 +398,10 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
 
 
 def read_record(directory: Path) -> RunRecord | None:
-    """Read the record of a run directory; None if the run has not ended.
+    """Read record.json of a run directory; None if the run has not ended.
 
     Raises:
-        InputError: the record is damaged, or of another schema version.
+        InputError: if the record is damaged or has another schema version.
     """
     path = directory / RECORD
     try:
@@ -424,31 +423,29 @@ def _first_line(error: Exception) -> str:
 
 
 def record_of(directory: Path, run_hash: str) -> RunRecord | None:
-    """The record of the run with that hash; None if the run has not ended.
-
-    The record of a shorter run with the same directory is ignored.
+    """Read the record of the run with a hash; None if the run has not ended. Records of other runs are ignored.
 
     Raises:
-        InputError: the record is damaged, or of another schema version.
+        InputError: if the record is damaged or has another schema version.
     """
     record = read_record(directory)
     return record if record is not None and record.hash == run_hash else None
 
 
 def checksums(directory: Path) -> dict[str, str]:
-    """SHA-256 by name of the result files of a run, compressed or not; missing files are omitted."""
+    """Compute the SHA-256 of a run's result files (uncompressed) by name; missing files are omitted."""
     contents = {name: _content(directory / name) for name in CHECKED}
     return {name: hashlib.sha256(text).hexdigest() for name, text in contents.items() if text is not None}
 
 
 def edited(directory: Path, record: RunRecord) -> list[str]:
-    """The result files that were modified after the end of the run."""
+    """List the result files that were modified after the end of the run."""
     now = checksums(directory)
     return [name for name, before in record.files.items() if now.get(name) != before]
 
 
 def _content(path: Path) -> bytes | None:
-    """Content of a file or of its compressed copy; None if neither can be read."""
+    """Read a file or its compressed copy; None if neither can be read."""
     try:
         return path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}{COMPRESSED}").read_bytes())
     except (OSError, EOFError):

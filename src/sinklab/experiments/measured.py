@@ -1,9 +1,9 @@
-"""Experiments on existing models: passes over sequences, measurements, and the claims that apply to the given models.
+"""Experiments on existing models: forward passes, measurements, and claims.
 
-A pass reads one draw of sequences for all cells that differ only in eps and length. The measurement is saved in
-OUT/PASS/seed_DRAW, and a repeated call measures only missing passes (`survey/measure_many.py`). The name of a pass is
-the domain or model, if there is one, followed by the cell, or by the kind of inputs if several cells share the pass.
-If models are the replicates, all of them read the same draw, and each measurement is saved in OUT/PASS/MODEL.
+A pass reads one draw of sequences for all cells that differ only in eps and length. Its measurement is saved in
+OUT/PASS/seed_DRAW, and a repeated call measures only missing passes (`survey/measure_many.py`). A pass is named after
+the domain or model, if there is one, and the cell, or the kind of inputs if several cells share the pass. If models are
+the replicates, they read the same draw, and measurements are saved in OUT/PASS/MODEL.
 """
 
 import hashlib
@@ -39,20 +39,20 @@ from sinklab.survey.measure_one import check_loadable, check_request, measure_lo
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 
 FEWEST_MODELS = 3
-"""Of a family, for a trend over it."""
+"""Minimum number of models of a family for a trend over sizes."""
 
 PaperRows = dict[str, dict[str, dict[str, float]]]
 """Numbers by model, cell and quantity."""
 
 
 def downstream_tasks(experiment: Experiment) -> list[str]:
-    """The downstream tasks of the experiment's cells."""
+    """List the downstream tasks of the experiment's cells."""
     return list(dict.fromkeys(cell.task.name for cell in experiment.requests.values() if cell.task))
 
 
 @dataclass(frozen=True)
 class MeasuredResults:
-    """The measurements of an experiment so far.
+    """Measurements of an experiment so far.
 
     Attributes:
         subjects: domains or models that the cells are measured for.
@@ -68,7 +68,7 @@ class MeasuredResults:
     outcome: Outcome
 
     def document(self) -> dict[str, Any]:
-        """The content of summary.json."""
+        """Return the content of summary.json."""
         return self.summary().model_dump(by_alias=True)
 
     def summary(self) -> Summary:
@@ -84,7 +84,7 @@ class MeasuredResults:
         return summary.model_copy(update={"claims": claims})
 
     def _models(self, cells: Sequence[str]) -> set[ModelChoice]:
-        """The models that the given cells are measured on."""
+        """Return the models on which the given cells are measured."""
         return {model for one in self.passes if set(cells) & set(one.cells) for model in one.models.values()}
 
     def _cell(self, one: Pass, cell: MeasuredCell) -> CellResults:
@@ -99,7 +99,7 @@ class MeasuredResults:
         return CellResults(self._change(cell), runs, numbers)
 
     def _change(self, cell: MeasuredCell) -> dict[str, object]:
-        """The settings of a cell that differ from the default or between cells."""
+        """Return the settings of a cell that differ from the default or between cells."""
         dumped = [one.model_dump(mode="json") for one in self.experiment.requests.values()]
         varied = {name for name in MeasuredCell.model_fields if any(one[name] != dumped[0][name] for one in dumped)}
         changed = cell.model_dump(exclude_defaults=True)
@@ -137,13 +137,13 @@ def measure_experiment(
         models: run directories, model directories, .gguf files or Hugging Face ids; empty if the cells set
             `models`.
         draws: number of draws of sequences; if models are the replicates, the number of models.
-        text: a file or folder; a folder with a file for each domain if the experiment is about domains.
+        text: file or folder of text; for an experiment over domains, a folder with a file per domain.
         out: directory for the measurements and summary.json; a repeated call measures only missing passes.
-        data: the HellaSwag file, for an experiment with that task.
+        data: HellaSwag file, for an experiment with that task.
 
     Raises:
-        InputError: if no model or text is usable, a model lacks the positions that the experiment changes, or `out`
-            holds measurements with other settings. Models after the first are listed as failed instead.
+        InputError: if the first model or the text is unusable, a model lacks the positions that the experiment changes,
+            or `out` holds measurements with other settings. Later models are listed as failed instead.
         UnsavedError: if a result cannot be saved; the exception holds the results so far.
     """
     experiment = of_given_models(experiment, models)
@@ -178,7 +178,7 @@ def measure_experiment(
 
 
 def _task_of(one: Pass, tasks: Mapping[str, ChosenTask]) -> TaskOfCell | None:
-    """The downstream task that a pass evaluates in addition to the measurement."""
+    """Return the downstream task that a pass evaluates in addition to the measurement."""
     return None if one.task is None else TaskOfCell(tasks[one.task.name], one.task.items)
 
 
@@ -199,7 +199,7 @@ def _item(
 
 
 class _OneAtATime:
-    """Loads models lazily and keeps only the most recent one in memory."""
+    """Model loader that keeps only the most recent model in memory."""
 
     def __init__(self, passes: Sequence[Pass], loading: Loading) -> None:
         self._passes, self.loading = passes, loading
@@ -207,14 +207,14 @@ class _OneAtATime:
         self._model: Model | None = None
 
     def get(self, wanted: Pass, replicate: int) -> Model:
-        """The model of a replicate of a pass, prepared for downstream tasks if the pass has one.
+        """Return the model of a replicate, prepared for the downstream task if the pass has one.
 
         Raises:
             InputError: if the model cannot be loaded, or cannot be measured with these settings.
         """
         chosen, asks = wanted.model(replicate), wanted.task is not None
         if self._model is None or self._wanted != (chosen, asks):
-            self._model = None  # its memory is needed
+            self._model = None  # frees its memory
             model = open_model(chosen.name, chosen.loaded_by(self.loading), as_transformers=asks)
             for one in self._passes:
                 if chosen in one.models.values() and (one.task is not None) == asks:
@@ -229,7 +229,7 @@ def claims_about(
     """Select the claims that apply to these models, with cells renamed as in the results.
 
     Args:
-        found: the proposition that applies to the model, detected on repeated tokens; None if unknown.
+        found: results on repeated tokens, which determine the proposition that applies to the model; None if unknown.
     """
     roles = {role for one in subjects for role in one.models}
     for claim in experiment.claims:
@@ -246,7 +246,7 @@ def claims_about(
 
 
 def _applies(claim: Claim, found: Propositions | None) -> bool:
-    """Whether a claim applies to the model; no proposition applies if positions are added to the embedding."""
+    """True if a claim applies to the model; no proposition applies if positions are added to the embedding."""
     if claim.proposition is not None:
         return found is not None and found.number == claim.proposition
     return claim.positions is None or (found is not None and (claim.positions == "added") == (found.number is None))
@@ -326,7 +326,7 @@ def paper_model(given: str) -> OpenModel | None:
 
 
 def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, given: str) -> dict[str, float]:
-    """The paper's numbers for a given model with the settings of a cell; empty if there are none.
+    """Return the paper's numbers for a model with the settings of a cell; empty if there are none.
 
     Args:
         name: name of the cell in the experiment.
@@ -343,7 +343,7 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
 
 
 def paper_rows(experiment: Experiment) -> PaperRows:
-    """The rows of the experiment's table, by model."""
+    """Return the rows of the paper's table by model."""
     if experiment.published is None:
         return {}
     rows = {name: row.numbers for name, row in published_tables()[experiment.published.table].rows.items()}

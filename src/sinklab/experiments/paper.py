@@ -1,5 +1,5 @@
-"""The paper as data: its numbers (`published.yaml`), its parts and the claims that encode them (`coverage.yaml`), and
-twenty statements at a glance (`glance.yaml`)."""
+"""The paper as data: its numbers (`published.yaml`), its statements and the claims that encode them (`coverage.yaml`),
+and twenty main statements (`glance.yaml`)."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -13,10 +13,10 @@ from sinklab.files import parse_yaml
 from sinklab.schema import Part
 
 OF_MODELS = ("natural", "random", "repeat", "base", "chat", "sink_t")
-"""Columns of tables about existing models: Sink_1 by kind of input and of training, and the sink at a position t."""
+"""Columns of tables about existing models: Sink_1 by kind of input or by base and chat model, and Sink_t."""
 
 TRAINS = "trains"
-"""A pseudo-quantity, 0.0 if the paper reports that a cell does not train."""
+"""Pseudo-quantity, 0.0 if training fails according to the paper."""
 
 
 def _data(name: str) -> Any:
@@ -28,8 +28,8 @@ class PublishedRow(Part):
 
     Attributes:
         values: values by quantity, or by a column of `OF_MODELS`.
-        trains: whether training succeeded according to the paper.
-        without: the reason why no cell corresponds to the row, if none does.
+        trains: False if training failed according to the paper.
+        without: reason why no cell corresponds to the row.
     """
 
     values: dict[str, float] = Field(default_factory=dict)
@@ -59,7 +59,7 @@ class PublishedRow(Part):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The values by quantity; {"trains": 0.0} for a row that failed to train."""
+        """Values by quantity; {"trains": 0.0} if training failed."""
         return dict(self.values) if self.trains else {TRAINS: 0.0}
 
 
@@ -71,17 +71,17 @@ class PublishedTable(Part):
 
 @cache
 def published_tables() -> Mapping[str, PublishedTable]:
-    """The tables of `published.yaml` by name."""
+    """Load the tables of `published.yaml` by name."""
     return {name: PublishedTable.model_validate(table) for name, table in _data("published.yaml").items()}
 
 
 class Published(Part):
-    """The reference to the paper's table that an experiment is compared with.
+    """Reference of an experiment to a table of the paper.
 
     Attributes:
         table: name of a table in `published.yaml`.
-        rows: row name by cell; default: the row with the cell's name, if there is one.
-        model: model of the rows, for measured cells. Without it, each row is a model, with Sink_1 by cell.
+        rows: row name by cell; default: the row with the cell's name.
+        model: model of the rows, for measured cells; default: each row is a model, with Sink_1 by cell.
     """
 
     table: str
@@ -101,7 +101,7 @@ class Published(Part):
         return self
 
     def numbers_of(self, cell: str) -> dict[str, float]:
-        """The paper's numbers for a cell by quantity; {"trains": 0.0} if training failed there, {} without a row."""
+        """Return the paper's numbers for a cell by quantity; {"trains": 0.0} if training failed, {} without a row."""
         row = published_tables()[self.table].rows.get(self.rows.get(cell, cell))
         return row.numbers if row else {}
 
@@ -110,9 +110,9 @@ class Covered(Part):
     """A table, figure, takeaway, proposition or section of the paper.
 
     Attributes:
-        says: the statement, paraphrased.
-        claims: the claims that encode the statement, as EXPERIMENT.CLAIM.
-        without: the reason why no claim encodes the statement, or a part of it.
+        says: paraphrased statement.
+        claims: claims that encode the statement, as EXPERIMENT.CLAIM.
+        without: reason why no claim encodes the statement, or a part of it.
     """
 
     says: str
@@ -128,17 +128,17 @@ class Covered(Part):
 
 @cache
 def paper_coverage() -> Mapping[str, Covered]:
-    """Every covered part of the paper by name, such as table_4, figure_7, takeaway_6.1, proposition_2, section_7.3."""
+    """Load the parts of the paper by name, such as table_4, figure_7, takeaway_6.1, proposition_2, section_7.3."""
     return {name: Covered.model_validate(part) for name, part in _data("coverage.yaml").items()}
 
 
 class DrawnNumber(Part):
-    """The number of a statement in the figure that compares ours with the paper's.
+    """The number of a statement in the figure that compares our numbers with the paper's.
 
     Attributes:
-        cell: a cell of the experiment of the statement's first claim.
-        value: a quantity of that cell, in percent.
-        row: the paper's row, as TABLE.ROW of `published.yaml`.
+        cell: cell in the experiment of the statement's first claim.
+        value: quantity of that cell, in percent.
+        row: row of the paper, as TABLE.ROW of `published.yaml`.
     """
 
     cell: str
@@ -160,11 +160,11 @@ class PaperStatement(Part):
     """One of the paper's twenty main statements.
 
     Attributes:
-        says: the statement in a few words.
-        paper: the paper's numbers for it; rates are percent of heads.
-        claims: the claims that encode the statement, as EXPERIMENT.CLAIM; only those made at the scale are judged.
-        number: the number plotted; None if the paper prints no percentage.
-        caveat: how our claims differ from the paper's statement, a sentence.
+        says: short form of the statement.
+        paper: the paper's numbers for the statement; rates are percent of heads.
+        claims: claims that encode the statement, as EXPERIMENT.CLAIM; only those made at the scale are judged.
+        number: number to plot; None if the paper prints no percentage.
+        caveat: difference between our claims and the paper's statement, a sentence.
     """
 
     says: str
@@ -181,5 +181,5 @@ class PaperStatement(Part):
 
 @cache
 def statements() -> Sequence[PaperStatement]:
-    """The twenty statements, in the order of the paper."""
+    """Load the twenty statements, in the order of the paper."""
     return tuple(PaperStatement.model_validate(one) for one in _data("glance.yaml"))

@@ -1,4 +1,4 @@
-"""Passes over sequences in experiments on existing models: models, inputs, and the cells that share a pass."""
+"""Forward passes of experiments on existing models: models, inputs, and the cells that share a pass."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,19 +15,19 @@ from sinklab.survey.measure_many import domain_files
 from sinklab.survey.request import Request
 
 PARAMETERS = re.compile(r"(?<![\d.a-z])(\d+(?:\.\d+)?)([MB])(?![a-z\d])", re.I)
-"""Millions or billions of parameters in the name of a model: pythia-160m-seed1, OSP-1.4B-100B-Adam."""
+"""Pattern of the parameter count in a model's name: pythia-160m-seed1, OSP-1.4B-100B-Adam."""
 
 MANY = 6
-"""Models; more than these are not all named in a line."""
+"""Maximum number of models that are listed by name."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A domain or a model that all cells are measured for.
+    """A domain or model for which all cells are measured.
 
     Attributes:
-        name: empty if there is only one.
-        models: models by role.
+        name: name; empty if there is only one.
+        models: models by role (base, chat).
     """
 
     name: str
@@ -35,7 +35,7 @@ class Subject:
     text: Path | None
 
     def cell_name(self, cell: str) -> str:
-        """The name of a cell in the results."""
+        """Return the name of a cell in the results."""
         return f"{self.name}/{cell}" if self.name else cell
 
 
@@ -45,7 +45,7 @@ class ModelChoice:
 
     Attributes:
         name: Hugging Face id, directory, .gguf file or run directory.
-        revision, subfolder: version and folder of the model; empty for the defaults.
+        revision, subfolder: revision and subfolder of the model; empty for the defaults.
     """
 
     name: str
@@ -53,12 +53,12 @@ class ModelChoice:
     subfolder: str = ""
 
     def __str__(self) -> str:
-        """NAME/SUBFOLDER@REVISION."""
+        """Format as NAME/SUBFOLDER@REVISION."""
         name = f"{self.name}/{self.subfolder}" if self.subfolder else self.name
         return f"{name}@{self.revision}" if self.revision else name
 
     def loaded_by(self, loading: Loading) -> Loading:
-        """The loading settings of the model."""
+        """Return the loading settings of the model."""
         return replace(loading, revision=self.revision or loading.revision, subfolder=self.subfolder or None)
 
 
@@ -66,7 +66,7 @@ def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
     """Parse a model given as NAME or NAME@REVISION. The revision of a directory is a folder in it.
 
     Raises:
-        InputError: if the directory lacks that folder.
+        InputError: if the directory has no such folder.
     """
     name, _, revision = given.rpartition("@") if "@" in given and not Path(given).exists() else (given, "", "")
     revision = revision or cell.revision or ""
@@ -80,14 +80,14 @@ def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
 
 @dataclass(frozen=True)
 class Pass:
-    """Sequences of one kind, read once by a model for several cells.
+    """Forward passes over sequences of one kind, shared by several cells.
 
     Attributes:
-        name: name of the folder.
-        models: models by folder name, each a replicate; a single model is measured on several draws.
-        text: text that is read; None for other inputs.
+        name: folder name.
+        models: models by folder name; several models are the replicates, a single one is measured on several draws.
+        text: text of natural inputs; None for other inputs.
         cells: cells by their names in the results.
-        fewer: whether to accept fewer sequences.
+        fewer: accept fewer sequences if the text is short.
     """
 
     name: str
@@ -97,28 +97,28 @@ class Pass:
     fewer: bool
 
     def replicates(self, most: int) -> range:
-        """The numbers of the replicates: of at most `most` draws, or of the first `most` models."""
+        """Return the numbers of the replicates: at most `most` draws or models."""
         return range(most if len(self.models) == 1 else min(most, len(self.models)))
 
     def folder(self, replicate: int) -> str:
-        """The folder of a replicate, relative to the results folder."""
+        """Return the folder of a replicate, relative to the results folder."""
         return f"{self.name}/{f'seed_{replicate}' if len(self.models) == 1 else list(self.models)[replicate]}"
 
     def model(self, replicate: int) -> ModelChoice:
-        """The model of a replicate."""
+        """Return the model of a replicate."""
         return list(self.models.values())[0 if len(self.models) == 1 else replicate]
 
     def draw(self, replicate: int) -> int:
-        """The draw of sequences that a replicate reads."""
+        """Return the draw of sequences of a replicate."""
         return replicate if len(self.models) == 1 else 0
 
     @property
     def task(self) -> CellTask | None:
-        """The downstream task shared by all cells; None without one."""
+        """Downstream task of the cells; None without one."""
         return next(iter(self.cells.values())).task
 
     def request(self, draw: int) -> Request:
-        """The measurement request: sequences and statistics."""
+        """Return the settings of the measurement."""
         first, lengths = next(iter(self.cells.values())), sorted({cell.length for cell in self.cells.values()})
         return Request(
             options=Options(
@@ -138,7 +138,7 @@ class Pass:
 
 
 def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None) -> list[Subject]:
-    """Resolve the domains or models that every cell is measured for; a single subject has no name.
+    """Return the domains or models for which every cell is measured; a single one has no name.
 
     Raises:
         InputError: if models are missing, repeated or too many, or there is no text of the right kind.
@@ -155,7 +155,7 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
 
 
 def _named(experiment: Experiment) -> tuple[str, ...]:
-    """The models that the cells set; empty if the models are passed by the caller."""
+    """Return the models that the cells set; empty if the user passes the models."""
     return tuple(dict.fromkeys(model for cell in experiment.requests.values() for model in cell.models))
 
 
@@ -163,7 +163,7 @@ def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment
     """Replace the models that an experiment sets by these.
 
     Raises:
-        InputError: if the cells have different models, or the experiment takes a single model per cell.
+        InputError: if the cells have different models, or the experiment measures a single model per cell.
     """
     if not models or not _named(experiment):
         return experiment
@@ -197,7 +197,7 @@ def _check_given_models(experiment: Experiment, models: Sequence[str]) -> None:
         raise InputError(
             f"{experiment.id} takes {'a model and its chat model' if pair else 'one model'}: got {len(models)} --model"
         )
-    labels(models)  # refuses a repeated one
+    labels(models)  # raises InputError for duplicates
 
 
 def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]:
@@ -225,7 +225,7 @@ def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]
 
 
 def _models_of(cell: MeasuredCell, subject: Subject) -> dict[str, ModelChoice]:
-    """The models of a cell by folder name."""
+    """Return the models of a cell by folder name."""
     given = cell.models or (subject.models[cell.model],)
     choices = {str(choice): choice for one in given for choice in [model_choice(one, cell)]}
     return {label.replace("/", "_"): choices[full] for label, full in labels(list(choices)).items()}
@@ -237,7 +237,7 @@ def enumerated(names: Sequence[str]) -> str:
 
 
 def download_of(models: Sequence[ModelChoice]) -> str:
-    """Number and size of the models on the hub; parameters are read from the names, at two bytes each."""
+    """Describe number and size of the models to download; sizes follow from the names, at two bytes per parameter."""
     remote = [model for model in models if not Path(model.name).expanduser().exists()]
     if not remote:
         return f"{plural(len(models), 'model')}, all on this machine"

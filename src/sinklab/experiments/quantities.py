@@ -1,49 +1,58 @@
-"""The numbers that claims are about and tables show, by the names that experiment files use.
+"""Numbers (quantities) of claims and tables, by their names in experiment files.
 
 A run's number is the mean of its last three evaluations (docs/verdicts.md); steps, and quantities measured once, are
 single numbers.
 
 sink_K            Sink_K, percent of (sequence, layer, head) triples, K from 1
-sink_K_visible    the same of the mean over the queries that may see the key (a window); Sink_K where all may
-sink_first_P      Sink_1 + .. + Sink_P, percent: at eps above a half at most one position per triple counts
-importance_first  alpha of the first position, mean over layers and heads, percent: the rate without its threshold
+sink_K_visible    Sink_K with alpha averaged over the queries that can see the key (under a window); else Sink_K
+sink_first_P      Sink_1 + .. + Sink_P, percent; with a threshold above 0.5, at most one position per triple counts
+importance_first  alpha of the first position, mean over layers and heads, percent
 sink_K_to_M       Sink_K + .. + Sink_M, percent
-sink_bias         on an added bias, sink logit or sink token, percent
-sink_1_or_bias    Sink_1 and that together, percent; Sink_1 where nothing was added
-sink_growth       Sink_1 at the end above Sink_1 at half of the steps, points
-sink_window_start first key of a window, percent, of its mean over the queries that no longer see position 1
-valid_loss        nats per token, and train_loss likewise
-norm_ratio        |h_1| over the mean of the others, in the block where it is largest; none where it is infinite
-norm_untrained    the same of the untrained model (step 0); norm_lowest is the lowest of all evaluations since
+sink_bias         sink rate of an added bias, sink logit or sink token, percent
+sink_1_or_bias    Sink_1 + sink_bias, percent; Sink_1 if there is no bias
+sink_growth       Sink_1 at the end minus Sink_1 at half of the steps, percentage points
+sink_window_start sink rate of the first key of a window, percent; mean over the queries that cannot see position 1
+valid_loss        validation loss, nats per token; train_loss: training loss
+norm_ratio        |h_1| over the mean |h_t| of the other positions, maximum over blocks; None if infinite
+norm_untrained    norm_ratio of the untrained model (step 0)
+norm_lowest       minimum of norm_ratio over all later evaluations
 norm_growth       norm_ratio over norm_untrained
-norm_ratio_before_norm   of a post-norm model: norm_ratio of the inputs of its norms, where largest; none if infinite
-norm_ratio_sink_token    of a sink token: its |h| over the mean of the tokens', where largest; none if infinite
-norm_growth_sink_token   that over the same of the untrained model
-kurtosis          of the hidden states, in the block where it is largest; measured once, at the end
-sink_1_layer_L    Sink_1 of attention layer L, percent of (sequence, head) pairs; their mean over layers is sink_1
-sink_layer_L      percent of the sequences in which a head of attention layer L sinks into the first token: of the head
-                  that most often does
-emergence_step    first evaluated step at which Sink_1 reached 10 %
-norm_step         first evaluated step at which norm_ratio reached 2 from below; that of the first evaluation where it
-                  never was below. An untrained model has 2.4 to 3.3, and loses it: its later tokens are averages
-layer_step_L      first evaluated step at which sink_layer_L reached 50 %
-loss_change       the jump of valid_loss at emergence_step (`discontinuity_at`)
+norm_ratio_before_norm   norm_ratio of the inputs of the norms of a post-norm model; None if infinite
+norm_ratio_sink_token    |h| of the sink token over the mean of the tokens, maximum over blocks; None if infinite
+norm_growth_sink_token   norm_ratio_sink_token over that of the untrained model
+kurtosis          kurtosis of the hidden states, maximum over blocks; measured once, at the end
+sink_1_layer_L    Sink_1 of attention layer L, percent of (sequence, head) pairs; the mean over layers is sink_1
+sink_layer_L      maximum over the heads of attention layer L of the percentage of sequences with a sink on the first
+                  token
+emergence_step    first evaluated step with Sink_1 >= 10 %
+norm_step         first evaluated step at which norm_ratio reaches 2 from below; the first evaluation if it never was
+                  below. An untrained model has 2.4 to 3.3, because its later tokens are averages; training lowers it
+layer_step_L      first evaluated step with sink_layer_L >= 50 %
+loss_change       discontinuity of valid_loss at emergence_step (`discontinuity_at`)
 
-of existing models (results.py):
-key_norm_ratio, value_norm_ratio    |k_1|, |v_1| over the mean of the others, mean over layers
-activation_ratio                    the largest |activation| over the median of its block
-largest_activation                  itself
-cosine_first, cosine_rest           cos(q, k) with the first key and with the others, mean over the heads with a sink
-cosine_gap                          the difference of the two
-norm_product_ratio                  |q| |k_1| over the mean of |q| |k| of the other keys, mean over the same heads
-gate_first, gate_rest               gates on the output or values, of the first token and of the others, mean over
-                                    layers and heads; gate_closed: percent of all of them below 0.1 (cells with details)
-importance_early, importance_gap    importance_first of the first quarter of the layers; of the others, above that
-proposition_excess                  the largest deviation from the paper's proposition on repeated tokens, in units of
-                                    what rounding may cause
-accuracy, accuracy_norm             of a downstream task, percent of its items; answers by likelihood, and per character
+Pretrained models (results.py):
+key_norm_ratio, value_norm_ratio    |k_1|, |v_1| over the mean of the other positions, mean over layers
+activation_ratio                    largest |activation| over the median of its block
+largest_activation                  largest |activation|
+cosine_first, cosine_rest           cos(q, k) with the first key and with the other keys, mean over heads with a sink
+cosine_gap                          cosine_first - cosine_rest
+norm_product_ratio                  |q| |k_1| over the mean |q| |k_t| of the other keys, mean over heads with a sink
+gate_first, gate_rest               output or value gates of the first token and of the others, mean over layers and
+                                    heads
+gate_closed                         percent of the gates below 0.1 (cells with details)
+importance_early                    importance_first over the first quarter of the layers
+importance_gap                      importance_first over the other layers minus importance_early
+proposition_excess                  largest deviation from the paper's proposition on repeated tokens, in units of the
+                                    possible rounding error
+accuracy, accuracy_norm             accuracy on a downstream task, percent; answers ranked by likelihood, and by
+                                    likelihood per character
 
-of runs for which the experiment says `assess`: the `numbers` of the parts in `assessing/parts/`
+Runs with `assess` in the experiment: the `numbers` of the parts in `assessing/parts/`.
+
+Runs with `tune` in the experiment (`Tuning.numbers`):
+sft_loss_fall     loss on the held-out conversations before tuning minus after, nats per token of the assistant
+sft_largest_grad_norm    gradient norm before clipping, maximum over the updates
+sft_sink_change   Sink_1 after tuning minus before, percentage points
 """
 
 import math
@@ -59,25 +68,25 @@ from pydantic import AfterValidator
 from sinklab.assessing.parts import NUMBERS
 
 EMERGED = 10.0
-"""Least percent of heads at which a sink counts as emerged."""
+"""Threshold of Sink_1, percent, for emergence."""
 
 MASSIVE = 2.0
-"""Least norm ratio at which the first token counts as a massive activation."""
+"""Threshold of the norm ratio for a massive activation of the first token."""
 
 HALF = 50.0
-"""Least percent of sequences at which a head counts as a sink."""
+"""Threshold for a sink head, percent of sequences."""
 
 LAST = 3
 """Number of evaluations whose mean is a run's number."""
 
 NO_SINK = 1.0
-"""Percent of heads below which a sink is absent."""
+"""Sink_1, percent, below which a model has no sink."""
 
 JUMP_WINDOW = 2.0
-"""A jump of a curve is fitted from its step over this to its step times this."""
+"""A jump at step s is fitted to the points between s / 2 and 2 s."""
 
 JUMP_POINTS = 8
-"""Fewest points on either side of a jump."""
+"""Minimum number of points before and after a jump."""
 
 BESIDE = ("0.2", "0.4")
 """Thresholds at which Sink_1 is recorded in addition to the recipe's."""
@@ -88,11 +97,11 @@ class Quantity:
     """A number of a run.
 
     Attributes:
-        name: as experiment files have it.
-        label: for people.
-        unit: percent, nats, x (a ratio), steps, or none.
-        decimals: in tables.
-        once: whether it is measured only at the end of a run, not at every evaluation.
+        name: name in experiment files.
+        label: label in tables and charts.
+        unit: %, nats, x (a ratio), steps, or empty.
+        decimals: number of decimals in tables.
+        once: measured only at the end of a run, not at every evaluation.
     """
 
     name: str
@@ -118,7 +127,7 @@ _NAMED = {
         Quantity("train_loss", "Training loss", "nats", 3),
         Quantity("norm_ratio", "Norm ratio of the first token", "x", 1),
         Quantity("norm_untrained", "Norm ratio, untrained", "x", 1),
-        Quantity("norm_lowest", "Norm ratio, lowest since", "x", 1),
+        Quantity("norm_lowest", "Norm ratio, lowest after step 0", "x", 1),
         Quantity("norm_growth", "Norm ratio over the untrained one", "x", 2),
         Quantity("norm_ratio_before_norm", "Norm ratio of the first token before the norm", "x", 1),
         Quantity("norm_ratio_sink_token", "Norm ratio of the sink token", "x", 1),
@@ -140,8 +149,11 @@ _NAMED = {
         Quantity("gate_rest", "Gate of the other tokens", "", 3),
         Quantity("gate_closed", "Gates below 0.1", "%", 1),
         Quantity("importance_early", "Mean importance of the first token in early layers", "%", 1),
-        Quantity("importance_gap", "Of later layers, above the early ones", "%", 1),
-        Quantity("proposition_excess", "Deviation from the proposition, over that of rounding", "x", 2),
+        Quantity("importance_gap", "Mean importance of the first token, later minus early layers", "%", 1),
+        Quantity("proposition_excess", "Deviation from the proposition, over rounding error", "x", 2),
+        Quantity("sft_loss_fall", "Fall of the loss in tuning", "nats", 3, once=True),
+        Quantity("sft_largest_grad_norm", "Largest gradient norm in tuning", "", 2, once=True),
+        Quantity("sft_sink_change", "Change of Sink_1 by tuning", "%", 1, once=True),
         Quantity("accuracy", "Accuracy", "%", 1),
         Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", 1),
         *(Quantity(one.name, one.label, "nats", 3, once=True) for one in NUMBERS if "N" not in one.name),
@@ -150,10 +162,10 @@ _NAMED = {
 
 
 def quantity(name: str) -> Quantity:
-    """The quantity of a name.
+    """Return the quantity with a name.
 
     Raises:
-        ValueError: no quantity has that name; the message lists the valid names.
+        ValueError: if no quantity has that name; the message lists the valid names.
     """
     if name in _NAMED:
         return _NAMED[name]
@@ -188,19 +200,19 @@ QuantityName = Annotated[str, AfterValidator(_known)]
 
 @dataclass(frozen=True)
 class Reading:
-    """One evaluation of one run. Numbers that were not measured or not finite are None.
+    """Numbers of one evaluation of a run; None if not measured or not finite.
 
     Attributes:
-        step: updates done.
-        tokens: that the model was trained on.
-        sink_rate, sink_rate_visible: percent, position 1 first; the latter None if it is the same.
-        sink_layers: by attention layer, percent of the sequences of the head that sinks into the first position most
-            often; empty if it was not recorded.
-        sink_1_layers: by attention layer, Sink_1, percent; empty if it was not recorded.
+        step: number of updates done.
+        tokens: number of training tokens so far.
+        sink_rate, sink_rate_visible: Sink_1, Sink_2, .., percent; sink_rate_visible is None if both are equal.
+        sink_layers: highest sink rate of a head on the first position by attention layer, percent of sequences; empty
+            if not recorded.
+        sink_1_layers: Sink_1 by attention layer, percent; empty if not recorded.
         importance_first: alpha of the first position, mean over layers and heads, percent.
-        window_start: percent, of the first key of a window.
-        norm_ratio_before_norm, norm_ratio_sink_token: the largest of all blocks; None if there are none.
-        beside: Sink_1 (`sink_1`, `sink_1_visible`) and `sink_bias` at the thresholds of `BESIDE`, by quantity.
+        window_start: sink rate of the first key of a window, percent.
+        norm_ratio_before_norm, norm_ratio_sink_token: maximum over blocks; None if not applicable.
+        beside: `sink_1`, `sink_1_visible` and `sink_bias` at the thresholds of `BESIDE`, by quantity.
     """
 
     step: int
@@ -222,17 +234,17 @@ class Reading:
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """The numbers of one finished run, or of one draw of a measured cell.
+    """Numbers of a finished run, or of one draw of text on which a pretrained model was measured.
 
     Attributes:
-        seed: of the recipe; of a draw its number.
-        readings: its evaluations by step, at least one.
-        kurtosis: largest of all blocks at the end; None if it was not measured.
-        seconds: of training, or of measuring.
-        tokens_per_second: of its updates; None if unknown.
-        peak_memory_mb: of the process that trained it; None if unknown.
-        sequences: of a draw, that were read.
-        measured: numbers that no evaluation has, by name: of an existing model, or of a run that was assessed.
+        seed: seed of the recipe, or number of the draw.
+        readings: evaluations in order of steps, at least one.
+        kurtosis: maximum over blocks at the end; None if not measured.
+        seconds: time of training, or of measuring.
+        tokens_per_second: training throughput; None if unknown.
+        peak_memory_mb: peak memory of the training process; None if unknown.
+        sequences: number of sequences in the draw; None for a run.
+        measured: numbers that are not in the evaluations, by name (pretrained models, `assess`, `tune`).
     """
 
     seed: int
@@ -250,12 +262,12 @@ class RunNumbers:
         return self.readings[-1]
 
     def value(self, name: str, at_step: int | None = None, eps: str | None = None) -> float | None:
-        """The number of that name; None if the run has none, infinity for a step that it never reached.
+        """Return the number with a name; None if the run lacks it, infinity for a step that was never reached.
 
         Args:
-            at_step: the mean of the last evaluation up to this step and the two before it, None if the run ended
-                before it; the end unless given.
-            eps: the threshold of the rate, one of `BESIDE`; the recipe's unless given.
+            at_step: average the last three evaluations up to this step (None if the run ended earlier); default: the
+                end of the run.
+            eps: threshold of the sink rate, one of `BESIDE`; default: the recipe's.
         """
         if name in self.measured:
             return self.measured[name]
@@ -286,7 +298,7 @@ class RunNumbers:
     def evaluations(
         self, name: str, at_step: int | None = None, eps: str | None = None, count: int = LAST
     ) -> list[float]:
-        """Its last evaluations, up to a limit; empty if the run has none, or ended before `at_step`."""
+        """Return the last `count` values of a quantity up to `at_step`; empty if none, or if the run ended earlier."""
         if at_step is not None and self.last.step < at_step:
             return []
         upto = [one for one in self.readings if at_step is None or one.step <= at_step][-count:]
@@ -312,7 +324,7 @@ class RunNumbers:
 
 
 class _Crossing(NamedTuple):
-    """A quantity and the bound whose first crossing is a step."""
+    """Definition of a step quantity: the first step at which `number` reaches `bound`."""
 
     number: str
     bound: float
@@ -320,7 +332,7 @@ class _Crossing(NamedTuple):
 
 
 def _crossing(name: str) -> _Crossing | None:
-    """The crossing that defines a step quantity; None if the name is not a step quantity."""
+    """Return the definition of a step quantity; None for other quantities."""
     if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
         return _Crossing(f"sink_layer_{found[2]}", HALF)
     return {
@@ -364,19 +376,19 @@ def _sum_of(rates: Sequence[float | None]) -> float | None:
 
 
 def discontinuity_at(steps: Sequence[int], values: Sequence[float], at: float) -> float | None:
-    """The size of a curve's jump at one step; a change over several points is no jump.
+    """Estimate the size of a discontinuity of a curve at one step.
 
-    Least squares of value = a + b x + c x^2 + e x^3 + d [x >= 0], x = ln(step / at), over the points of the window; the
-    jump is d. The powers fit the curvature of a learning curve and other gradual changes: for the exponentials of the
-    tests the error of d is up to 0.026 nats without the cube, and 0.004 with it.
+    Least-squares fit of value = a + b x + c x^2 + e x^3 + d [x >= 0], x = ln(step / at), to the points between at / 2
+    and 2 at. The polynomial fits gradual changes: on the exponentials of the tests, the error of d is up to 0.026 nats
+    without the cubic term and 0.004 with it.
 
     Args:
-        steps: above zero, rising.
-        values: one per step.
-        at: the step of the jump.
+        steps: positive, increasing steps.
+        values: one value per step.
+        at: step of the discontinuity.
 
     Returns:
-        d in the unit of the values; None if either side has fewer points than `JUMP_POINTS`.
+        d, in the unit of the values; None with fewer than `JUMP_POINTS` points on either side.
     """
     t, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
     near = (t >= at / JUMP_WINDOW) & (t <= at * JUMP_WINDOW)

@@ -1,4 +1,4 @@
-"""The results of a cell, read from the run directories of trained models or from measurements of existing ones."""
+"""Results of a cell, read from run directories or from measurements of existing models."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,17 +18,18 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation, read_history, seconds_spent
 from sinklab.train.recipe import load_recipe
+from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 
 @dataclass(frozen=True)
 class CellResults:
-    """The runs of one cell.
+    """Runs of a cell.
 
     Attributes:
-        change: dotted keys of the recipe and their values, where they differ from the base.
-        runs: the runs as in the summary, one per seed, finished or not.
+        change: recipe keys (dotted) that differ from the base, with their values.
+        runs: runs as in the summary, one per seed, finished or not.
         numbers: numbers of the finished runs.
-        failed: runs whose loss became non-finite.
+        failed: runs that diverged.
     """
 
     change: Mapping[str, object]
@@ -37,7 +38,7 @@ class CellResults:
     failed: int = 0
 
     def of_seeds(self, seeds: Collection[int] | None) -> "CellResults":
-        """The results limited to these seeds; default: all results."""
+        """Copy the results with these seeds only; default: all."""
         if seeds is None:
             return self
         runs = [run for run in self.runs if run.seed in seeds]
@@ -46,10 +47,11 @@ class CellResults:
 
 
 def read_numbers(directory: Path) -> RunNumbers:
-    """Read the numbers of a finished run from metrics.jsonl (or .gz), recipe.yaml, record.json and assessment.json.
+    """Read the numbers of a finished run from metrics.jsonl (or .gz), recipe.yaml, record.json, assessment.json and the
+    sft.json beside it.
 
     Raises:
-        InputError: if one of these files cannot be read, or is damaged.
+        InputError: if one of these files cannot be read or is damaged.
         SinklabError: if the run has not finished.
     """
     record, history = read_record(directory), read_history(directory / "metrics.jsonl")
@@ -65,23 +67,29 @@ def read_numbers(directory: Path) -> RunNumbers:
         seconds=seconds,
         tokens_per_second=record.tokens_per_second if record else None,
         peak_memory_mb=record.peak_memory_mb if record else None,
-        measured=_assessed(directory),
+        measured=_assessed(directory) | _tuned(directory),
     )
 
 
 def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, float], list[str]]:
-    """The available numbers of a run by name, and the step quantities that were never reached."""
+    """Return the available numbers of a run by name, and the step quantities that were never reached."""
     found = {name: value for name in names if (value := numbers.value(name)) is not None}
     never = [name for name, value in found.items() if value == math.inf]
     return {name: value for name, value in found.items() if name not in never}, never
 
 
 def _assessed(directory: Path) -> dict[str, float]:
-    """Read the numbers of an assessment on the run's own validation text; empty for another text."""
+    """Read the numbers of an assessment on the run's validation text; empty for another text."""
     if not (directory / ASSESSMENT).is_file():
         return {}
     assessment = load_assessment(directory / ASSESSMENT)
     return assessment.numbers() if assessment.on_held_out else {}
+
+
+def _tuned(directory: Path) -> dict[str, float]:
+    """Read the numbers of a finished tuning; empty without one."""
+    path = tuned_beside(directory) / SFT
+    return load_tuning(path).numbers() if path.is_file() else {}
 
 
 def _reading(one: Evaluation) -> Reading:
@@ -120,7 +128,7 @@ def _mean_of_known(values: Sequence[float | None]) -> float | None:
 
 
 def _largest(ratios: Sequence[float] | None) -> float | None:
-    """Maximum over all blocks; None if there are no values or one is infinite."""
+    """Compute the maximum over blocks; None if there are no values or one is infinite."""
     return finite_or_none(max(ratios or (), default=None))
 
 
@@ -128,7 +136,7 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
     """Compute the numbers of a measured cell on one draw.
 
     Args:
-        measured: the measurement of the pass; a cell with shorter sequences has sink rates only.
+        measured: measurement of the pass; a cell with shorter sequences has sink rates only.
         draw: number of the draw, used as the seed.
     """
     whole = cell.length == measured.length
@@ -179,7 +187,7 @@ def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
 
 
 def _importance(measured: Measurement) -> dict[str, float]:
-    """Importance of the first position, percent: mean of all layers, of the first quarter, and the rest minus that."""
+    """Compute `importance_first`, `importance_early` and `importance_gap`, percent (`quantities.py`)."""
     layers_L = 100 * measured.importance[..., 0].mean(-1)
     early, late = np.split(layers_L, [max(1, len(layers_L) // 4)])
     found = {"importance_first": float(layers_L.mean()), "importance_early": float(early.mean())}
@@ -187,13 +195,13 @@ def _importance(measured: Measurement) -> dict[str, float]:
 
 
 def _excess(found: Propositions) -> float:
-    """The largest deviation from the proposition, in units of the tolerance for rounding."""
+    """Compute the largest deviation from the proposition, in units of the rounding tolerance."""
     deviations = (found.hidden_deviation, found.attention_deviation or 0.0, -(found.bound_slack or 0.0))
     return max(deviations) / found.tolerance
 
 
 def _angles(measured: Measurement, eps: float) -> dict[str, float]:
-    """Means over the heads whose mean importance of the first token is above eps; empty without any."""
+    """Average the angles over the heads whose mean importance of the first token exceeds eps; empty without any."""
     heads_LH = measured.importance[:, :, 0] > eps
     cosine_LHT = measured.details.cosine if measured.details else None
     product_LHT = measured.details.norm_product if measured.details else None
@@ -212,7 +220,7 @@ def _angles(measured: Measurement, eps: float) -> dict[str, float]:
 
 
 def _gates(measured: Measurement) -> dict[str, float]:
-    """Means over layers and heads; empty without gates."""
+    """Average the gates over layers and heads; empty without gates."""
     details = measured.details
     if details is None or details.gate is None or details.gate_closed is None or measured.length < 2:
         return {}

@@ -1,5 +1,4 @@
-"""Load experiments, either shipped with sinklab (a YAML file each in `shipped/`) or from a file, and list them with
-their cost on this machine."""
+"""Load experiments, shipped with sinklab (YAML files in `shipped/`) or from a file, and list them with their cost."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -24,12 +23,12 @@ FILE = ".yaml"
 
 
 def experiment_ids() -> list[str]:
-    """Ids of the shipped experiments, most informative first."""
+    """List the ids of the shipped experiments, most informative first."""
     return [one.id for one in sorted((load_experiment(name) for name in _shipped()), key=lambda one: one.rank)]
 
 
 def load_experiment(name: str) -> Experiment:
-    """Load a shipped experiment by id, or your own by file.
+    """Load a shipped experiment by id, or an experiment file.
 
     Base recipes are also looked up in the directory of the file.
 
@@ -55,7 +54,7 @@ def load_experiment(name: str) -> Experiment:
 
 
 def _with_references(experiment: Experiment) -> Experiment:
-    """Resolve references: a claim with `same_as` gets the check of the claim referred to.
+    """Resolve references: a claim with `same_as` gets the check of the referenced claim.
 
     Raises:
         ValueError: if there is no such claim, or it is a reference itself.
@@ -92,7 +91,7 @@ def _with_recipes_beside(experiment: Experiment, file: Path | Traversable) -> Ex
 
 
 def _shipped() -> dict[str, Traversable]:
-    """The files of the shipped experiments by id."""
+    """Return the files of the shipped experiments by id."""
     top = resources.files("sinklab") / "experiments" / "shipped"
     folders = [path for path in top.iterdir() if path.is_dir()]
     files = [path for folder in folders for path in folder.iterdir() if path.name.endswith(FILE)]
@@ -105,8 +104,8 @@ class ScaleCost:
 
     Attributes:
         cells, claims: number of cells and claims.
-        hours: total duration of all cells and seeds, sequentially on one core or one GPU.
-        estimated: the source of the hours.
+        hours: total duration of all cells and seeds on one core or one GPU.
+        estimated: source of the estimate.
     """
 
     cells: int
@@ -117,13 +116,13 @@ class ScaleCost:
 
 @dataclass(frozen=True)
 class ListedExperiment:
-    """An experiment in the list.
+    """An experiment with its size and cost.
 
     Attributes:
         cells, claims: number of cells and claims over all scales.
-        seeds: number of seeds intended for verdicts; 0 if nothing is trained.
-        scales: cost by scale; empty if the experiment measures existing models.
-        cell_names, claim_texts: names of the cells and texts of the claims.
+        seeds: number of seeds intended for verdicts; 0 for existing models.
+        scales: cost by scale; empty for existing models.
+        cell_names, claim_texts: names of the cells, and texts of the claims.
     """
 
     id: str
@@ -138,12 +137,12 @@ class ListedExperiment:
     claim_texts: Sequence[str]
 
     def document(self) -> dict[str, Any]:
-        """The JSON document."""
+        """Return the entry as a JSON-serializable dict."""
         return asdict(self)
 
 
 def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
-    """List the experiments with these ids or files; by default all shipped ones, most informative first.
+    """List experiments by id or file; default: all shipped ones, most informative first.
 
     Raises:
         InputError: if there is no such experiment, or the file is invalid.
@@ -153,7 +152,7 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
 
 
 def jobs_here() -> int:
-    """Number of runs that this machine trains at a time at the listed pace."""
+    """Return the number of concurrent runs of this machine that the cost estimate assumes."""
     return cards_here() or cores_here()
 
 
@@ -173,7 +172,7 @@ def _listed(experiment: Experiment, paces: dict[str, Pace]) -> ListedExperiment:
 
 
 def _cost(experiment: Experiment, scale: Scale, paces: dict[str, Pace]) -> ScaleCost:
-    """Cells are weighted by tokens, as the FLOPs per token of all models are about those of the base."""
+    """Estimate the cost; cells count by tokens, because FLOPs per token are about those of the base."""
     values = base_values(experiment, scale)
     base = build_recipe(values, origin=experiment.base[scale])
     if experiment.base[scale] not in paces:

@@ -1,7 +1,7 @@
-"""Bundle the model's code as one file, for users without sinklab, generated from our own modules.
+"""Bundle the model's code in one file, for users without sinklab.
 
-The modules are concatenated in import order, without imports of each other. Names are checked, not mangled: if two
-modules bind a name to different objects, bundling fails, and so does a test.
+The modules are concatenated in import order, without imports of each other. Names are not mangled: bundling fails if
+two modules bind a name to different objects.
 """
 
 import ast
@@ -16,26 +16,26 @@ PACKAGE = "sinklab"
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of sinklab: full name, source, and statements."""
+    """A module of sinklab: name, source, and statements."""
 
     name: str
     text: str
     body: list[ast.stmt]
 
     def own_imports(self) -> list[ast.ImportFrom]:
-        """The imports from other modules of sinklab."""
+        """Imports from other modules of sinklab."""
         imports = [node for node in self.body if isinstance(node, ast.ImportFrom)]
         return [node for node in imports if (node.module or "").partition(".")[0] == PACKAGE]
 
     def other_imports(self) -> list[ast.Import | ast.ImportFrom]:
-        """The imports from other libraries."""
+        """Imports from other libraries."""
         own = self.own_imports()
         return [node for node in self.body if isinstance(node, ast.Import | ast.ImportFrom) and node not in own]
 
 
 @cache
 def bundled(root: str) -> str:
-    """Build the source of one module with the contents of `root` and of all sinklab modules that it imports.
+    """Build the source of one module from `root` and all sinklab modules that it imports.
 
     Args:
         root: full name of a sinklab module, such as sinklab.model.huggingface.
@@ -51,15 +51,15 @@ def bundled(root: str) -> str:
         text = _by_itself(module, set(modules), known=set(meanings))
         for name, meaning in _bound(module, set(modules)):
             if hasattr(builtins, name):
-                raise ValueError(f"{meaning} has the name of a built-in, which other modules may use")
+                raise ValueError(f"{meaning} shadows a built-in, which other modules may use")
             if meanings.setdefault(name, meaning) != meaning:
-                raise ValueError(f"{name} is {meanings[name]} and {meaning}: in one file it can only be one of them")
+                raise ValueError(f"{name} is both {meanings[name]} and {meaning}: names must be unique in one file")
         sections.append(f"# {module.name}\n\n{text.strip()}\n")
     return "\n\n".join(sections)
 
 
 def _collect(name: str, modules: dict[str, _Module]) -> None:
-    """Add a module after the modules that it imports."""
+    """Add a module, after the modules that it imports."""
     if name in modules:
         return
     spec = find_spec(name)
@@ -78,12 +78,12 @@ def _collect(name: str, modules: dict[str, _Module]) -> None:
 def _is_module(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is no package
+    except ModuleNotFoundError:  # the parent is not a package
         return False
 
 
 def _bound(module: _Module, modules: set[str]) -> list[tuple[str, str]]:
-    """The names that a module binds at its top level, and the full names of their objects."""
+    """List the names bound at a module's top level, with the full names of their objects."""
     found = []
     for node in module.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -98,12 +98,12 @@ def _bound(module: _Module, modules: set[str]) -> list[tuple[str, str]]:
     for node in module.own_imports():
         for alias in node.names:
             if f"{node.module}.{alias.name}" not in modules and alias.asname:
-                raise ValueError(f"{module.name} imports {alias.name} as {alias.asname}: in one file it has one name")
+                raise ValueError(f"{module.name} imports {alias.name} as {alias.asname}: remove the alias")
     return found
 
 
 def _by_itself(module: _Module, modules: set[str], known: set[str]) -> str:
-    """The source without imports of earlier modules, and with `other_module.name` replaced by `name`.
+    """Remove a module's imports of earlier modules, and replace `other_module.name` by `name`.
 
     Args:
         known: names bound by earlier modules.
@@ -123,7 +123,7 @@ def _by_itself(module: _Module, modules: set[str], known: set[str]) -> str:
         for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
                 if node.attr in local:
-                    raise ValueError(f"{module.name}: {node.attr} is a local name as well, in line {node.lineno}")
+                    raise ValueError(f"{module.name}: {node.attr} is also a local name, in line {node.lineno}")
                 spans.append((node.lineno, node.value.col_offset, len(f"{node.value.id}.")))
     for line, start, length in sorted(spans, reverse=True):
         lines[line - 1] = lines[line - 1][:start] + lines[line - 1][start + length :]

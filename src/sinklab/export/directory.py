@@ -1,7 +1,7 @@
-"""Export a run as a Hugging Face directory, written to a temporary folder in the same parent and renamed.
+"""Export a run as a Hugging Face model directory.
 
 Files: model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md, and
-modeling_sinklab.py for an architecture that transformers lacks.
+modeling_sinklab.py if transformers lacks the architecture. The directory is written under a temporary name and renamed.
 """
 
 import os
@@ -35,9 +35,9 @@ class Exported:
     """An exported run.
 
     Attributes:
-        architecture: class that transformers loads.
-        code: modelling file in the directory; None for an architecture of transformers.
-        step: step of the run.
+        architecture: class of the model in transformers or the modelling file.
+        code: modelling file in the directory; None if transformers has the architecture.
+        step: training step.
         parameters: number of parameters.
     """
 
@@ -48,20 +48,20 @@ class Exported:
     parameters: int
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the content as a JSON-serializable dict."""
         return {**asdict(self), "directory": str(self.directory)}
 
 
 def export_run(run: Path, directory: Path) -> Exported:
-    """Write the model of a run, at its newest checkpoint.
+    """Export the newest checkpoint of a run.
 
     Args:
-        run: a run directory; it may be in progress.
-        directory: new, or empty.
+        run: run directory; training may be in progress.
+        directory: new or empty output directory.
 
     Raises:
         InputError: if there is no run or no checkpoint yet, or the directory is not empty.
-        SinklabError: if no checkpoint is valid, or the disk is full or not writable; partial output is removed.
+        SinklabError: if no checkpoint is valid, or the disk is full or not writable; partial outputs are removed.
     """
     try:
         there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
@@ -75,7 +75,7 @@ def export_run(run: Path, directory: Path) -> Exported:
 
 
 def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory: Path) -> Exported:
-    """Write the model of a loaded run, with its last evaluation on the model card."""
+    """Write the model of a loaded run; its last evaluation is in the model card."""
     tokenizer = load_tokenizer(str(found.tokenizer_path))
     form, recipe = form_of(found.model, tokenizer), found.recipe
     with atomic_directory(directory) as aside:
@@ -96,13 +96,13 @@ def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory:
 
 
 def write_code(folder: Path) -> None:
-    """Write the code of SinklabForCausalLM as one file."""
+    """Write the code of SinklabForCausalLM to modeling_sinklab.py."""
     write_text(folder / f"{CODE}.py", bundled(MODELING))
 
 
 @contextmanager
 def atomic_directory(directory: Path) -> Iterator[Path]:
-    """Context with a temporary folder that replaces a new or empty directory on success, and is removed on failure.
+    """Yield a temporary folder that replaces a new or empty directory on success, and is removed on failure.
 
     Raises:
         SinklabError: if the disk is full or not writable.
@@ -118,7 +118,7 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
             path.chmod(0o644)
         os.replace(aside, target)
     except OSError as error:
-        remedy = "free some space, or give" if is_full(error) else "give"
+        remedy = "free some space, or choose" if is_full(error) else "choose"
         raise SinklabError(
             f"cannot write {directory}: {error.strerror or error}; {remedy} another directory"
         ) from error
@@ -128,8 +128,8 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
 
 
 def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json; with `bos` texts begin with BOS, as in training."""
-    processors: list[Any] = [ByteLevel(trim_offsets=False)]  # adds nothing; one must be given
+    """Write tokenizer.json and tokenizer_config.json; `bos` prepends BOS to texts."""
+    processors: list[Any] = [ByteLevel(trim_offsets=False)]  # no effect; a processor is required
     if bos:
         token = tokenizer.token(tokenizer.bos_id)
         special = [(token, tokenizer.bos_id)]
@@ -150,13 +150,13 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int
 
 
 def card_head(*tags: str) -> str:
-    """The metadata header of a model card."""
+    """Build the metadata header of a model card."""
     listed = "".join(f"  - {tag}\n" for tag in ("sinklab", "attention-sink", *tags))
     return f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{listed}---\n"
 
 
 def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: Form) -> str:
-    """Text of README.md: the model, the last evaluation up to the step, how to load the model, and the recipe."""
+    """Build README.md: model, last evaluation up to the step, loading, recipe."""
     data = recipe.data
     changed = [name for name in ("fixed_token", "random_tokens") if getattr(data, name) is not None]
     parts = [

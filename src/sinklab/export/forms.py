@@ -1,4 +1,4 @@
-"""Select the transformers architecture that computes a variant exactly, and convert the weights to it.
+"""Select a transformers architecture that is equivalent to a variant, and convert the weights.
 
 variant                                                         architecture        loads with
 the default                                                     LlamaForCausalLM    transformers
@@ -7,14 +7,14 @@ the default with a pattern                                      SmolLM3ForCausal
 sandwich norms, qk_norm, GeGLU                                  Gemma3ForCausalLM   the same
 everything else                                                 SinklabForCausalLM  sinklab, or the exported code
 
-All but the first support layers with windows of a single width. NoPE layers: GraniteSWA and SmolLM3; two RoPE thetas by
-layer: GraniteSWA, and Gemma 3 if one of them is the theta of the windowed layers.
+All but the first support sliding-window layers of a single width. NoPE layers: GraniteSWA and SmolLM3; two RoPE thetas:
+GraniteSWA, and Gemma 3 if one is the theta of the sliding-window layers.
 
-GraniteSWA scales the attention output by sigmoid(lse - s), which is the sink logit itself. gpt-oss has the same logit,
-but its feed-forward layers are a mixture of experts of another activation, and even one expert is not a SwiGLU.
-MiMo-V2-Flash has sink logits in its windowed layers only, with twice as many key heads as the other layers.
-Gemma 3 multiplies embeddings by sqrt(E) and the output of a norm by 1 + w: both factors are divided out of the weights.
-Its GELU is approximate by default; the exact one is used here.
+GraniteSWA scales the attention output by sigmoid(lse - s), which is equivalent to a sink logit s. gpt-oss also has sink
+logits, but its feed-forward layers are a mixture of experts whose activation is not SwiGLU. MiMo-V2-Flash has sink
+logits only in its sliding-window layers, with twice as many key heads as in the other layers.
+Gemma 3 multiplies embeddings by sqrt(E) and norm outputs by 1 + w: the weights are converted accordingly. Its default
+GELU is approximate; the exact GELU is set here.
 """
 
 import math
@@ -35,7 +35,7 @@ from sinklab.model.transformer import Transformer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-CODE = "modeling_sinklab"  # the module beside the weights of a variant that transformers lacks
+CODE = "modeling_sinklab"  # module of exported code
 SINK_LOGITS = ("sink_logit", "off_by_one")
 BY_LAYER = {"attention.bias", "attention.mask", "position"}
 GEMMA_NORMS = {
@@ -56,7 +56,7 @@ class Form:
         config: config of the architecture.
         architecture: name of the class.
         weights: weights by the names of that class.
-        is_foreign: whether transformers has the class; otherwise the code is exported, too.
+        is_foreign: True if transformers has the class; otherwise the code is exported, too.
     """
 
     config: "PreTrainedConfig"
@@ -66,7 +66,7 @@ class Form:
 
 
 def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
-    """Select the simplest architecture that computes the model exactly; BOS and EOS ids are set in its config."""
+    """Convert a model to the simplest equivalent architecture; BOS and EOS ids are set in its config."""
     tokens: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     kinds = model.config.layer_kinds
     other = {key for kind in kinds for key in differences(kind)}
@@ -88,8 +88,7 @@ def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
 
 
 def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
-    """theta of the layers' rotary positions, 0 of those without positions; None if one has other positions, or all
-    have none."""
+    """Return the layers' RoPE thetas, 0 for NoPE; None if all are NoPE or one has other positions."""
     positions = [kind.position for kind in kinds]
     whole = all(isinstance(one, NoPosition) or (isinstance(one, Rotary) and one.share == 1) for one in positions)
     thetas = {one.theta if isinstance(one, Rotary) else 0.0 for one in positions}
@@ -97,13 +96,13 @@ def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
 
 
 def _has_windows_of_transformers(kinds: Sequence[ModelConfig]) -> bool:
-    """Whether all layers are causal or windowed, with windows of a single width."""
+    """True if all layers are causal or have sliding windows of a single width."""
     masks = [kind.attention.mask for kind in kinds if kind.attention.mask.kind != "causal"]
     return all(mask.kind == "window" and mask == masks[0] for mask in masks)
 
 
 def _is_gemma(kinds: Sequence[ModelConfig]) -> bool:
-    """Whether norms and feed-forward layers match Gemma 3, with RoPE and one theta per kind of mask."""
+    """True if norms and feed-forward layers match Gemma 3, with RoPE and one theta per kind of mask."""
     config = kinds[0]
     norm = NormConfig(placement="sandwich", qk_norm=True, eps=config.norm.eps)
     masks = {kind.attention.mask.kind for kind in kinds}
@@ -113,7 +112,7 @@ def _is_gemma(kinds: Sequence[ModelConfig]) -> bool:
 
 
 def _sizes(model: Transformer, tokens: dict[str, Any]) -> dict[str, Any]:
-    """Sizes for a transformers config whose layers may differ; theta is that of the first rotary layers."""
+    """Return the sizes for a transformers config; theta is that of the first RoPE layer."""
     config = model.config
     masks = [config.of_layer(layer).attention.mask for layer in range(1, config.layers + 1)]
     rotary = next(kind for kind in config.layer_kinds if isinstance(kind.position, Rotary))
@@ -121,12 +120,12 @@ def _sizes(model: Transformer, tokens: dict[str, Any]) -> dict[str, Any]:
         **llama_sizes(rotary),
         **tokens,
         "layer_types": ["sliding_attention" if mask.kind == "window" else "full_attention" for mask in masks],
-        "sliding_window": next((mask.width for mask in masks if mask.kind == "window"), config.context),  # a number
+        "sliding_window": next((mask.width for mask in masks if mask.kind == "window"), config.context),  # not None
     }
 
 
 def _layer_thetas(config: ModelConfig) -> list[float]:
-    """RoPE theta by layer, 0 without positions."""
+    """Return the RoPE theta by layer, 0 for NoPE layers."""
     return [getattr(config.of_layer(layer).position, "theta", 0.0) for layer in range(1, config.layers + 1)]
 
 
@@ -154,7 +153,7 @@ def _as_smollm3(model: Transformer, tokens: dict[str, Any]) -> Form:
     sizes = _sizes(model, tokens)
     config = SmolLM3Config(
         **sizes,
-        pad_token_id=None,  # its default is beyond the vocabulary
+        pad_token_id=None,  # the default is beyond the vocabulary
         use_sliding_window="sliding_attention" in sizes["layer_types"],
         no_rope_layers=[int(theta != 0) for theta in _layer_thetas(model.config)],
     )

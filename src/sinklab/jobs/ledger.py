@@ -1,8 +1,7 @@
-"""Resumable jobs: results are saved before the next step begins, and the same call computes the missing ones.
+"""Resumable jobs: results are saved after each step, and a repeated call computes the missing ones.
 
-A job has a request, which fixes its results, and steps. Its results are saved in a document (`Ledger`) or, where they
-are many and small, line by line (`LineLedger`). A call with the same request keeps them; one with another request is
-refused with the first setting that differs, so that no document mixes settings.
+The request of a job contains all settings that affect its results. Results are saved in a document (`Ledger`) or line
+by line (`LineLedger`). A call with other settings is refused, so that no document mixes settings.
 """
 
 import json
@@ -21,10 +20,10 @@ from sinklab.train.directory.lock import one_writer
 
 
 class JobDocument(Protocol):
-    """The results of a job so far."""
+    """Results of a job so far."""
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the content as a JSON-serializable dict."""
         ...
 
 
@@ -32,14 +31,14 @@ AnyDocument = TypeVar("AnyDocument", bound=JobDocument)
 
 
 class Ledger(Generic[AnyDocument]):
-    """The document of a job.
+    """Document of a job's results.
 
     Args:
-        out: directory; None keeps the results in memory only.
+        out: output directory; None keeps the results in memory only.
         name: file name of the document.
 
     Raises:
-        InputError: if the directory cannot be written, or the file of that name was not written by sinklab.
+        InputError: if the directory cannot be written, or an existing file was not written by sinklab.
     """
 
     def __init__(self, out: Path | None, name: str) -> None:
@@ -48,7 +47,7 @@ class Ledger(Generic[AnyDocument]):
             check_results(out, (name,))
 
     def locked(self) -> AbstractContextManager[None]:
-        """Hold the lock on the document.
+        """Return a context manager that holds the lock on the document.
 
         Raises:
             HeldError: if another process holds the lock.
@@ -56,7 +55,7 @@ class Ledger(Generic[AnyDocument]):
         return one_writer(self.path)
 
     def earlier(self, load: Callable[[Path], AnyDocument]) -> AnyDocument | None:
-        """The document of an earlier call; None if there is none."""
+        """Load the document of an earlier call; None if there is none."""
         if self.path is None or not self.path.is_file() or not self.path.stat().st_size:
             return None
         return load(self.path)
@@ -65,7 +64,7 @@ class Ledger(Generic[AnyDocument]):
         """Write the document atomically.
 
         Raises:
-            UnsavedError: if the document cannot be written; the error has the results.
+            UnsavedError: if the document cannot be written; the exception contains the results.
         """
         with unsaved(lambda: found):
             if self.path is not None:
@@ -74,7 +73,7 @@ class Ledger(Generic[AnyDocument]):
 
 @contextmanager
 def unsaved(result: Callable[[], object]) -> Iterator[None]:
-    """Convert errors in the block to an UnsavedError that has the results so far."""
+    """Convert errors in the `with` block to an UnsavedError that contains the results so far."""
     try:
         yield
     except SinklabError as error:
@@ -84,12 +83,12 @@ def unsaved(result: Callable[[], object]) -> Iterator[None]:
 def check_request(
     path: Path, what: str, before: Mapping[str, Any], now: Mapping[str, Any], ignored: Set[str] = frozenset()
 ) -> None:
-    """Refuse to add results to those of another request.
+    """Check that earlier results have the same settings.
 
     Args:
         path: path of the earlier results.
         what: description of the results, such as "an assessment".
-        before, now: the earlier and the current request, as plain JSON.
+        before, now: earlier and current settings, JSON-serializable.
         ignored: settings that may differ.
 
     Raises:
@@ -109,8 +108,8 @@ class JobStep:
 
     Attributes:
         name: name in events.
-        run: computes and saves the result; returns a short summary.
-        kept: short summary of an earlier call's result; None if the step has to be run.
+        run: function that computes and saves the result, and returns a short summary.
+        kept: short summary of the saved result of an earlier call; None if the step must be run.
     """
 
     name: str
@@ -124,12 +123,12 @@ def run_steps(
     """Run the unfinished steps in order.
 
     Args:
-        on_failure: called with name and reason of a failed step, after which the next step is run; by default the
-            error is raised.
+        on_failure: callback, called with name and reason of a failed step; later steps are run. Default: raise the
+            error.
 
     Raises:
         UnsavedError: if a result cannot be saved.
-        Exception: the error of a step, without `on_failure`.
+        Exception: the error of a step, if `on_failure` is None.
     """
     for step in steps:
         if step.kept is not None:
@@ -144,7 +143,7 @@ def run_steps(
         except Exception as error:  # code of a model repository can raise anything
             if on_failure is None:
                 raise
-            failure = _sentence(error)  # the error itself would keep its model in memory
+            failure = _sentence(error)  # keeping the exception would keep the model in memory
         if failure is None:
             observe(JobEvent("finished", step.name, text=text, seconds=time.perf_counter() - start))
         elif on_failure is not None:
@@ -160,16 +159,16 @@ def _sentence(error: Exception) -> str:
 
 
 class LineLedger:
-    """Small results by key in a .jsonl file: the request in the first line, then a line per result.
+    """Small results by key in a .jsonl file: the settings in the first line, then a line per result.
 
     Args:
         path: path of the file; None keeps the results in memory only.
         what: description of the results, such as "answers".
-        request: the request that determines the results, as plain JSON.
+        request: settings that affect the results, JSON-serializable.
 
     Raises:
-        InputError: if the file has results of another request, or was not written by sinklab.
-        SinklabError: if it cannot be written.
+        InputError: if the file has results with other settings, or was not written by sinklab.
+        SinklabError: if the file cannot be written.
     """
 
     def __init__(self, path: Path | None, what: str, request: Mapping[str, Any]) -> None:
@@ -180,11 +179,11 @@ class LineLedger:
         if rows:
             check_request(path, what, rows[0]["request"], request)
         self._results = {str(row["key"]): row["result"] for row in rows[1:]}
-        lines = [{"request": dict(request)}, *rows[1:]]  # without a torn last line
+        lines = [{"request": dict(request)}, *rows[1:]]  # without an incomplete last line
         write_text(path, "".join(f"{json.dumps(line)}\n" for line in lines))
 
     def get(self, key: str) -> Any:
-        """The result of a key; None if there is none yet."""
+        """Return the result of a key; None if there is none yet."""
         return self._results.get(key)
 
     def add(self, results: Mapping[str, Any]) -> None:
@@ -205,10 +204,10 @@ class LineLedger:
 
 
 def _complete_lines(path: Path) -> Sequence[dict[str, Any]]:
-    """The lines before the first incomplete one.
+    """Read the lines before the first incomplete one.
 
     Raises:
-        InputError: if sinklab did not write them.
+        InputError: if the file was not written by sinklab.
     """
     rows: list[dict[str, Any]] = []
     lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []

@@ -1,6 +1,6 @@
-"""Running sums of a measurement, so that no array of size sequences x layers x heads x positions is stored.
+"""Running sums of a measurement, which avoid an array of size sequences x layers x heads x positions.
 
-It stores counts of alpha > eps per position, sums over sequences, and alpha of the first position per sequence. The
+Stored are counts of alpha > eps per position, sums over sequences, and alpha of the first position per sequence. The
 threshold is applied to every sequence before averaging.
 """
 
@@ -28,12 +28,12 @@ BIAS, LEADING, REGISTERS, ROW_SUMS = "bias", "leading positions", "registers", "
 
 
 class Accumulator:
-    """Sums over batches, for sequences of at most `length` positions.
+    """Running sums over batches, for sequences of at most `length` positions.
 
     Args:
-        thresholds: thresholds of the sink rate; the first is the headline.
+        thresholds: thresholds of the sink rate; the first is the main one.
         length: number of positions T of the longest sequence.
-        lengths: additional lengths at which the sequences are cut.
+        lengths: additional lengths to which the sequences are truncated.
     """
 
     def __init__(self, thresholds: Sequence[float], length: int, lengths: Sequence[int] = ()) -> None:
@@ -61,13 +61,13 @@ class Accumulator:
         Raises:
             SinklabError: if the attention or the activations contain NaN or infinity; the message names the layer.
         """
-        batch = batch.on_cpu()  # else a full card would raise in the middle of the counting (batches.py)
+        batch = batch.on_cpu()  # else an out-of-memory error could leave partial sums (batches.py)
         importance, valid_BT = batch.importance_ABHT, batch.valid_BT
         _, B, _, T = importance.shape
         valid_BT = torch.ones(B, T, dtype=torch.bool) if valid_BT is None else valid_BT
         self.sequences += B
         self.sequences_T[:T] += valid_BT.sum(0)
-        if batch.visible_ABHT is not None and self.visible_hits_ET is None:  # so far equal
+        if batch.visible_ABHT is not None and self.visible_hits_ET is None:  # equal to alpha so far
             self.visible_hits_ET = self.hits_ET.clone()
             if "importance values" in self._sums:
                 self._sums[VISIBLE] = self._sums["importance values"].clone()
@@ -133,11 +133,11 @@ class Accumulator:
         self._sums[name][..., : part.shape[-1]] += part
 
     def sink_rate(self, threshold: int = 0) -> list[float]:
-        """Sink rate in percent per position, position 1 first, for one threshold."""
+        """Return the sink rate in percent by position, for one threshold."""
         return self._rate(self.hits_ET[threshold])
 
     def sink_rate_visible(self, threshold: int = 0) -> list[float] | None:
-        """Sink rate of the means over the queries that may see each key; None if these equal alpha everywhere."""
+        """Return the sink rate over the queries that may see each key; None if these means equal alpha everywhere."""
         return None if self.visible_hits_ET is None else self._rate(self.visible_hits_ET[threshold])
 
     def _rate(self, hits_T: Tensor) -> list[float]:
@@ -145,15 +145,15 @@ class Accumulator:
         return metrics.percent(hits_T, self.sequences_T * layers * heads).tolist()
 
     def visibility_note(self) -> str | None:
-        """A note on the layers in which alpha and the mean over visible queries differ; None if they agree."""
+        """Return a note on layers in which alpha and the mean over visible queries differ; None if there are none."""
         return visibility_note([self.views.get(layer) for layer in range(len(self._sums["importance values"]))])
 
     def uniform_ratio(self) -> list[float]:
-        """alpha_k relative to uniform causal attention; mean over (sequence, layer, head), position 1 first."""
+        """Return alpha_k divided by its value under uniform attention, mean over (sequence, layer, head)."""
         return (self.uniform_ratios_T / self.sequences_T).tolist()
 
     def sink_rate_by_length(self) -> dict[str, dict[str, list[float]]]:
-        """Sink rate in percent per position, by length and threshold: {"16": {"0.3": [...]}}."""
+        """Return the sink rate in percent by position, for each length and threshold: {"16": {"0.3": [...]}}."""
         layers, heads, _ = self._sums["importance values"].shape
         triples = self.sequences * layers * heads
         return {
@@ -165,15 +165,15 @@ class Accumulator:
         }
 
     def sink_rate_bias(self, threshold: int = 0) -> float | None:
-        """Sink rate in percent of the added bias or sink token at one threshold; None in models without either."""
+        """Return the sink rate in percent of the added bias or sink token; None if the model has neither."""
         return 100 * self.bias_hits_E[threshold] / self.bias_triples if self.bias_triples else None
 
     def sink_rate_window_start(self) -> float | None:
-        """Sink rate in percent of the first key of a window past position 1; None if there is none."""
+        """Return the sink rate in percent of the first key of a window past position 1; None if there is none."""
         return 100 * self.window_hits / self.window_triples if self.window_triples else None
 
     def leading_norm_ratio(self) -> list[float] | None:
-        """|h| of the first learned position relative to the mean over tokens, per block; None without one."""
+        """Return |h| of the first learned position divided by the mean over tokens, per block; None without one."""
         hidden_MT, leading_M = self.mean("hidden states"), self.mean_of_sequences(LEADING)
         if leading_M is None or hidden_MT is None:
             return None
@@ -181,11 +181,11 @@ class Accumulator:
         return torch.where((leading_M == 0) & (tokens_M == 0), 1.0, leading_M / tokens_M).tolist()
 
     def mean_of_sequences(self, name: str) -> Tensor | None:
-        """Mean over sequences of BIAS (L with a bias, H), REGISTERS (L, H, N), ROW_SUMS (L, H) or LEADING (M)."""
+        """Return the mean over sequences of BIAS (layers with a bias, H), REGISTERS (L, H, N), ROW_SUMS or LEADING."""
         return self._totals[name] / self.sequences if name in self._totals else None
 
     def mean(self, name: str) -> Tensor | None:
-        """Mean over sequences of "importance values", VISIBLE (L, H, T), "keys", "values" or "hidden states" (L, T)."""
+        """Return the mean over sequences of "importance values", VISIBLE, "keys", "values" or "hidden states"."""
         return self._sums[name] / self.sequences_T if name in self._sums else None
 
 
@@ -200,7 +200,7 @@ def measurement_from(
     massive_activations: list[MassiveActivation] | None = None,
     notes: Sequence[str] = (),
 ) -> Measurement:
-    """Build the finished measurement."""
+    """Build the measurement from the running sums."""
     importance, keys, values = (totals.mean(name) for name in ("importance values", "keys", "values"))
     if importance is None or keys is None or values is None:
         raise InputError("there are no sequences to measure: pass at least one")
@@ -231,7 +231,7 @@ def measurement_from(
         sink_rates_bias=_every_rate(totals, totals.sink_rate_bias),
         sink_rate_window_start=totals.sink_rate_window_start(),
         uniform_ratio=totals.uniform_ratio(),
-        loss=totals.loss / totals.targets if totals.targets else None,  # of one token nothing is predicted
+        loss=totals.loss / totals.targets if totals.targets else None,  # a single token has no target
         hidden_norm_ratio=ratio(hidden),
         norm_ratio_before_norm=ratio(totals.mean(BEFORE)),
         norm_ratio_sink_token=totals.leading_norm_ratio(),
@@ -257,7 +257,6 @@ def measurement_from(
 
 
 def _every_rate(totals: Accumulator, rate: Callable[[int], Rate | None]) -> dict[str, Rate] | None:
-    """The rates by threshold; None if there is only one threshold or no such rate."""
     if len(totals.thresholds) == 1:
         return None
     return {f"{eps:g}": found for i, eps in enumerate(totals.thresholds) if (found := rate(i)) is not None} or None

@@ -1,8 +1,8 @@
 """Massive activations: channels of the residual stream far larger than all others, which accompany a sink.
 
-They occur at few positions (mostly the first token) and in few fixed dimensions, from an early block to the
-second-to-last. Only the first sequence is searched: massive activations hardly depend on the input, and a median over
-every activation of every sequence would cost more than the rest of the measurement.
+They occur at few positions (mostly the first token) and in a few fixed dimensions, from an early block to the
+second-to-last. Only the first sequence is searched: massive activations hardly depend on the input, and the median over
+all sequences would cost more than the rest of the measurement.
 """
 
 import math
@@ -21,7 +21,7 @@ from sinklab.models.hooks import hidden_states, hooked
 from sinklab.schema import Part
 
 STRONGEST = 8  # blocks reported
-MASSIVE, MASSIVE_RATIO = 100, 1000  # the value, and its multiple of the median, from which on it is massive
+MASSIVE, MASSIVE_RATIO = 100, 1000  # minimum value, and minimum ratio to the median
 
 
 class MassiveActivation(Part):
@@ -43,7 +43,7 @@ class MassiveActivation(Part):
 
     @property
     def is_massive(self) -> bool:
-        """Whether |value| is above 100 and at least 1,000 times the median (Sun et al., 2402.17762, section 2)."""
+        """True if |value| > 100 and at least 1,000 times the median (Sun et al., 2402.17762, section 2)."""
         return abs(self.value) > MASSIVE and self.ratio_to_median >= MASSIVE_RATIO
 
 
@@ -54,8 +54,8 @@ def largest_activations(
     """Collect the largest activation after each block, for the first sequence of the first forward pass.
 
     Args:
-        real: real tokens of the first sequence; positions are counted from the first of them, and other positions are
-            excluded. None reads every column of the batch.
+        real: real tokens of the first sequence; positions are counted from the first real token, and padding is
+            excluded. None if every column is a real token.
     """
     found: list[MassiveActivation] = []
     seen: list[_Largest] = []
@@ -69,7 +69,7 @@ def largest_activations(
             seen.append(_Largest(hidden_TC))
 
     def entering(_: nn.Module, __: tuple[Any, ...]) -> None:
-        if len(seen) < len(blocks):  # the first pass, or the pass after one that failed halfway
+        if len(seen) < len(blocks):  # the first pass, or a retry after a failed pass
             seen.clear()
 
     with hooked(
@@ -84,7 +84,7 @@ def largest_activations(
 
 
 def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
-    """The top `STRONGEST` activations by ratio to the median, in descending order."""
+    """Return the top `STRONGEST` activations by ratio to the median, in descending order."""
     return sorted(found, key=lambda one: -one.ratio_to_median)[:STRONGEST]
 
 
@@ -92,7 +92,7 @@ class _Largest:
     """The largest activation of one sequence after one block.
 
     Attributes:
-        numbers: flat index, value, and median magnitude (float64), on the device of the model.
+        numbers: flat index, value, and median |activation| (float64), on the device of the model.
     """
 
     def __init__(self, hidden_TC: Tensor) -> None:
@@ -102,9 +102,9 @@ class _Largest:
         self.numbers = torch.stack([place.double(), value.double(), _median(size.float()).double()])
 
     def found(self, layer: int, place: float, value: float, median: float) -> MassiveActivation:
-        """The massive activation as reported in the result."""
+        """Build the result entry."""
         position, dimension = divmod(int(place), self._width)
-        value = value if math.isfinite(value) else 0.0  # the accumulator reports NaN, with its layer
+        value = value if math.isfinite(value) else 0.0  # NaN is reported by the accumulator
         return MassiveActivation(
             layer=layer,
             position=position + 1,
@@ -115,7 +115,7 @@ class _Largest:
 
 
 def _median(x: Tensor) -> Tensor:
-    """The lower of two medians, as in torch; on a CPU, NumPy's partition takes half the time."""
+    """Return the lower median, as `torch.median`; on the CPU, NumPy's partition takes half the time."""
     if x.device.type != "cpu":
         return x.median()
     values, half = x.flatten().numpy(), (x.numel() - 1) // 2

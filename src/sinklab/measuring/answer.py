@@ -12,7 +12,7 @@ from sinklab.measuring.statistics.secondary import stretches
 
 STRENGTHS = ((70.0, "Strong"), (30.0, "Moderate"), (NOISE, "Weak"))
 """Minimum percentage of heads for each adjective."""
-MOST_STRETCHES = 4  # of layers that are listed; of more, only the number of layers
+MOST_STRETCHES = 4  # maximum number of listed layer ranges; with more, only the number of layers is stated
 INPUTS: dict[Inputs, str] = {"natural": "", "random": " (random tokens)", "repeat": " (one token repeated)"}
 
 
@@ -30,10 +30,10 @@ class _Place:
     """A candidate position of a sink.
 
     Attributes:
-        rate: percent of (sequence, layer, head) with an importance above the threshold.
+        rate: percentage of (sequence, layer, head) triples with an importance above the threshold.
         above_LH: whether the mean importance of a head is above the threshold.
-        overall: rate over all queries, if `rate` covers only queries that see the position.
-        always: whether it is reported with any rate, even next to a stronger sink.
+        overall: rate over all queries, if `rate` covers only the queries that see the position.
+        always: whether it is reported at any rate, even next to a stronger sink.
     """
 
     name: str
@@ -50,8 +50,8 @@ def _sink(m: Measurement) -> str:
     uniform = float(np.mean(1 / np.arange(1, m.length + 1)))
     if uniform >= m.eps:
         return (
-            f"Sequences of {m.length} tokens are too short to tell: uniform attention already gives the first token "
-            f"{uniform:.2f}, and the threshold is {m.eps:g}."
+            f"Sequences of {m.length} tokens are too short to detect a sink: uniform attention to the first token is "
+            f"already {uniform:.2f}, and the threshold is {m.eps:g}."
         )
     places = _places(m)
     strongest = max(places, key=lambda place: place.rate)
@@ -70,7 +70,6 @@ def _sink(m: Measurement) -> str:
 
 
 def _places(m: Measurement) -> list[_Place]:
-    """Position 1, then the learned bias or token, and the highest later position."""
     rates = m.sink_rate_visible or m.sink_rate
     importance_LHT = m.importance if m.importance_visible is None else m.importance_visible
 
@@ -89,7 +88,7 @@ def _places(m: Measurement) -> list[_Place]:
 
 
 def _layers(above_LH: np.ndarray) -> list[str]:
-    """The layers in which most heads have the sink, else the layer with the most such heads; empty without any."""
+    """Name the layers in which most heads have the sink, else the layer with the most such heads; may be empty."""
     share_L = above_LH.mean(1)
     most = [layer for layer, share in enumerate(share_L, 1) if share > 0.5]
     if len(most) == len(share_L):
@@ -132,5 +131,5 @@ def _proposition(one: Propositions) -> str:
 
 
 def percent(rate: float) -> str:
-    """`74 %`, `4.6 %`, `0 %`."""
+    """Format a rate as `74 %`, `4.6 %` or `0 %`."""
     return f"{rate:.0f} %" if rate >= 9.95 or rate == 0 else f"{rate:.1f} %"

@@ -1,4 +1,4 @@
-"""`sinklab.measure(model, tokens)`: one function for a model in memory, ours or Hugging Face's."""
+"""`sinklab.measure(model, tokens)`: measure a sinklab or Hugging Face model that is already in memory."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -44,35 +44,35 @@ def measure(
     bos: bool | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Sinks, norms and loss of a causal language model on the given tokens; the model is left as it was found.
+    """Measure the sinks, norms and loss of a causal language model on the given tokens; the model is unchanged.
 
     Args:
-        model: a Hugging Face causal language model, or a sinklab transformer, also an exported one.
-        tokens: ids (sequences, length): a tensor on any device, an array, or rows of numbers.
+        model: a Hugging Face causal language model or a sinklab transformer (including an exported one).
+        tokens: token ids (sequences, length): a tensor on any device, an array, or lists of numbers.
         attention_mask: 1 at real tokens, 0 at padding on the left or right; Hugging Face models only.
-        eps: threshold of the sink rate, a share of attention in (0, 1); of several, the first is the headline.
-        lengths: increasing: the sink rate of the sequences cut at each as well; without padding.
-        batch_size: sequences per forward pass; changes memory and speed, not the result. By default as many as fit the
-            memory, at most 16; halved where they do not fit.
-        loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
-        details: also angles, entropy, distances, secondary sinks and kurtosis (details.py); costs more.
-        maps: (layer, head), 1-based: keep the matrices of attention, cosine and norm product; implies details.
-        explore: also keep the attention map of every head on the first 128 tokens of the first sequence, in 8 bits
-            (explored.py): one more forward pass, and a byte per head, query and key; at most 1,000 heads.
-        gradients: also the norm of the gradient of the loss at what attention reads, by layer and position, and R_GS
-            (gradients.py): a forward and a backward pass more; without padding.
-        ablate: ablations to measure as well: "mask_first:N", "no_bos", "zero_massive" (ablations.py); without padding.
-        perturb: also replace the token at this position, 1-based, and follow the change (mixing.py); without padding.
-        model_name: recorded with the result.
-        inputs: the kind of tokens, recorded with the result.
-        bos: whether position 1 is a special token. By default it is where every sequence begins with the
-            `bos_token_id` of the model's config; a sinklab transformer has none, so it is False there.
-        progress: called with (sequences done, sequences in all) after every batch.
+        eps: attention threshold of the sink rate, in (0, 1); if several are passed, the first is the main one.
+        lengths: increasing lengths; the sink rate is also measured on the sequences truncated to each. No padding.
+        batch_size: sequences per forward pass; affects memory and speed, not the result. By default as many as fit in
+            memory, at most 16; halved on out-of-memory.
+        loss: if False, skip the loss and the logits, a third of the compute of a small model with a large vocabulary.
+        details: also measure angles, entropy, distances, secondary sinks and kurtosis (details.py); slower.
+        maps: (layer, head) pairs, 1-based, whose matrices of attention, cosine and norm product are saved; implies
+            `details`.
+        explore: also save the attention map of every head on the first 128 tokens of the first sequence, in 8 bits
+            (explored.py): one extra forward pass, one byte per head, query and key, at most 1,000 heads.
+        gradients: also measure the gradient norm of the loss at the attention input, by layer and position, and R_GS
+            (gradients.py): one extra forward and backward pass. No padding.
+        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive" (ablations.py). No padding.
+        perturb: 1-based position whose token is replaced to measure how far the change spreads (mixing.py). No padding.
+        model_name: model name, stored with the result.
+        inputs: kind of input tokens, stored with the result.
+        bos: whether position 1 is a special token. By default True if every sequence begins with the `bos_token_id` of
+            the model's config; False for a sinklab transformer.
+        progress: called with (finished sequences, total sequences) after every batch.
 
     Raises:
-        InputError: no model, no tokens, tokens that are not ids or outside the vocabulary, a mask that is not a
-            padding mask, a threshold outside (0, 1), a value of `inputs` or `ablate` that does not exist.
-        SinklabError: attention that could not be recorded, or NaN in the activations (the layer is named).
+        InputError: if the model, tokens, mask, threshold, `inputs` or `ablate` are invalid.
+        SinklabError: if attention cannot be recorded or the activations contain NaN; the message names the layer.
     """
     adapter = adapt(model)
     tokens_NT = token_matrix(tokens)
@@ -94,10 +94,10 @@ def measure(
     study = Study(ablate=cast(tuple[str, ...], ablate), perturb=perturb)
     if mask_NT is not None:
         if isinstance(adapter, NativeAdapter):
-            raise InputError("a sinklab transformer reads whole sequences: leave out attention_mask")
+            raise InputError("a sinklab transformer does not support padding: leave out attention_mask")
         if study.ablate or study.perturb is not None:
             raise InputError(
-                "ablations and perturbations need sequences without padding: leave out the padded ones, or `ablate` "
+                "ablations and perturbations need sequences without padding: remove the padded sequences, or `ablate` "
                 "and `perturb`"
             )
     with measured_in_turn(model):
@@ -109,7 +109,6 @@ def measure(
 def _begins_with_bos(
     model: "PreTrainedModel | Transformer", tokens_NT: Tensor, attention_mask_NT: Tensor | None
 ) -> bool:
-    """Whether the first real token of every sequence is the BOS that the model's config names."""
     if isinstance(model, Transformer):
         return False
     bos_id = getattr(model.config.get_text_config(decoder=True), "bos_token_id", None)

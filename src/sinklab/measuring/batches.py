@@ -14,16 +14,16 @@ from sinklab.models.hooks import Progress
 
 
 class Batches:
-    """Ranges [start, stop) of the sequences of a measurement, as they are read.
+    """Iterator over ranges [start, stop) of the sequences.
 
         for start, stop in batches:
-            with batches.attempt():  # out of memory halves the batch, and the range is repeated
+            with batches.attempt():  # on out-of-memory, the batch size is halved and the range repeated
                 ...
 
     Args:
         size: initial batch size, before any halving.
-        progress: called with the number of finished sequences after every batch and every block within it.
-        blocks: blocks of the model; its head follows.
+        progress: called with (finished sequences, total sequences) after every batch and every block.
+        blocks: number of blocks of the model; the LM head counts as one more step.
     """
 
     def __init__(self, sequences: int, size: int, progress: Progress | None, blocks: int) -> None:
@@ -42,7 +42,7 @@ class Batches:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Read one batch; the body must have no side effects if it raises.
+        """Process one batch in the `with` block, which must have no side effects if it raises.
 
         Raises:
             SinklabError: if a single sequence does not fit.
@@ -65,17 +65,17 @@ class Batches:
             self._progress(self._stop, self.sequences)
 
     def block_ran(self, *_: Any) -> None:
-        """Forward hook of every block, for progress: one long sequence may take minutes."""
+        """Forward hook of every block, which reports progress (a long sequence may take minutes)."""
         self._ran += 1
         if self._progress:
             done = (self._stop - self._start) * self._ran / (self._blocks + 1)
             self._progress(self._start + done, self.sequences)
 
     def notes(self) -> list[str]:
-        """A note for the reader of the result; empty if no batch was halved."""
+        """Return a note on the reduced batch size; empty if it was not reduced."""
         if self._size == self._first_size:
             return []
-        return [f"out of memory: the batch was halved from {self._first_size} to {self._size} sequences"]
+        return [f"out of memory: the batch size was reduced from {self._first_size} to {self._size} sequences"]
 
 
 @dataclass
@@ -88,9 +88,9 @@ class Cost:
 
 @contextmanager
 def costing(device: torch.device) -> Iterator[Cost]:
-    """Time the body; peak memory is that of the device on CUDA, else of the whole process so far (MB = 2**20).
+    """Record the wall-clock time and peak memory of the `with` block.
 
-    Peak memory is None if the system does not report it.
+    Peak memory (MB = 2**20) is that of the device on CUDA, else of the whole process so far; None if unavailable.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -105,7 +105,7 @@ def costing(device: torch.device) -> Iterator[Cost]:
 
 
 def process_peak_mb() -> float | None:
-    """Peak memory of this process so far (MB = 2**20); None if the system does not report it."""
+    """Return the peak memory of this process so far (MB = 2**20); None if unavailable."""
     try:
         import resource
     except ImportError:  # not a Unix system

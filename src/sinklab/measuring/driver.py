@@ -1,4 +1,4 @@
-"""The measuring loop: batches of tokens through a model behind an `Adapter`, reduced batch by batch.
+"""The measuring loop: run batches of tokens through a model and accumulate the statistics of each batch.
 
 Attention layers are recorded by records.py (native models) or huggingface/probe.py.
 """
@@ -36,8 +36,8 @@ class Records(Protocol):
     """Records of the attention layers in forward passes.
 
     Attributes:
-        backend: of the attention.
-        layers: records of the passes since the last `clear`, in the order of the layers.
+        backend: attention backend.
+        layers: records since the last `clear`, in layer order.
     """
 
     @property
@@ -51,7 +51,7 @@ class Records(Protocol):
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """Nothing is recorded inside the block."""
+        """Return a context manager that disables recording."""
         ...
 
 
@@ -63,22 +63,22 @@ def measure(
     attention_mask_NT: Tensor | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Sinks, norms and loss of a model on the given tokens; it is left as it was found, also after an exception.
+    """Measure the sinks, norms and loss of a model on the given tokens; the model is restored, also after an exception.
 
     Args:
-        tokens_NT: token ids; a learned sink token is not part of them.
-        attention_mask_NT: 1 at real tokens, 0 at padding (left or right); None if nothing is padded. Position 1
-            is the first real token of each sequence; padding counts nowhere.
-        progress: called with (sequences done, sequences in all) after every batch.
+        tokens_NT: token ids, without learned sink tokens.
+        attention_mask_NT: 1 at real tokens, 0 at padding (left or right); None without padding. Position 1 is the
+            first real token of each sequence; padding is excluded from all statistics.
+        progress: called with (finished sequences, total sequences) after every batch.
 
     Raises:
-        InputError: gradients that the model does not have (gradients.py); nothing to measure, token ids outside the
-            vocabulary, more tokens than the model has positions, lengths, layers or heads that do not exist, a mask
-            that is not a padding mask.
-        SinklabError: attention that could not be recorded, or NaN or infinity in the activations (the layer is named).
+        InputError: if the tokens, mask or options are invalid for this model, or gradients are requested from a model
+            that does not support them (gradients.py).
+        SinklabError: if attention cannot be recorded or activations contain NaN or infinity; the message names the
+            layer.
     """
     check_shape(tokens_NT)
-    tokens_NT = tokens_NT.cpu()  # checked here, without waiting for a card
+    tokens_NT = tokens_NT.cpu()  # validated on the CPU, without synchronising the GPU
     mask_NT = _padding_mask(tokens_NT, attention_mask_NT)
     padded = not bool(mask_NT.all())
     longest = int(real_tokens(mask_NT).count_B.max())
@@ -90,7 +90,7 @@ def measure(
     if options.gradients:
         check_gradients(adapter, longest, padded)
     if options.lengths and padded:
-        raise InputError("several lengths need sequences without padding: leave out the padded ones, or `lengths`")
+        raise InputError("`lengths` needs sequences without padding: remove the padded sequences, or `lengths`")
     totals = Accumulator(options.eps, longest, options.lengths)
     details = DetailsCollector(options.maps, longest) if options.detailed else None
     first_target = options.first_target if options.loss else None
@@ -124,7 +124,7 @@ def measure(
                 del found  # the next batch needs the memory
         notes = [*adapter.kinds.notes(), *adapter.notes(), *batches.notes()]
     if options.loss and longest > 1 and not totals.targets:
-        notes.append(f"no loss: of {longest} tokens the prefix mask leaves none to predict")
+        notes.append(f"no loss: the prefix mask leaves no targets in {longest} tokens")
     measurement = measurement_from(
         totals,
         cost,
@@ -149,7 +149,6 @@ def measure(
 def _recording(
     adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> AbstractContextManager[Records]:
-    """Records the attention layers of forward passes of whole sequences inside the block."""
     if isinstance(adapter, NativeAdapter):
         return native_records(adapter, lengths, details)
     from sinklab.measuring.huggingface.probe import adapter_records
@@ -158,10 +157,10 @@ def _recording(
 
 
 def check_shape(tokens_NT: Tensor) -> None:
-    """Refuse tokens that are not sequences.
+    """Check that tokens are a non-empty (N, T) matrix.
 
     Raises:
-        InputError: not a matrix of N x T tokens, or an empty one.
+        InputError: if they are not.
     """
     if tokens_NT.ndim != 2 or not tokens_NT.numel():
         raise InputError(f"tokens have shape {tuple(tokens_NT.shape)}; expected (sequences, length), neither empty")
@@ -179,5 +178,5 @@ def _padding_mask(tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> Tensor
 
 
 def _after_leading(leading: int, mask_BT: Tensor) -> RealTokens:
-    """The real tokens among the positions, which begin with the learned ones."""
+    """Return the real tokens among all positions; the sequence follows `leading` learned positions."""
     return real_tokens(F.pad(mask_BT, (leading, 0)))

@@ -1,9 +1,8 @@
-"""Attention maps of every head on one sequence (`--explore`), in 8 bits, for the page to look around in.
+"""Attention maps of every head on one sequence (`--explore`), in 8 bits, for the interactive viewer.
 
-They are read in a forward pass of their own after the measurement, whose numbers they do not change. The pass costs
-about as much as one sequence with `--details`; in memory and on disk a map of T tokens takes T x T bytes. A byte n is
-the attention (n / 255)^2: the root is stored, since attention that is uniform over many keys is small, so that the
-error is at most 0.4 % of a row for large shares and less for small ones.
+They are computed in a separate forward pass after the measurement, at about the cost of one sequence with `--details`.
+A map of T tokens takes T x T bytes in memory and on disk. Byte n encodes the attention weight (n / 255)^2; storing the
+square root keeps small weights precise. The rounding error is at most 0.004 for large weights, less for small ones.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,10 +32,10 @@ class Explored(WithArrays):
     """Attention maps of one sequence.
 
     Attributes:
-        tokens: ids of the first tokens of the first sequence, S of them.
-        texts: of the tokens; None if there was no tokenizer.
-        heads: (layer, head), 1-based, P of them.
-        attention: uint8 n (P, S, S), query by key; the attention is (n / 255)^2, 0 where a query does not see a key.
+        tokens: ids of the first S tokens of the first sequence.
+        texts: text of each token; None without a tokenizer.
+        heads: the P heads, as (layer, head), 1-based.
+        attention: uint8 n (P, S, S), query by key; the attention weight is (n / 255)^2, and 0 at masked keys.
     """
 
     prefix: ClassVar[str] = "explored_"
@@ -54,23 +53,23 @@ class Explored(WithArrays):
         return self
 
     def with_texts(self, decode: Callable[[list[int]], str]) -> Self:
-        """A copy with the text of each token."""
+        """Return a copy with the text of each token."""
         return self.model_copy(update={"texts": [decode([token]) for token in self.tokens]})
 
 
 def explored_heads(adapter: Adapter, maps: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]] | None:
-    """The heads to be kept, (layer, head); None for all of them.
+    """Return the heads to save as (layer, head); None for all heads.
 
     Raises:
-        InputError: the model has too many heads for all, and `maps` names none or too many.
+        InputError: if there are more than `MOST_HEADS` heads to save.
     """
     heads = adapter.attention_layers * adapter.heads
     if heads <= MOST_HEADS:
         return None
     if not 0 < len(maps) <= MOST_HEADS:
         raise InputError(
-            f"--explore keeps at most {MOST_HEADS:,} heads and the model has {heads:,}: name the heads to keep with "
-            "--map LAYER.HEAD, which is repeatable"
+            f"--explore keeps at most {MOST_HEADS:,} heads and the model has {heads:,}: select the heads to keep with "
+            "--map LAYER.HEAD (repeatable)"
         )
     return maps
 
@@ -81,12 +80,12 @@ def explore(
     heads: Sequence[tuple[int, ...]] | None,
     recording: Callable[[DetailsCollector], AbstractContextManager[Any]],
 ) -> Explored:
-    """Read one sequence.
+    """Run the model on one sequence and collect its attention maps.
 
     Args:
-        tokens_T: its real tokens, of which at most `MOST_TOKENS` are read.
-        heads: to be kept; None for all.
-        recording: records the attention layers of forward passes inside its block.
+        tokens_T: real tokens of the sequence; only the first `MOST_TOKENS` are used.
+        heads: heads to save; None for all.
+        recording: context manager that records the attention layers of forward passes with the given collector.
     """
     tokens_1S = tokens_T[None, :MOST_TOKENS]
     leading_and_tokens = torch.ones(1, adapter.leading + tokens_1S.shape[1], dtype=tokens_1S.dtype)
@@ -100,14 +99,14 @@ def explore(
 
 
 class MapsCollector(DetailsCollector):
-    """Collects the maps of one forward pass in 8 bits, a layer at a time.
+    """Collects the 8-bit attention maps of one forward pass, layer by layer.
 
     Args:
-        wanted: (layer, head), 1-based; None for all.
+        wanted: heads to collect as (layer, head), 1-based; None for all.
 
     Attributes:
-        heads: collected so far, (layer, head).
-        attention_SS: the map of each.
+        heads: heads collected so far, as (layer, head).
+        attention_SS: attention map of each collected head.
     """
 
     def __init__(self, wanted: Sequence[tuple[int, ...]] | None) -> None:
@@ -118,12 +117,12 @@ class MapsCollector(DetailsCollector):
         self.attention_SS: list[np.ndarray] = []
 
     def begin(self, real: RealTokens) -> None:
-        """`real` are the real tokens of the pass."""
+        """Start a forward pass with these real tokens."""
         super().begin(real)
         self._layer, self.heads, self.attention_SS = 0, [], []
 
     def values(self, values_BGTV: Tensor) -> None:
-        """Values are not kept."""
+        """Do nothing: values are not stored."""
 
     def attention(self, rows: Iterable[Rows], heads: int, angles: Angles | None) -> None:
         """Add the maps of the next attention layer."""

@@ -15,18 +15,18 @@ class Ablation(Part):
     """The effect of one ablation (ablations.py).
 
     Attributes:
-        name: name as requested, such as "mask_first:4".
-        what: a sentence that describes the ablation.
-        first_target: 1-based position of the whole sequences from which targets are included in both losses.
-        loss_before, loss_after, loss_change: nats per token.
+        name: requested name, such as "mask_first:4".
+        what: description of the ablation.
+        first_target: 1-based position, in the whole sequences, of the first target included in both losses.
+        loss_before, loss_after, loss_change: loss without and with the ablation and their difference, nats per token.
         sink_rate_before: Sink_1 without the ablation, percent.
         sink_rate_after: Sink_1 with the ablation, percent. Without BOS, position 1 is the first token of the text.
-        sink_rate: sink rate of every position with the ablation, percent, position 1 first.
-        sink_max_before, sink_max_after: highest sink rate of positions 1 to T / 2 (highest.py), percent; None in older
-            files, as are the fields below.
-        sink_max_position_before, sink_max_position_after: position of that rate, 1-based.
+        sink_rate: sink rate by position with the ablation, percent, from position 1.
+        sink_max_before, sink_max_after: highest sink rate among positions 1 to T / 2 (highest.py), percent. This and
+            the following fields are None in older files.
+        sink_max_position_before, sink_max_position_after: position of the highest sink rate, 1-based.
         largest_before, largest_after: for zero_massive, the activation of the first sequence with the largest ratio to
-            the median of its block; positions include learned tokens before the sequence.
+            the median after its block; positions include learned tokens before the sequence.
         still_massive: for zero_massive, whether `largest_after` is massive (above 100, and 1,000 times the median).
     """
 
@@ -55,19 +55,19 @@ class Ablation(Part):
 
     @property
     def sentences(self) -> list[str]:
-        """Description of the ablation and, after `zero_massive`, the largest remaining activation."""
+        """Description of the ablation and, for `zero_massive`, of the largest remaining activation."""
         before, after = self.largest_before, self.largest_after
         if before is None or after is None:
             return [self.what]
         if after.is_massive:
             verdict = "there is still a massive activation"
         elif before.is_massive:
-            verdict = "no activation is massive any more"
+            verdict = "no massive activation remains"
         else:
             verdict = "no activation was massive before (above 100 and 1,000 times the median)"
         return [
             self.what,
-            f"the largest activation is then {after.value:,.1f} (dimension {after.dimension} at position "
+            f"the largest remaining activation is {after.value:,.1f} (dimension {after.dimension} at position "
             f"{after.position} after layer {after.layer}, {after.ratio_to_median:,.0f} times the median): {verdict}",
         ]
 
@@ -77,7 +77,7 @@ class Mixing(Part):
 
     Attributes:
         position: position of the replaced token, 1-based.
-        sequences: number of sequences in which the token could be replaced by another.
+        sequences: number of sequences in which the token could be replaced by a different one.
         spread: mean of |h' - h| / |h| over sequences and later positions, before the first block and after each.
         spread_without_first: spread with the first key hidden from all later queries.
     """
@@ -93,17 +93,18 @@ class Propositions(Part):
 
     Attributes:
         position: positional embedding of the model.
-        number: number of the proposition, 1 to 4; None for positions that are added to the embedding.
+        number: number of the proposition, 1 to 4; None for absolute positional embeddings, which have none.
         statement: text of the proposition.
         tokens: number of tokens checked, each repeated.
         length: length of the repetition, in tokens.
-        hidden_deviation: largest |h_t - h_1| divided by the largest |h_1|, over all blocks.
-        attention_deviation: largest difference from the closed form; None if there is none (rotary).
-        bound_slack: smallest distance of a score below its bound, negative if one is above; rotary only, else None.
+        hidden_deviation: largest |h_t - h_1| / |h_1| over all tokens, positions and blocks.
+        attention_deviation: largest difference from the closed form; None without a closed form (rotary).
+        bound_slack: smallest value of bound minus attention weight, negative if the bound is exceeded; rotary only,
+            else None.
         tolerance: rounding tolerance of the deviations and of a negative slack.
         dtype: dtype of the check: float32 for models of lower precision if memory sufficed; None in older files.
-        holds: whether all deviations are within the tolerance; None if they are not and the dtype is coarser than
-            float32, which is no evidence.
+        holds: whether all deviations are within the tolerance; None (inconclusive) if they are not and the dtype has
+            less precision than float32.
     """
 
     position: PositionKind

@@ -1,4 +1,4 @@
-"""The tables of a measurement (`Measurement.columns`) for a data frame, as CSV and as Parquet."""
+"""Export the tables of a measurement (`Measurement.columns`) to data frames, CSV and Parquet."""
 
 import csv
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ FRAMES = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}  # i
 
 
 def data_frame(columns: Columns) -> Any:
-    """Equally long columns as a data frame of pandas, polars or pyarrow, whichever is installed.
+    """Build a pandas, polars or pyarrow data frame, whichever is installed, from columns of equal length.
 
     Raises:
         InputError: if none of the three is installed.
@@ -61,10 +61,10 @@ def write_parquet(columns: Columns, path: Path) -> None:
 
 
 def check_parquet() -> None:
-    """Check before measuring that Parquet can be written.
+    """Check that Parquet can be written.
 
     Raises:
-        InputError: pyarrow is not installed.
+        InputError: if pyarrow is not installed.
     """
     if not find_spec("pyarrow"):
         raise InputError("Parquet needs pyarrow, which is not installed: pip install pyarrow, or use CSV")
@@ -82,12 +82,12 @@ def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
         one: whether there is a single measurement.
 
     Raises:
-        InputError: if there is no folder, several measurements, no pyarrow, or a file that blocks a table.
+        InputError: if there is no folder, more than one measurement, no pyarrow, or a foreign file at a table's path.
     """
     if not formats:
         return
     if not one:
-        raise InputError("--format writes the tables of one MODEL: leave it out for several measurements")
+        raise InputError("--format supports one MODEL only: leave it out for several measurements")
     if out is None:
         raise InputError(f"--format {formats[0]} needs an output directory: set --out DIR")
     if "parquet" in formats:
@@ -96,13 +96,13 @@ def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
 
 
 def write_tables(columns: Callable[[TableName], Columns], folder: Path, formats: Sequence[str]) -> None:
-    """Write every table in every format, as `FOLDER/importance.csv` and so on.
+    """Write every table in every format, such as `FOLDER/importance.csv`.
 
     Args:
-        columns: columns of each table (`Measurement.columns`).
+        columns: function from a table name to its columns (`Measurement.columns`).
 
     Raises:
-        InputError: pyarrow is not installed.
+        InputError: if pyarrow is not installed.
         SinklabError: if a file cannot be written.
     """
     for kind in formats:

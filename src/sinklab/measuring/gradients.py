@@ -1,13 +1,13 @@
-"""Gradient sinks (2603.17771, Definition 1): the gradient of the loss at what attention reads, by layer and position.
+"""Gradient sinks (2603.17771, Definition 1): the gradient of the loss at the attention input, by layer and position.
 
-h~_t is the output of the norm that an attention layer reads. The gradients of the loss at h~_t are summed over all
-sequences, as in one step of an optimiser, and then their norm is taken:
+h~_t is the attention input, the output of the norm before attention. The gradients of the loss at h~_t are summed over
+all sequences, as in an optimiser step, before taking the norm:
 
     R_GS = |grad h~_1| / mean over t = 2 .. 32 of |grad h~_t|
 
-The last position of a sequence predicts nothing, and has no gradient: of shorter sequences the mean is over 2 .. T - 1.
-A zero is added to h~ in every layer, and the gradient is that of the zeros: of the path through attention alone, also
-where another part of the block reads the same norm. The model computes its attention itself, nothing is recorded.
+The last position of a sequence has no target and no gradient; for shorter sequences the mean is over 2 .. T - 1. Zeros
+are added to h~ in every layer, and the gradient is taken at these zeros, so that it contains only the path through
+attention even if another part of the block uses the same norm output. The model's own attention code is used.
 """
 
 from collections.abc import Iterator
@@ -26,22 +26,22 @@ from sinklab.models.hooks import Progress, evaluating
 from sinklab.models.memory_budget import fitting_batch
 
 COMPARED = 32
-"""Positions of the ratio, the first one included (T_e = 31 of the paper, which counts from 0)."""
+"""Number of positions in the ratio, including the first (T_e = 31 in the paper, which counts from 0)."""
 
 FEWEST = 3
-"""Tokens of a sequence that has a ratio: position 1, another, and the last one."""
+"""Minimum sequence length for the ratio: position 1, another position, and the last one, which has no gradient."""
 
 
 def check_gradients(adapter: Adapter, length: int, padded: bool) -> None:
-    """Refuse what has no gradients before anything is measured.
+    """Check, before the measurement, that gradients can be computed.
 
     Raises:
-        InputError: too short or padded sequences, or a model as `Adapter.attention_inputs` refuses it.
+        InputError: if sequences are too short or padded, or `Adapter.attention_inputs` does not support the model.
     """
     if padded:
-        raise InputError("gradients are summed by position, without padding: leave out the padded sequences")
+        raise InputError("gradients are summed by position, without padding: remove the padded sequences")
     if length < FEWEST:
-        raise InputError(f"gradients need sequences of at least {FEWEST} tokens: the last one predicts nothing")
+        raise InputError(f"gradients need sequences of at least {FEWEST} tokens: the last token has no target")
     with adapter.attention_inputs(lambda _, x_BTE: x_BTE):
         pass
 
@@ -54,17 +54,17 @@ def gradient_norms(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Tensor, list[str]]:
-    """|gradient of the mean loss at h~_t| in every attention layer (L, T), and notes on halved batches.
+    """Compute |gradient of the mean loss at h~_t| for every attention layer (L, T), and notes on halved batches.
 
     Args:
         tokens_NT: whole sequences, without padding.
-        first_target: 1-based; the loss is over the targets from it on.
-        batch_size: sequences per backward pass, by default as many as fit with the activations of all blocks in memory.
-        progress: called with (sequences done, sequences in all) after every batch.
+        first_target: 1-based position of the first target included in the loss.
+        batch_size: sequences per backward pass; by default as many as fit in memory with the activations of all blocks.
+        progress: called with (finished sequences, total sequences) after every batch.
 
     Raises:
-        InputError: as `Adapter.attention_inputs`.
-        SinklabError: a gradient that is not finite; the layer is named.
+        InputError: see `Adapter.attention_inputs`.
+        SinklabError: if a gradient is not finite; the message names the layer.
     """
     N, T = tokens_NT.shape
     zeros: dict[int, Tensor] = {}
@@ -73,7 +73,7 @@ def gradient_norms(
         zeros[index] = torch.zeros_like(x_BTE, requires_grad=True)
         return x_BTE + zeros[index]
 
-    held = 2 * max(1, adapter.kinds.total)  # those of all blocks, and as much again for logits and gradients
+    held = 2 * max(1, adapter.kinds.total)  # activations of all blocks, and the same again for logits and gradients
     size = batch_size or fitting_batch(adapter.sizes(False, matrices=False), T, adapter.device, held)
     batches = Batches(N, size, progress, len(adapter.blocks))
     sums: list[Tensor] = []
@@ -97,25 +97,25 @@ def gradient_norms(
     broken = (~norm_LT.isfinite().all(1)).nonzero()
     if len(broken):
         raise SinklabError(
-            f"the gradients contain NaN or infinity in layer {int(broken[0]) + 1}; the model or its dtype is at fault: "
+            f"the gradients contain NaN or infinity in layer {int(broken[0]) + 1}, caused by the model or its dtype: "
             "try --dtype float32"
         )
     return norm_LT, batches.notes()
 
 
 def gradient_sink(norm_LT: Tensor) -> list[float]:
-    """R_GS of every layer: that of position 1 over the mean of positions 2 .. 32, or 2 .. T - 1."""
+    """Compute R_GS of every layer: the norm at position 1 divided by the mean over positions 2 .. 32, or 2 .. T - 1."""
     return first_to_rest(norm_LT[:, : min(COMPARED, norm_LT.shape[1] - 1)]).tolist()
 
 
 def gradient_fields(norm_LT: Tensor) -> dict[str, Any]:
-    """The fields of a measurement."""
+    """Return the gradient fields of a measurement."""
     return {"gradient_norm_ratio": gradient_sink(norm_LT), "gradient_norm": norm_LT.float().numpy()}
 
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients of weights, and no inputs of layers kept for them."""
+    """Disable gradients of the weights, which also saves the memory of the stored layer inputs."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:

@@ -1,14 +1,14 @@
-"""The N x T token matrix on which a model is measured.
+"""Input tokens (N, T) of a measurement.
 
-natural   the first T tokens of each document that is long enough, documents in order;
+natural   the first T tokens of each document that is long enough, in document order;
           for plain text files, which have no document boundaries, consecutive pieces of T tokens;
           for a folder, one sequence from each file in turn
-drawn     all pieces of T tokens of every document, shuffled and split into draws: no two draws share a
-          piece, so that their spread is the uncertainty of a measurement on this text
+drawn     all pieces of T tokens of every document, shuffled and split into disjoint draws, so that the
+          spread over draws is the uncertainty of a measurement on this text
 random    every token drawn uniformly from the vocabulary
-repeat    one random token per sequence, T times
+repeat    one random token per sequence, repeated T times
 
-Special tokens that a tokenizer puts first (BOS) start at position 1 and are counted in T; random and repeat have none.
+Special tokens that the tokenizer prepends (BOS) start at position 1 and are included in T; random and repeat have none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], Sequence[int]]
 
-CHARACTERS = 2**16  # of a document, tokenised at once, at least; a document may have a hundred million
-PER_TOKEN = 16  # characters tokenised for each requested token, at least
-POOL = 64  # times the requested sequences: the size of the pool at the beginning of a text that draws are taken from
-SHARES = 5  # draws that a text too short for full ones is divided into: a verdict needs five
+CHARACTERS = 2**16  # minimum characters tokenised at once; a document may have a hundred million
+PER_TOKEN = 16  # minimum characters tokenised per requested token
+POOL = 64  # pool size in multiples of the requested sequences; draws are taken from this beginning of a text
+SHARES = 5  # number of draws into which a short text is divided; a verdict needs five
 
 
 def natural_text(
@@ -49,14 +49,14 @@ def natural_text(
     fewer: bool = False,
     render: Render = plain_conversation,
 ) -> list[Sequence[int]]:
-    """Cut sequences of real text without prefix, each as returned by `encode` (`with_prefix` adds the prefix).
+    """Tokenise real text and cut it into sequences, without the prefix (`with_prefix` adds it).
 
     Args:
-        text: a .txt or .jsonl file, or a folder of them; or the name of a corpus (data/sources/corpora.py).
+        text: .txt or .jsonl file, folder of such files, or name of a corpus (data/sources/corpora.py).
         encode: function from text to token ids, without special tokens.
-        sequences, length: N and T, `prefix` included in T.
+        sequences, length: N and T; T includes `prefix`.
         prefix: token ids that will be prepended to each sequence.
-        fewer: accept fewer sequences, at least one, if the text has no more.
+        fewer: accept fewer sequences, but at least one, if the text is too short.
         render: function from conversations (`messages`) to text.
 
     Raises:
@@ -80,12 +80,12 @@ def drawn_text(
     prefix: Sequence[int] = (),
     render: Render = plain_conversation,
 ) -> list[Sequence[int]]:
-    """Draw sequences from anywhere in a text, without replacement across draws: no two draws share a piece.
+    """Draw random sequences from a text; different draws are disjoint.
 
-    A text with fewer pieces than five draws need is divided into five draws, of at least one sequence.
+    A text that is too short for five full draws is divided into five smaller ones, of at least one sequence each.
 
     Args:
-        draw: number of the draw, from 0; its sequences do not depend on how many draws are made.
+        draw: index of the draw, from 0; its sequences do not depend on the number of draws.
 
     Raises:
         InputError: if the file is missing, empty or malformed, or has no sequence left for this draw.
@@ -101,8 +101,8 @@ def drawn_text(
     draws = len(pool) // each
     if draw >= draws:
         raise InputError(
-            f"{text}: the text has {len(pool)} pieces, enough for {draws} draws of {each} sequences, "
-            f"{cutter.body} tokens each: use --seeds {draws} at most, or a longer text"
+            f"{text}: the text has {len(pool)} sequences of {cutter.body} tokens, enough for {draws} draws of {each}: "
+            f"use --seeds {draws} at most, or a longer text"
         )
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0)).tolist()
     return [pool[index] for index in order[draw * each : (draw + 1) * each]]
@@ -114,9 +114,9 @@ def with_prefix(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tenso
 
 
 def sizes_of(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor | None:
-    """Compute sizes_NT, the bytes of text of each token of `with_prefix`, 0 for the prefix; None if unknown.
+    """Return sizes_NT, the number of text bytes of each token of `with_prefix`, 0 for the prefix; None if unknown.
 
-    A token that does not spell the text has UNKNOWN (data/spelling.py).
+    A token that cannot be aligned with the text has size UNKNOWN (data/spelling.py).
     """
     known = [body for body in bodies if isinstance(body, Spelled)]
     if len(known) < len(bodies):
@@ -129,8 +129,8 @@ class _Cutter:
     """Cuts sequences of `body` tokens out of texts.
 
     Attributes:
-        everything: cut all pieces of a document, not only its first; from a very long document, those at its beginning.
-        documents: number of documents read; pieces of plain text are not counted.
+        everything: cut all sequences of a document, not only the first; of a very long document, only its beginning.
+        documents: number of documents read so far; pieces of plain text are not counted.
     """
 
     encode: Encode
@@ -149,12 +149,12 @@ class _Cutter:
         )
 
     def none_long_enough(self, text: Path) -> InputError:
-        """Build the error for a text without any sequence."""
+        """Build the error for a text that is too short for one sequence."""
         of = f"none of its {self.documents} documents" if self.documents else "it"
         return InputError(f"{text} gives no sequence: {of} has {self.body} tokens of text; use a longer text")
 
     def sequences(self, text: Path) -> Iterator[Sequence[int]]:
-        """Sequences of a file, of the files of a folder in turn, or of another corpus."""
+        """Yield the sequences of a file or corpus, or of the files of a folder in turn."""
         here = text.expanduser()
         if not here.exists():
             yield from self._of_documents(documents(str(text), render=self.render))
@@ -187,7 +187,7 @@ class _Cutter:
             yield ids[start : start + self.body]
 
     def _first(self, document: str) -> Sequence[int]:
-        """The document's tokens; of a long document a sufficient prefix, whose last token may depend on the cut."""
+        """Tokenise the document, or a sufficient prefix of a long one; the last token may depend on the cut."""
         size = max(CHARACTERS, PER_TOKEN * self.body)
         while size < len(document):
             ids = self.encode(document[:size])
@@ -197,7 +197,6 @@ class _Cutter:
         return self.encode(document)
 
     def _of_pieces(self, pieces: Iterator[tuple[str, bool]]) -> Iterator[Sequence[int]]:
-        """Joins pieces that are too short for one sequence."""
         held, enough = "", 0
         for text, ends in pieces:
             held += text
@@ -218,17 +217,17 @@ def random_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0
 
 
 def repeated_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0) -> Tensor:
-    """Draw one id of 0 .. vocabulary - 1 per row and repeat it: tokens_NT; the same seed returns the same tokens."""
+    """Draw one token id per sequence and repeat it: tokens_NT; the same seed returns the same tokens."""
     return random_tokens(vocabulary, sequences=sequences, length=1, seed=seed).repeat(1, length)
 
 
 def pretrained_encode(tokenizer: "PreTrainedTokenizerBase") -> Encode:
-    """Text to token ids without special tokens."""
+    """Return a function from text to token ids, without special tokens."""
     return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
 
 
 def default_prefix(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The special tokens that the tokenizer puts before a text by default, such as BOS; often none."""
+    """Return the special tokens that the tokenizer prepends to a text by default, such as BOS; often none."""
     plain = tokenizer("text", add_special_tokens=False)["input_ids"]
     full = tokenizer("text")["input_ids"]
     for start in range(len(full) - len(plain) + 1):
@@ -248,7 +247,7 @@ def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
     """Convert rows of whole numbers to an int64 tensor on their current device.
 
     Args:
-        tokens: a tensor, an array, or rows of numbers.
+        tokens: tensor, array, or lists of numbers.
 
     Raises:
         InputError: if rows have different lengths or are not whole numbers.
@@ -268,14 +267,14 @@ def _from_rows(rows: Any, name: str) -> Tensor:
     if isinstance(rows, str | bytes | dict) or not isinstance(rows, Sequence):
         raise InputError(f"{name} are {type_text(rows)}; expected rows of token ids, (sequences, length)")
     if not all(isinstance(row, Sequence | np.ndarray | Tensor) and not isinstance(row, str | bytes) for row in rows):
-        raise InputError(f"{name} have no rows; expected a list of sequences, such as [[1, 2, 3]]")
+        raise InputError(f"{name} are not a non-empty list of sequences, such as [[1, 2, 3]]")
     lengths = {len(row) for row in rows}
     if len(lengths) > 1:
         raise InputError(
-            f"the sequences have {min(lengths)} to {max(lengths)} tokens: cut them to one length, or pad them and pass "
-            "attention_mask"
+            f"the sequences have {min(lengths)} to {max(lengths)} tokens: truncate them to one length, or pad them and "
+            "pass attention_mask"
         )
     try:
         return torch.tensor([list(row) for row in rows] or [[]])
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InputError(f"{name} are no matrix of whole numbers: {error}") from error
+        raise InputError(f"{name} are not a matrix of whole numbers: {error}") from error

@@ -1,8 +1,8 @@
-"""How many queries can see each key under windows, prefixes and other masks.
+"""Number of queries that can see each key under sliding windows, prefixes and other masks.
 
 alpha_k is a mean over all queries t >= k (metrics.py). Under a sliding window of w tokens only w of them see k; the
-others contribute zeros, and a sink is diluted by (T - k + 1) / w. The mean over the queries that may see the key
-(`over_visible`) is therefore reported in addition to alpha.
+others contribute zeros, and a sink is diluted by (T - k + 1) / w. The mean over the queries that may see the key is
+therefore reported in addition to alpha.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,12 +19,12 @@ from sinklab.models.layer_kinds import layers_text
 
 @dataclass(frozen=True)
 class View:
-    """How the keys visible to a layer's queries differ from the causal mask.
+    """Description of how a layer's mask differs from the causal mask.
 
     Attributes:
         kind: "window": the last `tokens` tokens; "prefix": earlier queries also see the first `tokens` keys; "part":
             any other mask, with at most `tokens` queries per key.
-        tokens: number of tokens, keys or queries, by `kind`.
+        tokens: number of tokens, keys or queries, depending on `kind`.
     """
 
     kind: Literal["window", "prefix", "part"]
@@ -32,11 +32,11 @@ class View:
 
 
 def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple[Tensor | None, View | None]:
-    """Compute the mean over the queries that may see each position, and its view; None if it equals alpha.
+    """Compute the mean over the queries that may see each key, and the layer's view; None if it equals alpha.
 
     Args:
-        sums_BHT: sums over these queries, aligned so that index 0 is the first real token.
-        seen_by_BGT: number of these queries, aligned in the same way.
+        sums_BHT: attention to each key, summed over the queries that may see it; index 0 is the first real token.
+        seen_by_BGT: number of queries that may see each key; index 0 is the first real token.
         queries_B: number of real tokens of each sequence.
     """
     later_B1T = (queries_B[:, None, None] - torch.arange(sums_BHT.shape[-1], device=sums_BHT.device)).clamp(min=0)
@@ -45,11 +45,11 @@ def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple
 
 
 def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:
-    """Infer the mask from the number of queries that see each key.
+    """Infer the kind of mask from the number of queries that see each key.
 
     Args:
         seen_by_BGT: number of queries that may see each key; index 0 is the first token.
-        later_BGT: number of queries t >= k; broadcasts.
+        later_BGT: number of queries t >= k for each key k; broadcasts.
     """
     most = int(seen_by_BGT.max())
     if bool((seen_by_BGT == later_BGT.clamp(max=most)).all()):
@@ -65,7 +65,7 @@ def visible_layers(alphas: Sequence[Tensor], visible: Sequence[Tensor | None]) -
 
     Args:
         alphas: alpha (B, H, T) by layer.
-        visible: mean over visible queries by layer; None in a layer where it equals alpha.
+        visible: mean over the queries that may see each key, by layer; None in a layer where it equals alpha.
     """
     if all(one is None for one in visible):
         return None
@@ -73,7 +73,7 @@ def visible_layers(alphas: Sequence[Tensor], visible: Sequence[Tensor | None]) -
 
 
 def joined(views: Iterable[View | None]) -> View | None:
-    """The view of one layer over several batches; a batch whose sequences are too short for the mask has None."""
+    """Combine the views of one layer over all batches; None if all are None."""
     found = [view for view in views if view is not None]
     if not found:
         return None
@@ -82,7 +82,11 @@ def joined(views: Iterable[View | None]) -> View | None:
 
 
 def visibility_note(views: Sequence[View | None]) -> str | None:
-    """A sentence on the layers, in order, in which the two means differ; None if they agree in all."""
+    """Build the note on layers in which alpha and the mean over visible queries differ; None if there are none.
+
+    Args:
+        views: view of each layer, in order.
+    """
     layers: dict[View, list[int]] = {}
     for number, view in enumerate(views, start=1):
         if view is not None:
@@ -94,13 +98,13 @@ def visibility_note(views: Sequence[View | None]) -> str | None:
         for view, at in layers.items()
     ]
     return (
-        "; ".join(parts) + ": sink_rate and importance are means over all queries from a key on, sink_rate_visible and "
-        "importance_visible over those that may see it"
+        "; ".join(parts) + ": sink_rate and importance are means over all queries t >= k of key k, sink_rate_visible "
+        "and importance_visible over the queries that may see it"
     )
 
 
 _SENTENCES: Mapping[str, str] = {
-    "window": "a window of {tokens} tokens in {where}",
-    "prefix": "the first {tokens} keys are seen by earlier queries in {where}",
-    "part": "no key is seen by more than {tokens} queries in {where}",
+    "window": "a sliding window of {tokens} tokens in {where}",
+    "prefix": "the first {tokens} keys are visible to earlier queries in {where}",
+    "part": "no key is visible to more than {tokens} queries in {where}",
 }

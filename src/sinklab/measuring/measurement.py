@@ -43,68 +43,72 @@ LEFT_OUT = (
     "explored",
     "scores",
 )
-"""Of measurement.json, where they are None."""
+"""Fields that are left out of measurement.json if they are None."""
 
 
 class Measurement(WithArrays):
     """Sinks, norms and loss of one model on one set of sequences.
 
     Attributes:
-        model: its name or path.
-        revision: requested branch, tag or commit of a model of the hub; None for its main branch and for local models.
-        commit: the commit of the hub that was loaded; None for local models.
-        step, planned_steps: of a run of ours, the step it was measured at and its last one; None for other models.
-        vocabulary: digest of the tokenizer's vocabulary (spelling.py); None if the input was tokens, or in older
+        model: model name or path.
+        revision: requested branch, tag or commit on the hub; None for the main branch and for local models.
+        commit: hub commit that was loaded; None for local models.
+        step, planned_steps: training step of the checkpoint and last step of its run; None for models not trained by
+            sinklab.
+        vocabulary: digest of the tokenizer's vocabulary (spelling.py); None if the input was token ids, and in older
             files.
-        inputs: the kind of sequences.
-        sequences: N.
-        length: T, the positions of the longest sequence, BOS included.
+        inputs: kind of input sequences.
+        sequences: number of sequences N.
+        length: T, number of tokens of the longest sequence, including BOS.
         eps: threshold of the sink rate.
-        bos: whether position 1 is a special token put there by the tokenizer or the loader.
-        proxy: whether importance is that of proxy scores, |sim| / sum |sim| (the model's own do not sum to one).
-        layers, heads: L, H.
-        sink_rate: percent of (sequence, layer, head) triples with alpha_k > eps, position 1 first.
-        sink_rates: the same for every requested threshold, keyed by it ("0.3"); None if there was only one.
-        sink_rate_visible, sink_rates_visible: as sink_rate and sink_rates, of the mean over the queries that may see a
-            key, not over all from it on; None if that is the same in every layer (no window, no documents).
-        sink_rate_by_length: of the same sequences cut shorter, by length and threshold: {"16": {"0.3": [..]}}.
-        sink_rate_bias: the same for an added bias, sink logit or sink token; None if the model has none.
-        sink_rates_bias: that for every threshold; None, and left out of the files, where there was only one.
-        sink_rate_window_start: the same for the first key of a window, the mean over the queries that no longer see
-            position 1; None, and left out of the files, without a window that has moved on.
-        uniform_ratio: alpha_k over that of uniform causal attention (metrics.py), mean over (sequence, layer, head),
-            position 1 first: 1 is no sink, at any T.
-        loss: nats per token over targets 2..T, those after the prefix under a prefix mask; None if there are none.
-        bits_per_byte: the loss over the bytes of the targets' text; None if the input is not text, or for the reason
-            in the notes.
-        hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1).
-            inf, which is null in measurement.json, where the others are 0 and the first is not; 1 where all are 0.
-        norm_ratio_before_norm: of a post-norm model the same of the input of each norm, two per block; None elsewhere.
-        norm_ratio_sink_token: |h| of the first learned position over the mean of the tokens'; None if none leads.
-        key_norm_ratio, value_norm_ratio: the same for keys and values, per attention layer (L).
-        gradient_norm_ratio: R_GS, the gradient's norm at position 1 over the mean of 2 .. 32, per attention layer (L;
-            gradients.py); None, and left out of the files, unless requested.
-        backend: of the attention; "eager" where the model's own matrices had to be read.
-        dtype: of the model.
-        seconds: wall-clock, forward passes and metric.
-        peak_memory_mb: of the device (CUDA) or of the whole process; None if unknown.
-        massive_activations: the largest |activation| of each of the strongest blocks (activations.py); None if unknown.
-        details: further statistics (details.py); None, and left out of the files, where not requested.
-        notes: remarks for the reader, such as on a batch that had to be halved.
+        bos: whether position 1 is a special token added by the tokenizer or the loader.
+        proxy: whether importance is computed from proxy scores |sim| / sum |sim|, because the model's attention
+            weights do not sum to one.
+        layers, heads: L and H.
+        sink_rate: percentage of (sequence, layer, head) triples with alpha_k > eps, by position from position 1.
+        sink_rates: `sink_rate` for every threshold, keyed by threshold ("0.3"); None with a single threshold.
+        sink_rate_visible, sink_rates_visible: `sink_rate` and `sink_rates` with alpha averaged only over the queries
+            that may see the key; None if no layer differs (no window, no document mask).
+        sink_rate_by_length: sink rate of the truncated sequences, by length and threshold: {"16": {"0.3": [..]}}.
+        sink_rate_bias: sink rate of an added bias, sink logit or sink token; None if the model has none.
+        sink_rates_bias: `sink_rate_bias` for every threshold; None, and left out of the files, with a single one.
+        sink_rate_window_start: sink rate of the first key of a sliding window, over the queries that no longer see
+            position 1; None, and left out of the files, if there are no such queries.
+        uniform_ratio: alpha_k divided by its value under uniform causal attention (metrics.py), mean over (sequence,
+            layer, head), by position from position 1; 1 means no sink, for any T.
+        loss: cross-entropy in nats per token over targets 2..T (after the prefix under a prefix mask); None without
+            targets.
+        bits_per_byte: loss in bits per byte of the target text; None if the input is not text, or if the notes give
+            another reason.
+        hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1). inf
+            (null in measurement.json) if only the first norm is nonzero; 1 if all norms are zero.
+        norm_ratio_before_norm: for a post-norm model, this ratio for the input of each norm, two per block; else None.
+        norm_ratio_sink_token: norm of the first learned position divided by the mean norm of the tokens; None without
+            learned positions.
+        key_norm_ratio, value_norm_ratio: norm ratio of keys and values, per attention layer (L).
+        gradient_norm_ratio: R_GS, gradient norm at position 1 divided by the mean over positions 2 .. 32, per attention
+            layer (L; gradients.py); None, and left out of the files, unless requested.
+        backend: attention backend; "eager" if the attention matrices returned by the model were used.
+        dtype: dtype of the model.
+        seconds: wall-clock time of the forward passes and the metric.
+        peak_memory_mb: peak memory of the device (CUDA) or of the whole process; None if unknown.
+        massive_activations: largest |activation| after each of the strongest blocks (activations.py); None if unknown.
+        details: additional statistics (details.py); None, and left out of the files, unless requested.
+        notes: remarks for the reader, such as a halved batch size.
         ablations: loss and sinks under each ablation (ablations.py); None unless requested.
         mixing: how far a change of one token spreads (mixing.py); None unless requested.
         propositions: check of the paper's propositions on repeated tokens (propositions.py); None for other inputs.
         explored: attention maps of one sequence (explored.py); None unless requested.
-        scores: on downstream tasks, percent, where the model was evaluated on any; None elsewhere.
+        scores: downstream task scores in percent; None if the model was not evaluated.
         importance: alpha, mean over sequences (L, H, T).
-        importance_visible: mean over the queries that may see a key (L, H, T); None if that is alpha everywhere.
+        importance_visible: alpha averaged only over the queries that may see the key (L, H, T); None if equal to alpha.
         importance_first: alpha of position 1 (N, L, H).
         importance_bias: alpha of the added bias or sink token, mean over sequences (L, H); None if a layer has none.
-        importance_registers: alpha of each register (L, H, R); None if there are not several.
-        row_sums: mean over sequences and queries of the sum of raw scores (L, H); None if rows sum to one.
-        hidden_norm: mean l2 norm (M + 1, T).
-        gradient_norm: norm of the gradient of the mean loss at the input of attention (L, T); None unless requested.
-        key_norm, value_norm: mean l2 norm over sequences and heads (L, T).
+        importance_registers: alpha of each register (L, H, R); None with fewer than two.
+        row_sums: sum of the raw scores of a row, mean over sequences and queries (L, H); None if rows sum to one.
+        hidden_norm: l2 norm of the residual stream, mean over sequences (M + 1, T).
+        gradient_norm: norm of the gradient of the mean loss at the attention input (L, T); None unless requested.
+        key_norm, value_norm: l2 norm of keys and values, mean over sequences and heads (L, T).
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -178,13 +182,13 @@ class Measurement(WithArrays):
         return self
 
     def of_step(self, step: int, planned_steps: int) -> Self:
-        """A copy for a run that was measured at `step`, with a note where the run is unfinished."""
+        """Return a copy with the training step, and a note if the run is unfinished."""
         unfinished = f"measured at step {step:,} of {planned_steps:,}: the run is not finished"
         notes = [*self.notes, *([unfinished] if step < planned_steps else [])]
         return self.model_copy(update={"step": step, "planned_steps": planned_steps, "notes": notes})
 
     def document(self) -> dict[str, Any]:
-        """The content of `measurement.json`, without the fields of LEFT_OUT that are None."""
+        """Return the content of `measurement.json`, without the fields of LEFT_OUT that are None."""
         absent = {name for name in LEFT_OUT if getattr(self, name) is None}
         return self.model_dump(mode="json", by_alias=True, exclude=absent)
 
@@ -192,12 +196,12 @@ class Measurement(WithArrays):
         """Write `measurement.npz`, then `measurement.json`, each atomically.
 
         Raises:
-            InputError: `folder` is a file, or has files of these names that sinklab did not write.
-            SinklabError: the disk is full or the folder cannot be written.
+            InputError: if `folder` is a file, or files with these names were not written by sinklab.
+            SinklabError: if the disk is full or the folder is not writable.
         """
         folder = Path(folder)
         if folder.exists() and not folder.is_dir():
-            raise InputError(f"{folder} is a file: give the folder of the measurement")
+            raise InputError(f"{folder} is a file: pass the folder of the measurement")
         check_files(folder, MEASUREMENT)
         arrays: dict[str, Any] = self.arrays()
         for part in filter(None, (self.details, self.explored)):
@@ -207,31 +211,35 @@ class Measurement(WithArrays):
         write_json(folder / "measurement.json", self.document())
 
     def plot(self, what: Literal["heads", "layers", "positions", "norms"] = "heads") -> Any:
-        """An Altair chart: importance of the first token by head, of every position by layer or in all, or the norms.
+        """Return an Altair chart.
+
+        Args:
+            what: "heads" (importance of position 1 by head), "layers" (importance of every position by layer),
+                "positions" (of every position over all layers) or "norms".
 
         Raises:
-            InputError: there is no such chart.
+            InputError: if `what` is unknown.
         """
         return display.chart(self, what)
 
     def sink_rate_of_heads(self) -> np.ndarray:
-        """Percent of the sequences in which alpha of position 1 is above eps (L, H); their mean is Sink_1."""
+        """Percentage of sequences with alpha_1 > eps, shape (L, H); the mean over heads is Sink_1."""
         return 100 * (self.importance_first > self.eps).mean(0)
 
     def columns(self, table: TableName = "importance") -> Columns:
-        """A table as columns of one length, in which positions, layers and heads count from 1.
+        """Return a table as columns of equal length; positions, layers and heads are 1-based.
 
-        | table | a row for | columns |
+        | table | one row per | columns |
         |---|---|---|
-        | importance | every layer, head and position | layer, head, position, importance |
-        | positions | every position | position, sink_rate, sink_rate_eps_X for other thresholds (%), uniform_ratio |
-        | layers | every attention layer | layer, importance_first, hidden_norm_ratio (after the block), .. |
+        | importance | layer, head and position | layer, head, position, importance |
+        | positions | position | position, sink_rate, sink_rate_eps_X for other thresholds (%), uniform_ratio |
+        | layers | attention layer | layer, importance_first, hidden_norm_ratio (after the block), .. |
 
-        Columns that the model does not have are left out. Where a mask makes a difference, each importance and rate has
-        a `_visible` column too (mask_coverage.py).
+        Columns that do not apply to the model are left out. If a mask hides earlier keys, each importance and rate also
+        has a `_visible` column (mask_coverage.py).
 
         Raises:
-            InputError: there is no such table.
+            InputError: if the table is unknown.
         """
         if table not in TABLES:
             raise InputError(f"there is no table {table!r}: choose from {', '.join(TABLES)}")
@@ -272,49 +280,48 @@ class Measurement(WithArrays):
         }
 
     def to_dataframe(self, table: TableName = "importance") -> Any:
-        """A data frame of the installed one of pandas, polars and pyarrow, by default a row per head and position.
+        """Return a table as a pandas, polars or pyarrow data frame, whichever is installed.
 
         Args:
-            table: of `columns`.
+            table: table name, see `columns`.
 
         Raises:
-            InputError: there is no such table, or none of the three is installed.
+            InputError: if the table is unknown, or none of the three packages is installed.
         """
         return data_frame(self.columns(table))
 
     def to_csv(self, path: str | Path, table: TableName = "importance") -> None:
-        """The same table as comma-separated values.
+        """Write a table as CSV.
 
         Raises:
-            InputError, SinklabError: as `columns` and `frames.write_csv`.
+            InputError, SinklabError: see `columns` and `frames.write_csv`.
         """
         write_csv(self.columns(table), Path(path))
 
     def to_parquet(self, path: str | Path, table: TableName = "importance") -> None:
-        """The same table as a Parquet file; needs pyarrow.
+        """Write a table as a Parquet file; needs pyarrow.
 
         Raises:
-            InputError, SinklabError: as `columns` and `frames.write_parquet`.
+            InputError, SinklabError: see `columns` and `frames.write_parquet`.
         """
         write_parquet(self.columns(table), Path(path))
 
     def _repr_html_(self) -> str:
-        """Its tables, for notebooks."""
         return display.html(self)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Measurement":
-        """Read what `save` wrote.
+        """Load a measurement written by `save`.
 
         Raises:
-            InputError: a file is missing or damaged, or the two do not belong together.
+            InputError: if a file is missing or damaged, or the two files do not match.
         """
         folder = Path(folder)
         advice = f"{folder} holds no usable measurement; run `sinklab measure` again with --out {folder}"
         try:
             document = parse_json((folder / "measurement.json").read_text(encoding="utf-8"))
             if not isinstance(document, dict):
-                raise ValueError("measurement.json holds no mapping of keys to values")
+                raise ValueError("measurement.json is not a JSON object")
             with np.load(folder / "measurement.npz", allow_pickle=False) as file:
                 arrays = dict(file)
             if document.get("details"):
@@ -330,5 +337,5 @@ class Measurement(WithArrays):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "measurement.npz"
             raise InputError(f"{advice}: {where}: {first['msg']}") from error
-        except Exception as error:  # the reader of a damaged archive can raise anything
+        except Exception as error:  # np.load raises various exceptions on damaged archives
             raise InputError(f"{advice}: {error}") from error

@@ -13,10 +13,10 @@ from torch import Tensor
 def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
     """Compute alpha_BT, float64, of uniform causal attention: A[t, k] = 1/t for k <= t.
 
-    alpha_k = (1/k + .. + 1/n) / (n - k + 1); the first is the harmonic number of n over n.
+    alpha_k = (1/k + .. + 1/n) / (n - k + 1); alpha_1 is the n-th harmonic number divided by n.
 
     Args:
-        queries_B: number of real tokens n of each sequence; later positions have the value 1, so that division is safe.
+        queries_B: number of real tokens n of each sequence; the result is 1 at later positions, for safe division.
         length: number of positions T of the result.
     """
     t_T = torch.arange(1, length + 1, dtype=torch.float64)
@@ -27,16 +27,16 @@ def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
 
 
 def uniform_ratio_of_means(importance_LHT: np.ndarray) -> list[float]:
-    """Divide alpha by its value under uniform attention, from means over sequences of equal length."""
+    """Divide alpha, averaged over sequences of equal length, by its value under uniform attention."""
     length = importance_LHT.shape[-1]
     uniform_T = uniform_importance(torch.tensor([length]), length)[0].numpy()
     return (importance_LHT.mean((0, 1), dtype=np.float64) / uniform_T).tolist()
 
 
 def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor | None = None) -> Tensor:
-    """Count the (sequence, layer, head) triples with alpha_k > eps, by position: counts_T.
+    """Count the (sequence, layer, head) triples with alpha_k > eps by position: counts_T.
 
-    Sink_k is the fraction of these triples, thresholded before averaging; counts of several batches are additive.
+    Sink_k is the fraction of such triples; the counts of several batches can be added.
 
     Args:
         importance_LNHT: alpha per sequence.
@@ -59,8 +59,8 @@ def first_to_rest(norm_LT: Tensor) -> Tensor:
         norm_LT: mean l2 norm per layer and position, T >= 2.
 
     Returns:
-        ratio_L; 1 if all norms are zero, as with keys that weight decay has removed; infinite if only the norms of
-        later positions are zero, as with closed value gates.
+        ratio_L; 1 if all norms are zero (such as keys reduced to zero by weight decay); infinite if only the norms of
+        later positions are zero (such as closed value gates).
     """
     first_L, rest_L = norm_LT[..., 0], norm_LT[..., 1:].mean(-1)
     return torch.where((first_L == 0) & (rest_L == 0), 1.0, first_L / rest_L)

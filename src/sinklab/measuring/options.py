@@ -1,4 +1,4 @@
-"""The settings of a measurement of one model, from the command line down to the metric."""
+"""Settings of a measurement, as command-line options and as Python objects."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -17,15 +17,15 @@ EPS = (0.3,)
 
 
 def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
-    """One threshold or several, as floats.
+    """Convert one threshold or several to a tuple of floats.
 
     Raises:
-        InputError: no threshold is given, or a threshold is not a number in (0, 1).
+        InputError: if there is no threshold, or one is not a number in (0, 1).
     """
     given: Any = eps
     several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     if not several:
-        raise InputError("eps is empty; expected one share of attention or several, such as 0.3")
+        raise InputError("eps is empty; expected one or more shares of attention, such as 0.3")
     for one in several:
         if not isinstance(one, Real):
             raise InputError(f"eps is {one!r}, which is not a number; expected a share of attention, such as 0.3")
@@ -35,10 +35,10 @@ def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
 
 
 def parse_eps(given: Any) -> tuple[float, ...]:
-    """Thresholds, of which --eps gives each or a list as text: ["0.3", "0.2,0.4"] is 0.3, 0.2, 0.4.
+    """Parse the values of --eps, each a number or a comma-separated list: ["0.3", "0.2,0.4"] -> (0.3, 0.2, 0.4).
 
     Raises:
-        InputError: not a number, or outside (0, 1).
+        InputError: if a value is not a number in (0, 1).
     """
     if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
         return thresholds(given)
@@ -54,10 +54,10 @@ def parse_eps(given: Any) -> tuple[float, ...]:
 
 
 def parse_maps(given: Iterable[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """The (layer, head) of maps, which --map gives as text: "3.1" is layer 3, head 1.
+    """Parse the values of --map to (layer, head): "3.1" is layer 3, head 1.
 
     Raises:
-        InputError: text that is not two numbers from 1 on.
+        InputError: if a value is not LAYER.HEAD, both 1-based.
     """
     maps = []
     for one in given:
@@ -70,21 +70,21 @@ def parse_maps(given: Iterable[str | Sequence[int]]) -> tuple[tuple[int, ...], .
 
 
 class Options(CommandSettings, frozen=True):
-    """Settings of a measurement, and fields that are recorded with its result.
+    """Settings of a measurement, and metadata stored with its result.
 
     Attributes:
-        eps: thresholds of the sink rate, shares of attention in (0, 1), or a single one; the first is the headline.
-        lengths: shorter than the sequences, increasing: the sink rate is also that of the sequences cut at each, from
-            the same pass. Without padding only.
-        batch_size: sequences per forward pass; changes memory and speed, not the result. None: as many as fit
-            the memory, at most 16 (models/memory_budget.py). Halved on out-of-memory, with a note in the result.
-        first_target: the loss is over the targets from this position on, 1-based; under a prefix mask those that
-            every query sees are left out as well, as in training.
-        loss: False leaves it out, and with it the logits: a third of the work of a small model with many words.
-        maps: (layer, head), 1-based, of the matrices to save; implies details.
-        gradients: also norms of the gradient, by a backward pass of every sequence (gradients.py); without padding.
-        explore: keep the attention map of every head on the first sequence (explored.py).
-        model_name, inputs, bos: recorded with the result.
+        eps: attention thresholds of the sink rate, in (0, 1); the first is the main one.
+        lengths: increasing lengths below the sequence length; the sink rate is also computed on the sequences
+            truncated to each, in the same forward pass. No padding.
+        batch_size: sequences per forward pass; affects memory and speed, not the result. None: as many as fit in
+            memory, at most 16 (models/memory_budget.py). Halved on out-of-memory, with a note in the result.
+        first_target: 1-based position of the first target included in the loss; under a prefix mask, targets inside the
+            prefix are excluded too, as in training.
+        loss: if False, skip the loss and the logits, a third of the compute of a small model with a large vocabulary.
+        maps: (layer, head) pairs, 1-based, whose matrices are saved; implies `details`.
+        gradients: also measure gradient norms, with one backward pass per batch (gradients.py). No padding.
+        explore: save the attention map of every head on the first sequence (explored.py).
+        model_name, inputs, bos: metadata stored with the result.
     """
 
     panel = MEASURED
@@ -94,13 +94,13 @@ class Options(CommandSettings, frozen=True):
     )
     eps: Annotated[tuple[float, ...], BeforeValidator(parse_eps), Flag(text=list[str], metavar="EPS")] = Field(
         default=EPS,
-        description="Importance above which a position is a sink; several: the main one first; default: 0.3.",
+        description="Importance above which a position is a sink; repeatable, main one first; default: 0.3.",
     )
     lengths: Several[Annotated[int, Field(ge=1)]] = Field(
-        default=(), description="Also the sink rate at this shorter length; repeatable."
+        default=(), description="Also report the sink rate at this shorter length; repeatable."
     )
     details: bool = Field(
-        default=False, description="Also angles, entropy, distances, secondary sinks and kurtosis; slower."
+        default=False, description="Also measure angles, entropy, distances, secondary sinks and kurtosis; slower."
     )
     maps: Annotated[
         tuple[tuple[int, int], ...],
@@ -109,16 +109,16 @@ class Options(CommandSettings, frozen=True):
     ] = Field(default=(), description="Save this head's attention matrix, with --details; repeatable.")
     explore: bool = Field(
         default=False,
-        description="Also keep every head's attention map of the first sequence for the report: 128 tokens, one byte "
-        "per entry, at most 1,000 heads (more: those of --map).",
+        description="Also save every head's attention map of the first sequence for the report: 128 tokens, one byte "
+        "per entry, at most 1,000 heads (select heads with --map).",
     )
     gradients: bool = Field(
         default=False,
-        description="Also the gradient of the loss at the input of attention, by layer and position; thrice the time.",
+        description="Also measure the loss gradient at the attention input, by layer and position; 3x slower.",
     )
-    loss: bool = Field(default=True, description="Skip the loss and the logits: a third faster on a small model.")
+    loss: bool = Field(default=True, description="Skip the loss and the logits; up to a third faster on small models.")
     batch_size: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
-        default=None, ge=1, description="Sequences per batch; default: what fits, at most 16."
+        default=None, ge=1, description="Sequences per batch; default: as many as fit in memory, at most 16."
     )
     first_target: int = 2
     model_name: str = ""
@@ -145,25 +145,25 @@ class Options(CommandSettings, frozen=True):
 
     @property
     def detailed(self) -> bool:
-        """Whether details are measured, for themselves or for a map."""
+        """True if details are measured, requested directly or implied by `maps`."""
         return self.details or bool(self.maps)
 
     def check_lengths(self, longest: int) -> None:
-        """Refuse lengths to which sequences of `longest` tokens cannot be truncated.
+        """Check that sequences of `longest` tokens can be truncated to `lengths`.
 
         Raises:
-            InputError: not increasing, or not from 1 to longest - 1.
+            InputError: if lengths are not increasing, or not within 1 to longest - 1.
         """
         if any(low >= high for low, high in pairwise((0, *self.lengths, longest))):
             raise InputError(
-                f"lengths {list(self.lengths)}: give increasing lengths from 1 to {longest - 1}, or longer sequences"
+                f"lengths {list(self.lengths)}: use increasing lengths from 1 to {longest - 1}, or longer sequences"
             )
 
     def check_maps(self, layers: int, heads: int) -> None:
-        """Refuse maps beyond the model's attention layers, or beyond the heads of each.
+        """Check that the layers and heads of `maps` exist.
 
         Raises:
-            InputError: there is no such layer or head.
+            InputError: if a layer or head does not exist.
         """
         for layer, head in self.maps:
             if not 1 <= layer <= layers:
@@ -173,20 +173,20 @@ class Options(CommandSettings, frozen=True):
 
 
 class Study(CommandSettings, frozen=True):
-    """Changes of the model that are measured as well.
+    """Interventions on the model that are measured in addition.
 
     Attributes:
         ablate: names of ablations (surgery/ablations.py).
-        perturb: position of a token that is replaced by another, to see how far the change spreads, 1-based.
-        swap_position: two learned positions to swap, 1-based.
-        replace_position: a learned position, and the position whose embedding replaces its own.
+        perturb: 1-based position of a token that is replaced, to measure how far the change spreads.
+        swap_position: two 1-based positions whose learned embeddings are swapped.
+        replace_position: positions (i, j), 1-based; the learned embedding of i is replaced by that of j.
     """
 
     panel = MEASURED
 
     ablate: Annotated[Several[str], Flag(metavar="NAME")] = Field(
         default=(),
-        description="Also under mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable.",
+        description="Also measure an ablation: mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable.",
     )
     swap_position: Annotated[tuple[int, int] | None, Flag(metavar="I J", panel=ADVANCED)] = Field(
         default=None, description="Swap two learned position embeddings."
@@ -196,12 +196,12 @@ class Study(CommandSettings, frozen=True):
     )
     perturb: Annotated[int | None, Flag(metavar="N")] = Field(
         default=None,
-        description="Also replace token N: how far does the change spread, with and without key 1?",
+        description="Also replace token N and measure how far the change spreads, with and without key 1.",
     )
 
     @field_validator("ablate", mode="before")
     @classmethod
     def _is_a_list(cls, ablate: object) -> object:
-        if isinstance(ablate, str):  # which would be read letter by letter
-            raise InputError(f"ablate is one name: give a list, ablate=[{ablate[:80]!r}]")
+        if isinstance(ablate, str):  # else each character would be an item
+            raise InputError(f"ablate is a string: pass a list, ablate=[{ablate[:80]!r}]")
         return ablate

@@ -1,4 +1,4 @@
-"""Per-layer records of a forward pass, native recording of them, and the batch that the accumulator adds."""
+"""Per-layer records of a forward pass, their recording in native models, and the batch for the accumulator."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,16 +25,16 @@ class LayerRecord:
     """Importance and norms of one attention layer; index 0 is the first real token of each sequence.
 
     Attributes:
-        importance_BHT: alpha, float32 (float64 for a float64 model); 0 past the end of a sequence.
+        importance_BHT: importance alpha of each key, float32 (float64 for a float64 model); 0 past the sequence end.
         bias_BH: alpha of the sink logit, added bias or sink token; None if the layer has none.
         key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over key heads.
-        prefixes: alpha (B, H, length) of the sequences cut at each of the requested lengths.
-        visible_BHT: mean over the queries that may see each position; None if it equals alpha.
+        prefixes: alpha (B, H, length) of the sequences truncated to each requested length.
+        visible_BHT: alpha averaged only over the queries that may see each key; None if it equals alpha.
         view: how the mask limits visible keys; None if `visible_BHT` is None.
-        row_sums_BH: mean raw row sum of scores that do not sum to one; None if they do.
+        row_sums_BH: mean sum of the raw scores of a row; None if rows sum to one.
         registers_BHN: alpha of each register; None with fewer than two.
-        window_start_BH: mean score of the first key of a window, over the queries past the first window; None without
-            such queries.
+        window_start_BH: mean attention to the first key of the sliding window, over the queries that no longer see
+            position 1; None without such queries.
     """
 
     importance_BHT: Tensor
@@ -51,26 +51,26 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward pass; index 0 is the first real token. A attention layers, M places of the residual stream.
+    """Records of one forward pass; index 0 is the first real token. A attention layers, M residual stream places.
 
     Attributes:
         importance_ABHT: alpha per sequence.
-        bias_ABH: alpha of the added bias or sink token, of the layers that have one; None if none has.
+        bias_ABH: alpha of the added bias or sink token, for the layers that have one; None without such layers.
         hidden_MBT: l2 norm of the residual stream before the first block and after every block; None if unknown.
         key_ABT: l2 norm of the keys, mean over heads.
         value_ABT: l2 norm of the values, mean over heads.
         loss: sum of the loss over the batch's targets, nats (float64 scalar).
         targets: number of predicted tokens.
         valid_BT: bool, False past the end of a sequence; None if all sequences are whole.
-        row_sums_ABH: mean raw row sum of scores that do not sum to one; None if they do.
-        prefixes: alpha (A, B, H, length) of the sequences cut at each of the accumulator's lengths.
+        row_sums_ABH: mean sum of the raw scores of a row; None if rows sum to one.
+        prefixes: alpha (A, B, H, length) of the sequences truncated to each of the accumulator's lengths.
         details: statistics of `--details`; None without this option.
-        visible_ABHT: mean over the queries that may see each key; None if it equals alpha in every layer.
+        visible_ABHT: alpha averaged only over the queries that may see each key; None if equal in every layer.
         views: how the mask limits visible keys, by layer (mask_coverage.py).
         registers_ABHN: alpha of each register; None with fewer than two.
-        window_start_ABH: mean score of the first key of a window past position 1; None if there is none.
+        window_start_ABH: mean attention to the first key of a sliding window past position 1; None if there is none.
         leading_MB: l2 norm of the residual stream at the first learned position; None without learned positions.
-        before_MBT: l2 norm of the input of each norm of a post-norm model; None elsewhere.
+        before_MBT: for a post-norm model, l2 norm of the input of each norm; else None.
     """
 
     importance_ABHT: Tensor
@@ -92,7 +92,7 @@ class Batch:
     before_MBT: Tensor | None = None
 
     def on_cpu(self) -> "Batch":
-        """A copy on the CPU, after one synchronisation; the details stay on their device."""
+        """Copy to the CPU with a single synchronisation; the details stay on their device."""
         tensors = {one.name: x for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)}
         copies = on_host([*tensors.values(), *self.prefixes])
         return replace(self, **dict(zip(tensors, copies, strict=False)), prefixes=copies[len(tensors) :])
@@ -107,13 +107,13 @@ def batch_of(
     leading: int = 0,
     before: Sequence[Tensor] = (),
 ) -> Batch:
-    """Build one forward pass for the accumulator.
+    """Build the batch of one forward pass for the accumulator.
 
     Args:
-        hidden: norms (B, T) before the first block and after each, all columns; empty if blocks cannot be read.
+        hidden: norms (B, T) before the first block and after each, including padding; empty if blocks cannot be read.
         loss: loss summed over the targets, and number of targets.
         leading: number of learned positions before the sequence.
-        before: norms (B, T) of the input of each norm of a post-norm model, all columns.
+        before: for a post-norm model, norms (B, T) of the input of each norm, including padding.
     """
     window_starts = [layer.window_start_BH for layer in layers if layer.window_start_BH is not None]
     bias = [layer.bias_BH for layer in layers if layer.bias_BH is not None]
@@ -162,7 +162,7 @@ class NativeRecords:
         return nullcontext()
 
     def observe(self, layer: LayerCall) -> None:
-        """Record a call."""
+        """Record the attention call of one layer."""
         layer = layer.exact()
         q_BHTD, k_BGSD, v_BGSD = layer.call.q_BHTD, layer.call.k_BGTD, layer.value_BGSV
         alpha = layer.importance()
@@ -201,7 +201,7 @@ def native_records(
 
 
 def _window_start(layer: LayerCall) -> Tensor | None:
-    """Mean score of the first key of a query's window, over the queries that no longer see position 1.
+    """Mean attention to the first key of the sliding window, over the queries that no longer see position 1.
 
     None without a window, with learned positions before the sequence, or if every query sees position 1.
     """

@@ -1,7 +1,7 @@
-"""One layer of the transformer: attention and feed-forward, with their norms, positions and gates.
+"""One decoder layer: attention and feed-forward, with norms, positional embeddings and gates.
 
-B batch, L = leading + T positions, S = L and those of the past, E width, H heads, G key heads, D head width, P keys per
-head, K = D / P their width. Of a latent projection (`latent.py`) queries and keys are of another width than values.
+B batch, L = leading + T positions, S = L plus cached positions, E hidden size, H heads, G key heads, D head width, P
+keys per head, K = D / P their width. With a latent projection (`latent.py`), keys and values have different widths.
 """
 
 from collections.abc import Callable
@@ -35,13 +35,11 @@ class Places:
 
     Attributes:
         rotary: cos and sin, each (L, half the rotary width), or (B, 1, L, ..) with padding; None in layers without
-            rotary positions.
-        documents_BL: the document of every position, including those of a past; None unless the mask separates
-            documents.
-        first: the first layer's values for the later ones; None unless they are mixed.
-        padding_B: number of padding positions at the start of each row, including those of a past; None without
-            padding.
-        padded_BL: bool, which of the new positions are padding; None if none is.
+            rotary embedding.
+        documents_BL: document number of every position, including cached positions; None without a document mask.
+        first: first layer's values, mixed into later layers; None without value residuals.
+        padding_B: number of padding positions at the start of each row, including cached ones; None without padding.
+        padded_BL: bool, True at new positions that are padding; None without padding.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
@@ -52,16 +50,19 @@ class Places:
 
 
 class Attention(nn.Module):
-    """Projections, positions and gates on both sides of the attention core; layers count from 1.
+    """An attention layer: projections, positional embedding and gates around the attention core.
 
     Args:
-        config: of the layer (`ModelConfig.of_layer`).
+        config: config of the layer (`ModelConfig.of_layer`).
+        term: shared relative position bias; None for other positional embeddings.
+        layer: layer number, 1-based.
     """
 
     def __init__(self, config: ModelConfig, term: DistanceTerm | None, layer: int) -> None:
         super().__init__()
         self.heads, self.key_heads, self.head_width = config.heads, config.key_heads, config.head_width
-        self.key_width = config.key_width
+        self.key_width, operation = config.key_width, config.attention.operation
+        self.queries = self.heads * operation.queries_per_head
         self.summed, self.exclusive = config.head_outputs == "sum", config.exclusive
         self.marks_alone = config.exclusive and may_be_rounding(config.attention)
         projection, value_width = config.projection, config.value_width
@@ -69,9 +70,10 @@ class Attention(nn.Module):
         if isinstance(projection, LatentProjection):
             self.latent = LatentHeads(projection, config.width, self.heads, self.head_width, config.norm.eps)
         else:
-            self.qkv = nn.Linear(config.width, (self.heads + 2 * self.key_heads) * self.head_width, bias=False)
-        norm, parts = config.norm, config.attention.operation.keys_per_head
-        self.q_norm = norm_of_heads(norm.qk_norm, self.heads, self.key_width, norm.eps, parts)
+            self.qkv = nn.Linear(config.width, (self.queries + 2 * self.key_heads) * self.head_width, bias=False)
+        norm, parts = config.norm, operation.keys_per_head
+        of_query = parts * operation.queries_per_head
+        self.q_norm = norm_of_heads(norm.qk_norm, self.heads, self.key_width, norm.eps, of_query)
         self.k_norm = norm_of_heads(norm.qk_norm, self.key_heads, self.key_width, norm.eps, parts)
         self.head_norm = norm_of_heads(norm.head_norm, self.heads, value_width, norm.eps)
         gate = config.gate.kind
@@ -86,7 +88,8 @@ class Attention(nn.Module):
         self.output_gate = None
         if gate in ("head", "element"):
             self.output_gate = OutputGating(config.width, self.heads, value_width if gate == "element" else 1)
-        self.forget_gate = config.attention.operation.forget_gate(config.width, self.heads)
+        self.forget_gate = operation.forget_gate(config.width, self.heads)
+        self.weight_gate = operation.weight_gate(config.width, self.heads)
         self.core = AttentionCore(
             config.attention,
             self.key_heads,
@@ -100,7 +103,7 @@ class Attention(nn.Module):
         self.out = nn.Linear((1 if self.summed else self.heads) * value_width, config.width, bias=False)
 
     def inputs(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the core."""
+        """Compute the queries, keys and values for the attention core."""
         if self.latent is not None:
             q_BHLD, k_BGLD, v_BGLD = self.latent(x_BLE, places.rotary)
         else:
@@ -110,25 +113,28 @@ class Attention(nn.Module):
         return q_BHLD, k_BGLD, v_BGLD
 
     def _projected(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of one matrix, queries and keys normed and rotated."""
         assert self.qkv is not None
         B, L, _ = x_BLE.shape
         heads = self.qkv(x_BLE).view(B, L, -1, self.head_width).transpose(1, 2)
-        q_BHLD, k_BGLD, v_BGLD = heads.split((self.heads, self.key_heads, self.key_heads), dim=1)
+        q_BHLD, k_BGLD, v_BGLD = heads.split((self.queries, self.key_heads, self.key_heads), dim=1)
+        if self.queries > self.heads:  # concatenate the queries of a head
+            q_BHLD = q_BHLD.unflatten(1, (self.heads, -1)).transpose(2, 3).flatten(3)
         return self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places), v_BGLD
 
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
-        """The core's arguments after queries, keys and values; they include the positions of the past."""
-        log_kept_BLH = None
+        """Return the core's arguments after queries, keys and values; they include cached positions."""
+        gates_BLH = None
         if self.forget_gate is not None:
-            log_kept_BLH = self.forget_gate(x_BLE)
-            log_kept_BLH = log_kept_BLH if past is None else past.extend_kept(log_kept_BLH)
-        beside = (places.documents_BL, log_kept_BLH, places.padding_B)
+            gates_BLH = self.forget_gate(x_BLE)
+            gates_BLH = gates_BLH if past is None else past.extend_kept(gates_BLH)
+        elif self.weight_gate is not None:
+            gates_BLH = self.weight_gate(x_BLE)
+        beside = (places.documents_BL, gates_BLH, places.padding_B)
         given = max((number for number, one in enumerate(beside, start=1) if one is not None), default=0)
         return beside[:given]
 
     def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:
-        """Queries or keys normed and rotated; several per head, as some operations have, each by itself."""
+        """Apply qk_norm and RoPE to queries or keys; operations with several per head treat each separately."""
         x_BHLPK = norm(x_BHLD.unflatten(-1, (-1, self.key_width)))
         if places.rotary is not None:
             cos_LC, sin_LC = places.rotary
@@ -136,13 +142,13 @@ class Attention(nn.Module):
         return x_BHLPK.flatten(-2)
 
     def alone(self, k_BGSD: Tensor, queries: int, places: Places) -> Tensor | None:
-        """Which queries see only their own key (B or 1, L), where `output` needs it; else None."""
+        """Return a mask (B or 1, L) of the queries that see only their own key; None if `output` does not need it."""
         if not self.marks_alone:
             return None
         return sees_itself_alone(self.core.visible(places.documents_BL), queries, k_BGSD.shape[2], k_BGSD.device)
 
     def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
-        """Attention's addition to the stream, from the core's output, the layer's input, and its values."""
+        """Compute the update of the residual stream from the core's output, the layer's input and its values."""
         if self.exclusive:
             out_BHLD = without_own_value(out_BHLD, v_BGLD, alone_BL)
         out_BHLD = self.head_norm(out_BHLD)
@@ -164,7 +170,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 
 
 class FeedForward(nn.Module):
-    """(B, L, E) -> (B, L, E): act(x W) V, or gated (act(x W) * x U) V; `up` holds W and U side by side (table 11)."""
+    """Feed-forward network (B, L, E) -> (B, L, E): act(x W) V, or (act(x W) * x U) V; `up` is [W U] (table 11)."""
 
     def __init__(self, kind: str, width: int, ffn_width: int) -> None:
         super().__init__()
@@ -181,10 +187,10 @@ class FeedForward(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """A token mixer and a feed-forward, each added to the residual stream with its norms.
+    """Base class of layers: a token mixer and a feed-forward, each added to the residual stream with its norms.
 
     Attributes:
-        compiled_parts: the methods that can be compiled, before and after the mixing of positions.
+        compiled_parts: names of the methods before and after the token mixing that can be compiled.
     """
 
     compiled_parts: ClassVar[tuple[str, ...]] = ()
@@ -201,11 +207,11 @@ class ResidualBlock(nn.Module):
             self.ffn_post_norm = build_norm(config.norm, config.width)
 
     def read(self, x_BLE: Tensor) -> Tensor:
-        """The input of the token mixer."""
+        """Compute the input of the token mixer."""
         return x_BLE if self.placement == "post" else self.attention_norm(x_BLE)
 
     def joined(self, x_BLE: Tensor, added_BLE: Tensor) -> Tensor:
-        """The stream after the token mixer's addition and the feed-forward."""
+        """Add the token mixer's output to the residual stream and apply the feed-forward."""
         if self.placement == "post":
             x_BLE = self.attention_norm(x_BLE + added_BLE)
             return self.ffn_norm(x_BLE + self.ffn(x_BLE))
@@ -217,10 +223,10 @@ class ResidualBlock(nn.Module):
 
 
 class DecoderBlock(ResidualBlock):
-    """Attention and feed-forward, each added to the residual stream; its output is the stream after both.
+    """Decoder layer with softmax attention (or another operation) and feed-forward.
 
-    The parts before and after the attention core are a method each, which can be compiled: the core is not, so that
-    probes can observe it and its kernels are the same in training and measuring.
+    The methods before and after the attention core can be compiled. The core is not compiled, so that probes can
+    observe it and training and measuring use the same kernels.
     """
 
     compiled_parts = ("before_core", "after_core")
@@ -240,19 +246,19 @@ class DecoderBlock(ResidualBlock):
         return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD, alone_BL)
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The input of attention, and its queries, keys and values."""
+        """Compute the attention input, and queries, keys and values."""
         read_BLE = self.read(x_BLE)
         return read_BLE, *self.attention.inputs(read_BLE, places)
 
     def after_core(
         self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None
     ) -> Tensor:
-        """The stream after attention and feed-forward."""
+        """Compute the residual stream after attention and feed-forward."""
         return self.joined(x_BLE, self.attention.output(out_BHLD, read_BLE, v_BGLD, alone_BL))
 
 
 class LinearBlock(ResidualBlock):
-    """Linear attention and feed-forward, each added to the residual stream; its output is the stream after both."""
+    """Decoder layer with linear attention and feed-forward."""
 
     compiled_parts = ("before_rule", "after_rule")
     attention: LinearAttention
@@ -270,10 +276,10 @@ class LinearBlock(ResidualBlock):
     def before_rule(
         self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
     ) -> tuple[Tensor, RuleInputs, Tensor]:
-        """The layer's input, the inputs of the rule, and the channels for the next convolution."""
+        """Compute the layer's input, the inputs of the delta rule, and the channels cached for the convolution."""
         read_BLE = self.read(x_BLE)
         return read_BLE, *self.attention.inputs(read_BLE, recent_BCW, padded_BL)
 
     def after_rule(self, x_BLE: Tensor, read_BLE: Tensor, out_BHLV: Tensor) -> Tensor:
-        """The stream after linear attention and feed-forward."""
+        """Compute the residual stream after linear attention and feed-forward."""
         return self.joined(x_BLE, self.attention.output(out_BHLV, read_BLE))

@@ -1,14 +1,14 @@
-"""Gates around attention, by which a head can be a no-op without a sink.
+"""Gates on the attention output or the values, with which a head can be a no-op without a sink.
 
-Two gates read the layer's input x (after its norm) and scale the attention output o_t of every head (2505.06708); two
-read the values themselves and scale the contribution of the token at s before attention averages: a sigmoid
-(2510.09017), and V-scale (2603.17771), a function of the value's norm alone.
+Two gates are computed from the layer's input x (after its norm) and scale the attention output o_t of every head
+(2505.06708). Two are computed from the value v_s and scale it before attention: a sigmoid (2510.09017), and V-scale
+(2603.17771), a function of the value's norm:
 
     phi(r) = r / (r + C_g),   C_g = V d_in sigma^2 exp(theta_g),   r = |v_s|^2
 
-V is the width of a value, d_in that of what it is made of, sigma the std that the rows of values start with: C is the
-mean of r before training, where the input has unit mean square and theta is 0, so that values start about halved. The
-gradient by v is r / (r + C) across v and (r^2 + 3 C r) / (r + C)^2 along it.
+V is the width of a value, d_in the input width of the value projection, sigma the initial std of its weights. At
+initialisation theta is 0 and C is the mean of r for inputs of unit mean square, so values are scaled by about 1/2. The
+gradient with respect to v is r / (r + C) orthogonal to v and (r^2 + 3 C r) / (r + C)^2 along v.
 """
 
 from typing import Annotated, Literal
@@ -28,25 +28,25 @@ class NoGate(Part):
 
 
 class HeadGate(Part):
-    """o_th sigmoid(x_t w_h): one number per head and query."""
+    """Scalar output gate o_th sigmoid(x_t w_h): one number per head and query."""
 
     kind: Literal["head"] = "head"
 
 
 class ElementGate(Part):
-    """o_th * sigmoid(x_t W_h), elementwise: one number per dimension of each head and query."""
+    """Elementwise output gate o_th * sigmoid(x_t W_h): one number per channel of each head and query."""
 
     kind: Literal["element"] = "element"
 
 
 class ValueGate(Part):
-    """v_sg sigmoid(v_sg w_g + b_g): one number per key head and key, from the value itself."""
+    """Value gate v_sg sigmoid(v_sg w_g + b_g): one number per key head and key, computed from the value."""
 
     kind: Literal["value"] = "value"
 
 
 class VScaleGate(Part):
-    """v_sg r / (r + C_g) with r = |v_sg|^2, C learned per key head from its mean at the start: V-scale (2603.17771)."""
+    """V-scale gate v_sg r / (r + C_g), r = |v_sg|^2, C learned per key head, initially the mean of r (2603.17771)."""
 
     kind: Literal["v_scale"] = "v_scale"
 
@@ -55,7 +55,7 @@ Gate = Annotated[NoGate | HeadGate | ElementGate | ValueGate | VScaleGate, Field
 
 
 class OutputGating(nn.Module):
-    """Attention output times the sigmoid of a linear map of the layer's input."""
+    """Multiplies the attention output by the sigmoid of a linear projection of the layer's input."""
 
     def __init__(self, width: int, heads: int, head_width: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class OutputGating(nn.Module):
         self.linear = nn.Linear(width, heads * head_width, bias=False)
 
     def gates(self, x_BLE: Tensor) -> Tensor:
-        """In (0, 1): (B, H, L, D), or (B, H, L, 1) of one per head."""
+        """Compute the gates in (0, 1), (B, H, L, D), or (B, H, L, 1) with one gate per head."""
         B, L, _ = x_BLE.shape
         return torch.sigmoid(self.linear(x_BLE).view(B, L, self.heads, -1).transpose(1, 2))
 
@@ -72,7 +72,7 @@ class OutputGating(nn.Module):
 
 
 class ValueGating(nn.Module):
-    """Every value times a sigmoid of its own projection."""
+    """Multiplies every value by the sigmoid of a linear projection of the value."""
 
     def __init__(self, key_heads: int, head_width: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ValueGating(nn.Module):
         self.bias = nn.Parameter(torch.empty(key_heads))
 
     def gates(self, v_BGLD: Tensor) -> Tensor:
-        """In (0, 1): (B, G, L, 1)."""
+        """Compute the gates in (0, 1), (B, G, L, 1)."""
         gate_BGL = torch.einsum("bgld,gd->bgl", v_BGLD, self.weight.to(v_BGLD.dtype)) + self.bias[:, None]
         return torch.sigmoid(gate_BGL)[..., None]
 
@@ -89,11 +89,11 @@ class ValueGating(nn.Module):
 
 
 class ValueScaling(nn.Module):
-    """Every value times r / (r + C), r its squared norm: V-scale.
+    """V-scale: multiplies every value by r / (r + C), where r is its squared norm.
 
     Args:
-        key_heads: G, each with a theta of its own.
-        start: C before training.
+        key_heads: number of key heads G, each with a separate theta.
+        start: initial C.
     """
 
     def __init__(self, key_heads: int, start: float) -> None:
@@ -103,7 +103,7 @@ class ValueScaling(nn.Module):
         self.initial = {"theta": (0.0, 0.0)}
 
     def gates(self, v_BGLD: Tensor) -> Tensor:
-        """In [0, 1): (B, G, L, 1)."""
+        """Compute the gates in [0, 1), (B, G, L, 1)."""
         square_BGL1 = v_BGLD.to(accumulate_dtype(v_BGLD.dtype)).square().sum(-1, keepdim=True)
         constant_G11 = (self.start * torch.exp(self.theta))[:, None, None]
         return square_BGL1 / (square_BGL1 + constant_G11)

@@ -1,6 +1,6 @@
-"""A sinklab transformer for transformers: config.json, `from_pretrained`, `generate` with a cache, a loss over labels.
+"""Hugging Face wrapper of a sinklab transformer: config, `from_pretrained`, `generate` with a KV cache, loss.
 
-B batch, T tokens, S tokens of a past and those that continue it, V vocabulary.
+B batch, T tokens, S cached and new tokens, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -31,15 +31,15 @@ DERIVED = {
     "num_key_value_heads": "kv_heads",
     "max_position_embeddings": "context",
 }
-"""Names of transformers for the sizes of a recipe."""
+"""transformers' names of the sizes in a recipe."""
 
 
 class SinklabConfig(PreTrainedConfig):
-    """config.json of an exported run.
+    """Config of an exported model (config.json).
 
     Args:
-        model: model part of a recipe, with `vocab_size` set.
-        **others: keys common to all transformers configs; the sizes in DERIVED are always those of `model`.
+        model: model section of a recipe, with `vocab_size` set.
+        **others: keys common to all transformers configs; the sizes in DERIVED are always taken from `model`.
     """
 
     model_type = MODEL_TYPE
@@ -57,21 +57,22 @@ class SinklabConfig(PreTrainedConfig):
 
 @dataclass(frozen=True)
 class Padding:
-    """Number of the S tokens of each sequence that are padding, at its start and at its end."""
+    """Number of padding tokens at the start and at the end of each sequence."""
 
     before_B: Tensor
     behind_B: Tensor
 
 
 def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> Padding | None:
-    """Read the padding from an attention mask, or without a mask from the past; None if there is none.
+    """Return the padding given by an attention mask, or by the cache if there is no mask; None without padding.
 
     Args:
-        mask_BS: non-zero at tokens, including those of the past.
-        tokens_BT: tokens that continue the past.
+        mask_BS: non-zero at real tokens, including cached tokens.
+        tokens_BT: new tokens.
 
     Raises:
-        InputError: if the mask has a wrong shape, or padding between tokens or after tokens that continue a past.
+        InputError: if the mask has a wrong shape, or there is padding between tokens or among tokens that continue a
+            cache.
     """
     earlier, padded_B = (0, None) if past is None else (past.get_seq_length(), past.padding_B)
     if mask_BS is None:
@@ -79,8 +80,8 @@ def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> 
     B, S = len(tokens_BT), earlier + tokens_BT.shape[1]
     if tuple(mask_BS.shape) != (B, S):
         raise InputError(
-            f"attention_mask has shape {tuple(mask_BS.shape)}: expected (sequences, tokens), here ({B}, {S}), those in "
-            "past_key_values included"
+            f"attention_mask has shape {tuple(mask_BS.shape)}: expected (sequences, tokens), here ({B}, {S}), "
+            "including the tokens in past_key_values"
         )
     real_BS = mask_BS.to(tokens_BT.device) != 0
     if padded_B is None and bool(real_BS.all()):
@@ -99,10 +100,10 @@ def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> 
 
 
 class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
-    """Any variant of sinklab, with the interface of a causal language model of transformers.
+    """A sinklab transformer with the interface of a Hugging Face causal language model.
 
     Attributes:
-        transformer: the model itself, which sinklab measures.
+        transformer: the sinklab transformer.
     """
 
     config_class = SinklabConfig
@@ -126,19 +127,19 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
-        """Compute the logits of the next token.
+        """Compute the next-token logits.
 
         Args:
-            input_ids: (B, T); with `past_key_values` the tokens that continue it.
-            attention_mask: 1 at tokens and 0 at padding, on the left, the right or both; (B, S), the tokens of
-                `past_key_values` included. Padding is ignored, and the logits there have no meaning.
-            past_key_values: cache returned by an earlier call with `use_cache`; it is extended.
-            labels: (B, T), the tokens to be predicted (transformers shifts them); IGNORED ones do not count, nor does
-                padding, nor do tokens of a prefix that a mask shows to every query.
-            use_cache: return a cache that can be continued; off by default.
-            logits_to_keep: the number of last positions, or these positions; 0 for all.
+            input_ids: token ids (B, T); with `past_key_values`, only the new tokens.
+            attention_mask: 1 at tokens and 0 at padding, on the left, the right or both; (B, S), including the tokens
+                in `past_key_values`. Logits at padding are undefined.
+            past_key_values: cache returned by an earlier call with `use_cache`; it is extended in place.
+            labels: target token ids (B, T), shifted internally; IGNORED labels, padding and tokens inside the prefix of
+                a prefix mask are excluded.
+            use_cache: return a KV cache; off by default.
+            logits_to_keep: number of last positions, or indices of positions, to compute; 0 for all.
             others: arguments common to all transformers models. `position_ids` are ignored: a token's position is its
-                index in its sequence without padding.
+                index in the sequence without padding.
 
         Raises:
             InputError: if a sequence has padding inside, the mask has a wrong shape, embeddings are passed instead of
@@ -148,7 +149,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is not None and not isinstance(past_key_values, Past):
             if past_key_values.get_seq_length():
                 raise InputError(
-                    f"a {type(past_key_values).__name__} was filled by another model: continue from the "
+                    f"past_key_values is a {type(past_key_values).__name__} filled by another model: pass the "
                     "past_key_values that this model returned"
                 )
             past_key_values = None
@@ -169,9 +170,9 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _hidden(self, tokens_BT: Tensor, past: Past | None, padding: Padding | None) -> Tensor:
-        """`Transformer.hidden`, which supports padding on the left only: padding on the right is moved there.
+        """Compute `Transformer.hidden`, which supports left padding only; right padding is moved to the left.
 
-        Not where it has no effect: without a cache, and where no earlier query can see it.
+        Right padding stays if it has no effect: without a cache, if no earlier query can see it.
         """
         if padding is None:
             return self.transformer.hidden(tokens_BT, past)
@@ -186,7 +187,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return hidden_BTE.gather(1, ((at_T + behind_B1) % T)[..., None].expand_as(hidden_BTE))
 
     def _counted(self, labels_BT: Tensor, first: int, padding: Padding | None) -> Tensor:
-        """The labels with padding and unpredicted tokens IGNORED; `first` is their first position."""
+        """Set labels to IGNORED at padding and excluded tokens; `first` is the position of the first label."""
         at_T = torch.arange(first, first + labels_BT.shape[1], device=labels_BT.device)
         first_counted = self.transformer.config.first_target - 1
         if padding is None:
@@ -197,12 +198,12 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: Tensor, past_key_values: Past | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The tokens that the cache lacks, and the arguments of `forward`.
+        """Return the tokens that are not cached yet, and the other arguments of `forward`.
 
-        `generate` accepts those only with a parameter of the name `kwargs` (transformers 5.17 to 5.23).
+        `generate` passes them only to a parameter named `kwargs` (transformers 5.17 to 5.23).
 
         Raises:
-            InputError: sequences that end with padding, which cannot be continued.
+            InputError: if sequences are padded on the right, because they cannot be continued.
         """
         mask = kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
@@ -216,7 +217,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """False: the first call creates a `Past` and returns it."""
+        """Return False: the model creates its own cache, a `Past`."""
         return False
 
     def get_input_embeddings(self) -> nn.Module:
@@ -227,7 +228,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Weights are the transformer's initial ones; after loading, values that are not stored are recomputed."""
+        """Recompute values that are not stored in checkpoints; the transformer initialises all weights itself."""
         if isinstance(module, DistanceTerm):
             module.reset()
 

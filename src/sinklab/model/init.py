@@ -4,20 +4,19 @@ tensor, d_in its last dimension              declared                           
 linear weights                               normal, std sqrt(2 / (5 d_in))      uniform in +-1 / sqrt(d_in)
 output projection of each feed-forward       normal, std 1 / (sqrt(d_in) layers) uniform in +-1 / sqrt(d_in)
 token embedding, learned positions           normal, std sqrt(2 / (5 d_in))      normal, std 1
-t5 table                                     normal, std 0.02                    normal, std 1
-offset of a value gate                       zero                                uniform in +-1 / sqrt(d)
+T5 bias table                                normal, std 0.02                    normal, std 1
+bias of a value gate                         zero                                uniform in +-1 / sqrt(d)
 
-In both, extra keys and values, sink logits and the sink token are normal with std 0.02; norms have weight one and bias
-zero; the slope of dynamic tanh is `norm.alpha`; a module may set mean and std of its tensors in `initial`, as
-attention operations do, or a separate scheme in `starts`.
+In both schemes, extra keys and values, sink logits and the sink token are normal with std 0.02; norms have weight one
+and bias zero; the slope of dynamic tanh is `norm.alpha`. A module may set the mean and std of its parameters in
+`initial`, as attention operations do, or a separate initialiser in `starts`.
 
 `declared` is the scheme of the paper (2410.10781) and its code. `torch` is PyTorch's `reset_parameters` of nn.Linear
-(kaiming_uniform with a = sqrt(5)) and nn.Embedding, by which the published models were probably initialised: with
-several devices, the library pinned by the paper's code discards the declared weights. PyTorch has no scheme for
-the last two rows and learned positions: a lookup table is treated as an nn.Embedding, the value gate as an nn.Linear of
-a head's width d.
+(kaiming_uniform with a = sqrt(5)) and nn.Embedding. The published models probably used `torch`: with several devices,
+the library pinned by the paper's code discards the declared weights. PyTorch has no scheme for the last two rows and
+learned positions: lookup tables are treated like nn.Embedding, the value gate like nn.Linear of the head width d.
 
-q, k and v are one matrix here, as are the two halves of a gated feed-forward: d_in is the same as for separate ones.
+q, k and v are one matrix here, as are both halves of a gated feed-forward; d_in is the same as for separate matrices.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ from sinklab.model.config import ModelConfig
 Law = Callable[[Tensor, torch.Generator], object]
 """Fills a tensor in place."""
 
-SMALL = 0.02  # std of what the paper calls biases, and of its sink token
+SMALL = 0.02  # std of the paper's attention biases and sink token
 TABLES = ("embedding.weight", "position_table", "distance.weight")
 
 
@@ -40,7 +39,7 @@ TABLES = ("embedding.weight", "position_table", "distance.weight")
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Initialise all weights of a transformer by the scheme of `config.init`.
 
-    Each tensor is drawn from its own stream, seeded by the seed and the tensor's name, so that an intervention that
+    Each tensor has its own random generator, seeded by the seed and the tensor's name, so that an intervention that
     adds a tensor leaves all others identical to the baseline. Tensors on the meta device are skipped.
     """
     by_kind = _declared if config.init.kind == "declared" else _torch

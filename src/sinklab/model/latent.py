@@ -1,18 +1,18 @@
 """Projections to queries, keys and values: one matrix, or a latent of low rank (2405.04434).
 
-Multi-head latent attention (DeepSeek-V2, section 2.1 and appendix C; V3, 2412.19437): keys and values of all heads are
-linear in one latent c of few numbers, so that a cache needs to hold c only. That would not suffice if keys made of c
-were rotated by their position; so each key has a second part that is not made of c, is shared by all heads, and is the
-only part that is rotated ("decoupled" rotary positions).
+Multi-head latent attention (MLA; DeepSeek-V2, section 2.1 and appendix C; V3, 2412.19437): keys and values of all heads
+are linear in one low-dimensional latent c, so that a KV cache needs to store only c. This is incompatible with rotating
+the keys computed from c; each key therefore has a second part that is computed directly from x, shared by all heads,
+and the only rotated part ("decoupled" RoPE).
 
     c_t = norm(x_t W_DKV)     k^C_th, v_th = c_t W_UKV    k^R_t = rotated(x_t W_KR)     k_th = [k^C_th; k^R_t]
     c'_t = norm(x_t W_DQ)     q^C_th, q^R_th = c'_t W_UQ  q_th = [q^C_th; rotated(q^R_th)]
 
-If queries are not compressed (V2-Lite), c'_t is x_t itself. Rows of the matrices are ordered as in the published
-code: head by head, first the part that is not rotated, of keys and values k before v.
+If queries are not compressed (V2-Lite), c'_t is x_t. Rows of the matrices are ordered as in the published code: head by
+head, the unrotated part first, k before v.
 
-B batch, L positions, E width, H heads, N and P widths of the unrotated and the rotated part, V width of a value, R rank
-of the latent.
+B batch, L positions, E hidden size, H heads, N and P widths of the unrotated and the rotated part, V width of a value,
+R rank of the latent.
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ from sinklab.schema import LARGEST, Part
 
 
 class FullProjection(Part):
-    """Queries, keys and values of every head are linear in the attention input."""
+    """Full-rank linear projections to queries, keys and values."""
 
     kind: Literal["full"] = "full"
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Widths of a latent projection: R, N, P and V of the module's docstring."""
+    """Widths R, N, P and V of a latent projection (see the module docstring)."""
 
     rank: int
     nope: int
@@ -44,18 +44,17 @@ class LatentSizes:
 
 
 class LatentProjection(Part):
-    """Keys and values through one normed latent of low rank, and a rotated key that all heads share (2405.04434).
+    """Multi-head latent attention: low-rank keys and values, and a rotated key part shared by all heads (2405.04434).
 
-    The shared key and its part of each query are rotated under `position: rotary` and are left as they are under every
-    other position. Scores are scaled by 1 / sqrt(nope_width + rope_width).
+    The shared part is rotated only with `position: rotary`. Scores are scaled by 1 / sqrt(nope_width + rope_width).
     """
 
     kind: Literal["latent"] = "latent"
     kv_rank: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="width of the latent of keys and values; null: 4 head widths"
+        default=None, ge=1, le=LARGEST, description="rank of the latent of keys and values; null: 4 head widths"
     )
     q_rank: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="width of the latent of queries; null: not compressed"
+        default=None, ge=1, le=LARGEST, description="rank of the latent of queries; null: not compressed"
     )
     nope_width: int | None = Field(
         default=None, ge=1, le=LARGEST, description="width of the unrotated part of a key; null: the head width"
@@ -71,7 +70,7 @@ class LatentProjection(Part):
     )
 
     def sizes(self, head_width: int) -> LatentSizes:
-        """All widths; unset ones have the paper's ratio to the head width."""
+        """Return all widths; unset ones have the paper's ratio to the head width."""
         return LatentSizes(
             rank=self.kv_rank or 4 * head_width,
             nope=self.nope_width or head_width,
@@ -84,7 +83,7 @@ Projection = Annotated[FullProjection | LatentProjection, Field(discriminator="k
 
 
 class LatentHeads(nn.Module):
-    """x_BLE -> queries (B, H, L, N + P), keys (B, H, L, N + P) and values (B, H, L, V)."""
+    """MLA projections: x_BLE -> queries (B, H, L, N + P), keys (B, H, L, N + P) and values (B, H, L, V)."""
 
     def __init__(self, projection: LatentProjection, width: int, heads: int, head_width: int, eps: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Conversion between the default variant and a plain Hugging Face Llama."""
+"""Conversion between the default sinklab transformer and a Hugging Face Llama."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def differences(config: ModelConfig) -> dict[str, str]:
-    """Describe each part in which a model differs from a plain Llama, by its key in `model`."""
+    """Describe each setting in which a model differs from a plain Llama, by its key in `model`."""
     attention = config.attention
     plain: dict[str, tuple[Any, Any]] = {
         "attention.operation": (attention.operation, Softmax()),
@@ -46,12 +46,11 @@ def differences(config: ModelConfig) -> dict[str, str]:
 
 
 def _with_gains(norm: NormConfig) -> NormConfig:
-    """The same norm with a vector instead of a single gain."""
     return norm.model_copy(update={"kind": "rmsnorm"}) if norm.kind == "rmsnorm_single" else norm
 
 
 def llama_sizes(config: ModelConfig) -> dict[str, Any]:
-    """The sizes of a model with rotary positions, as the configs of Llama and its relatives name them."""
+    """Return the sizes of a model with rotary embedding, under the config keys of Llama-like models."""
     assert isinstance(config.position, Rotary)
     return {
         "vocab_size": config.vocab_size,
@@ -70,7 +69,6 @@ def llama_sizes(config: ModelConfig) -> dict[str, Any]:
 
 
 def _difference(is_: Any, must: Any) -> str:
-    """The values of a part of the recipe that differ from a Llama's, with the Llama's values."""
     if not isinstance(is_, Part) or not isinstance(must, Part):
         return f"{is_} (a Llama has {must})"
     if (mine := getattr(is_, "kind", None)) != (theirs := getattr(must, "kind", None)):
@@ -93,14 +91,14 @@ IN_BLOCK = {
     "attention_norm": ("input_layernorm",),
     "ffn_norm": ("post_attention_layernorm",),
 }
-"""Our weights, and the weights of a Llama that they consist of, one below the other."""
+"""sinklab's fused weights, and the Llama weights that are concatenated in each."""
 
 
 def llama_weights(model: Transformer) -> dict[str, Tensor]:
     """Convert the weights to Llama's names.
 
-    Fused projections are split, projections of embeddings multiplied into embedding and head (in float64), and a single
-    gain of a norm is repeated for every channel.
+    Fused projections are split, projections of embeddings are multiplied into embedding and LM head (in float64), and
+    the single gain of a norm is repeated for every channel.
     """
     config = model.config
     rows = {"attention.qkv": [n * config.head_width for n in (config.heads, config.key_heads, config.key_heads)]}
@@ -119,13 +117,13 @@ def llama_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Build the model part of a recipe equivalent to a Llama, and the weights under sinklab's names.
+    """Build the model section of a recipe equivalent to a Llama, and its weights under sinklab's names.
 
     Tied embeddings become two tensors with the same values.
 
     Raises:
-        InputError: if the Llama has biases in its projections, another activation, scaled rotary frequencies, or a head
-            width other than the model's width divided by the heads, none of which a recipe supports.
+        InputError: if the Llama has biases in projections, another activation, RoPE scaling, or a head width other than
+            hidden size / heads, none of which a recipe supports.
     """
     config = llama.config
     rope: dict[str, Any] = dict(config.rope_parameters or {})
@@ -137,7 +135,7 @@ def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tens
         "rope_type": (rope.get("rope_type", "default"), "default"),
         "head_dim": (head_width * config.num_attention_heads, config.hidden_size),
     }
-    if wrong := [f"{key} is {is_} (ours: {must})" for key, (is_, must) in others.items() if is_ != must]:
+    if wrong := [f"{key} is {is_} (supported: {must})" for key, (is_, must) in others.items() if is_ != must]:
         raise InputError("this Llama has settings that no recipe supports: " + "; ".join(wrong))
     model = {
         "layers": config.num_hidden_layers,

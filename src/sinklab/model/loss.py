@@ -1,17 +1,18 @@
-"""Next-token loss from the last hidden states, without the logits of all positions at once; losses added to it.
+"""Next-token loss from the final hidden states, in chunks of logits, and auxiliary losses.
 
-The head is two fifths of a 60M model's matrix work, and its logits are by far the largest tensor of a step: 3.3 GB in
-float32 for 8 x 2048 tokens and 50,432 words. Above `WHOLE` logits they are taken in chunks of rows, and each chunk's
-gradient is computed while its logits exist: no matrix product is done twice, and only the gradients of the hidden
-states and of the head are kept. Below it, all logits at once are faster, with PyTorch's loss bit for bit.
+The LM head is two fifths of a 60M model's matrix FLOPs, and its logits are the largest tensor of a step: 3.3 GB in
+float32 for 8 x 2048 tokens and a vocabulary of 50,432. Above `WHOLE` logits they are computed in chunks of rows, and
+each chunk's gradient is computed while its logits exist: no matrix product is repeated, and only the gradients of the
+hidden states and of the head are stored. Below `WHOLE`, all logits are computed at once, which is faster; the loss is
+then bitwise PyTorch's.
 
-Rejected: `F.linear_cross_entropy` of PyTorch 2.13 in chunks. Its loss is in the dtype of its inputs (9.125 for 9.33
-nats in bfloat16), it does not follow autocast, and on a CPU it takes three times as long as whole logits. Also
-`torch.utils.checkpoint` around every chunk, which does the head's forward product twice.
+Rejected alternatives: `F.linear_cross_entropy` of PyTorch 2.13 in chunks (its loss has the dtype of the inputs, 9.125
+for 9.33 nats in bfloat16; it ignores autocast; on a CPU it takes three times as long), and `torch.utils.checkpoint`
+around every chunk (repeats the head's forward product).
 
-Losses of the stream are terms of their own, added to the cross-entropy in training and reported beside it.
+Auxiliary losses are added to the cross-entropy in training and reported separately.
 
-N rows (positions), E width, V vocabulary, B batch, L positions, a sink token or registers included.
+N rows (positions), E hidden size, V vocabulary, B batch, L positions, including a sink token or registers.
 """
 
 import functools
@@ -28,20 +29,20 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.compiling import compiled
 from sinklab.schema import Part
 
-IGNORED = -100  # a target that is not predicted, as in `F.cross_entropy`
-WHOLE = 2**22  # logits up to here (16 MB in float32) are built at once
-CHUNK_ELEMENTS = 2**24  # logits of a chunk on a CPU: 64 MB in float32
-CHUNK_ELEMENTS_CUDA = 2**25  # at least, and a sixteenth of all: each chunk rewrites the head's gradient
-ROWS_MULTIPLE = 128  # matrix kernels like such row counts
+IGNORED = -100  # excluded target, `ignore_index` of `F.cross_entropy`
+WHOLE = 2**22  # maximum number of logits computed at once: 16 MB in float32
+CHUNK_ELEMENTS = 2**24  # logits per chunk on a CPU: 64 MB in float32
+CHUNK_ELEMENTS_CUDA = 2**25  # minimum, or a sixteenth of all: each chunk rewrites the head's gradient
+ROWS_MULTIPLE = 128  # row count that matrix kernels handle efficiently
 
 
 def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> Tensor:
-    """Mean cross-entropy of `targets_N` under the logits hidden @ weight.T, nats per target (scalar).
+    """Compute the mean cross-entropy of `targets_N` under the logits hidden @ weight.T, nats per target (scalar).
 
-    Under autocast the products are in its dtype and everything else in float32, chunked or not.
+    Under autocast, matrix products use its dtype and everything else float32, chunked or not.
 
     Args:
-        targets_N: token ids; `IGNORED` ones are left out of sum and mean.
+        targets_N: token ids; `IGNORED` targets are excluded.
     """
     rows, words = len(hidden_NE), len(weight_VE)
     if rows * words <= WHOLE:
@@ -51,14 +52,14 @@ def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> 
 
 
 def rows_per_chunk(rows: int, words: int, device: torch.device) -> int:
-    """Number of positions, of `rows`, whose logits exist at a time."""
+    """Return the number of rows per chunk of logits."""
     elements = max(CHUNK_ELEMENTS_CUDA, rows * words // 16) if device.type == "cuda" else CHUNK_ELEMENTS
     rows = elements // words
     return max(1, rows - rows % ROWS_MULTIPLE) if rows > ROWS_MULTIPLE else max(1, rows)
 
 
 def chunked_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, rows: int) -> Tensor:
-    """`next_token_loss` from the logits of `rows` positions at a time."""
+    """Compute `next_token_loss` in chunks of `rows` positions."""
     kind = hidden_NE.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NE.dtype
     with torch.autocast(kind, enabled=False):
@@ -101,9 +102,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _loss_and_slope(logits_NV: Tensor, targets_N: Tensor, count: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """The rows' part of the mean loss, and its gradient by the logits in their dtype (the logits may be overwritten).
+    """Compute the chunk's part of the mean loss, and its gradient with respect to the logits if `training`.
 
-    Without `training` the second is not computed.
+    The gradient has the dtype of the logits, which may be overwritten.
     """
     z_NV = logits_NV.to(accumulate_dtype(logits_NV.dtype))
     kept_N1, words_N1 = (targets_N != IGNORED)[:, None], targets_N.clamp(min=0)[:, None]
@@ -112,7 +113,7 @@ def _loss_and_slope(logits_NV: Tensor, targets_N: Tensor, count: Tensor, trainin
     if not training:
         return loss, logits_NV
     share_NV = z_NV.sub_(lse_N1).exp_()
-    if torch.compiler.is_compiling():  # fused with what follows, where a scatter has `share_NV` stored before it
+    if torch.compiler.is_compiling():  # can be fused; a scatter would need `share_NV` in memory
         share_NV = share_NV - (torch.arange(z_NV.shape[1], device=z_NV.device) == words_N1).to(share_NV.dtype)
     else:
         share_NV.scatter_add_(1, words_N1, share_NV.new_full((), -1.0).expand(words_N1.shape))
@@ -125,49 +126,49 @@ def _compiled_loss() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _of_logits(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """On CUDA fused, as the float32 form of a chunk would cost more memory traffic than its matrix products."""
+    """Return the loss function, compiled on CUDA, where float32 chunks would dominate the memory traffic."""
     return _compiled_loss() if device.type == "cuda" else _loss_and_slope
 
 
 class HiddenZ(Part):
-    """weight times the mean over positions of (log sum_i exp |z_i|)^2, z the last block's output (2509.01322).
+    """Hidden z-loss: weight * mean over positions of (log sum_i exp |z_i|)^2 (2509.01322, section 3.2, equation 10).
 
-    Section 3.2, equation 10 there; z is taken before the final norm.
+    z is the output of the last block, before the final norm.
     """
 
     weight: float = Field(default=1e-7, ge=0, description="lambda of 2509.01322")
 
     def of(self, outputs: Sequence[Tensor]) -> Tensor:
-        """The weighted term from the outputs (B, L, E) of all blocks, a scalar in float32 (float64 for float64)."""
+        """Compute the weighted loss from the outputs (B, L, E) of all blocks; scalar, at least float32."""
         z_BLE = outputs[-1].to(accumulate_dtype(outputs[-1].dtype))
         return self.weight * z_BLE.abs().logsumexp(-1).square().mean()
 
 
 class Tweo(Part):
-    """weight times the mean over blocks, positions and channels of (|A| / (tau + eps))^p, A a block's output.
+    """TWEO loss (2511.23225): weight * mean of (|A| / (tau + eps))^p over the entries A of all block outputs.
 
-    TWEO (2511.23225), with its weight constant; eps is 1e-6. tau is absolute: it presumes a stream of unit scale.
+    The weight is constant; eps is 1e-6. tau is absolute: it assumes a residual stream of unit scale.
     """
 
     weight: float = Field(default=0.01, ge=0, description="lambda of 2511.23225")
-    tau: float = Field(default=3.0, gt=0, description="size of an entry from which its term grows steeply")
+    tau: float = Field(default=3.0, gt=0, description="magnitude above which the penalty grows steeply")
     p: float = Field(default=4.0, ge=1, description="exponent")
 
     def of(self, outputs: Sequence[Tensor]) -> Tensor:
-        """As `HiddenZ.of`."""
+        """Compute the weighted loss, see `HiddenZ.of`."""
         dtype = accumulate_dtype(outputs[0].dtype)
         terms = [(A_BLE.to(dtype).abs() / (self.tau + 1e-6)).pow(self.p).mean() for A_BLE in outputs]
         return self.weight * torch.stack(terms).mean()
 
 
 class AddedLosses(Part):
-    """Terms that training adds to the cross-entropy; validation reports them beside it."""
+    """Auxiliary losses, added to the cross-entropy in training and reported separately in validation."""
 
-    hidden_z: HiddenZ | None = Field(default=None, description="penalty on large entries of the last block's output")
-    tweo: Tweo | None = Field(default=None, description="penalty on large entries of every block's output")
+    hidden_z: HiddenZ | None = Field(default=None, description="penalty on large outputs of the last block")
+    tweo: Tweo | None = Field(default=None, description="penalty on large outputs of every block")
 
     @property
     def terms(self) -> dict[str, HiddenZ | Tweo]:
-        """Those that are computed, by name: a weight of 0 leaves a term out."""
+        """Active losses by name; a weight of 0 disables a loss."""
         given: dict[str, HiddenZ | Tweo | None] = {"hidden_z": self.hidden_z, "tweo": self.tweo}
         return {name: term for name, term in given.items() if term is not None and term.weight > 0}

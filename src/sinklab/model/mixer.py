@@ -1,21 +1,21 @@
-"""Hybrids: some layers have the gated delta rule, a linear attention, instead of attention.
+"""Hybrid models: some layers use the gated delta rule, a linear attention, instead of softmax attention.
 
-Its layer (2412.06464, figure 1; the code is that of flash-linear-attention, fla/layers/gated_deltanet.py, and of
-transformers' Qwen3-Next, whose module gives the same numbers): q, k and v from one matrix and a short causal
-convolution, a norm and a gate after the rule, and no positions.
+Gated DeltaNet layer (2412.06464, figure 1; numerically equal to flash-linear-attention's fla/layers/gated_deltanet.py
+and transformers' Qwen3-Next): q, k and v from one matrix and a short causal convolution, a norm and a gate after the
+rule, and no positional embedding.
 
     q, k, v = silu(conv(x W_qkv))         q <- q / (|q| sqrt(D))     k <- k / |k|
-    g_t = -exp(A) softplus(x_t w_a + s)    b_t = sigmoid(x_t w_b)     A, s, w_a, w_b for every head
-    y_t = [w o_t / rms(o_t) * silu(x_t W_z)] W_out,   o of the rule in attention/delta.py
+    g_t = -exp(A) softplus(x_t w_a + s)    b_t = sigmoid(x_t w_b)     A, s, w_a, w_b per head
+    y_t = [w o_t / rms(o_t) * silu(x_t W_z)] W_out,   o_t from the rule in attention/delta.py
 
-Kimi delta attention (2510.26692; fla/layers/kda.py, and transformers' Kimi Linear, whose module gives the same numbers)
-has a decay for every channel of a key, made of x through a bottleneck of V numbers, and an output gate likewise:
+Kimi delta attention (2510.26692; numerically equal to fla/layers/kda.py and transformers' Kimi Linear) has a decay per
+key channel, computed from x through a bottleneck of width V, and a low-rank output gate:
 
-    g_t = -exp(A) softplus(x_t W_f1 W_f2 + s),   A for every head, s for every head and channel
+    g_t = -exp(A) softplus(x_t W_f1 W_f2 + s),   A per head, s per head and channel
     y_t = [w o_t / rms(o_t) * sigmoid(x_t W_z1 W_z2)] W_out
 
-B batch, L positions, E width, H value heads, G key heads, D and V widths of a key and a value, C = 2 G D + H V
-channels, W positions of the convolution.
+B batch, L positions, E hidden size, H value heads, G key heads, D and V widths of a key and a value, C = 2 G D + H V
+channels, W kernel size of the convolution.
 """
 
 import functools
@@ -32,30 +32,34 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.model.norm import HeadNorm
 from sinklab.schema import LARGEST, Part
 
-UNDER_ROOT = 1e-6  # of the length of a query or key, as in the published code
+UNDER_ROOT = 1e-6  # eps in the norm of queries and keys, as in the published code
 RATES = {"gated_delta": (0.01, 16.0), "kimi_delta": (1.0, 16.0)}
-"""exp(A) before training, uniform; the published code of the first begins at 0, whose logarithm is -inf."""
-STEPS = (1e-3, 1e-1)  # softplus(s) before training, log-uniform
+"""Range of the initial exp(A), uniform; the published Gated DeltaNet code starts at 0, whose logarithm is -inf."""
+STEPS = (1e-3, 1e-1)  # range of the initial softplus(s), log-uniform
 
 
 class AttentionOnly(Part):
-    """Every layer has attention."""
+    """Softmax attention (or the chosen operation) in every layer."""
 
     kind: Literal["attention"] = "attention"
 
 
 class DeltaMixer(Part):
-    """Every `every`-th layer, the last included, has attention; the others are linear.
+    """Hybrid: every `every`-th layer, counted from the last, has attention; the others have linear attention.
 
-    A recipe's attention, positions on queries, keys and scores, masks and gates apply to the layers that have
-    attention; the others are causal and see the whole sequence before them.
+    Attention operation, positional embedding, masks and gates of a recipe apply to the attention layers only; the
+    linear layers are causal over the whole sequence.
     """
 
     kind: Literal["gated_delta", "kimi_delta"]
-    every: int = Field(default=4, ge=1, description="one layer in this many has attention, counted from the last")
-    heads: int | None = Field(default=None, ge=1, description="value heads of a linear layer; null: model.heads")
+    every: int = Field(default=4, ge=1, description="every n-th layer has attention, counted from the last")
+    heads: int | None = Field(
+        default=None, ge=1, description="number of value heads of a linear layer; null: model.heads"
+    )
     key_heads: int | None = Field(
-        default=None, ge=1, description="query and key heads, each shared by heads / key_heads value heads; null: heads"
+        default=None,
+        ge=1,
+        description="number of query and key heads, shared by heads / key_heads value heads; null: heads",
     )
     key_width: int | None = Field(
         default=None, ge=1, le=LARGEST, description="width of a query and a key; null: model.width / model.heads"
@@ -64,18 +68,18 @@ class DeltaMixer(Part):
     conv: int = Field(default=4, ge=1, description="kernel size of the short convolution, in positions")
 
     def has_attention(self, layer: int, layers: int) -> bool:
-        """Whether layer `layer` of `layers`, from 1, has attention."""
+        """Return True if layer `layer` (1-based) of `layers` has attention."""
         return (layers - layer) % self.every == 0
 
 
 class GatedDelta(DeltaMixer):
-    """One layer of `every` has attention, the last among them; the others have the gated delta rule (2412.06464)."""
+    """Hybrid with the gated delta rule (2412.06464) in the linear layers."""
 
     kind: Literal["gated_delta"] = "gated_delta"  # type: ignore[assignment]  # parts are immutable
 
 
 class KimiDelta(DeltaMixer):
-    """As gated_delta, with a decay for every channel of a key: Kimi delta attention (2510.26692)."""
+    """Hybrid with Kimi delta attention (2510.26692): the gated delta rule with a decay per key channel."""
 
     kind: Literal["kimi_delta"] = "kimi_delta"  # type: ignore[assignment]
 
@@ -84,12 +88,12 @@ Mixer = Annotated[AttentionOnly | GatedDelta | KimiDelta, Field(discriminator="k
 
 
 class RuleInputs(NamedTuple):
-    """Arguments of the rule."""
+    """Arguments of the delta rule."""
 
     q_BHLD: Tensor
     k_BHLD: Tensor
     v_BHLV: Tensor
-    log_decay: Tensor  # (B, H, L), or (B, H, L, D) of every channel
+    log_decay: Tensor  # (B, H, L), or (B, H, L, D) per channel
     rate_BHL: Tensor
 
 
@@ -99,7 +103,7 @@ class LinearAttention(nn.Module):
     Attributes:
         log_rate: logarithmic decay rate A, (H,).
         step: offset s of the step size, (H,), or (H D,) with one decay per channel.
-        decay: map to the decays of all channels; None with one decay per head, computed by `rates`.
+        decay: projection to the decays of all channels; None with one decay per head, computed by `rates`.
     """
 
     def __init__(self, mixer: DeltaMixer, width: int, heads: int, eps: float) -> None:
@@ -129,7 +133,7 @@ class LinearAttention(nn.Module):
     def inputs(
         self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
     ) -> tuple[RuleInputs, Tensor]:
-        """Compute the arguments of the rule, and the channels that the convolution needs at later positions.
+        """Compute the arguments of the rule, and the channels to cache for the convolution at later positions.
 
         Args:
             recent_BCW: channels of the previous W - 1 positions; None at the beginning means zero.
@@ -154,7 +158,6 @@ class LinearAttention(nn.Module):
         return inputs, channels_BCL[:, :, channels_BCL.shape[2] - before :]
 
     def _rate_and_decay(self, x_BLE: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Compute the rate before its sigmoid (B, H, L), and the logarithm of the decay."""
         rates_BRL, size_H1 = self.rates(x_BLE).transpose(1, 2).to(dtype), -self.log_rate.to(dtype).exp()[:, None]
         if self.decay is None:
             rate_BHL, step_BHL = rates_BRL.chunk(2, dim=1)
@@ -168,12 +171,12 @@ class LinearAttention(nn.Module):
             return gated_delta(*inputs, state_BHDV)
 
     def output(self, out_BHLV: Tensor, x_BLE: Tensor) -> Tensor:
-        """The layer's addition to the stream, from the rule's output and the layer's input."""
+        """Compute the update of the residual stream from the rule's output and the layer's input."""
         gate_BHLV = self.gate(x_BLE).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self.out((self.norm(out_BHLV) * self.opened(gate_BHLV)).transpose(1, 2).flatten(2))
 
     def _normed(self, x_BLC: Tensor) -> Tensor:
-        """Queries or keys of length 1, those of a key head for each of its value heads: (B, H, L, D)."""
+        """Normalise queries or keys to length 1 and repeat them for the value heads: (B, H, L, D)."""
         x_BGLD = x_BLC.unflatten(-1, (self.key_heads, -1)).transpose(1, 2)
         x_BGLD = x_BGLD * torch.rsqrt(x_BGLD.square().sum(-1, keepdim=True) + UNDER_ROOT)
         return x_BGLD.repeat_interleave(self.heads // self.key_heads, dim=1)
@@ -185,11 +188,11 @@ def bottleneck(width: int, rank: int, rows: int) -> nn.Sequential:
 
 
 def log_uniform_rate(rates: tuple[float, float], tensor: Tensor, stream: torch.Generator) -> None:
-    """Initial A: the logarithm of a number drawn uniformly from `rates`."""
+    """Initialise A with the logarithm of a number drawn uniformly from `rates`."""
     tensor.uniform_(*rates, generator=stream).log_()
 
 
 def step_of_log_uniform(tensor: Tensor, stream: torch.Generator) -> None:
-    """Initial s: softplus(s) is drawn log-uniformly from STEPS."""
+    """Initialise s such that softplus(s) is log-uniform in STEPS."""
     low, high = (math.log(step) for step in STEPS)
     tensor.uniform_(low, high, generator=stream).exp_().expm1_().log_()

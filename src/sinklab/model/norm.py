@@ -1,10 +1,10 @@
 """Norms: formula, placement, a gate after the norm, and norms per head.
 
-Head-wise RMSNorm of the attention output (2605.06611) is known from the paper's abstract and from citations: the output
-of each head is normed before the heads are joined. Whether it has a weight is unknown; here it has one vector for all
-heads of a layer, like qk_norm, or one per head (`per_head`), as in the code of forgetting attention (2503.02130),
-whose norms of queries, keys and outputs are a GroupNorm over heads. The map after the head norm is linear, so that a
-vector per head only changes the parametrisation, unless there is a gate in between.
+Head-wise RMSNorm of the attention output (2605.06611) normalises the output of each head before the output projection.
+It is implemented from the abstract and citations; it is unknown whether the paper's norm has a weight. Here it has one
+weight vector for all heads of a layer, like qk_norm, or one per head (`per_head`), as in the code of forgetting
+attention (2503.02130), which uses GroupNorm over heads for queries, keys and outputs. The output projection is linear,
+so a weight per head only changes the parametrisation, unless there is a gate in between.
 """
 
 from typing import Any, Literal
@@ -17,34 +17,32 @@ from torch import Tensor, nn
 from sinklab.schema import Part
 
 OfHeads = bool | Literal["per_head"]
-"""Whether heads are normed; true: one weight vector for all heads, per_head: one per head."""
+"""Norm per head: true uses one weight vector for all heads, per_head one per head."""
 
 
 class NormConfig(Part):
-    """Normalisation of the residual stream: its kind and its placement."""
+    """Norms of the residual stream (kind and placement) and of attention heads."""
 
     kind: Literal["rmsnorm", "rmsnorm_single", "layernorm", "dynamic_tanh"] = Field(
         default="rmsnorm",
-        description="rmsnorm: w x / rms(x); rmsnorm_single: the same, w one number; layernorm: w (x - mean) / std + b; "
+        description="rmsnorm: w x / rms(x); rmsnorm_single: rmsnorm with scalar w; layernorm: w (x - mean) / std + b; "
         "dynamic_tanh: w tanh(alpha x) + b",
     )
     placement: Literal["pre", "post", "sandwich"] = Field(
         default="pre",
         description="pre: x + f(norm(x)); post: norm(x + f(x)), no final norm; sandwich: x + norm(f(norm(x)))",
     )
-    eps: float = Field(
-        default=1e-5, gt=0, description="number added under the root of rmsnorm, rmsnorm_single and layernorm"
-    )
+    eps: float = Field(default=1e-5, gt=0, description="eps of rmsnorm, rmsnorm_single and layernorm")
     alpha: float = Field(default=0.5, gt=0, description="initial slope of dynamic_tanh")
     qk_norm: OfHeads = Field(
         default=False,
-        description="RMSNorm of every query and key over its width, before rotary; per_head: one weight vector per "
-        "query head and per key head, otherwise one for all queries and one for all keys",
+        description="RMSNorm of queries and keys over the head width, before RoPE; true: one weight vector for all "
+        "queries and one for all keys; per_head: one per head",
     )
     head_norm: OfHeads = Field(
         default=False,
-        description="RMSNorm of every head's output over its width; per_head: one weight vector per head, otherwise "
-        "one for all",
+        description="RMSNorm of attention head outputs over the head width; true: one weight vector for all heads; "
+        "per_head: one per head",
     )
     gate_rank: int | None = Field(
         default=None, ge=1, description="rank of the gate y sigmoid(W_up swish(W_down y)) after every norm"
@@ -52,7 +50,7 @@ class NormConfig(Part):
 
 
 class DynamicTanh(nn.Module):
-    """w * tanh(alpha * x) + b, elementwise, with one learned alpha (2503.10622)."""
+    """Dynamic tanh, w * tanh(alpha * x) + b, elementwise, with one learned alpha (2503.10622)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -65,7 +63,7 @@ class DynamicTanh(nn.Module):
 
 
 class RmsNorm(nn.RMSNorm):
-    """RMSNorm; uncompiled on a CPU with a backward of its own, where PyTorch differentiates every operation alone."""
+    """RMSNorm with a fused backward pass on a CPU without compilation."""
 
     def forward(self, x: Tensor) -> Tensor:
         plain = x.device.type != "cpu" or x.dtype != self.weight.dtype or torch.compiler.is_compiling()
@@ -75,10 +73,9 @@ class RmsNorm(nn.RMSNorm):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """w x / r with r = sqrt(mean(x ** 2) + eps): bit for bit PyTorch's autograd, in half the time.
+    """w x / r with r = sqrt(mean(x ** 2) + eps), bitwise equal to PyTorch's autograd in half the time.
 
-    The input is passed twice, as the numerator and for r: its two gradients are then added to the stream's gradient one
-    after the other, in autograd's order.
+    The input is passed twice (numerator and r), so that its two gradients are accumulated in autograd's order.
     """
 
     @staticmethod
@@ -99,7 +96,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class SingleGainNorm(nn.Module):
-    """w x / sqrt(mean(x^2) + eps) with one number w for all channels: the SSNorm of 2506.19697."""
+    """RMSNorm with a scalar weight, w x / sqrt(mean(x^2) + eps): SSNorm of 2506.19697."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -111,14 +108,14 @@ class SingleGainNorm(nn.Module):
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm over the width of a head, computed in the weights' precision, returned in the input's."""
+    """RMSNorm over the head width, computed in the dtype of the weights and returned in that of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class OwnHeadNorm(nn.Module):
-    """RMSNorm over the width of a head with a separate weight vector per head; precisions as in `HeadNorm`.
+    """RMSNorm over the head width with a separate weight vector per head; dtypes as in `HeadNorm`.
 
     Args:
         heads: number of heads H, the second axis of the input (B, H, L, .., D).
@@ -137,14 +134,14 @@ class OwnHeadNorm(nn.Module):
 
 
 def norm_of_heads(wanted: OfHeads, heads: int, width: int, eps: float, parts: int = 1) -> nn.Module:
-    """Build the norm of heads over the width of each of their parts; the identity without a norm."""
+    """Build the norm of heads (over the width of each part of a head); the identity if no norm is wanted."""
     if wanted == "per_head":
         return OwnHeadNorm(heads, parts, width, eps)
     return HeadNorm(width, eps=eps) if wanted else nn.Identity()
 
 
 class LowRankGate(nn.Module):
-    """y * sigmoid(W_up swish(W_down y)), elementwise: GatedNorm's gate, of the norm's own output (2601.22966, 3.4)."""
+    """Gate y * sigmoid(W_up swish(W_down y)) on the output y of a norm: GatedNorm (2601.22966, section 3.4)."""
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
@@ -156,7 +153,7 @@ class LowRankGate(nn.Module):
 
 
 class GatedRmsNorm(RmsNorm):
-    """RMSNorm and its gate: GatedNorm."""
+    """RMSNorm followed by a low-rank gate: GatedNorm."""
 
     gate: LowRankGate
 
@@ -165,7 +162,7 @@ class GatedRmsNorm(RmsNorm):
 
 
 class GatedSingleGainNorm(SingleGainNorm):
-    """RMSNorm with one gain, and its gate."""
+    """RMSNorm with a scalar weight, followed by a low-rank gate."""
 
     gate: LowRankGate
 
@@ -174,7 +171,7 @@ class GatedSingleGainNorm(SingleGainNorm):
 
 
 class GatedLayerNorm(nn.LayerNorm):
-    """LayerNorm and its gate."""
+    """LayerNorm followed by a low-rank gate."""
 
     gate: LowRankGate
 
@@ -183,7 +180,7 @@ class GatedLayerNorm(nn.LayerNorm):
 
 
 class GatedDynamicTanh(DynamicTanh):
-    """Dynamic tanh and its gate: the paper's GatedDyT."""
+    """Dynamic tanh followed by a low-rank gate: the paper's GatedDyT."""
 
     gate: LowRankGate
 
@@ -192,7 +189,7 @@ class GatedDynamicTanh(DynamicTanh):
 
 
 def build_norm(config: NormConfig, width: int) -> nn.Module:
-    """Build the norm of a stream of the given width, with its gate."""
+    """Build a norm of the residual stream, with its gate if configured."""
     gated = config.gate_rank is not None
     if config.kind == "dynamic_tanh":
         norm = (GatedDynamicTanh if gated else DynamicTanh)(width)

@@ -1,14 +1,13 @@
-"""KV cache of the native transformer.
+"""KV cache of the sinklab transformer.
 
-New queries use the same operation, mask and bias as without a cache, on the cached keys and their own. Kernels cache
-their keys like every other operation: the running sum that they also have works for causal and prefix masks only, not
-for windows or documents.
+New queries use the same operation, mask and bias as without a cache, on cached and new keys. Kernel attention also
+caches keys, because its running sum supports causal and prefix masks only, not windows or documents.
 
-A layer of linear attention caches its state instead, which has a fixed size. It cannot be reset to an earlier token, so
-that a cropped sequence is read again.
+A linear attention layer caches its state instead, which has a fixed size. The state cannot be reset to an earlier
+token, so cropped sequences are recomputed.
 
-B batch, H query heads, G key heads, S positions so far (a leading token included), D head width; of a linear layer H
-heads, D and V widths of a key and a value, C channels and W positions of its convolution.
+B batch, H query heads, G key heads, S positions so far (including leading tokens), D head width; in a linear layer: H
+heads, D and V widths of a key and a value, C channels and W kernel size of the convolution.
 """
 
 from collections.abc import Collection
@@ -40,7 +39,7 @@ class LayerPast:
         return self.keys_BGSD, self.values_BGSD
 
     def extend_kept(self, log_kept_BTH: Tensor) -> Tensor:
-        """Append running sums of the new positions, which start at zero, and return all of them."""
+        """Append the running sums of new positions (relative to the last cached one) and return all of them."""
         if self.log_kept_BSH is None:
             self.log_kept_BSH = log_kept_BTH
         else:
@@ -80,21 +79,19 @@ class StatePast:
 
 
 class Past:
-    """The cache of a batch of sequences, which `Transformer.hidden` extends.
-
-    The methods that `transformers.generate` calls have its names.
+    """Cache of a batch of sequences, extended by `Transformer.hidden`; compatible with `transformers.generate`.
 
     Args:
         layers: number of layers.
-        leading: number of learned tokens before each sequence, which every layer also caches.
-        linear: numbers, from 1, of the layers that have linear attention.
+        leading: number of learned tokens before each sequence, which are also cached.
+        linear: numbers of the linear attention layers, 1-based.
 
     Attributes:
         tokens_BT: tokens read so far; None before the first call.
         padding_B: number of padding tokens at the start of each row; None if there are none. Leading tokens follow
             the padding.
         layers: cache of each layer.
-        forgotten: whether the layers' caches are empty, so that the tokens must be read again.
+        forgotten: whether the layers' caches were cleared, so that the tokens must be recomputed.
     """
 
     is_compileable = False
@@ -108,11 +105,11 @@ class Past:
 
     @property
     def positions(self) -> int:
-        """Number of cached positions, leading ones included."""
+        """Number of cached positions, including learned leading tokens."""
         return 0 if self.tokens_BT is None else self.leading + self.tokens_BT.shape[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of tokens read so far, padding included."""
+        """Return the number of tokens read so far, including padding."""
         return 0 if self.tokens_BT is None else self.tokens_BT.shape[1]
 
     def extend(self, tokens_BT: Tensor) -> Tensor:
@@ -131,7 +128,7 @@ class Past:
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
+        """Keep the given rows of the batch."""
         self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

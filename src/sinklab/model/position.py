@@ -1,15 +1,13 @@
 """Positional embeddings (table 3).
 
-none                   no positional information except the causal mask
-absolute, learnable    a vector of the position is added to the token's embedding
-relative, t5, alibi    a term of the distance t - s is added to the logit of query t and key s
-rotary                 queries and keys are rotated by an angle of their position in the half-split layout of Llama,
-                       or the first numbers of each only
+none                   no positional information except the causal mask (NoPE)
+absolute, learnable    a position vector is added to the token embedding
+relative, t5, alibi    a bias depending on the distance t - s is added to the logit of query t and key s
+rotary                 RoPE in the half-split layout of Llama, on all or the first channels of queries and keys
 
-A learned sink token precedes the sequence. The real tokens keep positions 0 .. T - 1: nothing is added to the sink
-token's embedding, which is learned, and its distance from real token t is t + 1; rotary rotates it by the angle of
-position -1. For keys later than the query (prefix mask) the distance is negative: relative and t5 then use the bucket
-of distance 0, as T5's decoder does, and alibi uses the absolute distance.
+With a learned sink token, real tokens keep positions 0 .. T - 1. The sink token has no additive position vector, has
+distance t + 1 from real token t, and position -1 under RoPE. For keys later than the query (prefix mask), distances are
+negative: relative and t5 then use the bucket of distance 0, as T5's decoder, and alibi uses the absolute distance.
 """
 
 import math
@@ -31,21 +29,21 @@ class NoPosition(Part):
 
 
 class Absolute(Part):
-    """Sinusoidal: embedding + P_t with P_t[2i] = sin(t theta^(-2i/E)), P_t[2i+1] = cos of the same."""
+    """Sinusoidal embeddings: embedding + P_t, P_t[2i] = sin(t theta^(-2i/E)), P_t[2i+1] = cos(t theta^(-2i/E))."""
 
     kind: Literal["absolute"] = "absolute"
     theta: float = Field(default=10000.0, gt=0, description="base of the wavelengths")
 
 
 class Learnable(Part):
-    """embedding + P_t with a learned table P of `context` rows."""
+    """Learned positional embeddings: embedding + P_t with a learned table P of `context` rows."""
 
     kind: Literal["learnable"] = "learnable"
 
 
 class _Buckets(Part):
     buckets: int = Field(
-        default=32, ge=2, le=LARGEST, description="number of buckets; the first half are single distances"
+        default=32, ge=2, le=LARGEST, description="number of buckets; the first half have one distance each"
     )
     max_distance: int = Field(
         default=128, ge=2, le=LARGEST, description="distance from which all distances share the last bucket"
@@ -55,32 +53,32 @@ class _Buckets(Part):
     def _half_are_exact(self) -> Self:
         if self.max_distance <= self.buckets // 2:
             raise ValueError(
-                f"max_distance {self.max_distance} must be above buckets / 2 = {self.buckets // 2}, because that many "
-                "distances have separate buckets"
+                f"max_distance {self.max_distance} must be above buckets / 2 = {self.buckets // 2}, the number of "
+                "distances with separate buckets"
             )
         return self
 
 
 class Relative(_Buckets):
-    """logit + bucket(t - s): the T5 bucket's NUMBER is the bias, as in the paper's run (table 3, `relative`)."""
+    """Relative bias: logit + bucket(t - s), the INDEX of the T5 bucket, as in the paper (table 3, `relative`)."""
 
     kind: Literal["relative"] = "relative"
 
 
 class T5(_Buckets):
-    """logit + b_h[bucket(t - s)] with a learned number per bucket and head, shared by all layers as in T5."""
+    """T5 bias: logit + b_h[bucket(t - s)], learned per bucket and head, shared by all layers."""
 
     kind: Literal["t5"] = "t5"
 
 
 class Alibi(Part):
-    """logit - m_h |t - s| with fixed slopes m_h = 2^(-8h/H)."""
+    """ALiBi: logit - m_h |t - s| with fixed slopes m_h = 2^(-8h/H)."""
 
     kind: Literal["alibi"] = "alibi"
 
 
 class Rotary(Part):
-    """Queries and keys rotated by the angle t theta^(-2i/D), D `share` of their width (half a head in differential)."""
+    """RoPE: queries and keys are rotated by angles t theta^(-2i/D), D = `share` of their width."""
 
     kind: Literal["rotary"] = "rotary"
     theta: float = Field(default=10000.0, gt=0, description="base of the wavelengths")
@@ -88,7 +86,7 @@ class Rotary(Part):
         default=1.0,
         gt=0,
         le=1,
-        description="rotated fraction of the width of queries and keys, from the first dimension",
+        description="fraction of the channels of queries and keys that is rotated, from the first channel",
     )
 
 
@@ -102,16 +100,16 @@ Position = Annotated[
 
 
 def sinusoid(length: int, width: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """P_TE of positions 0 .. length - 1, in `dtype`: sines in the even columns, cosines in the odd ones."""
+    """Return sinusoidal embeddings P_TE of positions 0 .. length - 1: sines in even, cosines in odd columns."""
     frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
     angle_TC = torch.arange(length, device=device, dtype=dtype)[:, None] * frequency
     return torch.stack((angle_TC.sin(), angle_TC.cos()), dim=-1).flatten(1)
 
 
 def bucket_numbers(buckets: int, max_distance: int) -> Tensor:
-    """T5's bucket of the distances 0 .. max_distance, int64: (max_distance + 1,); larger ones are in the last bucket.
+    """Return T5's bucket of the distances 0 .. max_distance, int64, (max_distance + 1,).
 
-    Distances below buckets / 2 have a bucket each, the others share logarithmically (T5, unidirectional).
+    Distances below buckets / 2 have separate buckets, larger ones logarithmic buckets (T5, unidirectional).
     """
     distance, exact = torch.arange(max_distance + 1), buckets // 2
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
@@ -120,9 +118,9 @@ def bucket_numbers(buckets: int, max_distance: int) -> Tensor:
 
 
 def alibi_slopes(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """m_h = 2^(-8h/H), h = 1 .. H, in `dtype` (H,); for other head counts as ALiBi has it.
+    """Return ALiBi slopes (H,): m_h = 2^(-8h/H), h = 1 .. H, if H is a power of two.
 
-    With N the largest power of two up to H: the N slopes for N heads, then every other one of those for 2N heads.
+    Otherwise, as in ALiBi: the slopes for N heads, N the largest power of two below H, then every other slope for 2N.
     """
     power = 2 ** (heads.bit_length() - 1)
     own = [2 ** (-8 * h / power) for h in range(1, power + 1)]
@@ -131,7 +129,7 @@ def alibi_slopes(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class DistanceTerm(nn.Module):
-    """The term of the logit that depends on head and distance, shared by all layers.
+    """Relative position bias by head and distance, shared by all layers.
 
     Attributes:
         weight: learned table (buckets, heads) for t5, else None.
@@ -146,7 +144,7 @@ class DistanceTerm(nn.Module):
         self.register_buffer("fixed", self._slopes_or_buckets(), persistent=False)
 
     def reset(self) -> None:
-        """Recompute the values that are neither learned nor stored with the weights, in place."""
+        """Recompute the constants that are not stored in checkpoints, in place."""
         self.fixed.copy_(self._slopes_or_buckets())
 
     def _slopes_or_buckets(self) -> Tensor:
@@ -155,7 +153,7 @@ class DistanceTerm(nn.Module):
         return bucket_numbers(self.position.buckets, self.position.max_distance)
 
     def score(self) -> Score:
-        """z -> z + term, with the tensor it reads."""
+        """Return the score function that adds the bias."""
         if self.kind == "alibi":
             return Score(_minus_slope, (self._slopes(),))
         if self.weight is None:
@@ -163,7 +161,7 @@ class DistanceTerm(nn.Module):
         return Score(_plus_table, (self.weight[self.fixed],))
 
     def _slopes(self) -> Tensor:
-        """In the model's dtype: float64 slopes are recomputed, not converted from float32."""
+        """Return ALiBi slopes in the model's dtype; float64 slopes are recomputed for full precision."""
         if self.fixed.dtype == torch.float64:
             return alibi_slopes(len(self.fixed), torch.float64).to(self.fixed.device)
         return self.fixed
@@ -171,7 +169,7 @@ class DistanceTerm(nn.Module):
 
 @dataclass(frozen=True)
 class SharedTerm:
-    """A layer's reference to the model's one `DistanceTerm`, which stays out of the layer's own parameters."""
+    """Reference of a layer to the shared `DistanceTerm`, without registering its parameters in the layer."""
 
     term: DistanceTerm
 
@@ -200,11 +198,11 @@ def rotary_tables(
     dtype: torch.dtype = torch.float32,
     padding_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i / D) for `length` positions from `first` on, each (T, D / 2), in `dtype`.
+    """Return cos and sin of position * theta^(-2i / D), each (T, D / 2), for `length` positions from `first` on.
 
     Args:
-        padding_B: number subtracted from the positions of each row, so that padding does not shift them; the tables are
-            then (B, 1, T, D / 2).
+        padding_B: number of padding positions per row, subtracted from the positions; the tables are then
+            (B, 1, T, D / 2).
     """
     frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
     position = torch.arange(first, first + length, device=device, dtype=dtype)
@@ -215,14 +213,14 @@ def rotary_tables(
 
 
 def rotate(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Rotate the pair (x_i, x_{i + D/2}) of position t by the angle of (t, i); computed in float32 at least."""
-    if torch.compiler.is_compiling():  # fused; and the Dynamo of PyTorch 2.11 takes a wrong gradient from the class
+    """Apply RoPE: rotate the pair (x_i, x_{i + D/2}) of position t by the angle of (t, i), at least in float32."""
+    if torch.compiler.is_compiling():  # fused anyway; Dynamo of PyTorch 2.11 computes wrong gradients for the class
         return _rotated(x_BHTD, cos_TC, sin_TC)
     return _Rotation.apply(x_BHTD, cos_TC, sin_TC)  # type: ignore[return-value]
 
 
 def rotate_first(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Rotate the first 2 C numbers and keep the others."""
+    """Apply RoPE to the first 2 C channels only."""
     width = 2 * cos_TC.shape[-1]
     if width == x_BHTD.shape[-1]:
         return rotate(x_BHTD, cos_TC, sin_TC)
@@ -230,7 +228,7 @@ def rotate_first(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient is the inverse rotation, rounded as autograd rounds it, in half as many passes over memory."""
+    """Rotation with a backward pass (the inverse rotation) in half the memory passes, rounded like autograd."""
 
     @staticmethod
     def forward(ctx: Any, x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
@@ -250,7 +248,7 @@ def _rotated(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
 
 
 def _products(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """(x_i, x_{i + D/2}) times the cosine, and (-x_{i + D/2}, x_i) times the sine: their sum is the rotated x."""
+    """Return (x_i, x_{i + D/2}) cos and (-x_{i + D/2}, x_i) sin, whose sum is the rotated x."""
     first, second = x_BHTD.to(torch.promote_types(x_BHTD.dtype, cos_TC.dtype)).chunk(2, dim=-1)
     kept = torch.cat((first, second), dim=-1).mul_(torch.cat((cos_TC, cos_TC), dim=-1))
     crossed = torch.cat((second, first), dim=-1).mul_(torch.cat((-sin_TC, sin_TC), dim=-1))

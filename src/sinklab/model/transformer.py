@@ -1,9 +1,9 @@
-"""The one model: a LLaMA-style decoder in which every intervention is a value of the recipe.
+"""The sinklab transformer: a LLaMA-style decoder configured by a recipe.
 
-The same module is trained and measured. Probes attach from outside: to the blocks for hidden states and to
-`attention.core` for queries, keys and values.
+Training and measuring use the same module. Probes hook the blocks for hidden states, and `attention.core` for queries,
+keys and values.
 
-B batch, T tokens, L = leading + T positions, E width, D head width, V vocabulary.
+B batch, T tokens, L = leading + T positions, E hidden size, D head width, V vocabulary.
 """
 
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from sinklab.model.values import FirstValues
 
 
 class OrthogonalMap(nn.Linear):
-    """x W with W of E x E, orthogonal before training: a projection of embeddings (2506.19697)."""
+    """Projection of embeddings x W, W (E, E), with orthogonal initialisation (2506.19697)."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width, bias=False)
@@ -35,16 +35,16 @@ class OrthogonalMap(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """tokens_BT -> logits_BTV.
+    """Decoder language model, tokens_BT -> logits_BTV.
 
     Args:
-        config: model part of a recipe, with `vocab_size` set.
-        seed: random seed of the initial weights, which depend on nothing else.
+        config: model section of a recipe, with `vocab_size` set.
+        seed: random seed of the initial weights.
 
     Attributes:
         leading: number of learned tokens before the sequence (a sink token or registers).
         sink_token: embeddings of the learned tokens (1, leading, E); None without them.
-        embedding_map, head_map: maps after the embeddings and before the head; the identity if not used.
+        embedding_map, head_map: projections after the embeddings and before the LM head; the identity if not used.
         layer_configs: config of each layer; layers without attention ignore most of it.
 
     Raises:
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
         if config.vocab_size is None:
-            raise ValueError("model.vocab_size is not set: it is the tokenizer's unless the recipe says otherwise")
+            raise ValueError("model.vocab_size is not set: use the vocabulary size of the tokenizer")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         projected = config.embedding == "projected"
@@ -74,15 +74,15 @@ class Transformer(nn.Module):
         initialise(self, config, seed)
 
     def hidden(self, tokens_BT: Tensor, past: Past | None = None, padding_B: Tensor | None = None) -> Tensor:
-        """The stream after the final norm and the map before the head, leading tokens dropped: (B, T, E).
+        """Compute the input of the LM head (B, T, E): final norm and `head_map`, without learned leading tokens.
 
         Args:
-            past: the cache of the sequences that these tokens continue; it is extended.
-            padding_B: number of padding tokens at the start of each sequence, those of the past included; None if
-                there are none, or as many as in the past. They are ignored, and their outputs have no meaning.
+            past: cache of the sequences that these tokens continue; it is extended in place.
+            padding_B: number of padding tokens at the start of each sequence, including cached ones; None without
+                padding, or to use the padding of the cache. Outputs at padding are undefined.
 
         Raises:
-            InputError: more tokens than a learned table of positions has rows.
+            InputError: if there are more tokens than learned positional embeddings.
         """
         if past is not None:
             padding_B = past.padding_B if padding_B is None else padding_B
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
         return self.head_map(self.final_norm(x_BLE[:, leading:]))
 
     def new_past(self) -> Past:
-        """An empty cache, for sequences that are read piece by piece."""
+        """Return an empty cache."""
         numbers = range(1, self.config.layers + 1)
         return Past(self.config.layers, self.leading, [n for n in numbers if n not in self.config.attention_layers])
 
@@ -126,7 +126,6 @@ class Transformer(nn.Module):
     def _rotary(
         self, kind: ModelConfig, x_BLE: Tensor, start: int, padding_B: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of layers of a kind, for the positions from `start` on; None without rotary positions."""
         if not isinstance(kind.position, Rotary):
             return None
         length, dtype = x_BLE.shape[1], accumulate_dtype(x_BLE.dtype)
@@ -134,10 +133,10 @@ class Transformer(nn.Module):
         return rotary_tables(length, width, theta, x_BLE.device, start, dtype=dtype, padding_B=padding_B)
 
     def _must_be_read_again(self, past: Past, padding_B: Tensor | None) -> bool:
-        """Whether the tokens of the past must be read again.
+        """Return True if the cached tokens must be recomputed.
 
-        They must where the cache was cropped, where the padding has changed, and where tokens of a prefix that all
-        queries see have not seen each other yet.
+        This is the case if the cache was cropped, the padding has changed, or the prefix of a prefix mask was not
+        complete yet.
         """
         seen, shared = past.get_seq_length(), self.config.shared_tokens
         if not seen or past.forgotten:
@@ -150,7 +149,6 @@ class Transformer(nn.Module):
         return shared > 1 and seen - int(padding_B.max()) < shared
 
     def _led(self, x_BTE: Tensor, padding_B: Tensor | None) -> Tensor:
-        """The embeddings after the leading tokens, which follow the padding: (B, L, E)."""
         assert self.sink_token is not None
         x_BLE = torch.cat((self.sink_token.expand(len(x_BTE), -1, -1), x_BTE), dim=1)
         if padding_B is None:
@@ -161,8 +159,7 @@ class Transformer(nn.Module):
         return x_BLE.gather(1, from_BL[..., None].expand_as(x_BLE))
 
     def _placed(self, x_BTE: Tensor, first: int, padding_B: Tensor | None) -> Tensor:
-        """The embeddings plus absolute or learned positions, from `first` on, counted from the first token that is no
-        padding."""
+        """Add absolute or learned positional embeddings from position `first` on, counted without padding."""
         _, T, E = x_BTE.shape
         end = first + T
         if isinstance(self.config.position, Absolute):
@@ -174,7 +171,7 @@ class Transformer(nn.Module):
             table, longest = self.position_table, end if padding_B is None else end - int(padding_B.min())
             if len(table) < longest:
                 raise InputError(
-                    f"{longest} tokens, but the learned positions end at model.context {len(table)}: "
+                    f"{longest} tokens, but the learned positional embeddings end at model.context {len(table)}: "
                     "use shorter sequences, or train with a longer context"
                 )
         if padding_B is None:
@@ -183,10 +180,7 @@ class Transformer(nn.Module):
         return x_BTE + table[(at_T - padding_B[:, None]).clamp(min=0)]
 
     def _documents(self, tokens_BT: Tensor, padding_B: Tensor | None) -> Tensor | None:
-        """Document numbers for a document mask, from the first token that is no padding on.
-
-        An EOS belongs to the document that it ends.
-        """
+        """Return the document number of each token for a document mask; an EOS belongs to the document it ends."""
         masks = (kind.attention.mask for kind in self.config.layer_kinds)
         mask = next((mask for mask in masks if mask.kind == "document"), None)
         if mask is None:
@@ -198,20 +192,20 @@ class Transformer(nn.Module):
         return F.pad(ends_BT.cumsum(1) - ends_BT, (self.leading, 0))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits of the next token at every position: (B, T, V)."""
+        """Compute the next-token logits (B, T, V)."""
         return self.head(self.hidden(tokens_BT))
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
-        """Mean next-token loss over the tokens 2..T that are predicted, nats per token (scalar).
+        """Compute the mean next-token loss over targets 2..T, nats per token (scalar).
 
-        Under a prefix mask they begin at `config.first_target`.
+        Under a prefix mask, targets begin at `config.first_target`.
         """
         first = self.config.first_target - 1
         hidden_BTE = self.hidden(tokens_BT[:, :-1])[:, first - 1 :]
         return next_token_loss(hidden_BTE.flatten(0, 1), self.head.weight, tokens_BT[:, first:].flatten())
 
     def losses(self, tokens_BT: Tensor, added: AddedLosses) -> Tensor:
-        """`loss`, then each term of `added`, weighted: (1 + terms,). Training minimises their sum."""
+        """Compute `loss` and the weighted auxiliary losses, (1 + terms,); training minimises their sum."""
         outputs: list[Tensor] = []
 
         def observe(block: nn.Module, inputs: object, output: Tensor) -> None:

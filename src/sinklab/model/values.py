@@ -1,28 +1,26 @@
-"""Own and first values: value residual learning (2410.17897) and exclusive self-attention (2603.09078).
+"""Value residual learning (2410.17897) and exclusive self-attention (2603.09078).
 
-Value residual learning mixes every layer's values with those of the first.
+Value residual learning mixes every layer's values with those of the first layer.
 
     v_l' = lambda_1 v_1 + lambda_2 v_l        for layers l from 2; layer 1 is unchanged
 
-v_1 and v_l are the values that would otherwise enter attention, after a value gate. The authors' code
-(Zcchill/Value-Residual-Learning, `modeling_llama_resformer.py`) has fixed lambdas of 1/2: ResFormer. The learned form
-has two numbers per layer here, initially 1/2; the full paper was not available. With lambdas 1 and 0 all layers
-attend to the first layer's values: the computation of SVFormer, though the values of later layers are still projected,
-and cached.
+v_1 and v_l are the attention values, after a value gate. The authors' code (Zcchill/Value-Residual-Learning,
+`modeling_llama_resformer.py`) has fixed lambdas of 1/2: ResFormer. The learned form has two parameters per layer here,
+initially 1/2; the full paper was not available. With lambdas 1 and 0, all layers attend to the first layer's values, as
+in SVFormer, but the values of later layers are still projected and cached.
 
 Exclusive self-attention removes from a head's output its component along the token's own value.
 
     z_t = o_t - (o_t.v_t) v_t / |v_t|^2
 
-computed as (o_t - v_t) less its component, which is the same: for a token that sees itself alone and has o_t = v_t
-the result is exactly 0, and not rounding noise that a following norm would amplify three hundred times. Where the row
-gives such a token another multiple of v_t (a sink logit or a key without a value takes a share, scores are not
-normalised), the difference is rounding of v_t and set to 0 (`sees_itself_alone`).
+This is computed from o_t - v_t instead of o_t, which is equivalent: for a token that sees only itself, o_t = v_t, and
+the result is exactly 0 instead of rounding noise that a following norm would amplify three hundred times. If o_t is
+another multiple of v_t for such a token (a sink logit or a key without a value has some attention, or scores are not
+normalised), the result is also rounding noise and set to 0 (`sees_itself_alone`).
 
-o_t is the output of a query head at token t, and v_t the value of the same token as attention averages it, that of the
-head's key head. |v_t| is clamped to at least 1e-12. The formula is the paper's; its code was not
-available, and public ones (the submissions of openai/parameter-golf, `_xsa_efficient`) compute the same: v normalised
-by `F.normalize`, the product with it subtracted, query heads by the group of their key head.
+o_t is the output of a query head at token t, and v_t the value of token t in its key head. |v_t| is clamped to at least
+1e-12. The formula is from the paper, whose code was not available; public implementations (submissions to
+openai/parameter-golf, `_xsa_efficient`) compute the same with `F.normalize`.
 
 B batch, H heads, G key heads, R = H / G, L positions, D head width.
 """
@@ -42,13 +40,13 @@ from sinklab.schema import Part
 
 
 class NoValueResidual(Part):
-    """No mixing: every layer uses its own values."""
+    """No value residual."""
 
     kind: Literal["none"] = "none"
 
 
 class FixedValueResidual(Part):
-    """lambda_1 v_1 + lambda_2 v_l with fixed lambdas (ResFormer)."""
+    """Value residual lambda_1 v_1 + lambda_2 v_l with fixed lambdas (ResFormer)."""
 
     kind: Literal["fixed"] = "fixed"
     first: float = Field(default=0.5, description="lambda_1, weight of the first layer's values")
@@ -56,7 +54,7 @@ class FixedValueResidual(Part):
 
 
 class LearnedValueResidual(Part):
-    """lambda_1 v_1 + lambda_2 v_l with two learned numbers for each layer from the second."""
+    """Value residual lambda_1 v_1 + lambda_2 v_l with two learned parameters per layer, from the second layer on."""
 
     kind: Literal["learned"] = "learned"
     start_first: float = Field(default=0.5, description="initial lambda_1")
@@ -67,7 +65,7 @@ ValueResidual = Annotated[NoValueResidual | FixedValueResidual | LearnedValueRes
 
 
 class ValueMixing(nn.Module):
-    """The lambdas of one layer.
+    """Value residual of one layer.
 
     Attributes:
         first, own: lambda_1 and lambda_2; of shape (1,) if learned.
@@ -91,7 +89,7 @@ class ValueMixing(nn.Module):
 
 @dataclass
 class FirstValues:
-    """The first layer's values, for the later layers of one forward pass.
+    """Storage of the first layer's values during one forward pass.
 
     Attributes:
         values_BGLD: values of the new positions; None before the first layer.
@@ -100,7 +98,7 @@ class FirstValues:
     values_BGLD: Tensor | None = None
 
     def mixed(self, v_BGLD: Tensor, mixing: ValueMixing | None) -> Tensor:
-        """Return the values that a layer attends to; the first layer's values are stored and returned unchanged."""
+        """Return the mixed values of a layer; the first layer's values are stored and returned unchanged."""
         if mixing is None:
             self.values_BGLD = v_BGLD
             return v_BGLD
@@ -112,14 +110,14 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None 
     """Remove from every head's output its component along the value of the same position, in float32 or float64.
 
     Args:
-        out_BHLD: of the attention core; its type is that of the result.
+        out_BHLD: output of the attention core; the result has the same dtype.
         v_BGLD: values of the same positions, H a multiple of G.
-        alone_BL: bool, (B or 1, L), where o_t is a multiple of v_t but for rounding: exactly 0 is left there.
+        alone_BL: bool, (B or 1, L), positions where o_t is a multiple of v_t up to rounding; the result is 0 there.
     """
     dtype = accumulate_dtype(out_BHLD.dtype)
     out_BGRLD = out_BHLD.to(dtype).unflatten(1, (v_BGLD.shape[1], -1))
     unit_BG1LD = F.normalize(v_BGLD.to(dtype), dim=-1)[:, :, None]
-    of_others_BGRLD = out_BGRLD - v_BGLD.to(dtype)[:, :, None]  # the same, and exactly nothing where o_t is v_t
+    of_others_BGRLD = out_BGRLD - v_BGLD.to(dtype)[:, :, None]  # exactly 0 where o_t is v_t
     along_BGRL1 = (of_others_BGRLD * unit_BG1LD).sum(-1, keepdim=True)
     left_BGRLD = of_others_BGRLD - along_BGRL1 * unit_BG1LD
     if alone_BL is not None:
@@ -130,12 +128,12 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None 
 
 
 def may_be_rounding(config: AttentionConfig) -> bool:
-    """Whether the output of a token that sees only itself is a multiple of its value, up to rounding, but not 1."""
+    """Return True if the output of a token that sees only itself is a multiple of its value other than 1."""
     bias = config.bias
     of_values_alone = config.operation.only_values and (bias.kind not in ("k", "kv", "v") or bias.without_value)
     return of_values_alone and (bias.without_value or not config.operation.plain)
 
 
 def sees_itself_alone(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Which of the last `queries` of `keys` positions see only their own key: (B or 1, L), bool."""
+    """Return a mask (B or 1, L) of the queries, the last of `keys` positions, that see only their own key."""
     return visible_keys(mask, queries, device, keys) == 1

@@ -1,4 +1,4 @@
-"""`Adapter`: one interface to causal language models in memory, ours and those of transformers."""
+"""`Adapter`: common interface to sinklab and Hugging Face causal language models in memory."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class Adapter(Protocol):
-    """A model.
+    """Interface to a causal language model.
 
     Attributes:
-        device: of its input tokens.
-        dtype: of its weights.
-        blocks: of the residual stream in order; empty if they cannot be read.
-        kinds: which of its layers have attention.
-        leading: learned positions in front of every sequence, which are not tokens.
-        first_target: 1-based position of the first token that a loss counts.
-        post_norms: norms after the sublayers of a post-norm model; empty elsewhere, and where they cannot be read.
-        proxy: whether importance is that of proxy scores, because the model's own do not sum to one.
-        dispatches: whether its attention calls can be intercepted; it may run the model. Others return their attention
-            matrices.
-        context: tokens of its training sequences.
-        ends: why it cannot read beyond its context; None if it can.
+        device: device of the input tokens.
+        dtype: dtype of the weights.
+        blocks: decoder blocks in order; empty if they cannot be found.
+        kinds: layers with attention, and other layers.
+        leading: number of learned positions before every sequence, which are not tokens.
+        first_target: 1-based position of the first target included in the loss.
+        post_norms: norms after the sublayers of a post-norm model; empty for other models or if they cannot be found.
+        proxy: whether importance is computed from proxy scores, because the attention weights do not sum to one.
+        dispatches: whether attention calls can be intercepted (may run the model); otherwise the model returns its
+            attention matrices.
+        context: context length in tokens.
+        ends: reason why longer sequences are impossible; None if they are possible.
     """
 
     leading: int
@@ -50,45 +50,45 @@ class Adapter(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The model itself."""
+        """The wrapped model."""
         ...
 
     @property
     def dispatches(self) -> bool:
-        """As described above."""
+        """Whether attention calls can be intercepted."""
         ...
 
     @property
     def attention_layers(self) -> int:
-        """How many layers have softmax attention.
+        """Number of layers with softmax attention.
 
         Raises:
-            SinklabError: none has.
+            SinklabError: if there are none.
         """
         ...
 
     @property
     def heads(self) -> int:
-        """Query heads of a layer; of the layer with most, where layers differ."""
+        """Number of query heads per layer; the maximum if layers differ."""
         ...
 
     def check_length(self, length: int) -> None:
-        """Refuse sequences that are too long.
+        """Check that sequences of this length are supported.
 
         Raises:
-            InputError: with the longest possible length.
+            InputError: if they are too long; the message states the maximum length.
         """
         ...
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
-        """Refuse tokens that this model cannot be measured on, and lengths that need passes of their own.
+        """Check that the tokens are supported and all `lengths` can be measured in one forward pass.
 
         Args:
-            longest: positions of the longest sequence, without padding.
-            lengths: at which the sequences are cut as well.
+            longest: length of the longest sequence, without padding.
+            lengths: additional lengths to which the sequences are truncated.
 
         Raises:
-            InputError: with the possible values.
+            InputError: if not; the message states the possible values.
         """
         ...
 
@@ -99,30 +99,30 @@ class Adapter(Protocol):
         first_target: int | None,
         paused: AbstractContextManager[None],
     ) -> tuple[Tensor, int]:
-        """One forward pass: the loss summed over the targets from this position on, in nats, and their number.
+        """Run one forward pass; return the loss summed over targets, in nats, and the number of targets.
 
-        The loss is a float64 scalar on the device of the model, so that nothing is synchronised.
+        The loss is a float64 scalar on the device of the model, which avoids synchronisation.
 
         Args:
-            first_target: 1-based; None leaves the loss out, and with it the logits.
-            paused: entered while only the head runs.
+            first_target: 1-based position of the first target; None skips the loss and the logits.
+            paused: context manager that is entered while only the LM head runs.
         """
         ...
 
     def run(self, tokens_BT: Tensor) -> None:
-        """One forward pass of whole sequences, for its hooks and observers."""
+        """Run one forward pass of whole sequences, only for its hooks and observers."""
         ...
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """The hidden states that the head reads: (B, T, E)."""
+        """Compute the final hidden states (B, T, E), the input of the LM head."""
         ...
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Of rows of `hidden`: (R, vocabulary), float32 at least."""
+        """Compute logits (R, vocabulary), at least float32, from rows of `hidden`."""
         ...
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:
-        """Sizes of the tensors of a forward pass.
+        """Return the sizes of the tensors in a forward pass.
 
         Args:
             padded: whether there is padding.
@@ -131,58 +131,57 @@ class Adapter(Protocol):
         ...
 
     def notes(self) -> list[str]:
-        """Remarks on the model for the reader of a result, beside those on its layers."""
+        """Return notes on the model for the result, in addition to those on its layers."""
         ...
 
     def inseparable(self) -> str | None:
-        """Why its attention calls cannot be edited or replaced; None if they can. It may run the model."""
+        """Return the reason why attention calls cannot be edited or replaced; None if they can. May run the model."""
         ...
 
     def depends_on_length(self, short: int, long: int) -> bool:
-        """Whether the first `short` tokens have other hidden states in a sequence of `long` tokens."""
+        """Return True if hidden states of the first `short` tokens differ in a sequence of `long` tokens."""
         ...
 
     def fixed_positions(self) -> str | None:
-        """Why its keys cannot have positions within a cache; None if they can. It may run the model."""
+        """Return the reason why keys cannot have positions within a KV cache; None if they can. May run the model."""
         ...
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
-        """The loss summed over the targets from this position on (1-based), with its graph, and their number.
+        """Compute the differentiable loss of whole sequences, summed over targets, and the number of targets.
 
-        Of whole sequences; the attention is the model's own.
+        Args:
+            first_target: 1-based position of the first target.
         """
         ...
 
     def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Inside the block, every attention layer reads `change(index, x_BTE)` in place of x_BTE, the output of a norm.
+        """Replace the input x_BTE of every attention layer by `change(index, x_BTE)` in the `with` block.
 
-        It may run the model. `index` is that of the layer among those with attention, from 1; learned positions in
-        front are part of x.
+        May run the model. `index` counts the attention layers from 1; x includes learned positions before the sequence.
 
         Raises:
-            InputError: with the reason, where a layer does not read the output of a norm, where its attention cannot be
-                found, or where no gradient passes through the weights.
+            InputError: if the input of an attention layer is not the output of a norm, an attention module cannot be
+                found, or the weights do not support gradients.
         """
         ...
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Inside the block, `receive` gets the gates of every attention layer that has some, in each forward pass.
+        """Call `receive(index, gates_BHTX)` for every attention layer with gates in each pass of the `with` block.
 
-        It may run the model. `receive(index, gates_BHTX)`: index of the layer among those with attention, from 1; gates
-        in (0, 1) of every head, X channels or one.
+        May run the model. `index` counts the attention layers from 1; the gates are in (0, 1), with X channels or one.
         """
         ...
 
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> AbstractContextManager[None]:
-        """Inside the block, all attention calls go through `handler` (see `intercept`)."""
+        """Compute all attention calls in the `with` block with `handler` (see `intercept`)."""
         ...
 
 
 def adapt(model: "PreTrainedModel | Transformer") -> Adapter:
-    """The adapter of a model.
+    """Return the adapter of a model.
 
     Raises:
-        InputError: not a model, or a model without weights.
+        InputError: if it is not a supported model, or has no weights.
     """
     if (own := own_transformer(model)) is not None:
         return NativeAdapter(own)
@@ -194,24 +193,24 @@ def adapt(model: "PreTrainedModel | Transformer") -> Adapter:
 
 
 def check_causal_lm(model: Any) -> None:
-    """Refuse anything but a Hugging Face causal language model.
+    """Check that the argument is a Hugging Face causal language model.
 
     Raises:
-        InputError: with its type.
+        InputError: if it is not; the message states its type.
     """
     if isinstance(model, str):
         raise InputError(
-            f"the model is a string, {model[:80]!r}: load it first, as AutoModelForCausalLM.from_pretrained does; "
-            "`sinklab measure` takes names"
+            f"the model is a string, {model[:80]!r}: load it first with AutoModelForCausalLM.from_pretrained, or pass "
+            "the name to `sinklab measure`"
         )
     if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "get_text_config"):
         raise InputError(
             f"the model is {type_text(model)}: expected a Hugging Face causal language model, as "
-            "AutoModelForCausalLM.from_pretrained gives it, or a transformer of sinklab"
+            "AutoModelForCausalLM.from_pretrained returns it, or a sinklab transformer"
         )
 
 
 def type_text(thing: Any) -> str:
-    """`of type list`, `of type numpy.ndarray`."""
+    """Format the type as `of type list` or `of type numpy.ndarray`."""
     kind = type(thing)
     return f"of type {kind.__name__}" if kind.__module__ == "builtins" else f"of type {kind.__module__}.{kind.__name__}"

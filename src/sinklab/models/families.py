@@ -1,40 +1,40 @@
-"""Architectures of transformers: the attribute names of parts, and the exceptions by model type.
+"""Hugging Face architectures: attribute names of their modules and config fields, and exceptions by model type.
 
-Nearly all model types follow conventions: a part has one of the names below. A model type that departs from them is a
-row of `FAMILIES`; no other file compares the name of an architecture. New names of parts are added to the tuples.
+Nearly all model types use the names below; a model type that differs has a row in `FAMILIES`. No other file compares
+architecture names. New names are added to the tuples.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-LAYER_KINDS = ("layer_types", "layers_block_type")  # of a config: the kind of each layer
-TOKEN_WISE_LAYERS = ("moe", "mlp", "dense", "sparse")  # kinds of layers that read every token alone
+LAYER_KINDS = ("layer_types", "layers_block_type")  # config fields with the kind of each layer
+TOKEN_WISE_LAYERS = ("moe", "mlp", "dense", "sparse")  # layer kinds without token mixing
 POSITION_TABLES = ("wpe", "embed_positions", "positions_embed", "position_embedding", "position_embeddings")
 FFN_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-LATENT_WIDTH = "kv_lora_rank"  # of a config: keys and values are made from a latent of this width
-ROTARY_EMBEDDING = "rotary_emb"  # the module that turns queries and keys
-ROTARY_CLASS = "RotaryEmbedding"  # how its class name ends
-QUERIES, OUTPUT = "q_proj", "o_proj"  # linear maps of an attention module
-GATES = (QUERIES, "gate_proj", "g_proj")  # linear maps of an attention module that may give the logits of its gates
-SINK_LOGITS = "sinks"  # of an attention module
-SELECTED = "indices"  # an argument of an attention call: the keys that an indexer has chosen for each query
-UNREADABLE_EXTRAS = ("sinks", "block_indices")  # arguments of an attention call that change its scores in unknown ways
+LATENT_WIDTH = "kv_lora_rank"  # config field: latent width of MLA
+ROTARY_EMBEDDING = "rotary_emb"  # attribute name of the rotary embedding
+ROTARY_CLASS = "RotaryEmbedding"  # suffix of its class name
+QUERIES, OUTPUT = "q_proj", "o_proj"  # projections of an attention module
+GATES = (QUERIES, "gate_proj", "g_proj")  # projections that may compute gate logits
+SINK_LOGITS = "sinks"  # parameter of an attention module
+SELECTED = "indices"  # argument of an attention call: keys selected by an indexer for each query
+UNREADABLE_EXTRAS = ("sinks", "block_indices")  # unsupported arguments of an attention call
 
 
 @dataclass(frozen=True)
 class Family:
-    """Departures of a model type from the conventions.
+    """Exceptions of a model type from the usual conventions.
 
     Attributes:
-        exported: it is a model that `sinklab export` wrote.
-        convertible: `from_llama` converts its weights to ours.
-        alibi: its scores have ALiBi.
-        alibi_twice: its eager attention adds ALiBi to the scores and then a mask that holds it already, by head; its
-            fused attention, the default, adds it once (transformers 5.17 to 5.23).
-        true_hides: True in a boolean attention mask hides a key.
-        local_layers: the attribute of its config with the kind of each layer; a "local" one has a window of
-            `window_size` that is in no mask.
+        exported: the model was written by `sinklab export`.
+        convertible: `from_llama` can convert the weights to a sinklab transformer.
+        alibi: attention uses ALiBi.
+        alibi_twice: eager attention adds ALiBi twice, because the mask already contains it; the default, fused
+            attention, adds it once (transformers 5.17 to 5.23).
+        true_hides: True in a boolean attention mask means masked out.
+        local_layers: config field with the kind of each layer; "local" layers have a sliding window of `window_size`
+            that the mask does not contain.
     """
 
     exported: bool = False
@@ -57,10 +57,10 @@ CONVENTIONAL = Family()
 
 
 def family_of(model: Any) -> Family:
-    """The family of a model of transformers; the conventions for anything else."""
+    """Return the family of a Hugging Face model; the default family for unlisted model types."""
     return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""), CONVENTIONAL)
 
 
 def first_named(config: Any, names: tuple[str, ...]) -> Any:
-    """The first of these attributes that a config has and that is not empty; None if it has none."""
+    """Return the first of these config fields that exists and is not empty; None if there is none."""
     return next((value for name in names if (value := getattr(config, name, None))), None)

@@ -1,4 +1,4 @@
-"""Reading a model through PyTorch hooks that are removed afterwards, also after an exception."""
+"""PyTorch hooks that read a model and are removed afterwards, also after an exception."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import SinklabError
 
-Progress = Callable[[float, int], None]  # sequences done (parts of them count), sequences in all
+Progress = Callable[[float, int], None]  # (finished sequences, possibly fractional; total sequences)
 Seen = TypeVar("Seen")
 
 
@@ -20,7 +20,7 @@ def hooked(registered: Iterable[RemovableHandle]) -> Iterator[None]:
     """Remove hooks at the end of the `with` block, also after an exception.
 
     Args:
-        registered: handles of the hooks; from a generator, a failure to register one removes the earlier ones.
+        registered: handles of the hooks; if a generator raises, the hooks registered before are removed.
     """
     handles: list[RemovableHandle] = []
     try:
@@ -33,7 +33,7 @@ def hooked(registered: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the mode of every submodule is restored afterwards."""
+    """Set evaluation mode and disable gradients; the mode of every submodule is restored afterwards."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -45,23 +45,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def token_norms(x: Tensor) -> Tensor:
-    """l2 norm over the last axis, in float32 (float64 for float64) whatever the dtype of `x`."""
+    """Compute the l2 norm over the last axis in float32 (float64 for float64 input)."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=accumulate_dtype(x.dtype))
 
 
 def hidden_states(output: Any) -> Tensor:
-    """The hidden states (B, T, C) in the output of a block: all of it, or its first part."""
-    return output[0] if isinstance(output, tuple) else output
+    """Return the hidden states (B, T, C) from the output of a block, which may be a tuple or a list."""
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def residual_norms(blocks: Sequence[nn.Module]) -> AbstractContextManager[list[Tensor]]:
-    """Collect |h| (B, T) before the first block and after each block, in a list filled by every forward pass."""
+    """Collect |h| (B, T) before the first block and after each block, in a list refilled by every forward pass."""
     return residual_stream(blocks, token_norms)
 
 
 @contextmanager
 def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collect |x| (B, T) of each module's input in call order, in a list filled by every forward pass."""
+    """Collect |x| (B, T) of each module's input in call order, in a list refilled by every forward pass."""
     found: list[Tensor] = []
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -75,7 +75,7 @@ def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen]) -> Iterator[list[Seen]]:
-    """Collect read(h), h (B, T, C), before the first block and after each, in a list filled by every forward pass.
+    """Collect read(h), h (B, T, C), before the first block and after each, in a list refilled by every forward pass.
 
     The last entry is the residual stream before the final norm (as in figure 2 of 2410.10781).
 
@@ -88,9 +88,8 @@ def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen])
         hidden = (args[0] if args else kwargs["hidden_states"]).detach()
         if hidden.ndim > 3:
             raise SinklabError(
-                f"the blocks of this model pass on hidden states of shape {tuple(hidden.shape)}, several residual "
-                "streams (hyper-connections of DeepSeek-V4, AltUp of Gemma 3n), and hidden states are measured in one "
-                "stream: a model of this type cannot be measured"
+                f"models with several residual streams (hyper-connections of DeepSeek-V4, AltUp of Gemma 3n) cannot be "
+                f"measured: the hidden states have shape {tuple(hidden.shape)}"
             )
         found[:] = [read(hidden)]
 

@@ -1,11 +1,11 @@
-"""Interception of a model's attention calls, to observe, edit or compute them, entered in any order.
+"""Intercept a model's attention calls to observe, edit or replace them; uses can be nested in any order.
 
-    with intercept(adapter, observe=records.observe):      # every call as it is computed
-    with intercept(adapter, edit=RollingCache(64, 4)):     # another call in its place
-    with intercept(adapter, compute=ZeroedValues(keys)):   # another output for every call
+    with intercept(adapter, observe=records.observe):      # observe every call
+    with intercept(adapter, edit=RollingCache(64, 4)):     # edit the inputs of every call
+    with intercept(adapter, compute=ZeroedValues(keys)):   # replace the output of every call
 
-For each call, all edits run first, then each observer once on the edited call. The output is that of `compute`, else of
-the first observer that returns one, else of the library's kernel, else of the operation.
+For each call, all edits run first, then every observer, once, on the edited call. The output is computed by `compute`,
+else by the first observer that returns one, else by the library's kernel, else by the operation.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from sinklab.models.model_lock import probed_alone
 
 Edit = Callable[[LayerCall], LayerCall]
 Compute = Callable[[LayerCall], Tensor]  # (B, H, T, V)
-Observe = Callable[[LayerCall], Tensor | None]  # may return an output that it has computed anyway
+Observe = Callable[[LayerCall], Tensor | None]  # may return the attention output, if it computes it
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Interception:
 
 @dataclass(eq=False)
 class _Handler:
-    """All uses of `intercept` on one model, in the order of entering."""
+    """All active uses of `intercept` on one model, in the order in which they were entered."""
 
     uses: list[Interception] = field(default_factory=list)
     installed: ExitStack = field(default_factory=ExitStack)
@@ -91,7 +91,7 @@ def intercept(
             handler.installed.enter_context(adapter.intercepted(handler))
             _handlers[adapter.module] = handler
         if compute is not None and any(other.compute is not None for other in handler.uses):
-            raise SinklabError("the attention of this model is already replaced: leave the other `intercept` first")
+            raise SinklabError("the attention of this model is already replaced: exit the other `intercept` first")
         handler.uses.append(use)
         try:
             yield use

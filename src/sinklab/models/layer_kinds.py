@@ -1,4 +1,4 @@
-"""Kinds of layers: those with attention, and linear, recurrent and feed-forward ones."""
+"""Kinds of layers: attention, linear or recurrent, and feed-forward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Layers of a model with attention, and layers that mix tokens in another way; 1-based, increasing.
+    """Layers of a model by kind; layer numbers are 1-based and increasing.
 
     Attributes:
         total: number of layers of the model.
-        attention: layers whose attention matrix is measured.
-        linear: layers with linear attention, a recurrence or a convolution, also if they have attention too.
+        attention: layers with softmax attention, which are measured.
+        linear: layers with linear attention, a recurrence or a convolution, possibly in addition to softmax attention.
     """
 
     total: int
@@ -20,7 +20,7 @@ class LayerKinds:
     linear: tuple[int, ...] = ()
 
     def notes(self) -> list[str]:
-        """A note on the layers included in the metric, if some are excluded."""
+        """Return a note on the measured layers; empty if all layers are measured."""
         number = len(self.attention)
         if number == self.total:
             return []
@@ -29,27 +29,26 @@ class LayerKinds:
         have, numbered = ("has", "layer 1") if number == 1 else ("have", f"layers 1 to {number}")
         return [
             f"{number} of {self.total} layers {have} attention ({_runs(self.attention)}), here {numbered}; the others "
-            f"are {what} and in no sink rate"
+            f"are {what} and not included in the sink rate"
         ]
 
     def notes_on_hidden_keys(self) -> list[str]:
-        """A note on layers that still read tokens hidden from attention."""
+        """Return a note on linear or recurrent layers, which still see tokens that are hidden from attention."""
         if not self.linear:
             return []
         return [
-            "tokens are hidden from attention alone: the linear or recurrent part of "
-            f"{layers_text(list(self.linear), self.total)} still reads them"
+            "tokens are hidden only from attention: the linear or recurrent part of "
+            f"{layers_text(list(self.linear), self.total)} still sees them"
         ]
 
 
 def layers_text(layers: Sequence[int], total: int) -> str:
-    """`all layers`, `layer 2`, `layers 1, 3..5`."""
+    """Format layers as `all layers`, `layer 2` or `layers 1, 3..5`."""
     if len(layers) == total:
         return "all layers"
     return f"layer{'s' if len(layers) > 1 else ''} {_runs(layers)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """`1, 3..5`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

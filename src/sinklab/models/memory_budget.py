@@ -1,8 +1,8 @@
-"""The default batch size, from a cheap estimate of the memory per sequence and the free memory.
+"""Default batch size, from an estimate of the memory per sequence and the free memory.
 
-On a CPU it is conservative: Linux overcommits memory and kills the process when the memory is used, so that no batch
-can be halved afterwards (batches.py). The estimate includes tensors that grow with a sequence: the activations of one
-block, the records, and attention matrices of models that compute them. Logits are computed in pieces and negligible.
+The estimate is conservative on a CPU: Linux overcommits memory and kills the process on out-of-memory, so that the
+batch cannot be halved afterwards (batches.py). It includes tensors that grow with the sequence: activations of one
+block, records, and attention matrices of models that compute them. Logits are computed in chunks and negligible.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from sinklab.model.config import ModelConfig
 
 
-LARGEST = 16  # sequences: more are no faster, and progress is shown after each batch
-TOKENS = 2**13  # of a batch: the same for long sequences
-SHARE = 0.5  # of the free memory
-FLOAT = 4  # bytes; sums are in float32 whatever the dtype of the model
-LOGITS_AT_ONCE = 2**24  # of the head: 64 MB in float32; with a quarter of it the head is slower
+LARGEST = 16  # maximum sequences per batch: larger batches are not faster, and progress is shown per batch
+TOKENS = 2**13  # maximum tokens per batch, for the same reason
+SHARE = 0.5  # share of the free memory to use
+FLOAT = 4  # bytes; sums are in float32 for every dtype of the model
+LOGITS_AT_ONCE = 2**24  # logits per chunk: 64 MB in float32; the LM head is slower with a quarter of this
 LOGITS_AT_ONCE_CUDA = 2**26
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -34,12 +34,12 @@ class Sizes:
     """Sizes of a model's tensors in a forward pass.
 
     Attributes:
-        width: width of the residual stream.
-        ffn_width: width of the hidden layer of an MLP.
+        width: hidden size.
+        ffn_width: intermediate size of the MLP.
         layers, heads: number of attention layers and query heads.
         matrices: number of float32 T x T score matrices in memory at a time; 0 if attention is computed in blocks.
-        masks: number of T x T boolean masks of a sequence: 1 with windows or padding, else 0.
-        vocabulary: vocabulary of logits computed at once; 0 if they are computed in pieces.
+        masks: number of T x T boolean masks per sequence: 1 with windows or padding, else 0.
+        vocabulary: vocabulary size if all logits are computed at once; 0 if they are computed in chunks.
     """
 
     width: int
@@ -51,7 +51,7 @@ class Sizes:
     vocabulary: int = 0
 
     def bytes_per_sequence(self, length: int) -> int:
-        """Upper estimate of the peak memory that one sequence of the given length adds to a measurement."""
+        """Estimate an upper bound of the peak memory of one sequence of the given length, in bytes."""
         activations = 16 * self.width + 4 * self.ffn_width + 3 * self.vocabulary
         recorded = 6 * self.layers * self.heads  # sums, alpha, and alpha in float64
         square = FLOAT * self.matrices + self.masks
@@ -59,17 +59,17 @@ class Sizes:
 
 
 def sizes_of_run(config: "ModelConfig") -> Sizes:
-    """Sizes of a sinklab transformer."""
+    """Return the sizes of a sinklab transformer."""
     return Sizes(config.width, config.ffn_width, config.layers, config.heads)
 
 
 def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: bool, logits: bool) -> Sizes:
-    """Sizes of a Hugging Face model, from its config.
+    """Return the sizes of a Hugging Face model, from its config.
 
     Args:
         matrices: whether the model computes whole attention matrices (huggingface/matrix_records.py).
         padded: whether there is padding.
-        logits: whether the model can only compute the logits of all positions at once.
+        logits: whether the model always computes the logits of all positions.
     """
     text = config.get_text_config(decoder=True)
     width, heads = text.hidden_size, text.num_attention_heads
@@ -88,10 +88,10 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
 
 
 def fitting_batch(sizes: Sizes, length: int, device: torch.device, blocks: int = 1) -> int:
-    """Number of sequences to read at a time: limited by LARGEST, TOKENS and a SHARE of the free memory.
+    """Return the default batch size, limited by LARGEST, TOKENS and a SHARE of the free memory.
 
     Args:
-        blocks: whose activations are in memory at once.
+        blocks: number of blocks whose activations are in memory at the same time.
     """
     free = free_bytes(device)
     most = LARGEST if free is None else int(SHARE * free) // (blocks * sizes.bytes_per_sequence(length))
@@ -99,7 +99,7 @@ def fitting_batch(sizes: Sizes, length: int, device: torch.device, blocks: int =
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of the device; on a CPU, of the machine or its control group (v2). None if unknown."""
+    """Return the free memory of the device in bytes; on a CPU, of the machine or its cgroup (v2). None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -109,7 +109,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Total memory of the device; on a CPU, of the machine or its control group (v2). None if unknown."""
+    """Return the total memory of the device in bytes; on a CPU, of the machine or its cgroup (v2). None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if device.type != "cpu":
@@ -126,7 +126,6 @@ def _of_machine(which: str = "MemAvailable:") -> int | None:
 
 
 def _limit() -> int | None:
-    """Memory limit of the control group, if it has one."""
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Our own transformer behind `Adapter`, also inside a model that `sinklab export` has written."""
+"""`Adapter` of a sinklab transformer, also inside an exported model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,13 +26,13 @@ from sinklab.models.memory_budget import Sizes, sizes_of_run
 
 
 def attention_cores(model: nn.Module) -> list[AttentionCore]:
-    """The attention cores in the order of the layers; also of the code in an exported model."""
+    """Return the attention cores in layer order."""
     blocks = cast("Sequence[Any]", model.blocks)
     return [block.attention.core for block in blocks if hasattr(getattr(block, "attention", None), "core")]
 
 
 class NativeAdapter:
-    """`adapter.Adapter` of a sinklab transformer."""
+    """`Adapter` of a sinklab transformer."""
 
     dispatches = True
 
@@ -51,32 +51,32 @@ class NativeAdapter:
         self.post_norms: Sequence[nn.Module] = cast("list[nn.Module]", norms)
         self.proxy = any(core.proxy for core in self.cores)
         ends = config.position.kind == "learnable"
-        self.ends = f"its learned table of positions ends at {config.context}" if ends else None
+        self.ends = f"its learned positional embeddings end at {config.context}" if ends else None
 
     def check_length(self, length: int) -> None:
-        """Refuse sequences beyond the context.
+        """Check that sequences are not longer than the context.
 
         Raises:
-            InputError: with the context.
+            InputError: if they are; the message states the context length.
         """
         if length > self.context:
             raise InputError(
-                f"sequences of {length} tokens are beyond the model's context of {self.context}, where it has not been "
-                f"trained: give at most --length {self.context}, or cut the tokens"
+                f"sequences of {length} tokens are beyond the model's context of {self.context}: "
+                f"use --length {self.context} or less, or truncate the tokens"
             )
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
-        """Refuse sequences beyond the context, and lengths within a prefix mask.
+        """Check that sequences are within the context, and `lengths` are not within a prefix mask.
 
         Raises:
-            InputError: either of them.
+            InputError: if either is violated.
         """
         self.check_length(longest)
         shared = self.module.config.shared_tokens
         if lengths and lengths[0] < shared:
             raise InputError(
-                f"lengths {list(lengths)}: under a prefix mask the first {shared} tokens see each other, so "
-                f"sequences cut before are others: give lengths from {shared} on"
+                f"lengths {list(lengths)}: under the prefix mask the first {shared} tokens attend to each other, so "
+                f"truncating them changes the attention: use lengths of at least {shared}"
             )
 
     def read(
@@ -86,7 +86,7 @@ class NativeAdapter:
         first_target: int | None,
         paused: AbstractContextManager[None],
     ) -> tuple[Tensor, int]:
-        """One forward pass, and the loss over the targets that training counts as well."""
+        """Run one forward pass; the loss includes the same targets as in training."""
         hidden_BTE = self.hidden(tokens_BT)
         nothing = hidden_BTE.new_zeros((), dtype=torch.float64), 0
         if first_target is None:
@@ -99,74 +99,73 @@ class NativeAdapter:
         return mean.double() * targets_BT.numel(), targets_BT.numel()
 
     def run(self, tokens_BT: Tensor) -> None:
-        """One forward pass without the head."""
+        """Run one forward pass without the LM head."""
         self.hidden(tokens_BT)
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """The stream after the final norm, leading tokens dropped."""
+        """Compute the hidden states after the final norm, without learned leading positions."""
         return self.module.hidden(tokens_BT)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Of the next token."""
+        """Compute the next-token logits."""
         logits_RV = self.module.head(hidden_RE)
         return logits_RV.to(accumulate_dtype(logits_RV.dtype))
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:
-        """Of the model's config."""
+        """Return the sizes from the model's config."""
         return sizes_of_run(self.module.config)
 
     def notes(self) -> list[str]:
-        """None: its recipe has everything."""
+        """Return no notes: the recipe fully specifies the model."""
         return []
 
     def inseparable(self) -> str | None:
-        """Under a prefix mask queries see later tokens, which no cache holds."""
+        """Return a reason for models with a prefix mask, where queries see later tokens that a KV cache lacks."""
         if all(kind.attention.mask.kind != "prefix" for kind in self.module.config.layer_kinds):
             return None
-        return "under its prefix mask queries see later tokens, and a cache holds earlier ones"
+        return "under its prefix mask queries see later tokens, which a KV cache does not contain"
 
     def depends_on_length(self, short: int, long: int) -> bool:
-        """Under a prefix mask that the short sequence does not fill."""
+        """Return True if the short sequence is shorter than the prefix of a prefix mask."""
         mask = self.module.config.attention.mask
         return mask.kind == "prefix" and short < min(mask.length, long)
 
     def fixed_positions(self) -> str | None:
-        """Positions that are added to the embeddings."""
+        """Return a reason for models with absolute positional embeddings."""
         position = self.module.config.position
         if isinstance(position, Learnable | Absolute):
-            return f"its {position.kind} positions are added to the embeddings"
+            return f"its {position.kind} positional embeddings are added to the token embeddings"
         return None
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
-        """That of `read`."""
+        """Compute the loss as `read` does."""
         return self.read(tokens_BT, real_tokens(torch.ones_like(tokens_BT)), first_target, nullcontext())
 
     def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
-        """The output of each attention layer's norm.
+        """Replace the output of each attention layer's norm.
 
         Raises:
-            InputError: a post-norm model, or a compiled one.
+            InputError: if the model is post-norm or compiled.
         """
         if self.post_norms:
             raise InputError(
-                "the attention of a post-norm model reads the residual stream, not the output of a norm, of which the "
-                "gradient is defined: leave out the gradients"
+                "gradients are defined at the norm before attention, and a post-norm model has none there: leave out "
+                "the gradients"
             )
         if any(_is_compiled(block) for block in self.blocks):
-            raise InputError("the model is compiled, and hooks inside are ignored: load the run anew for its gradients")
+            raise InputError("the model is compiled and ignores hooks: reload the run to measure gradients")
         return hooked(
             block.attention_norm.register_forward_hook(lambda _, __, x_BTE, index=index: change(index, x_BTE))
             for index, block in self._attending()
         )
 
     def _attending(self) -> Iterator[tuple[int, Any]]:
-        """The blocks with attention, numbered among themselves from 1."""
         return enumerate((block for block in cast("list[Any]", self.blocks) if hasattr(block.attention, "core")), 1)
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Gates on the output or, repeated over the heads that share them, on the values; not of forgetting or norms.
+        """Report gates on the attention output, or on the values, repeated over query heads that share a key head.
 
-        Compiled blocks have none: hooks inside are ignored.
+        Forget gates are not included. Compiled blocks report nothing, because they ignore hooks.
         """
 
         def read(index: int, gate: OutputGating | ValueGating | ValueScaling, args: tuple[Tensor, ...]) -> None:
@@ -182,7 +181,7 @@ class NativeAdapter:
 
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """Every core passes its calls through `handler`."""
+        """Compute the attention of every core with `handler`."""
         config = self.module.config
 
         def through(index: int, shift: ShiftRope | None, layer: LayerCall) -> Tensor:
@@ -198,15 +197,14 @@ class NativeAdapter:
 
 
 def _is_compiled(block: Any) -> bool:
-    """Whether parts of a block were compiled (train/parallelize.py)."""
     return bool(set(block.compiled_parts) & vars(block).keys())
 
 
 def shift_rope(config: ModelConfig) -> ShiftRope | None:
-    """The rotation of `model/block.py`, by any number of positions; of `model/latent.py` that of the last numbers.
+    """Return a function that rotates cached keys by any number of positions; with MLA, only the rotary channels.
 
     Args:
-        config: of the layer (`ModelConfig.of_layer`).
+        config: config of the layer (`ModelConfig.of_layer`).
     """
     if not isinstance(config.position, Rotary):
         return None
@@ -226,14 +224,14 @@ def shift_rope(config: ModelConfig) -> ShiftRope | None:
 
 
 def is_exported(model: Any) -> bool:
-    """Whether it is a SinklabForCausalLM, also of the code beside its weights."""
+    """Return True for a SinklabForCausalLM, also if it was loaded with its own code (`trust_remote_code`)."""
     return family_of(model).exported
 
 
 def own_transformer(model: Any) -> Transformer | None:
-    """The transformer of ours that a model is or contains; None for other models.
+    """Return the sinklab transformer that a model is or contains; None for other models.
 
-    A model loaded with its own code (`trust_remote_code`) is of another class and is copied.
+    A model loaded with its own code (`trust_remote_code`) has a different class and is copied.
     """
     if isinstance(model, Transformer):
         return model

@@ -35,6 +35,7 @@ from sinklab.report.sweeps import Sweep, with_runs
 from sinklab.schema import leaves
 from sinklab.tables import NOTHING, Table, counted, escaped, markdown, names
 from sinklab.train.directory.environment import read_environment
+from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 CHECKED = (RECIPE, METRICS)
 EARLIER_FILES = {RECIPE, f"{METRICS}.gz", RECORD, ASSESSMENT}
@@ -135,6 +136,8 @@ def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
     if assessment is not None:
         asked = {**assessment.asked, "model": run.directory}
         assessment = assessment.model_copy(update={"model": run.directory, "asked": asked})
+    sft = tuned_beside(folder) / SFT
+    tuning = load_tuning(sft).model_copy(update={"model": run.directory}) if sft.is_file() else None
     yield PackedRun(
         directory=run.directory,
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
@@ -142,6 +145,7 @@ def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
         record=record.model_dump(mode="json", by_alias=True),
         environment=environment_to_pack(read_environment(folder)),
         assessment=assessment.model_dump(mode="json", by_alias=True) if assessment else None,
+        tuning=tuning.document() if tuning and tuning.chat else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Compare every attention backend of the installed transformers with eager attention, on one model."""
+"""Compare the attention backends of the installed transformers with eager attention on a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class Parity:
         default: backend that transformers selects for this model.
         transformers, torch: versions of the libraries.
         device, dtype: device and data type of the model.
-        sequences, length: number and length of the sequences.
-        tolerance: relative difference of logits up to which backends agree.
-        backends: eager first, sinklab's last.
+        sequences, length: number of sequences, and tokens per sequence.
+        tolerance: maximum relative difference of the logits of backends that agree.
+        backends: results by backend; eager is first, sinklab's last.
     """
 
     model: str
@@ -46,11 +46,11 @@ class Parity:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether some layer has learned sink logits."""
+        """True if a layer has learned sink logits."""
         return self.backends[0].sink_share is not None
 
     def wrong(self) -> str | None:
-        """A sentence on the backends that disagree; None if all agree."""
+        """Sentence that names the backends that disagree; None if all agree."""
         found = [one for one in self.backends if one.verdict not in HARMLESS]
         if not found:
             return None
@@ -58,7 +58,7 @@ class Parity:
         return f"not all attention backends compute the same for {self.model}: {', '.join(said)}"
 
     def document(self) -> dict[str, Any]:
-        """The JSON document."""
+        """Return the content as a JSON-serializable dict."""
         return {
             "schema": 1,
             "model": self.model,
@@ -87,11 +87,11 @@ def compare_backends(
     """Compare the backends on the same tokens.
 
     Args:
-        model: a model directory, a .gguf file or a name on the hub.
+        model: model directory, .gguf file, or name on the hub.
         backends: names from `measuring.huggingface.parity.BACKENDS`; default: all.
 
     Raises:
-        InputError: if the model is a run directory or lacks eager attention, or a model, text or backend is unusable.
+        InputError: if the model is a run directory or has no eager attention, or model, text or a backend is unusable.
     """
     check_name(model)
     if is_run(model):

@@ -1,8 +1,8 @@
 """Measure a model over its training: one measurement per checkpoint, ordered by step.
 
 Checkpoints are revisions of a model on the hub, folders of a directory, or checkpoints of a run. Steps are parsed
-from the names, as written by Pythia (step1000), OLMo (stage1-step1000-tokens5B) and the Trainer of transformers
-(checkpoint-1000). Names with only a number of tokens, such as BabyLM's (chck_100M), give that number.
+from the names of Pythia (step1000), OLMo (stage1-step1000-tokens5B) and Hugging Face's Trainer (checkpoint-1000). Names
+with a number of tokens only, such as BabyLM's (chck_100M), are ordered by tokens.
 """
 
 import re
@@ -45,7 +45,7 @@ class SavedModel:
         name: revision or folder.
         model: Hugging Face id, model directory or run directory.
         revision: revision on the hub; None for a local model.
-        place: directory of the files; None for a model on the hub.
+        place: directory of the model; None for a model on the hub.
         unit: unit of `step`.
     """
 
@@ -58,16 +58,16 @@ class SavedModel:
 
     @property
     def key(self) -> str:
-        """The name in the results and of the directory: step_100, tokens_100000000."""
+        """Name in the results and of the results directory: step_100, tokens_100000000."""
         return f"{self.unit}_{self.step}"
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The measurements by checkpoint, `step_N` or `tokens_N`.
+    """Measurements by checkpoint key, `step_N` or `tokens_N`.
 
     Attributes:
-        saved: checkpoints by the same names, ordered by step.
+        saved: checkpoints by key, ordered by step.
     """
 
     model: str
@@ -76,11 +76,11 @@ class Checkpoints:
     outcome: Outcome
 
     def rows(self) -> dict[str, MeasuredCheckpoint]:
-        """The rows of the table, ordered by step."""
+        """Return the rows of the table, ordered by step."""
         return {name: _row(self.saved[name], one) for name, one in self.outcome.measured.items()}
 
     def document(self) -> dict[str, Any]:
-        """The content of checkpoints.json."""
+        """Return the content of checkpoints.json."""
         return {
             "schema": 1,
             "model": self.model,
@@ -103,14 +103,14 @@ def measure_checkpoints(
     """Measure a model at several steps of its training, on the same sequences.
 
     Args:
-        model: Hugging Face id if there are `revisions`; otherwise a folder of checkpoints or a run directory.
-        revisions: names that contain the step.
-        out: directory of checkpoints.json and of one directory per checkpoint; a repeated call resumes.
+        model: Hugging Face id with `revisions`; else a folder of checkpoints or a run directory.
+        revisions: revisions whose names contain the step.
+        out: output directory: checkpoints.json and one directory per checkpoint; a repeated call resumes.
 
     Raises:
-        InputError: see `saved_models`; also if a text or option is unusable, `out` has results of another request, or
-            all checkpoints fail. Otherwise a checkpoint that fails is listed as failed.
-        UnsavedError: if a result cannot be saved; the error has the results so far.
+        InputError: see `saved_models`; also if a text or option is unusable, `out` has results with other settings, or
+            all checkpoints fail. A single failed checkpoint is listed in the results.
+        UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     saved = {one.key: one for one in saved_models(model, revisions)}
     request.check(text)

@@ -1,8 +1,7 @@
-"""Compare several models on the same text, such as base and chat, or small and large.
+"""Compare several models on the same text.
 
-Each model reads the text with its own tokenizer, and conversations with its own chat template. With different
-tokenizers two models read the same text as different tokens, so their losses per token are not subtracted; bits per
-byte can be compared.
+Each model uses its own tokenizer and chat template. Losses per token are not subtracted if the tokenizers differ; bits
+per byte are comparable.
 """
 
 import math
@@ -34,18 +33,18 @@ ComparedNumber = tuple[str, str, Callable[[Measurement], float | None]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The measurements by model; the first model is the reference."""
+    """Measurements by model; the first model is the reference."""
 
     text: str | None
     measured: dict[str, Measurement]
 
     def rows(self) -> list[ComparedQuantity]:
-        """The rows of the table: quantities that at least one model has."""
+        """Return the rows of the table: quantities that at least one model has."""
         rows = [_row(quantity, self.measured) for quantity in _quantities(next(iter(self.measured.values())))]
         return [row for row in rows if row.infinite or any(value is not None for value in row.values.values())]
 
     def document(self) -> dict[str, Any]:
-        """The content of comparison.json."""
+        """Return the content of comparison.json."""
         return {
             "schema": 1,
             "text": self.text,
@@ -63,16 +62,16 @@ def compare_models(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Comparison:
-    """Measure two or more models sequentially on the same text or the same kind of generated tokens.
+    """Measure two or more models on the same text or the same kind of random tokens.
 
     Args:
         models: run directories, model directories or names on the Hugging Face hub.
-        out: directory of comparison.json and of one directory per model; a repeated call resumes.
+        out: output directory: comparison.json and one directory per model; a repeated call resumes.
 
     Raises:
-        InputError: before any measurement, if there are fewer than two models, a repeated one or no text, a template
-            fails on the text, or `out` has results of another request.
-        UnsavedError: if a result cannot be saved; the error has the comparison so far.
+        InputError: before any measurement, if there are fewer than two models, duplicate models or no text, a chat
+            template fails on the text, or `out` has results with other settings.
+        UnsavedError: if a result cannot be saved; the exception contains the comparison so far.
         SinklabError: if a model cannot be measured; finished measurements are kept.
     """
     if len(models) < 2:
@@ -112,10 +111,10 @@ def compare_models(
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:
-    """Shortest distinct labels of models: the full Hugging Face id, or the last folders of a path.
+    """Return the shortest distinct labels of models: the Hugging Face id, or the last folders of a path.
 
     Raises:
-        InputError: if a model is repeated.
+        InputError: if there are duplicates.
     """
     parts = {model: _parts(model) for model in models}
     for count in range(1, 2 + max(map(len, parts.values()))):
@@ -131,7 +130,7 @@ def _on_hub(model: str) -> bool:
 
 
 def _parts(model: str) -> tuple[str, ...]:
-    """The folders of a path, or the parts of a Hugging Face id, without `..` and the root."""
+    """Split a path or a Hugging Face id into its parts, without `..` and the root."""
     path = Path(model) if _on_hub(model) else Path(model).expanduser().resolve()
     return tuple(part for part in path.parts if part not in (path.anchor, "..", "."))
 
@@ -157,7 +156,7 @@ def _difference(value: float | None, reference: float | None) -> float | None:
 
 
 def _quantities(first: Measurement) -> list[ComparedNumber]:
-    """The quantities compared; sink rates at every requested threshold."""
+    """List the quantities to compare; sink rates at every requested threshold."""
     quantities: list[ComparedNumber] = [
         (f"Sink_{k + 1}", "% of heads", lambda m, k=k: m.sink_rate[k]) for k in range(min(POSITIONS, first.length))
     ]

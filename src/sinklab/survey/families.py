@@ -1,4 +1,4 @@
-"""The paper's open models: measurements compared with the published sink rates, and model sizes (`--dry-run`)."""
+"""Measure the paper's open models and compare with the published sink rates; model sizes (`--dry-run`)."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,8 +24,8 @@ from sinklab.survey.request import Request
 FAMILIES = "families.json"
 GB = 10**9
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
-PROCESS = 0.5 * GB  # Python, PyTorch and transformers, as measured
-PER_LOGIT = 12  # bytes: the logits, their float32 copy and their softmax
+PROCESS = 0.5 * GB  # memory of a process with PyTorch and transformers, measured
+PER_LOGIT = 12  # bytes: logits, their float32 copy and their softmax
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Families:
     outcome: Outcome
 
     def published(self, model: OpenModel) -> float | None:
-        """The published Sink_1 in percent; None if the paper has none for the request."""
+        """Return the published Sink_1, percent; None if the paper has none for these settings."""
         return published(model, self.request)
 
     def document(self) -> dict[str, Any]:
-        """The content of families.json."""
+        """Return the content of families.json."""
         return {
             "schema": 1,
             "models": {model.id: self._entry(model) for model in self.models if model.id in self.outcome.measured},
@@ -74,14 +74,14 @@ def measure_families(
 
     Args:
         names: families of open_models.yaml, or `all`.
-        models_dir: directory of local models, each in a directory named by its Hugging Face id or the last part of it;
-            the hub is then not used.
-        out: directory of families.json and of one directory per model; a repeated call resumes, and may add families.
+        models_dir: directory of local models, in folders named by the Hugging Face id or its last part; the hub is then
+            not used.
+        out: output directory: families.json and one directory per model; a repeated call resumes and may add families.
 
     Raises:
-        InputError: if there is no such family or directory, no text, or `out` has results of another request. A model
-            that fails is listed as failed.
-        UnsavedError: if a result cannot be saved; the error has the results so far.
+        InputError: if there is no such family or directory, no text, or `out` has results with other settings. A failed
+            model is listed in the results.
+        UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     asked = models_of(names)
     models = [model for model in models_of([EVERY]) if model in asked or (out and _is_measured(out / model.id))]
@@ -105,7 +105,7 @@ def measure_families(
 
 
 def published(model: OpenModel, request: Request) -> float | None:
-    """The published Sink_1 of a model in percent; None if the paper has none for the request."""
+    """Return the published Sink_1 of a model, percent; None if the paper has none for these settings."""
     wanted = setting()
     same = (request.sequences, request.length) == (wanted.sequences, wanted.length)
     same = same and wanted.eps in request.options.eps
@@ -114,23 +114,19 @@ def published(model: OpenModel, request: Request) -> float | None:
 
 
 def sink_1(measurement: Measurement) -> float:
-    """Sink_1 in percent, at the paper's threshold if it was requested, else at the first one."""
+    """Return Sink_1 in percent, at the paper's threshold if requested, else at the first threshold."""
     rates = (measurement.sink_rates or {}).get(f"{setting().eps:g}", measurement.sink_rate)
     return rates[0]
 
 
 def check_models_dir(models_dir: Path | None) -> None:
-    """Refuse a path that is not a directory.
-
-    Raises:
-        InputError: if the path is not a directory.
-    """
+    """Raise InputError if the path is not a directory."""
     if models_dir is not None and not models_dir.is_dir():
         raise InputError(f"--models-dir {models_dir} is not a directory: pass the directory that contains the models")
 
 
 def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
-    """The model's directory in `models_dir`; None if there is none."""
+    """Return the model's directory in `models_dir`; None if there is none."""
     if models_dir is None:
         return None
     candidates = (models_dir / model.id, models_dir / model.id.rpartition("/")[2])
@@ -138,7 +134,7 @@ def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
 
 
 def place_of(model: OpenModel, models_dir: Path | None) -> str:
-    """The name to load: the model's directory, or its Hugging Face id without a `models_dir`.
+    """Return the name to load: the model's directory, or its Hugging Face id without `models_dir`.
 
     Raises:
         InputError: if `models_dir` does not contain the model.
@@ -158,18 +154,18 @@ def _is_measured(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Size:
-    """Disk and memory of one model; GB are 10^9 bytes.
+    """Disk and memory requirements of a model; 1 GB is 10^9 bytes.
 
     Attributes:
         model: Hugging Face id.
         family: family in open_models.yaml.
         parameters: number of parameters, with tied embeddings counted once.
-        counted: "config" if counted from a local configuration, else "list".
-        disk_gb: size of the weights: local files, else parameters in the checkpoint's dtype.
+        counted: source of `parameters`: "config" (a local configuration) or "list" (open_models.yaml).
+        disk_gb: size of the local weight files, else of the parameters in the checkpoint's dtype.
         float32_gb, bfloat16_gb: size of the weights in memory, by dtype (float16 as bfloat16).
-        peak_gb: estimated peak memory for the request: weights in its dtype, the process, and the larger of one
-            batch and, if the dtype is not the checkpoint's, the checkpoint while it is read.
-        published: published Sink_1 for the request, percent; None if the paper has none.
+        peak_gb: estimated peak memory: weights, process, and the larger of one batch and (if the dtype is converted)
+            the checkpoint.
+        published: published Sink_1 for these settings, percent; None if the paper has none.
     """
 
     model: str
@@ -191,7 +187,7 @@ def sizes(
     dtype: str = "auto",
     device: str = "auto",
 ) -> list[Size]:
-    """Estimate the size of every model of the families, without downloads and without reading weights.
+    """Estimate the size of the families' models without downloads and without reading weights.
 
     Raises:
         InputError: if there is no such family or directory.
@@ -202,12 +198,12 @@ def sizes(
 
 
 def sizes_document(found: Sequence[Size]) -> dict[str, Any]:
-    """The output of `--dry-run --json`."""
+    """Return the output of `--dry-run --json`."""
     return {"schema": 1, "models": [asdict(size) for size in found]}
 
 
 def working_bytes(width: int, vocabulary: int, request: Request) -> float:
-    """Estimate the memory of one batch in bytes: a block's activations, and logits for the loss."""
+    """Estimate the memory of one batch in bytes: a block's activations, and the logits."""
     batch = min(request.options.batch_size or LARGEST, request.sequences)
     activations = Sizes(width, ffn_width=4 * width, layers=0, heads=0).bytes_per_sequence(request.length)
     return batch * activations + min(batch * request.length * vocabulary, LOGITS_AT_ONCE) * PER_LOGIT
@@ -240,10 +236,10 @@ def parameters_of_config(name: str) -> int | None:
     """Count the parameters from a local configuration; the model is built on the meta device.
 
     Args:
-        name: a directory, or a Hugging Face id whose configuration may be in the cache.
+        name: directory, or Hugging Face id with a cached configuration.
 
     Returns:
-        Number of parameters; None without a local configuration that transformers supports.
+        Number of parameters; None if there is no local configuration that transformers supports.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -257,6 +253,6 @@ def parameters_of_config(name: str) -> int | None:
 
 
 def _on_disk(directory: Path | None) -> float | None:
-    """GB of the weights in a directory; None if there are none."""
+    """Return the size of a directory's weight files in GB; None if there are none."""
     files = [] if directory is None else list(directory.glob("*.safetensors"))
     return sum(file.stat().st_size for file in files) / GB or None

@@ -1,6 +1,6 @@
-"""Surveys: many measurements in one document, each saved in its own directory with its request.
+"""Surveys: several measurements, each saved with its settings in a separate directory, and a document of the results.
 
-A repeated call runs only missing measurements. A call with another request is refused, so that no table mixes settings.
+A repeated call runs only missing measurements. A call with other settings is refused, so that no table mixes settings.
 """
 
 import gc
@@ -39,7 +39,7 @@ class Item:
 
     Attributes:
         name: name in the result and of the directory.
-        request: everything that determines the result, as plain JSON.
+        request: settings that affect the result, JSON-serializable.
         measure: function that runs the measurement.
     """
 
@@ -48,10 +48,10 @@ class Item:
     measure: Callable[[Progress], Measurement]
 
     def finished(self, folder: Path) -> Measurement | None:
-        """The measurement of an earlier call; None if there is none.
+        """Load the measurement of an earlier call; None if there is none.
 
         Raises:
-            InputError: if it was made with another request, or is damaged.
+            InputError: if the measurement has other settings or is damaged.
         """
         if not (folder / "measurement.json").is_file():
             return None
@@ -59,28 +59,28 @@ class Item:
             before = parse_json((folder / REQUEST).read_text("utf-8")) if (folder / REQUEST).is_file() else {}
         except ValueError as error:
             raise InputError(f"{folder / REQUEST} is damaged: delete {folder} to measure it again") from error
-        unknown = None in (before.get(FILES), self.request.get(FILES))  # the model is not, or was not, on this machine
+        unknown = None in (before.get(FILES), self.request.get(FILES))  # the model is, or was, not on this machine
         check_request(folder, "a measurement", before, self.request, {FILES} if unknown else set())
         return Measurement.load(folder)
 
     def save(self, folder: Path, measurement: Measurement) -> None:
-        """Save the measurement with its request."""
+        """Save the measurement with its settings."""
         write_json(folder / REQUEST, self.request)
         measurement.save(folder)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Measurements of a survey by name, and reasons for failures."""
+    """Measurements of a survey and reasons for failures, by name."""
 
     measured: dict[str, Measurement] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def check_any(self, what: str) -> None:
-        """Refuse a survey in which all measurements failed.
+        """Check that not all measurements failed.
 
         Raises:
-            InputError: if all failed; the message has the first reason.
+            InputError: if all failed; the message contains the first reason.
         """
         if not self.measured:
             name, failure = next(iter(self.failed.items()))
@@ -100,18 +100,18 @@ def measure_all(
     """Measure the items that are not finished.
 
     Args:
-        result_of: builds the result from the measurements so far.
-        out: results directory; None saves nothing.
-        document: file of the result, written after every measurement.
-        prepare: called with the names of the unfinished items, if there are any, before the first measurement.
-        stop_at_failure: whether to raise the error of an item; the document is then written only at the end.
+        result_of: function that builds the result from the measurements so far.
+        out: output directory; None saves nothing.
+        document: file name of the result, which is written after every measurement.
+        prepare: callback, called with the names of unfinished items, if any, before the first measurement.
+        stop_at_failure: raise the error of an item; the document is then written only at the end.
 
     Raises:
-        InputError: before any measurement, if `out` cannot be written, or has files that sinklab did not write or
-            measurements of another request.
+        InputError: before any measurement, if `out` cannot be written, or has files not written by sinklab or
+            measurements with other settings.
         HeldError: if another process writes the same document.
-        UnsavedError: if a result cannot be saved; the error has the results so far.
-        Exception: the error of an item, with `stop_at_failure`.
+        UnsavedError: if a result cannot be saved; the exception contains the results so far.
+        Exception: the error of an item, if `stop_at_failure`.
     """
     ledger = Ledger[AnyDocument](out, document)
     if out is not None:
@@ -153,7 +153,7 @@ def measure_all(
 
 
 def summary_line(measurement: Measurement) -> str:
-    """The headline numbers of a measurement."""
+    """Format the main numbers of a measurement as one line."""
     parts = [f"Sink_1 {measurement.sink_rate[0]:.2f} %" + in_brackets(elsewhere_text(measurement.sink_rate))]
     if measurement.loss is not None:
         parts.append(f"loss {measurement.loss:.4f}")
@@ -163,11 +163,11 @@ def summary_line(measurement: Measurement) -> str:
 def deciding_request(
     model: str, place: Path | None, text: str | None, loading: Loading, request: Request
 ) -> dict[str, Any]:
-    """Everything that determines the result of a measurement, as plain JSON.
+    """Return all settings that affect a measurement, as a JSON-serializable dict.
 
     Args:
         place: directory or file of the model; None for a model on the hub.
-        text: identity of the text; None if there is none.
+        text: identity of the text; None without a text.
     """
     files = None if place is None else model_files(place)
     loaded = {"revision": loading.revision, "dtype": loading.dtype}
@@ -176,7 +176,7 @@ def deciding_request(
 
 
 def _release_memory() -> None:
-    """Free the memory of the previous model."""
+    """Release the memory of the previous model."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -184,14 +184,14 @@ def _release_memory() -> None:
 
 @dataclass(frozen=True)
 class Domains:
-    """Measurements of one model on several texts, by domain."""
+    """Measurements of a model by domain of text."""
 
     model: str
     text: str
     outcome: Outcome
 
     def document(self) -> dict[str, Any]:
-        """The content of domains.json."""
+        """Return the content of domains.json."""
         return {
             "schema": 1,
             "model": self.model,
@@ -210,18 +210,18 @@ def measure_domains(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Domains:
-    """Measure a model, loaded once, on every .txt and .jsonl file of a folder.
+    """Measure a model on every .txt and .jsonl file of a folder.
 
-    The number of sequences of a domain is limited by the size of its file.
+    A domain has fewer sequences if its file is small.
 
     Args:
         model: a run directory, a model directory, or a name on the Hugging Face hub.
-        out: directory of domains.json and of one directory per domain; a repeated call resumes.
+        out: output directory: domains.json and one directory per domain; a repeated call resumes.
 
     Raises:
-        InputError: if there is no folder of texts, inputs are not natural, a model or option is unusable, `out`
-            has results of another request, or all domains fail. Otherwise a domain that fails is listed as failed.
-        UnsavedError: if a result cannot be saved; the error has the results so far.
+        InputError: if there is no folder of texts, the inputs are not natural, model or an option is unusable, `out`
+            has results with other settings, or all domains fail. A single failed domain is listed in the results.
+        UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     if folder is None or not folder.is_dir():
         raise InputError(f"--by-domain needs --text FOLDER, a folder of .jsonl or .txt files; got {folder}")
@@ -250,7 +250,7 @@ def measure_domains(
 
 
 def domain_files(folder: Path) -> dict[str, Path]:
-    """Files of a folder by domain, the path without suffix; with suffix if two files differ only in the suffix.
+    """Return the files of a folder by domain: the path without suffix, or with suffix if ambiguous.
 
     Raises:
         InputError: if the folder has no .txt or .jsonl file.

@@ -1,11 +1,11 @@
-"""One measurement: a model by its name, the sequences that it reads, and the notes on both.
+"""Measure one model by its name.
 
-Bits per byte are the loss over the bytes of the text, and can be compared between tokenizers:
+Bits per byte normalise the loss by the bytes of the text, so they are comparable between tokenizers:
 
     bits per byte = (sum over predicted tokens of -log2 p) / (sum over predicted tokens of their UTF-8 bytes)
 
-Tokens that are not predicted are in neither sum: BOS, and without BOS the first token of every sequence. Of a character
-that is cut at the end of a sequence, the bytes of the tokens inside are counted.
+Both sums leave out tokens that are not predicted: BOS, or without BOS the first token of every sequence. If a sequence
+ends within a character, only the bytes of the tokens inside the sequence are counted.
 """
 
 import math
@@ -58,13 +58,13 @@ def measure_model(
     Args:
         model: a run directory (it has a recipe.yaml), a model directory, or a name on the Hugging Face hub.
         text: a .txt or .jsonl file or a folder of them; needed for natural inputs only.
-        out: directory of the result; None saves nothing.
-        progress: called with (sequences done, sequences in all).
+        out: output directory; None saves nothing.
+        progress: callback, called with (sequences done, total sequences).
 
     Raises:
-        InputError: an unusable model, text or option, or an `out` that cannot hold the result.
-        UnsavedError: the result could not be saved; the error has it.
-        SinklabError: the model cannot be measured.
+        InputError: if model, text or an option is unusable, or `out` cannot be written.
+        UnsavedError: if the result could not be saved; the exception contains it.
+        SinklabError: if the model cannot be measured.
     """
     check_name(model)
     request.check(text)
@@ -80,35 +80,34 @@ def measure_model(
 def load_model(
     name: str, loading: Loading, step: int | None = None, *, request: Request | None = None, text: Path | None = None
 ) -> Model:
-    """Open a model to be measured.
+    """Load a model for a measurement.
 
     Args:
-        step: of the checkpoint, for a run directory; default: the newest.
-        request, text: of the measurement; a request that the tokenizer rules out is refused before the weights are
-            read.
+        step: step of the checkpoint, for a run directory; default: the newest.
+        request, text: settings of the measurement, checked against the tokenizer before the weights are read.
 
     Raises:
-        InputError: the model cannot be loaded, or the request does not fit it.
+        InputError: if the model cannot be loaded, or the request does not fit it.
     """
     check = None if request is None else partial(_check_bos, name, request, text)
     return open_model(name, loading, step=step, check=check)
 
 
 def check_loadable(name: str, loading: Loading) -> None:
-    """Refuse a model that does not exist or has no config.
+    """Check that a model exists and has a config.
 
     Raises:
-        InputError: the model cannot be loaded.
+        InputError: if the model cannot be loaded.
     """
     if not is_run(name):
         check_config(name, loading)
 
 
 def check_readable(name: str, loading: Loading, text: Path | None, request: Request) -> None:
-    """Refuse a model whose chat template fails on the text; its weights are not loaded.
+    """Check that a model's tokenizer and chat template can encode the text, without loading the weights.
 
     Raises:
-        InputError: the model has no tokenizer, or the text gives too few sequences with it.
+        InputError: if the model has no tokenizer, its template fails, or the text gives too few sequences.
     """
     if is_run(name) or request.options.inputs != "natural":
         return
@@ -126,7 +125,7 @@ def check_readable(name: str, loading: Loading, text: Path | None, request: Requ
 
 
 def _check_bos(name: str, request: Request, text: Path | None, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Refuse to leave out BOS if neither the tokenizer nor its chat template writes one."""
+    """Raise InputError if BOS is to be ablated but neither the tokenizer nor its chat template adds one."""
     if "no_bos" not in request.study.ablate or default_prefix(tokenizer):
         return
     conversations = Conversations(tokenizer, keep_bos=not request.drawn_text)
@@ -138,19 +137,19 @@ def _check_bos(name: str, request: Request, text: Path | None, tokenizer: "PreTr
 
 def _no_bos_to_leave_out(why: str) -> InputError:
     return InputError(
-        f"--ablate no_bos: {why}, so there is none to leave out; --ablate mask_first:1 hides the first token instead"
+        f"--ablate no_bos: {why}, so there is none to leave out; use --ablate mask_first:1 to hide the first token"
     )
 
 
 @dataclass(frozen=True)
 class ReadTokens:
-    """The sequences of a measurement.
+    """Input sequences of a measurement.
 
     Attributes:
-        tokens_NT: token ids.
+        tokens_NT: token ids, (N, T).
         sizes_NT: bytes of text per token (`inputs.sizes_of`); None for random and repeated tokens.
         bos_tokens: number of special tokens at the start of each sequence.
-        conversations: rendering of chats.
+        conversations: renderer of chat conversations.
     """
 
     tokens_NT: Tensor
@@ -160,10 +159,10 @@ class ReadTokens:
 
 
 def check_request(model: Model, request: Request) -> None:
-    """Refuse a request that does not fit the model.
+    """Check that the settings fit the model.
 
     Raises:
-        InputError: sequences beyond the context, or changed learned positions in a model without any.
+        InputError: if the sequences exceed the context, or learned positions are changed in a model without them.
     """
     model.adapter.check_length(request.length)
     with changed_positions(cast("Any", model.adapter.module), request.study, request.length):
@@ -171,10 +170,10 @@ def check_request(model: Model, request: Request) -> None:
 
 
 def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens:
-    """The sequences of a request.
+    """Build the input sequences.
 
     Raises:
-        InputError: sequences beyond the context, an unusable text, or no BOS to leave out.
+        InputError: if the sequences exceed the context, the text is unusable, or there is no BOS to ablate.
     """
     model.adapter.check_length(request.length)
     drawn_NT = request.drawn(model.vocabulary)
@@ -196,11 +195,11 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
 
 
 def measure_loaded(model: Model, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-    """Measure a loaded model; arguments as those of `measure_model`.
+    """Measure a loaded model; arguments as in `measure_model`.
 
     Raises:
-        InputError: an unusable text or option.
-        SinklabError: the model cannot be measured.
+        InputError: if the text or an option is unusable.
+        SinklabError: if the model cannot be measured.
     """
     read = read_tokens(model, text, request)
     measurement = measure_with_study(
@@ -224,11 +223,11 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
 
 
 def _with_bits_per_byte(measurement: Measurement, sizes_NT: Tensor | None, first_target: int) -> Measurement:
-    """Add `bits_per_byte`, or a note on why there is none.
+    """Add `bits_per_byte`, or a note why it could not be computed.
 
     Args:
-        sizes_NT: bytes of text per token, 0 for BOS, negative if the token does not spell the text; None for random and
-            repeated tokens.
+        sizes_NT: bytes of text per token, 0 for BOS, negative if tokens and text differ; None for random and repeated
+            tokens.
         first_target: 1-based position of the first predicted token.
     """
     if sizes_NT is None or measurement.loss is None:
@@ -236,7 +235,7 @@ def _with_bits_per_byte(measurement: Measurement, sizes_NT: Tensor | None, first
     predicted_NT = sizes_NT[:, first_target - 1 :]
     unknown = int((predicted_NT < 0).any(1).sum())
     if unknown:
-        why = f"in {unknown} of {len(sizes_NT)} sequences the tokens do not spell the text"
+        why = f"tokens and text differ in {unknown} of {len(sizes_NT)} sequences"
         note = f"no bits per byte: {why}: the tokenizer changes or leaves out characters, or the recipe replaces tokens"
         return measurement.model_copy(update={"notes": [*measurement.notes, note]})
     size = int(predicted_NT.sum())
@@ -251,13 +250,13 @@ def _annotated(
     conversations: Conversations,
     loaded: Sequence[str] = (),
 ) -> Measurement:
-    """Add the notes on how the model was loaded and on the text."""
+    """Add notes on the loading of the model and on the text."""
     notes = [*loaded, *conversations.notes()]
     folder = text if request.options.inputs == "natural" and text is not None and text.is_dir() else None
     if folder is not None and len(files := text_files(folder)) > 1:
-        notes.append(f"the sequences are taken from the {len(files)} files of {text} in turn")
+        notes.append(f"the sequences alternate between the {len(files)} files of {text}")
     if measurement.sequences < request.sequences:
         shared = f"the pieces of the text are divided among {SHARES} draws"
-        why = shared if request.drawn_text else "the text has no more that are long enough"
+        why = shared if request.drawn_text else "the text has no more sequences of this length"
         notes.append(f"{measurement.sequences} of {request.sequences} sequences: {why}")
     return measurement.model_copy(update={"notes": [*measurement.notes, *notes]}) if notes else measurement

@@ -1,4 +1,4 @@
-"""The paper's open models, with their sizes and published sink rates: `open_models.yaml`."""
+"""The paper's open models with sizes and published sink rates (`open_models.yaml`)."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +16,7 @@ EVERY = "all"
 
 
 class Setting(Part):
-    """The settings of the published sink rates, except for the text."""
+    """Settings of the published sink rates, except the text."""
 
     sequences: int
     length: int
@@ -24,16 +24,16 @@ class Setting(Part):
 
 
 class OpenModel(Part):
-    """One model of the list.
+    """A model in open_models.yaml.
 
     Attributes:
         id: Hugging Face id.
         family: name of the family on the command line.
         dtype: data type of the checkpoint.
         parameters: number of parameters, with tied embeddings counted once.
-        width, vocabulary: width of the residual stream, and size of the token embedding.
+        width, vocabulary: hidden size, and vocabulary size of the embedding.
         published: published Sink_1 in percent, by kind of input; empty if the paper has none.
-        source: table of the paper.
+        source: table of the paper with the published rates.
     """
 
     id: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
@@ -54,13 +54,13 @@ class OpenModel(Part):
 
 @cache
 def setting() -> Setting:
-    """The settings of the published sink rates."""
+    """Load the settings of the published sink rates."""
     return Setting.model_validate(_document()["setting"])
 
 
 @cache
 def families() -> dict[str, tuple[OpenModel, ...]]:
-    """The models by family."""
+    """Load the models by family."""
     return {
         name: tuple(OpenModel(family=name, dtype=family["dtype"], **model) for model in family["models"])
         for name, family in _document()["families"].items()
@@ -68,7 +68,7 @@ def families() -> dict[str, tuple[OpenModel, ...]]:
 
 
 def models_of(names: Sequence[str]) -> list[OpenModel]:
-    """The models of the families without duplicates, in the order of the list; `all` selects every family.
+    """Return the models of families without duplicates, in the order of the list; `all` selects every family.
 
     Raises:
         InputError: if a family is unknown; the message lists the known ones.

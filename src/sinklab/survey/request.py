@@ -1,4 +1,4 @@
-"""The request of a measurement: the sequences that a model reads, and the quantities measured on them."""
+"""Settings of a measurement: input sequences and measured quantities."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,19 +30,19 @@ DECIDING = (
     "details",
     "maps",
 )
-"""The settings that decide the result, in the order of request.json, which is hashed as text."""
+"""Settings that affect the result, in the order of request.json, which is hashed as text."""
 
 
 class Request(CommandSettings, frozen=True):
-    """A request, for one model or many.
+    """Settings of a measurement of one or several models.
 
     Attributes:
-        options: quantities to be measured, and the kind of inputs; lengths in any order.
-        sequences, length: N and T.
-        no_bos: leave out the special tokens that the tokenizer, or the run's recipe, puts first.
-        seed: of random and repeated tokens; for drawn text the number of the draw.
-        drawn_text: natural sequences are drawn from all pieces of the text instead of its beginning.
-        fewer: accept fewer sequences from a short text, with a note; always the case for drawn text.
+        options: measured quantities, and the kind of inputs; lengths in any order.
+        sequences, length: number of sequences N and tokens per sequence T.
+        no_bos: leave out the special tokens that the tokenizer or the run's recipe prepends.
+        seed: random seed of random and repeated tokens; number of the draw for drawn text.
+        drawn_text: sample natural sequences from the whole text instead of reading its beginning.
+        fewer: accept fewer sequences if the text is short, with a note; always True for drawn text.
         study: ablations and changed positions.
     """
 
@@ -51,17 +51,19 @@ class Request(CommandSettings, frozen=True):
     options: Options = Options()
     sequences: SequenceCount = 100
     length: SequenceLength = 64
-    no_bos: bool = Field(default=False, description="Without the special tokens that the tokenizer prepends.")
-    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Of random and repeated tokens.")
+    no_bos: bool = Field(default=False, description="Omit the special tokens that the tokenizer prepends.")
+    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
+        default=0, description="Random seed for random and repeated tokens."
+    )
     fewer: bool = False
     drawn_text: bool = False
     study: Study = Study()
 
     def check(self, text: Path | None) -> None:
-        """Refuse a request that no model can answer.
+        """Check the settings against the text.
 
         Raises:
-            InputError: natural inputs without a readable text, or an option that `check_options` refuses.
+            InputError: if the inputs are natural and there is no readable text, or `check_options` fails.
         """
         from sinklab.data.sources.corpora import documents
 
@@ -70,11 +72,11 @@ class Request(CommandSettings, frozen=True):
             next(documents(str(self.needed(text))))
 
     def check_options(self) -> None:
-        """Refuse options that are invalid for every model and text.
+        """Check the options that do not depend on model or text.
 
         Raises:
-            InputError: lengths that are not shorter than the sequences, a position beyond them, an unknown ablation or
-                one without a loss.
+            InputError: if lengths are not shorter than the sequences, a position is beyond their end, or an ablation is
+                unknown or requested without the loss.
         """
         from sinklab.measuring.surgery.study import check_study
 
@@ -84,28 +86,28 @@ class Request(CommandSettings, frozen=True):
         check_study(self.study, self.length)
         if "no_bos" in self.study.ablate and (self.no_bos or self.options.inputs != "natural"):
             why = "--no-bos leaves it out already" if self.no_bos else f"--inputs {self.options.inputs} has none"
-            raise InputError(f"--ablate no_bos leaves the BOS out, and {why}: give one of the two")
+            raise InputError(f"--ablate no_bos leaves out BOS, but {why}: use only one of the two options")
 
     def needed(self, text: Path | None) -> Path:
-        """The text of natural inputs.
+        """Return the text of natural inputs.
 
         Raises:
-            InputError: no text was given.
+            InputError: if there is no text.
         """
         if text is None:
-            raise InputError("natural inputs need a text: give --text FILE (.txt or .jsonl), or --inputs random")
+            raise InputError("natural inputs need a text: add --text FILE (.txt or .jsonl), or use --inputs random")
         return text
 
     def text_tokens(
         self, text: Path, encode: "Encode", *, length: int, prefix: Sequence[int] = (), render: "Render"
     ) -> "tuple[Tensor, Tensor | None]":
-        """Sequences of the text, and the bytes of text per token (`inputs.sizes_of`), both N x T.
+        """Tokenize the text; return token ids and bytes of text per token (`inputs.sizes_of`), both (N, T).
 
         Args:
             length: tokens per sequence, `prefix` included.
 
         Raises:
-            InputError: as `natural_text` and `drawn_text`.
+            InputError: raised by `natural_text` and `drawn_text`.
         """
         from sinklab.measuring.inputs import drawn_text, natural_text, sizes_of, with_prefix
 
@@ -117,7 +119,7 @@ class Request(CommandSettings, frozen=True):
         return with_prefix(bodies, prefix), sizes_of(bodies, prefix)
 
     def drawn(self, vocabulary: int) -> "Tensor | None":
-        """Random or repeated tokens; None for natural inputs."""
+        """Sample random or repeated tokens; None for natural inputs."""
         from sinklab.measuring.inputs import random_tokens, repeated_tokens
 
         draw = {"random": random_tokens, "repeat": repeated_tokens}.get(self.options.inputs)
@@ -126,11 +128,11 @@ class Request(CommandSettings, frozen=True):
         return draw(vocabulary, sequences=self.sequences, length=self.length, seed=self.seed)
 
     def options_for(self, model_name: str, bos: bool) -> Options:
-        """The options for one model, with its name and BOS."""
+        """Copy the options, with the name and BOS of one model."""
         return self._in_order().model_copy(update={"model_name": model_name, "bos": bos})
 
     def document(self) -> dict[str, Any]:
-        """Everything that decides the result, as plain JSON."""
+        """Return the settings that affect the result as a JSON-serializable dict."""
         asked = {name: True for name in ("explore", "gradients") if getattr(self.options, name)}
         found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
@@ -139,6 +141,6 @@ class Request(CommandSettings, frozen=True):
         return {key: found[key] for key in DECIDING} | drawn | asked
 
     def _in_order(self) -> Options:
-        """The options with sorted lengths, without the full length."""
+        """Copy the options with sorted lengths, without the full length."""
         lengths = tuple(sorted(set(self.options.lengths) - {self.length}))
         return self.options.model_copy(update={"lengths": lengths})

@@ -1,7 +1,4 @@
-"""Schemas of domains.json, comparison.json, families.json and checkpoints.json, as read by reports.
-
-Each is saved next to one directory per measurement.
-"""
+"""Schemas of domains.json, comparison.json, families.json and checkpoints.json, as read by reports."""
 
 from typing import Literal
 
@@ -11,10 +8,10 @@ from sinklab.schema import ReadDocument
 
 
 class DomainsDocument(ReadDocument):
-    """domains.json: one model on many texts.
+    """domains.json: one model on several texts.
 
     Attributes:
-        model: name or path.
+        model: name or path of the model.
         measured: measurements by directory name.
         failed: reasons for failed measurements, by name.
     """
@@ -25,13 +22,13 @@ class DomainsDocument(ReadDocument):
 
 
 class ComparedQuantity(ReadDocument):
-    """One line of a comparison.
+    """A row of a comparison.
 
     Attributes:
-        quantity, unit: name and unit.
-        values: values by model; None if the model lacks the quantity, or the value is infinite.
-        differences: differences from the first model, by model; None if one of the two values is None, or for
-            a loss per token between different vocabularies.
+        quantity, unit: name and unit of the quantity.
+        values: value by model; None if missing or infinite.
+        differences: difference from the first model, by model; None if a value is None, or for losses per token of
+            different vocabularies.
         infinite: models with an infinite value.
     """
 
@@ -46,7 +43,7 @@ class ComparisonDocument(ReadDocument):
     """comparison.json: several models on the same text; the first is the reference.
 
     Attributes:
-        measured: measurements by directory name; all of them, as the document is written last.
+        measured: all measurements by directory name.
     """
 
     rows: list[ComparedQuantity]
@@ -55,7 +52,7 @@ class ComparisonDocument(ReadDocument):
 
 
 class FamilyMember(ReadDocument):
-    """One open model that was measured.
+    """A measured open model.
 
     Attributes:
         parameters: number of parameters, with tied embeddings counted once.
@@ -77,7 +74,7 @@ class FamiliesDocument(ReadDocument):
 
 
 StepUnit = Literal["step", "tokens"]
-"""The unit of the numbers in the names of checkpoints."""
+"""Unit of the numbers in checkpoint names."""
 
 
 class MeasuredCheckpoint(ReadDocument):
@@ -88,10 +85,10 @@ class MeasuredCheckpoint(ReadDocument):
         unit: unit of `step`.
         checkpoint: revision or folder.
         sink_1, sink_bias: sink rates, percent of (sequence, layer, head) triples; None without a bias.
-        uniform_ratio: importance of the first token over that of uniform attention.
-        loss: nats per token; None if not measured.
-        norm_ratio: |h_1| over the mean of the others, in the block with the largest; None if unknown or infinite.
-        by_layer: Sink_1 of each attention layer, percent.
+        uniform_ratio: importance of the first token relative to uniform attention.
+        loss: loss, nats per token; None if not measured.
+        norm_ratio: |h_1| over the mean |h_t| of the other positions, maximum over blocks; None if unknown or infinite.
+        by_layer: Sink_1 by attention layer, percent.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""The training parts of a recipe: optimiser, schedule, loop, metric."""
+"""Training sections of a recipe: optimiser, schedule, training loop, sink metric."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -10,7 +10,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Parallel = Literal["ddp", "fsdp"]
 Recompute = Literal["none", "blocks"]
 
-Betas = Annotated[tuple[Fraction, Fraction], Field(description="decay rates of AdamW's two moments")]
+Betas = Annotated[tuple[Fraction, Fraction], Field(description="AdamW's beta_1 and beta_2")]
 Clip = Annotated[float | None, Field(gt=0, description="maximum global gradient norm; null: no clipping")]
 
 
@@ -20,7 +20,7 @@ class AdamW(Part):
     name: Literal["adamw"] = "adamw"
     lr: float = Field(default=4e-4, gt=0, description="peak learning rate")
     betas: Betas = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0, description="number added to the root of the second moment")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon, added to the root of the second moment")
     weight_decay: float = Field(default=0.1, ge=0, description="decoupled: w -= lr * weight_decay * w")
     clip: Clip = 1.0
 
@@ -45,18 +45,18 @@ class Sgd(Part):
 
 
 class Muon(Part):
-    """Muon for the matrices inside the blocks and the projections of embeddings, AdamW for all other weights.
+    """Muon for the matrices inside the blocks and the embedding projections, AdamW for all other weights.
 
-    A matrix, as it is stored (queries, keys and values are one), moves along the orthogonalised Nesterov momentum of
-    its gradient (torch.optim.Muon, five Newton-Schulz iterations), scaled by 0.2 sqrt(max(rows, columns)): the update
-    then has AdamW's size (2502.16982), and one learning rate and weight decay serve both.
+    The update of a matrix (queries, keys and values are one matrix) is the orthogonalised Nesterov momentum of its
+    gradient (torch.optim.Muon, five Newton-Schulz iterations), scaled by 0.2 sqrt(max(rows, columns)) to the RMS of
+    AdamW's updates (2502.16982), so that Muon and AdamW share learning rate and weight decay.
     """
 
     name: Literal["muon"] = "muon"
     lr: float = Field(default=4e-4, gt=0, description="peak learning rate of both Muon and AdamW")
-    momentum: float = Field(default=0.95, ge=0, lt=1, description="momentum of Muon")
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's momentum")
     betas: Betas = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0, description="AdamW: number added to the root of the second moment")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(default=0.1, ge=0, description="decoupled: w -= lr * weight_decay * w")
     clip: Clip = 1.0
 
@@ -69,17 +69,15 @@ class ScheduleConfig(Part):
 
     shape: Literal["flat", "cosine", "wsd"] = Field(
         default="cosine",
-        description="flat; cosine down to min_lr; wsd: flat, then linear to min_lr over the last decay_fraction",
+        description="flat: constant; cosine: decay to min_lr; wsd: constant, then linear decay to min_lr",
     )
-    warmup_steps: int = Field(
-        default=100, ge=0, description="warm-up steps, in which the learning rate rises to optim.lr"
-    )
+    warmup_steps: int = Field(default=100, ge=0, description="number of linear warm-up steps")
     min_lr: float = Field(default=0.0, ge=0, description="final learning rate of cosine and wsd")
-    decay_fraction: float = Field(default=0.2, ge=0, le=1, description="fraction of all steps in which wsd decays")
+    decay_fraction: float = Field(default=0.2, ge=0, le=1, description="decay phase of wsd, as a fraction of all steps")
 
 
 class TrainConfig(Part):
-    """The training loop. A step is one update on `batch_size` sequences of `model.context` tokens."""
+    """Settings of the training loop. A step is one update on `batch_size` sequences of `model.context` tokens."""
 
     steps: int = Field(default=20000, ge=1)
     batch_size: int = Field(default=512, ge=1, le=LARGEST, description="sequences per step")
@@ -96,24 +94,24 @@ class TrainConfig(Part):
     )
     float32_matmul: Literal["highest", "high"] = Field(
         default="highest",
-        description="precision of float32 matrix products in an update on CUDA: float32, or (high) TF32. Under bf16, "
-        "only the delta rule and linear kernels use them",
+        description="precision of float32 matmuls in training on CUDA: highest is float32, high is TF32. Under bf16, "
+        "only the delta rule and linear kernels use float32 matmuls",
     )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     parallel: Parallel = Field(
         default="ddp",
-        description="how torchrun processes share the work: ddp replicates the model, fsdp shards it. A single process "
-        "uses neither",
+        description="data parallelism over torchrun processes: ddp replicates the model, fsdp shards it; ignored with "
+        "one process",
     )
     compile: Literal["auto", "on", "off"] = Field(
-        default="auto", description="torch.compile around the attention cores; auto: on CUDA"
+        default="auto", description="torch.compile for everything except attention cores; auto: on CUDA"
     )
     recompute: Recompute = Field(
         default="none",
-        description="blocks: recompute activations in the backward pass, block by block, instead of storing them",
+        description="blocks: activation checkpointing per block; none: store all activations",
     )
     peak_flops: float | None = Field(
-        default=None, gt=0, description="peak FLOP/s of one card, for the utilisation; default: from a table"
+        default=None, gt=0, description="peak FLOP/s of one GPU, for the MFU; default: from a table of GPUs"
     )
 
     @field_validator("compile", mode="before")
@@ -130,7 +128,7 @@ class TrainConfig(Part):
 
 
 class MetricConfig(Part):
-    """The sink metric of every evaluation (2410.10781, section 3.2)."""
+    """Settings of the sink metric at evaluations (2410.10781, section 3.2)."""
 
     eps: float = Field(
         default=0.3, gt=0, lt=1, description="threshold: a position is a sink if its importance exceeds it"

@@ -1,7 +1,6 @@
-"""Evaluation of a run: validation loss and sink metric, always on the same sequences.
+"""Evaluation during training: validation loss and sink metric on a fixed set of sequences.
 
-Every process evaluates all sequences, so that results do not depend on the number of processes, and sharded parameters
-are gathered by all of them.
+Every process evaluates all sequences, so that results do not depend on the number of processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,22 +17,22 @@ from sinklab.train.directory.run import Run
 from sinklab.train.parallelize import gathered
 from sinklab.train.update import Updater
 
-LOSS_TOKENS = 2**15  # at a time, unless one sequence is longer
-OTHER_EPS = (0.2, 0.4)  # further thresholds of the rates in every evaluation
-METRIC_BATCH = 16  # fixed, so that a metric does not depend on the free memory, bit for bit
+LOSS_TOKENS = 2**15  # tokens per batch of the loss, at least one sequence
+OTHER_EPS = (0.2, 0.4)  # additional thresholds of the sink rate
+METRIC_BATCH = 16  # sequences per batch; fixed, so that the metric is bit-reproducible whatever memory is free
 
 
 class Evaluator:
-    """Evaluates the model of an updater.
+    """Evaluate the model of an updater.
 
     Args:
-        run: run that provides the validation text and the metric.
+        run: run with the validation text and the metric's settings.
         updater: updater whose model is evaluated, on its device and in its precision.
-        look: called between batches, and between the blocks of the metric; an exception from it ends the evaluation.
+        look: callback between batches and between the metric's blocks; an exception from it ends the evaluation.
 
     Raises:
         InputError: if the validation text is too short for the metric.
-        SinklabError: the text has been cut short or changed since it was opened, or cannot be read.
+        SinklabError: if the text cannot be read or has changed since it was opened.
     """
 
     def __init__(self, run: Run, updater: Updater, look: Callable[[], None] = lambda: None) -> None:
@@ -42,7 +41,7 @@ class Evaluator:
 
     @torch.no_grad()
     def losses(self) -> tuple[float, dict[str, float]]:
-        """Means over the evaluation sequences: the loss in nats per token, and each added loss, weighted, by name."""
+        """Compute the mean loss (nats per token) and the weighted auxiliary losses, by name."""
         model, device, added = self.updater.model, self.updater.device, self.recipe.losses
         losses = []
         model.eval()
@@ -60,8 +59,8 @@ class Evaluator:
         """Measure the sink metric on the validation text, under the recipe's data interventions.
 
         Args:
-            details: also the statistics of `measuring/statistics/details.py`.
-            other_eps: further thresholds, in addition to the recipe's.
+            details: also compute the statistics of `measuring/statistics/details.py`.
+            other_eps: additional thresholds.
         """
         metric = self.recipe.metric
         tokens_NT = torch.cat(self.batches)[: metric.sequences, : metric.length]
@@ -73,7 +72,7 @@ class Evaluator:
             bos=self.recipe.data.bos,
         )
         self.look()
-        alone = self.updater.world.size == 1  # `look` is a collective, and one of several may halve its batches
+        alone = self.updater.world.size == 1  # `look` is a collective; the number of batches may differ by process
         with self.updater.autocast(), gathered(self.updater.model):
             return measure(
                 NativeAdapter(self.updater.model),
@@ -84,9 +83,9 @@ class Evaluator:
 
 
 def _batches(run: Run) -> list[Tensor]:
-    """Enough validation sequences, in a fixed order, for loss and metric; no more at a time than in training.
+    """Load the validation sequences of loss and metric in a fixed order, in batches no larger than in training.
 
-    Their number depends on the recipe alone, not on that of the processes, so that the rounding is the same for all.
+    The batch size depends on the recipe only, so that rounding does not depend on the number of processes.
     """
     metric, valid = run.recipe.metric, run.loader("valid")
     if valid.chunks < metric.sequences:
@@ -102,5 +101,5 @@ def _batches(run: Run) -> list[Tensor]:
 
 
 def first_position(rates: Mapping[str, Sequence[float]] | None) -> dict[str, float] | None:
-    """The rates of position 1 by threshold, percent."""
+    """Return the sink rates of position 1 by threshold, percent."""
     return None if rates is None else {eps: of_positions[0] for eps, of_positions in rates.items()}

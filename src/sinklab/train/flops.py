@@ -1,21 +1,21 @@
-"""Floating-point operations of a model, counted from its parts; peaks of known cards; the speed of a run.
+"""FLOPs of a model, peak FLOP/s of GPUs, and training throughput.
 
-A multiplication and an addition are two operations. For one sequence of T tokens (L = T + learned leading tokens):
+A multiply-add counts as two operations. For one sequence of T tokens (L = T + learned leading tokens):
 
-matrices    2 * inputs * outputs * L for every linear map but the head (those inside a kernel's feature map: times
-            query and key heads), projections, feed-forwards and gates alike
-attention   2 * (D + V) * pairs per head and layer: every score and every weighted value, once, D and V the widths of a
-            key and a value. Pairs are the (query, key) pairs that the mask allows: L (L + 1) / 2 when causal. Kernels
-            under causal and prefix masks are linear attention instead: 4 * D * V * L, the state written and read
-            (V + 1 for V where normalised). A bias key adds 2 * D * L
-            A layer of linear attention: 6 * D * V * L per head, D and V its own: the gated delta rule reads its state
-            for the key, writes it, and reads it for the query; and 2 * W * L for every channel of its convolution
-head        2 * E * V for every token that is predicted
+matrices    2 * inputs * outputs * L for every linear map except the LM head (inside a kernel's feature map: times
+            query and key heads): projections, feed-forward layers, gates
+attention   2 * (D + V) * pairs per head and layer, for the scores and the weighted sum of values; D and V are the key
+            and value dimensions of a head (2 D if a head has two queries). Pairs are the (query, key) pairs that the
+            mask allows: L (L + 1) / 2 if causal. Kernels under causal and prefix masks are computed as linear
+            attention: 4 * D * V * L, for writing and reading the state (V + 1 in place of V if normalised). A bias key
+            adds 2 * D * L
+            Delta rule (linear layers): 6 * D * V * L per head, for reading the state with the key, writing it, and
+            reading it with the query, plus 2 * W * L per channel of the convolution of width W
+head        2 * E * V per predicted token, E the hidden size and V the vocabulary size
 
-A backward pass needs twice a forward pass, so a step three times it. Recomputation, masked scores and second passes of
-a backend are not counted, nor are elementwise operations: the count is that of the formula, not of its implementation,
-and the utilisation that follows from it is comparable between operations. Documents are not known beforehand: their
-mask counts as causal.
+A backward pass counts as two forward passes. Recomputation, masked scores, second passes of a backend and elementwise
+operations are not counted: the count is that of the formula, not of its implementation, so that the MFU is comparable
+between operations. A document mask counts as causal, since documents are not known in advance.
 """
 
 import time
@@ -38,7 +38,7 @@ from sinklab.train.recipe import Recipe
 
 FORWARD_AND_BACKWARD = 3
 
-# Dense bfloat16 products with float32 sums, per second, as stated by the makers. The first matching name is used.
+# Vendors' dense bfloat16 peak FLOP/s with float32 accumulation. The first matching name is used.
 PEAKS = {
     "B200": 2250e12,
     "GH200": 990e12,
@@ -56,7 +56,7 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of a forward and backward pass over one sequence, by part."""
+    """FLOPs of a forward and backward pass over one sequence, by part."""
 
     matrices: int
     attention: int
@@ -68,7 +68,7 @@ class Flops:
 
 
 def model_flops(config: ModelConfig) -> Flops:
-    """Operations of one training sequence of `config.context` tokens.
+    """Count the FLOPs of one training sequence of `config.context` tokens.
 
     Args:
         config: model config with `vocab_size` set.
@@ -77,7 +77,7 @@ def model_flops(config: ModelConfig) -> Flops:
     positions = config.context + model.leading
     kinds = Counter(map(config.of_layer, config.attention_layers))
     of_attention = sum(layers * _attention_flops(kind, positions) for kind, layers in kinds.items())
-    predicted = config.context + 2 - config.first_target  # of a chunk, which has one token more than the context
+    predicted = config.context + 2 - config.first_target  # predicted tokens of a chunk, which has context + 1 tokens
     return Flops(
         FORWARD_AND_BACKWARD * _matrix_flops(model) * positions,
         FORWARD_AND_BACKWARD * (of_attention + sum(_rule_flops(block, positions) for block in model.blocks)),
@@ -86,13 +86,13 @@ def model_flops(config: ModelConfig) -> Flops:
 
 
 def shape_of(config: ModelConfig) -> Transformer:
-    """Build the model on the meta device, without memory for its tensors."""
+    """Build the model on the meta device."""
     with torch.device("meta"):
         return Transformer(config)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 operations per second of a card; None if unknown or on a CPU."""
+    """Return the dense bfloat16 peak FLOP/s of a GPU; None if unknown or on a CPU."""
     if device.type != "cuda":
         return None
     card = torch.cuda.get_device_name(device)
@@ -100,7 +100,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def _matrix_flops(model: Transformer) -> int:
-    """Forward operations of the linear maps except the head, per position."""
+    """Count the forward FLOPs per position of the linear maps except the head."""
     uses_of_features = model.config.heads + model.config.key_heads
     total = 0
     for name, module in model.named_modules():
@@ -112,7 +112,7 @@ def _matrix_flops(model: Transformer) -> int:
 
 
 def _rule_flops(block: nn.Module, positions: int) -> int:
-    """Forward operations of a linear layer's delta rule and convolution for one sequence; 0 for other layers."""
+    """Count the forward FLOPs of a linear layer's delta rule and convolution for one sequence; 0 for other layers."""
     if not isinstance(block, LinearBlock):
         return 0
     linear = block.attention
@@ -120,8 +120,9 @@ def _rule_flops(block: nn.Module, positions: int) -> int:
 
 
 def _attention_flops(config: ModelConfig, positions: int) -> int:
-    """Forward operations of the attention core of one layer with this config, for one sequence."""
+    """Count the forward FLOPs of the attention core of one layer for one sequence."""
     width, value_width, operation = config.query_width, config.value_width, config.attention.operation
+    scored = width * operation.queries_per_head
     core = AttentionCore(
         config.attention,
         config.key_heads,
@@ -130,24 +131,24 @@ def _attention_flops(config: ModelConfig, positions: int) -> int:
         context=config.context,
         value_width=value_width,
     )
-    bias = 2 * width * positions if core.bias.key is not None else 0
+    bias = 2 * scored * positions if core.bias.key is not None else 0
     if isinstance(operation, Kernel) and core.mask.running_sum is not None:
         state = (
             2 * width * (value_width + int(operation.normalised))
-        )  # adding k v to the state; reading it costs the same
+        )  # adding k v to the state, and the same for reading it
         return config.heads * (2 * state * positions + bias)
     pairs = int(visible_keys(core.mask, positions, torch.device("cpu")).sum())
-    return config.heads * (2 * (width + value_width) * pairs + bias)
+    return config.heads * (2 * (scored + value_width) * pairs + bias)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of the updates since the last evaluation, without evaluations and checkpoints.
+    """Training throughput since the last evaluation, without the time of evaluations and checkpoints.
 
     Attributes:
-        tokens_per_second: over all processes; None if there was no update.
-        mfu: operations of the model's formula per second, over the peak of all cards (0..1); None on a CPU and on cards
-            whose peak is not known (`train.peak_flops`).
+        tokens_per_second: tokens per second of all processes; None if there was no update.
+        mfu: model FLOPs utilisation, relative to the peak of all GPUs (0..1); None on a CPU or if the peak is unknown
+            (`train.peak_flops`).
         stall_share: share of the time that this process waited for batches (0..1).
     """
 
@@ -157,12 +158,12 @@ class Speed:
 
 
 class Speedometer:
-    """Times the updates between two evaluations.
+    """Measure the training throughput between two evaluations.
 
     Args:
         recipe: recipe with the model's `vocab_size` set.
         device: device of this process.
-        processes: number of processes that share the batch, each with a device like this one.
+        processes: number of processes that share the batch, all with the same type of device.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, processes: int = 1) -> None:
@@ -174,13 +175,13 @@ class Speedometer:
         self._step = self._waited = 0.0
 
     def begin(self, step: int, waited: float) -> None:
-        """Start at `step`; `waited` are the seconds spent on waiting for data so far."""
+        """Start the timer at `step`; `waited` is the time spent waiting for data so far, in seconds."""
         self._seconds, self._running_since = 0.0, time.perf_counter()
         self._step, self._waited = step, waited
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time within it does not count. All updates must have been made."""
+        """Exclude the time of the `with` block. All updates must be finished."""
         self._seconds += time.perf_counter() - self._running_since
         try:
             yield
@@ -188,7 +189,7 @@ class Speedometer:
             self._running_since = time.perf_counter()
 
     def read(self, step: int, waited: float) -> Speed:
-        """The speed from `begin` to `step`; to be called while paused."""
+        """Return the throughput from `begin` to `step`; call only while paused."""
         tokens = (step - self._step) * self._tokens_per_step
         if not tokens:
             return Speed()

@@ -1,8 +1,7 @@
-"""Hash compatibility: recipe keys added after some runs were trained, and the value of each that means "as before".
+"""Hash compatibility of recipe keys that were added after some runs were trained.
 
-A key with that value is left out of the content hash, so that a recipe from before the key has the hash it had. Recipe
-hashes may not change while a study runs, because runs are found by them: this file stays until the next study, whose
-runs can be hashed without it.
+A new key at its neutral value is left out of the content hash, so that the hashes of existing runs, by which they are
+found, do not change. This file can be removed when no study uses those runs.
 """
 
 from typing import Any
@@ -25,11 +24,11 @@ LATER: dict[str, object] = {
     "train.float32_matmul": "highest",
     "losses": {"hidden_z": None, "tweo": None},
 }
-"""Dotted keys of a recipe, each with the value that leaves a run as it was before the key."""
+"""Neutral values of later recipe keys, by dotted key: with this value, a run is as it was before the key existed."""
 
 
 def without_later(recipe: dict[str, Any]) -> None:
-    """Take the keys of `LATER` out of a dumped recipe, in place, where they have the value that is given there."""
+    """Remove the keys of `LATER` that have their neutral values from a dumped recipe, in place."""
     for key, before in LATER.items():
         *above, last = key.split(".")
         part = recipe

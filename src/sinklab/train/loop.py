@@ -1,7 +1,7 @@
-"""The training loop: updates, evaluations and checkpoints at their intervals.
+"""Training loop: updates, evaluations and checkpoints.
 
-A batch depends only on (seed, step) and a checkpoint holds everything else, so that a run stopped anywhere and resumed
-equals the uninterrupted run, bit for bit. With several processes the first one writes; all make the same decisions.
+A batch depends only on (seed, step), and a checkpoint contains all other state, so that a resumed run is bit-identical
+to an uninterrupted one. With several processes, only the first writes; all make the same decisions.
 """
 
 import logging
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepReport:
-    """Progress after an update (`row` is None) or an evaluation."""
+    """Progress report after an update (`row` is None) or an evaluation."""
 
     step: int
     loss: float
@@ -45,29 +45,29 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The end of a call of `Trainer.train`: its step, and whether the run is done or was asked to stop."""
+    """Result of `Trainer.train`: last step, and whether the run is complete or was stopped."""
 
     status: Literal["done", "stopped"]
     step: int
 
 
 class Trainer:
-    """Trains one run to its end or until asked to stop, with the run directory locked.
+    """Train one run until it is complete or a stop is requested, with the run directory locked.
 
     Args:
         run: opened run directory; training continues from its newest checkpoint.
-        watch: called with `StepReport` after each update and evaluation.
-        should_stop: called before each update and between the batches of an evaluation; True, on any process, saves a
-            checkpoint and returns. It must then stay True.
-        world: processes that train together; each constructs a trainer.
-        at_end: called on all of them, with the directory still locked, when the run is done or has diverged with this
-            error.
+        watch: callback, called with a `StepReport` after each update and evaluation.
+        should_stop: callback, called before each update and between the batches of an evaluation; if it returns True on
+            any process, a checkpoint is saved and `train` returns. It must then keep returning True.
+        world: training processes; each constructs a trainer.
+        at_end: callback, called on all processes with the directory still locked, when the run is complete (None) or
+            has diverged (the error).
 
     Raises:
-        InputError: if the text is too short for the recipe, or the processes cannot share a batch equally.
+        InputError: if the text is too short for the recipe, or the batch size is not a multiple of the processes.
         HeldError: if another process trains this run.
-        SinklabError: if none of its checkpoints is valid.
-        StoppedError: if asked to stop while the model was built; nothing has been saved.
+        SinklabError: if none of the run's checkpoints is valid.
+        StoppedError: if a stop was requested while the model was built; nothing has been saved.
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """Step and running loss."""
+        """Training state: step, running loss, gradient norm."""
         return self.updater.state
 
     def train(self) -> RunOutcome:
-        """Continue to the recipe's last step; evaluate at step 0, every `eval_every` steps and at the end.
+        """Train to the recipe's last step; evaluate at step 0, every `eval_every` steps and at the end.
 
         Raises:
-            DivergedError: if a loss or gradient is not finite; nothing has been updated.
-            SinklabError: the training shard has been cut short or changed or cannot be read, or the disk is full.
+            DivergedError: if a loss, a gradient or a weight is not finite.
+            SinklabError: if the training shard cannot be read or has changed, or the disk is full.
         """
         try:
             self.world.only_first(lambda: self.run.failure.unlink(missing_ok=True))
@@ -128,7 +128,7 @@ class Trainer:
             return RunOutcome("stopped", self.state.step)
         except SinklabError as error:
             if self.world.is_first and self.run.directory.is_dir():
-                with suppress(SinklabError):  # a disk that is full may be why
+                with suppress(SinklabError):  # the disk may be full
                     write_json(self.run.failure, {"step": self.state.step, "message": str(error)})
             if isinstance(error, DivergedError):
                 self.at_end(self, error)
@@ -137,7 +137,7 @@ class Trainer:
             self.close()
 
     def close(self) -> None:
-        """Unlock the run directory; `train` does so itself."""
+        """Unlock the run directory; `train` calls this itself."""
         self._held.close()
 
     def _train(self) -> RunOutcome:
@@ -160,18 +160,18 @@ class Trainer:
         return RunOutcome("done", state.step)
 
     def _look(self) -> None:
-        """Raise StoppedError on all processes where one of them was asked to stop."""
+        """Raise StoppedError on all processes if a stop was requested on any."""
         if self.world.any(self.should_stop()):
-            raise self.world.shared_error(StoppedError("training was asked to stop"))
+            raise self.world.shared_error(StoppedError("a stop of the training was requested"))
 
     def _update(self) -> float:
-        """One step; returns the newest known training loss, in nats per token."""
+        """Do one update; return the newest known training loss in nats per token."""
         with self._explaining():
             return self.updater.update()
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """Within it all updates are made and checked, and the speed is not measured."""
+        """Finish and check all updates, and pause the throughput measurement in the `with` block."""
         with self._explaining():
             self.updater.settle()
         if self.world.any(not self.updater.has_finite_weights()):
@@ -181,7 +181,7 @@ class Trainer:
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Turn a refused update into a DivergedError with advice."""
+        """Convert a NotFiniteError to a DivergedError with advice."""
         try:
             yield
         except NotFiniteError as error:
@@ -197,18 +197,18 @@ class Trainer:
         with self._settled():
             row = self._row()
             self.world.only_first(lambda: self._history.add(row))
-            if self._is_regular:  # a longer run has no evaluation at the last step of this one
+            if self._is_regular:  # a run extended to more steps has no evaluation at this run's last step
                 self.state.loss_sum, self.state.loss_count = 0.0, 0
             self.watch(StepReport(self.state.step, row["valid_loss"], row))
         self._speed.begin(self.state.step, self.updater.batches.waited)
 
     @property
     def _is_regular(self) -> bool:
-        """Whether runs of any length are evaluated at this step."""
+        """True if a run of any length is evaluated at this step."""
         return self.state.step % self.recipe.train.eval_every == 0
 
     def _row(self) -> dict[str, Any]:
-        """A line of metrics.jsonl."""
+        """Evaluate the model; return a line of metrics.jsonl."""
         state, (loss, added) = self.state, self.evaluator.losses()
         if not math.isfinite(loss):
             raise self._diverged(f"step {state.step} diverged: the validation loss is {loss} after it.")
@@ -240,7 +240,7 @@ class Trainer:
         if self._checkpoint is not None and step_of(self._checkpoint) == self.state.step:
             return  # a valid checkpoint is not overwritten
         with self._settled():
-            self.world.together(self.run.dataset.train.check_unchanged)  # weights trained on changed text are not saved
+            self.world.together(self.run.dataset.train.check_unchanged)  # never save weights trained on changed text
             self.world.only_first(self._history.keep)
             self._checkpoint = save_checkpoint(
                 self.run.checkpoints,
@@ -254,7 +254,7 @@ class Trainer:
             )
 
     def _continue(self) -> Path | None:
-        """Load the newest valid checkpoint, if any; returns its folder."""
+        """Load the newest valid checkpoint and return its folder; None if there is none."""
         run, world = self.run, self.world
         world.only_first(lambda: remove_leftovers(run.checkpoints))
         checkpoint = world.from_first(lambda: find_checkpoint(run.checkpoints, self.model, run.hashes))
@@ -266,10 +266,10 @@ class Trainer:
         return checkpoint
 
     def _resume_history(self) -> bool:
-        """Drop evaluations that will be made again, or that a longer run does not have.
+        """Drop evaluations that will be repeated, or that belong only to a shorter run.
 
         Returns:
-            Whether the reached step has yet to be evaluated: the run may have been stopped before its evaluation.
+            True if the current step has not been evaluated, because the run was stopped before.
         """
         state, options = self.state, self.recipe.train
         regular = {*range(0, state.step + 1, options.eval_every)}
@@ -279,6 +279,6 @@ class Trainer:
         there = {row["step"] for row in kept}
         missing = state.step not in there and state.step in made and (state.loss_count > 0 or state.step == 0)
         if lost := sorted(regular - there - ({state.step} if missing else set())) if state.step else []:
-            log.warning("%s has lost the evaluation of step %s: it is not made again", self.run.metrics, lost[0])
+            log.warning("%s lacks the evaluation of step %s, which cannot be repeated", self.run.metrics, lost[0])
         self._history.begin(kept)
         return missing

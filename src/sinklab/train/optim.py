@@ -1,4 +1,4 @@
-"""The optimiser and the learning-rate schedule of a recipe."""
+"""Optimisers and learning-rate schedules."""
 
 import math
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from sinklab.train.config import AdamW, Muon, OptimConfig, ScheduleConfig, Sgd
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimiser of all parameters, all with weight decay, as in the paper's code (2410.10781).
+    """Build the optimiser of all parameters. All have weight decay, as in the paper's code (2410.10781).
 
     Raises:
-        SinklabError: the installed PyTorch has no Muon.
+        SinklabError: if the installed PyTorch has no Muon.
     """
     match config:
         case AdamW():
@@ -35,10 +35,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 class MuonAndAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` for the hidden matrices and AdamW for the rest, with one interface.
 
-    Both use this object's `param_groups` and `state`: a learning rate or a state that is set here applies to them.
+    Both optimisers share this object's `param_groups` and `state`.
 
     Raises:
-        SinklabError: the installed PyTorch has no Muon.
+        SinklabError: if the installed PyTorch has no Muon.
     """
 
     def __init__(self, model: nn.Module, config: Muon) -> None:
@@ -56,7 +56,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter; returns the result of `closure`, None without one."""
+        """Update every parameter; return the result of `closure`, or None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -66,7 +66,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         super().load_state_dict(state_dict)
         for part, group in zip(self.parts, self.param_groups, strict=True):
             part.param_groups = [group]
@@ -74,7 +74,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of the linear maps inside the blocks, and of those around them, which Muon is meant for."""
+    """Return the matrices that Muon trains: linear maps inside the blocks, and the embedding projections."""
     return [
         module.get_parameter("weight")
         for name, module in model.named_modules()
@@ -115,8 +115,8 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     Warm-up: peak * (step + 1) / warmup_steps. Then
     - flat: peak;
     - cosine: min_lr + (peak - min_lr) * (1 + cos(pi * p)) / 2, p from 0 at the end of the warm-up to 1;
-    - wsd: peak, and in the last decay_fraction of all steps min_lr + (peak - min_lr) * p, p the share of it left; also
-      while it is still warming up, where that is less.
+    - wsd: peak; over the last decay_fraction of all steps min_lr + (peak - min_lr) * p, p from 1 to 0. If the decay
+        begins during the warm-up, the smaller of both rates.
     """
     span = peak - schedule.min_lr
     ceiling = peak

@@ -1,19 +1,19 @@
-"""Placement and memory of a model in training: compiled blocks, recomputed activations, and several processes.
+"""Compilation, activation checkpointing and data parallelism of a model in training.
 
-Compilation (`train.compile`): a block is compiled in two parts, before and after its core (in a linear layer: its
-rule), once for all blocks of a kind. Not the whole model: the cores have kernels of their own (FlexAttention compiles
-itself), a probe that is attached to a compiled module is silently ignored, and compiling 22 layers as one takes
-minutes.
+Compilation (`train.compile`): a block is compiled in two parts, before and after its attention core (in a linear layer:
+its delta rule), once for all blocks of a kind. The whole model is not compiled: the cores have their own kernels
+(FlexAttention is compiled separately), hooks on modules inside a compiled model are silently ignored, and compiling 22
+layers at once takes minutes.
 
-Activation checkpointing (`train.recompute`, 1604.06174): a recomputed block keeps its inputs only, and runs forward
-once more when its gradient is due, to the same bits: training draws no random numbers. Memory is then one residual
-stream per block and the activations of one block, for about a third more work. Hooks of a block, FSDP's among them,
-run around both passes; those inside a block see the second one, too. Rejected: PyTorch's
-`apply_activation_checkpointing`, which renames the parameters of the modules that it wraps.
+Activation checkpointing (`train.recompute`, 1604.06174): a block stores only its inputs and repeats its forward pass in
+the backward pass, with bit-identical results, because training draws no random numbers. Memory is one residual stream
+per block plus the activations of one block, for about a third more compute. Hooks on a block, including FSDP's, run
+around both passes; hooks inside a block also see the second pass. Rejected: PyTorch's `apply_activation_checkpointing`,
+which renames the parameters of the modules that it wraps.
 
-Processes (`train.parallel`): the model is replicated (DDP) or sharded (FSDP2). Every process has the same number of
-rows of the global batch, so that the mean over processes of the mean loss over a process's rows is the global mean; the
-gradients are averaged in the same way.
+Data parallelism (`train.parallel`): the model is replicated (DDP) or sharded (FSDP2). Every process has the same number
+of rows of the global batch, so the mean over processes of the mean loss is the global mean, and likewise for the
+gradients.
 """
 
 import functools
@@ -38,9 +38,9 @@ from sinklab.train.world import World
 
 
 def recompute_blocks(model: Transformer, choice: Recompute) -> None:
-    """Have the blocks recompute their activations, in place; weights, their names and all hooks stay as they are.
+    """Enable activation checkpointing in place; weights, their names and hooks do not change.
 
-    To be called before the model is shared between processes: FSDP's hooks belong around both passes.
+    Call before `share`: FSDP's hooks must run around both passes.
     """
     if choice == "blocks":
         for block in model.blocks:
@@ -48,7 +48,7 @@ def recompute_blocks(model: Transformer, choice: Recompute) -> None:
 
 
 def _recomputed(forward: Callable[..., Any], x_BLE: Tensor, places: Any, past: Any = None) -> Any:
-    if past is not None:  # the second pass would extend it once more
+    if past is not None:  # a second pass would extend the KV cache again
         return forward(x_BLE, places, past)
     if not torch.is_grad_enabled():
         return forward(x_BLE, places)
@@ -59,28 +59,28 @@ Compile = Literal["auto", "on", "off"]
 
 
 def compile_blocks(model: Transformer, choice: Compile, device: torch.device) -> None:
-    """Compile the parts of every block in place, at their first call; `auto` does so on CUDA only.
+    """Compile the parts of every block in place, at their first call; `auto` compiles on CUDA only.
 
-    Weights, their names and all hooks stay as they are.
+    Weights, their names and hooks do not change.
     """
     if choice == "off" or (choice == "auto" and device.type != "cuda"):
         return
     for block in model.blocks:
         for name in block.compiled_parts:  # type: ignore[union-attr]
             if block.placement == "post" and name.startswith("after_"):
-                continue  # evaluations observe the input of its norms (models/hooks.py)
+                continue  # evaluations hook the input of its norms (models/hooks.py)
             setattr(block, name, compiled(getattr(block, name), dynamic=False))
 
 
 @dataclass(frozen=True)
 class SharedLoss:
-    """The losses of a model that several processes train.
+    """Loss functions of a model that is trained by several processes.
 
     Attributes:
-        losses: tokens_BT -> the means over this process's rows of the cross-entropy and of the losses added to it
-            (`Transformer.losses`); the backward of their sum averages gradients over the processes.
-        apart: a context in which a backward pass keeps its gradients on its process; the next one outside of it
-            averages them. For all micro-batches but the last.
+        losses: function of tokens (B, T) that returns the means over this process's rows of the cross-entropy and the
+            auxiliary losses (`Transformer.losses`); the backward pass of their sum averages gradients over processes.
+        apart: context manager for all micro-batches but the last, in which gradients are accumulated locally, without
+            averaging.
     """
 
     losses: Callable[[Tensor], Tensor]
@@ -88,7 +88,7 @@ class SharedLoss:
 
 
 class _Loss(nn.Module):
-    """The losses as a forward pass, as DDP needs it."""
+    """Module whose forward pass computes the losses, as DDP requires."""
 
     def __init__(self, model: Transformer, added: AddedLosses) -> None:
         super().__init__()
@@ -99,10 +99,11 @@ class _Loss(nn.Module):
 
 
 def share(model: Transformer, added: AddedLosses, how: Parallel, world: World) -> SharedLoss:
-    """Replicate or shard `model`, on its device and with the same weights everywhere, over the processes of `world`.
+    """Replicate (DDP) or shard (FSDP) `model` over the processes of `world`.
 
-    FSDP replaces the model's parameters by sharded ones: the optimiser is built afterwards. They are gathered in every
-    forward and backward pass, so that between passes a parameter is always its shard.
+    The model must be on its device, with the same weights on every process. FSDP replaces its parameters by sharded
+    ones, so the optimiser must be built afterwards. Parameters are gathered in every forward and backward pass and are
+    shards between passes.
     """
     if world.size == 1:
         return SharedLoss(functools.partial(model.losses, added=added))
@@ -111,12 +112,12 @@ def share(model: Transformer, added: AddedLosses, how: Parallel, world: World) -
         for part in [*model.blocks, model]:
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
         register_fsdp_forward_method(model, "losses")
-        with torch.no_grad():  # FSDP takes the first module that is called for the root
+        with torch.no_grad():  # FSDP treats the first module that is called as the root
             device = next(model.parameters()).device
             model.losses(torch.zeros(1, model.config.context + 1, dtype=torch.long, device=device), added)
         return SharedLoss(functools.partial(model.losses, added=added), lambda: _keeping_gradients(model))
-    # Dynamo would cut compiled code into buckets of gradients. Here every part of a block is compiled by itself, and
-    # older PyTorch cannot cut functions with a backward of their own, such as rotations and FlexAttention.
+    # Dynamo would split compiled code at DDP's gradient buckets. Block parts are compiled separately anyway, and older
+    # PyTorch cannot split custom autograd functions such as RoPE and FlexAttention.
     torch._dynamo.config.optimize_ddp = False
     replica = DistributedDataParallel(_Loss(model, added), gradient_as_bucket_view=True)
     return SharedLoss(replica, replica.no_sync)
@@ -124,7 +125,7 @@ def share(model: Transformer, added: AddedLosses, how: Parallel, world: World) -
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Within it the weights of a sharded model are whole on every process, for callers of its parts."""
+    """Gather the full weights of a sharded model on every process in the `with` block."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.unshard()
@@ -146,10 +147,10 @@ def _keeping_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a tensor; an unsharded tensor is returned as it is."""
+    """Return this process's shard of a tensor; an unsharded tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of the shards of all processes; an unsharded tensor is returned as it is."""
+    """Gather a tensor from the shards of all processes; an unsharded tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

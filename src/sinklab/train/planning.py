@@ -1,30 +1,29 @@
-"""Plan of a run before it is started: parameters, tokens, operations, memory.
+"""Plan of a run before it is started: parameters, tokens, FLOPs, memory.
 
 The memory estimate of a process has these parts:
 
 weights       4 bytes per parameter (float32, also under bf16 autocast); one share of them with FSDP
-gradients     4 bytes per parameter, as weights; all of them where FSDP adds up several micro-batches before it shares
-optimizer     AdamW 8, Muon 4 for hidden matrices and 8 for the rest, SGD 4 (without momentum 0), as weights
-activations   tensors that autograd saves between forward and backward of a micro-batch. They are counted: a model of
-              the recipe's sizes but one layer, of each kind that a pattern has (two where some are linear: the first
-              one of them is, and no values are mixed) runs forward on the CPU at two short lengths; no operation here
-              saves more than linearly many bytes per position, so that the two give the bytes per position and the
-              bytes that do not depend on it (copies of the weights in bfloat16)
-              With `train.recompute: blocks` every block saves the residual stream before it only
-loss          logits and their gradients that exist at a time, the gradient of the head in float32
-working       gradients inside one block, taken as large as its activations; of a recomputed block those, too
+gradients     4 bytes per parameter, sharded as the weights; unsharded if FSDP accumulates several micro-batches
+optimizer     bytes per parameter: AdamW 8, Muon 4 for its matrices and 8 for the rest, SGD 4 (0 without momentum);
+              sharded as the weights
+activations   tensors that autograd saves in the forward pass of a micro-batch. Measured: a one-layer model of the
+              recipe's sizes, for each kind of layer (a two-layer model if there are linear layers), runs forward on
+              the CPU with two short lengths. Saved bytes are linear in the length, which gives the bytes per position
+              and the constant part (bfloat16 copies of the weights). With `train.recompute: blocks`, a block saves
+              only its input. Losses beside the cross-entropy save tensors of their own, outside the blocks
+loss          logits and their gradients in memory at a time, and the LM head's gradient in float32
+working       gradients inside one block, estimated by the size of its activations; for a recomputed block also its
+              activations; with FSDP also the gathered weights of one block and of all modules outside the blocks
 
-Not included: the libraries themselves (CUDA: about 0.5 GB), fragmentation, a layer's own values where learned value
-residuals save them beside the mixed ones, and activations that `torch.compile` does not save; with FSDP, the whole of
-one block and of all that is outside the blocks is added to `working`.
+Not included: libraries (CUDA: about 0.5 GB), fragmentation, the unmixed values that learned value residuals save, and
+savings by `torch.compile`.
 
-The memory is checked before anything is built: Linux grants memory that it does not have and kills the process that
-uses it.
+Memory is checked before the model is built, because Linux overcommits memory and later kills the process.
 """
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -50,12 +49,12 @@ from sinklab.train.world import World
 
 FLOAT32 = 4
 MB = 2**20
-LENGTHS = (32, 64)  # of the forward passes in which bytes are counted
+LENGTHS = (32, 64)  # sequence lengths at which saved bytes are counted
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes, by part (see the module)."""
+    """Estimated memory in bytes, by part (see the module docstring)."""
 
     weights: int
     gradients: int
@@ -70,18 +69,19 @@ class MemoryEstimate:
 
 
 class _Saved(NamedTuple):
-    """Bytes that autograd saves in a forward pass, inside the blocks and outside of them."""
+    """Bytes that autograd saves in a forward pass, inside and outside the blocks."""
 
     inside: float
     outside: float
 
 
 def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) -> MemoryEstimate:
-    """Estimate the peak memory of one of `processes`.
+    """Estimate the peak memory of one process.
 
     Args:
-        recipe: with the model's `vocab_size` and a `precision` other than auto.
-        device: of the process; it decides how many logits are held at a time.
+        recipe: recipe with `vocab_size` set and a `precision` other than auto.
+        device: device of the process; determines the number of logits in memory at a time.
+        processes: number of processes.
     """
     config, train = recipe.model, recipe.train
     model = shape_of(config)
@@ -110,17 +110,17 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
         weights=FLOAT32 * parameters // share,
         gradients=FLOAT32 * parameters // (share if sequences == mine else 1),
         optimizer=_optimizer_bytes(model, recipe.optim) // share,
-        activations=round(inside + outside),
+        activations=round(inside + outside + _bytes_of_losses(recipe) * positions),
         loss=_loss_bytes(config, sequences * config.context, device, bf16),
         working=round(block + recomputed) + gathered,
     )
 
 
 def _saved(config: ModelConfig, bf16: bool, layers: int) -> tuple[float, _Saved]:
-    """Saved bytes of the first layer of a model with few layers: the constant part, and bytes per position."""
-    lengths = LENGTHS if layers == 1 else (CHUNK, 2 * CHUNK)  # a linear layer keeps chunks
+    """Measure the saved bytes of a small model's first layer: the constant part, and the bytes per position."""
+    lengths = LENGTHS if layers == 1 else (CHUNK, 2 * CHUNK)  # linear layers save activations per chunk
     lengths = lengths if config.context >= max(lengths) else (config.context // 2, config.context)
-    # A linear first layer, which the recipe may lack, has no values for the second layer to mix with its own.
+    # If the first layer is linear, there are no first-layer values for value residuals.
     short = {"layers": layers, "vocab_size": 2} | ({} if layers == 1 else {"value_residual": NoValueResidual()})
     model = Transformer(config.model_copy(update=short))
     first, second = (_saved_at(model, length, bf16) for length in lengths)
@@ -129,14 +129,14 @@ def _saved(config: ModelConfig, bf16: bool, layers: int) -> tuple[float, _Saved]
 
 
 def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}  # by whether inside the first block
+    own = _addresses(model.parameters())
+    saved: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}  # key: inside the first block?
     places = [False]
 
     def save(tensor: Tensor) -> Tensor:
         address, inside = tensor.untyped_storage().data_ptr(), places[-1]
         if address not in own and address not in saved[not inside]:
-            saved[inside][address] = tensor  # kept alive, so that its address is not used again
+            saved[inside][address] = tensor  # kept alive, so that its address is not reused
         return tensor
 
     model.blocks[0].register_forward_pre_hook(lambda *_: places.append(True))
@@ -146,7 +146,30 @@ def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     ):
         model.hidden(torch.zeros(1, length, dtype=torch.long))
-    return _Saved(*(sum(t.untyped_storage().nbytes() for t in saved[inside].values()) for inside in (True, False)))
+    return _Saved(*(_bytes(saved[inside].values()) for inside in (True, False)))
+
+
+def _bytes_of_losses(recipe: Recipe) -> int:
+    """Saved bytes of the losses beside the cross-entropy, per position, without the blocks' outputs themselves."""
+    outputs = [torch.zeros(1, 1, recipe.model.width, requires_grad=True) for _ in range(recipe.model.layers)]
+    own, saved = _addresses(outputs), dict[int, Tensor]()
+
+    def save(tensor: Tensor) -> Tensor:
+        if (address := tensor.untyped_storage().data_ptr()) not in own:
+            saved[address] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        kept = [term.of(outputs) for term in recipe.losses.terms.values()]
+    return _bytes(saved.values()) if kept else 0
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def _optimizer_bytes(model: Transformer, config: OptimConfig) -> int:
@@ -164,20 +187,21 @@ def _loss_bytes(config: ModelConfig, positions: int, device: torch.device, bf16:
     if positions * words <= WHOLE:
         return positions * words * (2 * FLOAT32 + (2 * narrow if bf16 else 0))
     rows = min(positions, rows_per_chunk(positions, words, device))
-    fused = device.type == "cuda"  # the logits are not stored in float32; the previous chunk's gradient still is
+    fused = device.type == "cuda"  # no float32 logits; the previous chunk's gradient is still in memory
     chunk = rows * words * (3 * narrow if fused else 2 * FLOAT32 + (2 * narrow if bf16 else 0))
     gradients = FLOAT32 * (head + positions * config.width)
-    return gradients + max(gradients, chunk + (narrow * head if bf16 else 0))  # in the backward, or in the forward pass
+    return gradients + max(gradients, chunk + (narrow * head if bf16 else 0))  # maximum of backward and forward pass
 
 
 def check_fits(recipe: Recipe, world: World) -> None:
-    """Compare the estimate for a process of `world` with the memory of its card, or its share of the machine's.
+    """Check the memory estimate of a process against its GPU's memory, or its share of the machine's.
 
     Args:
-        recipe: with the model's `vocab_size` and a `precision` other than auto.
+        recipe: recipe with `vocab_size` set and a `precision` other than auto.
+        world: training processes.
 
     Raises:
-        InputError: if it does not fit; the message names the largest part and the settings that make it smaller.
+        InputError: if the run does not fit; the message names the largest part and the settings that reduce it.
     """
     device = world.device(recipe.train.device)
     have = total_bytes(device)
@@ -188,7 +212,7 @@ def check_fits(recipe: Recipe, world: World) -> None:
         have //= int(local) if local.isdecimal() and int(local) else world.size
     share = world.size if world.size > 1 and recipe.train.parallel == "fsdp" else 1
     weights = 2 * FLOAT32 * _parameters(recipe.model) // share
-    if weights > have:  # the estimate itself builds one layer
+    if weights > have:  # the estimate builds one layer, which must fit
         raise _refusal(f"at least {weights / MB:,.0f} MB for its weights and gradients", have, device, "weights")
     estimate = memory_estimate(recipe, device, world.size)
     if estimate.total > have:
@@ -208,7 +232,7 @@ def _refusal(needs: str, have: int, device: torch.device, largest: str) -> Input
 
 
 def _parameters(config: ModelConfig) -> int:
-    """Parameters of the model, from its first two layers: building thousands is slow, even on the meta device."""
+    """Count the parameters from the first two layers: building all is slow, even on the meta device."""
     one, two = (
         sum(p.numel() for p in shape_of(config.model_copy(update={"layers": layers})).parameters()) for layers in (1, 2)
     )
@@ -217,17 +241,17 @@ def _parameters(config: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A recipe in numbers.
+    """Size and cost of a run.
 
     Attributes:
-        parameters: number of parameters of the model.
-        tokens, tokens_per_step: tokens over all processes, in total and per step.
-        flops: operations of one sequence, forward and backward (`train/flops.py`).
-        flops_per_step: operations of the global batch.
+        parameters: number of model parameters.
+        tokens, tokens_per_step: tokens of all processes, in total and per step.
+        flops: FLOPs of one sequence, forward and backward (`train/flops.py`).
+        flops_per_step: FLOPs of the global batch.
         memory: peak memory of one process.
-        device: device of this process, by PyTorch's name.
+        device: PyTorch's name of this process's device.
         processes: number of processes that share the batch.
-        hours_at_peak: at the cards' full dense bfloat16 speed, which no run reaches; None if not known.
+        hours_at_peak: hours of training at the GPUs' bfloat16 peak FLOP/s (a lower bound); None if unknown.
     """
 
     name: str
@@ -243,18 +267,18 @@ class TrainingPlan:
     hours_at_peak: float | None
 
     def document(self) -> dict[str, Any]:
-        """As JSON, memory in MB."""
+        """Return the plan as a JSON-serializable dict, memory in MB."""
         memory = {name: round(size / MB, 1) for name, size in asdict(self.memory).items()}
         return {**asdict(self), "memory": memory | {"total": round(self.memory.total / MB, 1)}}
 
 
 def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> TrainingPlan:
-    """Build the plan of a recipe on devices like `device`.
+    """Plan a recipe on `processes` devices of the type of `device`.
 
-    Text is prepared only where the vocabulary's size is not known otherwise.
+    The text is prepared only if the vocabulary size is not known without it.
 
     Raises:
-        InputError: text that cannot be used, or a batch that the processes cannot share equally.
+        InputError: if the text is unusable, or the batch size is not a multiple of the processes.
     """
     World(size=processes).rows(recipe.train.batch_size)
     recipe = sized(recipe, device, lambda: prepared(recipe.data))
@@ -278,10 +302,10 @@ def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> Trainin
 
 
 def sized(recipe: Recipe, device: torch.device, prepare: Callable[[], TokenDataset]) -> Recipe:
-    """The recipe with the vocabulary's size and its precision on a device.
+    """Set the vocabulary size and the precision of a recipe.
 
     Args:
-        prepare: prepares its data; called only where the size is not known otherwise.
+        prepare: function that prepares the data; called only if the vocabulary size is not known without it.
     """
     size = recipe.model.vocab_size or trained_size(recipe.data.tokenizer) or prepare().vocab_size
     model = recipe.model.model_copy(update={"vocab_size": size})
@@ -290,12 +314,12 @@ def sized(recipe: Recipe, device: torch.device, prepare: Callable[[], TokenDatas
 
 
 def memory_line(recipe: Recipe, device: torch.device, processes: int) -> str:
-    """The estimate for a resolved recipe, in one line."""
+    """Format the memory estimate of a resolved recipe as one line."""
     memory = memory_estimate(recipe, device, processes)
     parts = ", ".join(f"{name} {megabytes(size)}" for name, size in asdict(memory).items())
     return f"memory per process, estimated: {megabytes(memory.total)} MB ({parts})"
 
 
 def megabytes(size: int) -> str:
-    """Bytes as text: MB of 2**20 bytes, one decimal below ten."""
+    """Format bytes as MB (2**20 bytes), with one decimal below ten."""
     return f"{size / MB:,.0f}" if size >= 10 * MB else f"{size / MB:.1f}"

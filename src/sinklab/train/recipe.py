@@ -1,7 +1,7 @@
 """Recipes: a recipe fully specifies a run. Defaults <- YAML file <- `--set a.b.c=value`, then validated.
 
-A choice among kinds (a discriminated union) may be set by its bare name, which uses the defaults of that kind:
-`--set model.attention.operation=sigmoid` is `{kind: sigmoid}`. Setting another kind drops the old kind's values.
+A discriminated union may be set by the name of a kind, with the defaults of that kind:
+`--set model.attention.operation=sigmoid` means `{kind: sigmoid}`. Setting another kind drops the old kind's values.
 """
 
 import hashlib
@@ -27,22 +27,22 @@ from sinklab.train.config import AdamW, MetricConfig, OptimConfig, ScheduleConfi
 from sinklab.train.identity import without_later
 
 KINDS = ("kind", "name")
-"""The keys that name the kind of a part."""
+"""Keys that discriminate unions."""
 
 MUST_BE_SET = "???"
-"""The value of a key that a recipe requires from `--set`, as in OmegaConf."""
+"""Value of a key that must be set with `--set`, as in OmegaConf."""
 
 DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Selection.model_fields}
-"""Keys of `data` that the fingerprint of prepared data covers."""
+"""Keys of `data` that are covered by the fingerprint of the prepared data."""
 
 MANNER = {"save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
-"""Keys of `train` that do not change the result, and may change when the run is resumed."""
+"""Keys of `train` that do not change the result and may differ when a run is resumed."""
 
 
 class Recipe(Part):
     """A recipe fully specifies a run."""
 
-    name: str = Field(default="run", description="label of the run; it does not change the result")
+    name: str = Field(default="run", description="label of the run; does not change the result")
     seed: int = Field(default=0, ge=0, description="random seed of the initial weights and the order of the data")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -71,11 +71,11 @@ class Recipe(Part):
         return self
 
     def content_hash(self, data_fingerprint: str) -> str:
-        """Hash of everything that determines the result, the recipe and the data: 16 hexadecimal digits.
+        """Hash the recipe and the data: 16 hexadecimal digits.
 
-        Excluded are the name, the origin of the data (`DATA_ORIGIN`: its fingerprint identifies it), the device, the
-        number of processes and the like (`MANNER`), keys added later at their neutral value (identity.py), and the path
-        of a checkpoint to start from, whose weights have a hash of their own.
+        Excluded are keys that do not affect the result (`name`, `MANNER`), the source of the data (`DATA_ORIGIN`; the
+        fingerprint identifies it), later keys at their neutral value (identity.py), and the path of an initial
+        checkpoint, whose weights have their own hash.
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
         without_later(recipe)
@@ -84,7 +84,7 @@ class Recipe(Part):
         return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
-        """The resolved recipe as YAML, defaults included."""
+        """Return the resolved recipe as YAML, defaults included."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
@@ -108,7 +108,7 @@ def recipe_text(name: str) -> str:
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file (or a shipped recipe by name) and apply `KEY=VALUE` overrides, kinds before their values.
+    """Read a recipe file or a shipped recipe and apply `KEY=VALUE` overrides, kinds before their values.
 
     Raises:
         InputError: if the file is not YAML, or a key, type or combination is invalid; the message names the field.
@@ -120,7 +120,7 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
         raise InputError(f"{name} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         found = "nothing" if values is None else f"a {type(values).__name__}"
-        raise InputError(f"{name} must contain a mapping of recipe keys, and contains {found}")
+        raise InputError(f"{name} must contain a mapping of recipe keys, not {found}")
     return build_recipe(values, *(parse_override(text) for text in sorted(overrides, key=_depth)), origin=name)
 
 
@@ -147,7 +147,7 @@ def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin
 
 
 def _depth(override: str) -> int:
-    """The depth of an override's key; a kind counts as its choice."""
+    """Return the nesting depth of an override's key; the kind of a union has the union's depth."""
     *above, last = override.partition("=")[0].split(".")
     return len(above) + (last not in KINDS)
 
@@ -174,44 +174,44 @@ Schema = Mapping[str, Any]
 
 @cache
 def recipe_schema() -> Schema:
-    """The JSON schema of a recipe."""
+    """Return the JSON schema of a recipe."""
     return Recipe.model_json_schema()
 
 
 def members(node: Schema) -> list[Schema]:
-    """The types that a schema allows: the members of a union, or the only type."""
+    """List the types that a schema allows: the members of a union, or the only type."""
     if union := node.get("oneOf") or node.get("anyOf"):
         return [member for one in union for member in members(one)]
     return [recipe_schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node]
 
 
 def _field(node: Schema, key: str) -> Schema | None:
-    """The schema of a key; None if no type that the node allows has it."""
+    """Return the schema of a key; None if no type of the node has it."""
     found = (member["properties"][key] for member in members(node) if key in member.get("properties", ()))
     return next(found, None)
 
 
 def _discriminator(field: Schema) -> str | None:
-    """The key that names the kind of a choice; None if the field is no choice."""
+    """Return the discriminator key of a union; None for other fields."""
     nodes = (field, *field.get("anyOf", ()))
     return next((node["discriminator"]["propertyName"] for node in nodes if "discriminator" in node), None)
 
 
 class _NoSectionError(ValueError):
-    """A value instead of a section of the recipe, which would replace the whole section."""
+    """A recipe section was set to a plain value."""
 
 
 def merge(
     base: Mapping[str, Any], overlay: Mapping[str, Any], node: Schema | None = None, path: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Merge `overlay` into `base` recursively; a bare name or another kind replaces the whole choice.
+    """Merge `overlay` into `base` recursively; the name of a kind, or another kind, replaces the whole union value.
 
     Args:
-        node: schema of these keys; by default the schema of a recipe.
-        path: path of these keys in the recipe.
+        node: schema of the keys; default: the schema of a recipe.
+        path: path of the keys in the recipe.
 
     Raises:
-        ValueError: if a value is set instead of a section; the message names the section.
+        ValueError: if a section is set to a plain value; the message names the section.
     """
     merged = dict(base)
     for key, value in overlay.items():
@@ -231,7 +231,7 @@ def merge(
             if all("properties" in one for one in types):
                 where, known = ".".join((*path, key)), ", ".join(types[0]["properties"])
                 got = "nothing" if value is None else f"{value!r}"
-                raise _NoSectionError(f"{where}: a section with keys of its own ({known}) and not a value (got {got})")
+                raise _NoSectionError(f"{where} is a section with the keys {known}, not a value (got {got})")
         merged[key] = value
     return merged
 
@@ -251,7 +251,7 @@ def _explain(error: ValidationError, origin: str) -> str:
 
 
 def _walk(path: tuple[int | str, ...]) -> tuple[list[str], Schema]:
-    """A validation path as the recipe spells it, without pydantic's names for the members of a union; its schema."""
+    """Convert a pydantic error path to recipe keys, without union members; also return the schema there."""
     here, kept = recipe_schema(), []
     for step in path:
         types = [one for one in members(here) if one.get("type") != "null"]

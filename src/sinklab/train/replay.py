@@ -1,4 +1,4 @@
-"""Replay of the batch of one step, to find the first NaN or infinity; the run directory is not changed."""
+"""Replay the batch of one step to find the first NaN or infinity. The run directory is not changed."""
 
 import math
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ from sinklab.train.update import Updater
 
 @dataclass(frozen=True)
 class Replay:
-    """Forward and backward of the batch of one step.
+    """Result of a replayed forward and backward pass.
 
     Attributes:
         step: number of the update, from 1; the batch index is step - 1.
-        checkpoint: checkpoint from which the replay started; None for the initial weights.
-        repeated: number of updates between the checkpoint and the batch.
-        loss: nats per token.
+        checkpoint: checkpoint at which the replay started; None for the initial weights.
+        repeated: number of updates repeated after the checkpoint.
+        loss: loss, nats per token.
         grad_norm: norm of the whole gradient, before clipping.
         grad_norms: gradient norm of each parameter that has a gradient.
-        first_not_finite: the first tensor with NaN or infinity: a weight, else a module's output in the order of the
-            forward pass, else the loss, else a gradient in the order of the backward pass; None if there is none.
+        first_not_finite: name of the first tensor with NaN or infinity, in the order weights, module outputs (forward
+            order), loss, gradients (backward order); None if all are finite.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Replay:
     first_not_finite: str | None
 
     def document(self) -> dict[str, Any]:
-        """As JSON; numbers that are not finite are text."""
+        """Return the result as a JSON-serializable dict; non-finite numbers are strings."""
         return {
             "step": self.step,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
@@ -55,7 +55,7 @@ class Replay:
 
 
 def replay(run: Run, step: int) -> Replay:
-    """Do forward and backward of the batch of `step`, from the newest valid checkpoint before it.
+    """Repeat the forward and backward pass of `step`, from the newest valid checkpoint before it.
 
     Raises:
         InputError: if the run has no such step.
@@ -95,7 +95,7 @@ def replay(run: Run, step: int) -> Replay:
 
 @dataclass(frozen=True)
 class _NotFinite:
-    """Names of tensors that are not finite, in the order of their computation."""
+    """Names of non-finite tensors, in the order of computation."""
 
     weights: list[str]
     forward: list[str]

@@ -1,19 +1,18 @@
-"""`model.init_from`: weights of a checkpoint as the start of a run.
+"""`model.init_from`: initialise a run with the weights of a checkpoint.
 
     a Llama        directory, .gguf file, or name on the hub: its sizes, tokenizer and weights, in float32
-    a run of ours  directory: the same, of any variant, at its newest checkpoint
+    a sinklab run  directory: likewise, any variant, from its newest checkpoint
 
-Tensors that the recipe's model has beyond those of the checkpoint are new. Where a value exists at which a new tensor
-changes nothing, it starts there:
+Tensors that the checkpoint lacks are new. If possible, they are initialised such that the outputs do not change:
 
     sink logit              `model.attention.bias.start`, default -12: at most 6e-6 of a row
-    key of k and kv biases  the same, as a learned number that is added to its logit
+    key of k and kv biases  likewise; a learned number added to the logit
     output and value gates  sigmoid(0) = 1/2 everywhere, and twice the output projection: exactly the same outputs
     value of v biases       zero
     gates behind norms      sigmoid(0) = 1/2 everywhere, and twice the weight of the norm: exactly the same outputs
-    projected embeddings    both matrices the identity: exactly the same outputs
+    projected embeddings    both matrices are the identity: exactly the same outputs
 
-A sink token, another operation than softmax and additional norms change the outputs at once.
+A sink token, an operation other than softmax and additional norms change the initial outputs.
 """
 
 import hashlib
@@ -50,20 +49,20 @@ OPEN = (
     "pattern",
     "projection",
 )
-"""Keys of `model` that a recipe may leave to its checkpoint; its context may differ."""
+"""Keys of `model` that default to the checkpoint's values; the context may differ."""
 
 GATE_BEHIND_NORM = ".gate.up.weight"
 
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint to start from.
+    """Initial checkpoint of a run.
 
     Attributes:
-        name: in the recipe.
-        model: the model part of its recipe.
-        weights: by our names, float32.
-        tokenizer: of the checkpoint.
+        name: name in the recipe.
+        model: model section of the checkpoint's recipe.
+        weights: float32 weights by sinklab's parameter names.
+        tokenizer: tokenizer of the checkpoint.
     """
 
     name: str
@@ -72,7 +71,7 @@ class Start:
     tokenizer: Tokenizer
 
     def sha256(self) -> str:
-        """Of names, shapes and values of the weights."""
+        """Hash the names, shapes and values of the weights."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.weights.items()):
             digest.update(f"{name}{tuple(tensor.shape)}".encode())
@@ -81,11 +80,11 @@ class Start:
 
 
 def load_start(name: str) -> Start:
-    """The checkpoint that a recipe names.
+    """Load an initial checkpoint by its name.
 
     Raises:
-        InputError: it does not exist, cannot be loaded, or is no Llama that a recipe can describe.
-        SinklabError: none of a run's checkpoints is valid.
+        InputError: if the checkpoint cannot be loaded or is not a Llama that a recipe can describe.
+        SinklabError: if none of a run's checkpoints is valid.
     """
     if (Path(name) / RECIPE).is_file():
         run = load_run(Path(name))
@@ -104,13 +103,13 @@ def load_start(name: str) -> Start:
         model, weights = from_llama(loaded.model)
     else:
         raise InputError(
-            f"model.init_from {name} is a {loaded.model.config.model_type}: give a Llama, or a run directory of sinklab"
+            f"model.init_from {name} is a {loaded.model.config.model_type}: use a Llama, or a run directory of sinklab"
         )
     return Start(name, model, weights, _tokenizer(name, loaded.tokenizer))
 
 
 def _tokenizer(name: str, loaded: Any) -> Tokenizer:
-    """The tokenizer from the files of a directory, else from transformers (a .gguf file has no such files)."""
+    """Load the tokenizer from a directory's files, else through transformers (.gguf)."""
     if (Path(name) / "tokenizer.json").is_file():
         return load_tokenizer(name)
     key = hashlib.sha256(loaded.backend_tokenizer.to_str().encode()).hexdigest()[:20]
@@ -124,12 +123,12 @@ def _tokenizer(name: str, loaded: Any) -> Tokenizer:
 
 
 def started(recipe: Recipe) -> Recipe:
-    """The recipe with the values of its checkpoint: sizes, tokenizer, start of a bias, hash of the weights.
+    """Set a recipe's values that follow from its initial checkpoint: sizes, tokenizer, bias start, weights hash.
 
-    A recipe without a checkpoint, or with the hash of its weights, is returned as it is.
+    A recipe without an initial checkpoint, or with the hash of its weights, is returned unchanged.
 
     Raises:
-        InputError: the checkpoint cannot be used, or has other sizes or another tokenizer than the recipe.
+        InputError: if the checkpoint is unusable, or its sizes or tokenizer differ from the recipe's.
     """
     name = recipe.model.init_from
     if name is None or recipe.model.init_sha256 is not None:
@@ -151,20 +150,20 @@ def started(recipe: Recipe) -> Recipe:
 
 @cache
 def _without_weights(name: str) -> tuple[Start, str]:
-    """A checkpoint without its weights, and their SHA-256; read once per process, as many cells may start from it."""
+    """Load a checkpoint without its weights, and their SHA-256; cached, because many cells may use one checkpoint."""
     start = load_start(name)
     return replace(start, weights={}), start.sha256()
 
 
 def _check_sizes(recipe: Recipe, start: Start) -> None:
-    """Refuse sizes of the recipe that differ from the checkpoint's."""
+    """Raise InputError if sizes of recipe and checkpoint differ."""
     given = recipe.model.model_dump(mode="json", exclude_unset=True)
     theirs = leaves({key: start.model[key] for key in OPEN if key in start.model and key != "context"})
     ours = leaves({key: given[key] for key in OPEN if key in given})
     differ = [key for key in ours if key in theirs and ours[key] != theirs[key]]
-    if "position.kind" in differ:  # other positions are an intervention
+    if "position.kind" in differ:  # another positional encoding is an intervention
         differ = [key for key in differ if not key.startswith("position.")]
-    differ = [key for key in differ if not key.startswith("pattern.")]  # and so are other masks, biases, positions
+    differ = [key for key in differ if not key.startswith("pattern.")]  # so are patterns of masks, biases, positions
     if "kv_heads" in differ and {ours["kv_heads"], theirs["kv_heads"]} == {None, theirs.get("heads")}:
         differ.remove("kv_heads")
     if differ:
@@ -177,21 +176,20 @@ def _check_sizes(recipe: Recipe, start: Start) -> None:
 
 @torch.no_grad()
 def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
-    """Load the weights of a checkpoint into a new model, and set new tensors to values that change nothing.
+    """Load the weights of a checkpoint into a new model and initialise the new tensors (see the module docstring).
 
     Args:
-        tokenizer_path: of the run's data.
+        tokenizer_path: tokenizer of the run's data.
 
     Returns:
         The names of the new tensors.
 
     Raises:
-        InputError: the weights do not have the hash of the recipe, or it has none; another tokenizer; tensors of other
-            shapes.
+        InputError: if weights hash, tokenizer or tensor shapes of recipe and checkpoint differ.
     """
     if model.config.init_sha256 is None:
         raise InputError(
-            f"model.init_from {start.name}: the recipe has no model.init_sha256, which `sinklab train` sets: give the "
+            f"model.init_from {start.name}: the recipe has no model.init_sha256, which `sinklab train` sets: use the "
             "recipe.yaml of a run directory"
         )
     if model.config.init_sha256 != start.sha256():
@@ -214,7 +212,7 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
         if own[name].shape != tensor.shape:
             raise InputError(
                 f"{name} is {tuple(tensor.shape)} in model.init_from {start.name} and {tuple(own[name].shape)} in the "
-                "recipe's model: it is another architecture"
+                "recipe's model: the architectures differ"
             )
         own[name].copy_(tensor)
     new = sorted(set(own) - set(start.weights))

@@ -1,7 +1,6 @@
-"""Trackers: the recipe, every evaluation and the charts are logged to Weights & Biases and TensorBoard.
+"""Experiment trackers: log recipe, evaluations and charts to Weights & Biases and TensorBoard.
 
-A tracker copies `metrics.jsonl`, which is always written. A resumed run continues its log: W&B under the id in the run
-directory, TensorBoard without the evaluations that are repeated.
+A resumed run continues its log: in W&B by the id in the run directory, in TensorBoard without the repeated evaluations.
 """
 
 import importlib.util
@@ -20,24 +19,24 @@ from sinklab.train.directory.run import Run
 
 PROJECT = "sinklab"
 TrackerName = Literal["wandb", "tensorboard"]
-FROM_0 = {"hidden_norm_ratio"}  # before the first block; positions, layers and heads count from 1
+FROM_0 = {"hidden_norm_ratio"}  # index 0 is before the first block; other indices count from 1
 
 
 class Tracker(Protocol):
-    """A log of a run.
+    """An experiment tracker.
 
     Attributes:
-        is_new: nothing of this run has been logged before.
+        is_new: True if nothing of this run has been logged before.
     """
 
     is_new: bool
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl."""
+        """Log a line of metrics.jsonl."""
         ...
 
     def charts(self, files: Sequence[Path]) -> None:
-        """Log the charts of the finished run, PNG files named by their subject."""
+        """Log the charts of the finished run (PNG files)."""
         ...
 
     def close(self) -> None:
@@ -47,9 +46,9 @@ class Tracker(Protocol):
 
 @contextmanager
 def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list[Tracker]]:
-    """Trackers of a run that continues at `step`; always closed at the end.
+    """Open the trackers of a run that continues at `step`; they are closed at the end.
 
-    Earlier evaluations are logged first to a tracker that is new to the run.
+    A new tracker first logs the earlier evaluations.
 
     Raises:
         InputError: if the package of a tracker is not installed.
@@ -78,7 +77,7 @@ def require(names: Sequence[TrackerName]) -> None:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """A row's numbers under one name each, without null values: `sink_rate/1` is the rate of the first position,
+    """Flatten a row to numbers by name, without nulls: `sink_rate/1` is the sink rate of the first position,
     `sink_rate_heads/2/1` that of the first head of the second layer.
     """
     found: dict[str, float] = {}
@@ -93,10 +92,10 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _Wandb:
-    """A W&B run; `WANDB_MODE=offline` and its other settings are W&B's own."""
+    """W&B run, configured by W&B's own settings such as `WANDB_MODE=offline`."""
 
     def __init__(self, run: Run, step: int) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]  # an extra that `dev` leaves out
+        import wandb  # pyright: ignore[reportMissingImports]  # not in the extra `dev`
 
         self._wandb = wandb
         identity, known = _identity(run.directory / "tracking.json")
@@ -156,7 +155,7 @@ class _TensorBoard:
 
 
 def _identity(path: Path) -> tuple[str, bool]:
-    """The run's id at W&B, and whether it had one before."""
+    """Return the W&B id of the run, and True if it existed before."""
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))["wandb"]["id"], True
     identity = secrets.token_hex(8)

@@ -1,12 +1,11 @@
-"""One update: the gradient of the global batch, the check that it is finite, the optimiser's step.
+"""One update: gradient of the global batch, check for NaN and infinity, optimiser step.
 
-A batch depends on (seed, step) alone, and no global random generator is used. Apart from rounding, an update does not
-depend on the number of processes either.
+A batch depends only on (seed, step); no global random generator is used. Apart from rounding, an update does not depend
+on the number of processes.
 
-On a CPU loss and gradient norm are read before the optimiser's step: where one is not finite, no step follows. On CUDA
-reading would make the processor wait for the device at every update. There the device decides: AdamW's fused kernel
-leaves all parameters and moments alone once a loss or a gradient was not finite, in that update and all later ones, and
-the processor reads one update late.
+On a CPU, loss and gradient norm are checked before the optimiser step, which is skipped if one is not finite. On CUDA,
+reading them would synchronise the device at every update. So AdamW's fused kernel skips the step on the device
+(`found_inf`) for this and all later updates, and the host reads the numbers one update late.
 """
 
 import contextlib
@@ -32,23 +31,23 @@ from sinklab.train.world import ALONE, World
 
 
 class Updater:
-    """Model, optimiser and training batches of a run.
+    """Model, optimiser and training data of a run.
 
     Args:
-        run: opened run directory; its files are neither read nor written here.
-        world: processes that train together.
-        look: called between the tensors of the new model; an exception from it ends the construction.
+        run: opened run; no files of its directory are read or written.
+        world: training processes.
+        look: callback during model initialisation; an exception from it ends the construction.
 
     Attributes:
-        model: unwrapped model, on its device; with FSDP its parameters are sharded.
+        model: unwrapped model on its device; with FSDP its parameters are sharded.
         optimizer: optimiser of the model's parameters.
         state: training state; `state.step` is also the index of the next batch.
         device: device of this process.
         batches: this process's rows of every batch.
 
     Raises:
-        InputError: text too short for the recipe, a batch that the processes cannot share equally, or a checkpoint to
-            start from that cannot be used.
+        InputError: if the text is too short, the batch size is not a multiple of the processes, or the initial
+            checkpoint is unusable.
     """
 
     def __init__(self, run: Run, world: World = ALONE, look: Callable[[], None] = lambda: None) -> None:
@@ -76,12 +75,12 @@ class Updater:
         return learning_rate(self.state.step, self.recipe.train.steps, self.recipe.optim.lr, self.recipe.schedule)
 
     def update(self) -> float:
-        """One step; returns the newest known training loss, in nats per token over the global batch.
+        """Do one update; return the newest known training loss of the global batch, nats per token.
 
-        On a CPU it is this step's; on CUDA the previous step's.
+        The loss is that of this step on a CPU, and of the previous step on CUDA.
 
         Raises:
-            NotFiniteError: on all processes, where a loss or gradient of one of them is not finite.
+            NotFiniteError: on all processes, if a loss or gradient of any process is not finite.
         """
         state, clip = self.state, self.recipe.optim.clip
         for group in self.optimizer.param_groups:
@@ -98,15 +97,15 @@ class Updater:
         return self._loss
 
     def settle(self) -> None:
-        """Wait until all updates are made and checked: `state` and weights are then those of `state.step`.
+        """Wait until all updates are finished and checked; `state` and weights then belong to `state.step`.
 
         Raises:
-            NotFiniteError: as `update`.
+            NotFiniteError: as in `update`.
         """
         self._take_results(all_of_them=True)
 
     def has_finite_weights(self) -> bool:
-        """Whether this process's weights are finite: a large step may overflow them though its gradient was finite."""
+        """True if this process's weights are finite; a large step may overflow them despite a finite gradient."""
         return bool(torch.stack([local(p.detach()).isfinite().all() for p in self.model.parameters()]).all())
 
     def _take_results(self, all_of_them: bool = False) -> None:
@@ -118,7 +117,7 @@ class Updater:
 
     @contextlib.contextmanager
     def _not_updated(self) -> Iterator[None]:
-        """Reset step and gradients where an update is refused within it."""
+        """Reset step and gradients if NotFiniteError is raised in the `with` block."""
         try:
             yield
         except NotFiniteError as error:
@@ -127,10 +126,10 @@ class Updater:
             raise
 
     def gradient(self) -> tuple[Tensor, Tensor]:
-        """The gradient of the mean loss over the global batch, added losses included, left in the parameters.
+        """Compute the gradients of the mean loss over the global batch, auxiliary losses included.
 
         Returns:
-            The mean cross-entropy over this process's rows, and the norm of the whole gradient.
+            The mean cross-entropy over this process's rows, and the global gradient norm.
         """
         tokens_BT = self.batches.batch(self.state.step)
         parts = tokens_BT.split(self.recipe.train.micro_batch or len(tokens_BT))
@@ -146,12 +145,12 @@ class Updater:
         return total, whole(torch.nn.utils.get_total_norm(gradients))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The precision of the recipe."""
+        """Return the autocast context of the recipe's precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.train.precision == "bf16")
 
 
 class _Looking(TorchFunctionMode):
-    """Within it, `look` is called before every operation of PyTorch: a large model takes minutes to initialise."""
+    """Call `look` before every PyTorch operation, because initialising a large model takes minutes."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         super().__init__()
@@ -163,14 +162,14 @@ class _Looking(TorchFunctionMode):
 
 
 class DivergedError(SinklabError):
-    """The numbers of a run became non-finite; training it again would give the same result."""
+    """Training diverged: loss, gradients or weights are not finite. Repeating the run gives the same result."""
 
 
 class NotFiniteError(SinklabError):
-    """The loss or the gradient of a step is not finite; no process has made that update.
+    """The loss or gradient of an update is not finite; no process has applied the update.
 
     Attributes:
-        step: of that update, counted from 1.
+        step: number of the update, from 1.
     """
 
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
@@ -183,19 +182,19 @@ class NotFiniteError(SinklabError):
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The mean loss over the global batch in nats per token, and the norm of its gradient before clipping."""
+    """Mean loss over the global batch, nats per token, and gradient norm before clipping."""
 
     loss: float
     grad_norm: float
 
 
 class FiniteCheck:
-    """Loss and gradient norm of every update of one process, in order, and whether they are finite.
+    """Check that loss and gradient norm of every update are finite.
 
     Args:
-        optimizer: skips its step on CUDA where a number is not finite.
-        world: the processes that train together; all of them call the methods.
-        late: read one update late; needs a fused AdamW.
+        optimizer: optimiser, whose step is skipped on CUDA if a number is not finite.
+        world: training processes; all of them call the methods.
+        late: read the numbers one update late; needs a fused AdamW.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World, late: bool) -> None:
@@ -204,15 +203,15 @@ class FiniteCheck:
         self._broken: Tensor | None = None
 
     def add(self, step: int, loss: Tensor, grad_norm: Tensor) -> None:
-        """Add an update whose gradient is computed and whose optimiser step is not made yet.
+        """Add an update, after its backward pass and before its optimiser step.
 
         Args:
-            step: of the update, counted from 1.
-            loss: mean over this process's rows.
-            grad_norm: of the whole gradient.
+            step: number of the update, from 1.
+            loss: mean loss over this process's rows.
+            grad_norm: global gradient norm.
 
         Raises:
-            NotFiniteError: on all processes, where one is not finite; when read late, from `read`.
+            NotFiniteError: on all processes, if a number is not finite; with `late`, `read` raises it.
         """
         broken = ~(loss.isfinite() & grad_norm.isfinite())
         sums = self._world.sum_on_device(torch.stack((loss.double(), broken.double())))
@@ -227,10 +226,10 @@ class FiniteCheck:
         self._waiting.append((step, *_begin_copy(numbers)))
 
     def read(self, all_of_them: bool = False) -> list[UpdateResult]:
-        """The updates that have not been read, without the last one if it is read late.
+        """Return the results of unread updates; with `late`, without the last one.
 
         Raises:
-            NotFiniteError: on all processes, where one is not finite.
+            NotFiniteError: on all processes, if a number is not finite.
         """
         left, found = int(self._late and not all_of_them), []
         while len(self._waiting) > left:
@@ -250,7 +249,7 @@ def _refuse(step: int, numbers: list[float]) -> list[float]:
 
 
 def _begin_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """The numbers on the CPU, and the event after which they are valid."""
+    """Copy numbers to the CPU asynchronously; return the copy and the event after which it is valid."""
     if not numbers.is_cuda:
         return numbers, None
     host = torch.empty_like(numbers, device="cpu", pin_memory=True)

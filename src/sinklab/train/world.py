@@ -1,7 +1,7 @@
-"""Distributed processes of one training run: rank, size, collectives.
+"""Distributed processes of a training run: rank, size, collectives.
 
-torchrun sets their ranks in the environment. gloo exchanges CPU objects (decisions, checkpoints), NCCL CUDA tensors.
-Every method that communicates is a collective: all processes call it, in the same order, or none does.
+torchrun sets the ranks in the environment. gloo exchanges CPU objects (decisions, checkpoints), NCCL CUDA tensors.
+Every method that communicates is a collective: all processes must call it, in the same order.
 """
 
 import functools
@@ -27,7 +27,7 @@ E = TypeVar("E", bound=SinklabError)
 
 @dataclass(frozen=True)
 class World:
-    """Process `rank` of `size`; `local_rank` counts within one machine. The defaults are a single process."""
+    """Process `rank` of `size`; `local_rank` is the rank within one machine. Default: a single process."""
 
     rank: int = 0
     size: int = 1
@@ -35,35 +35,35 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files and messages."""
+        """True on rank 0, the only process that writes files and messages."""
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """This process's own device: for "auto" and "cuda" the card with its local rank.
+        """Return this process's device; "auto" and "cuda" choose the GPU of the local rank.
 
         Raises:
             InputError: if this machine has no such device.
         """
         if self.size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-            return pick_device(f"cuda:{self.local_rank}")  # touching "cuda" would take memory of the first card
+            return pick_device(f"cuda:{self.local_rank}")  # using "cuda" would allocate memory on the first GPU
         device = pick_device(name)
         if self.size > 1 and device.type == "cuda":
             raise InputError(
-                f"train.device {name} names one card, but there are {self.size} processes: use cuda or auto"
+                f"train.device {name} names one GPU, but there are {self.size} processes: use cuda or auto"
             )
         return device
 
     def use(self, name: str) -> None:
-        """Make this process's own card CUDA's current device; raises as `device`."""
+        """Make this process's GPU the current CUDA device; raises as `device`."""
         device = self.device(name)
         if device.type == "cuda" and self.size > 1:
             torch.cuda.set_device(device)
 
     def rows(self, batch_size: int) -> slice:
-        """Select this process's rows of the global batch.
+        """Return the slice of this process's rows in the global batch.
 
         Raises:
-            InputError: if the batch cannot be shared equally.
+            InputError: if the batch size is not a multiple of the number of processes.
         """
         if batch_size % self.size:
             raise InputError(
@@ -74,7 +74,7 @@ class World:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def sum(self, *numbers: float) -> list[float]:
-        """Sum the numbers over all processes, in float64, identical on all of them."""
+        """Sum numbers over all processes in float64; the result is identical on all."""
         if self.size == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64)
@@ -82,20 +82,20 @@ class World:
         return total.tolist()
 
     def sum_on_device(self, numbers: Tensor) -> Tensor:
-        """The sum of a tensor over all processes, on its device; `numbers` may be overwritten."""
+        """Sum a tensor over all processes on its device; `numbers` may be overwritten."""
         if self.size > 1:
             dist.all_reduce(numbers)
         return numbers
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is True on any process."""
+        """True if the flag is True on any process."""
         return self.sum(float(flag))[0] > 0
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """The result of `make` on the first process, broadcast to all.
+        """Call `make` on the first process and broadcast its result.
 
         Raises:
-            SinklabError: on the other processes, for any exception of the first.
+            SinklabError: on the other processes, if the first raises any exception.
         """
         if self.size == 1:
             return make()
@@ -116,18 +116,18 @@ class World:
         return answer[0]
 
     def shared_error(self, error: E) -> E:
-        """The error, which every process raises, marked so that only the first process prints it."""
+        """Mark an error that every process raises, so that only the first prints it."""
         error.said_elsewhere = not self.is_first
         return error
 
     def together(self, work: Callable[[], T]) -> T:
-        """Each process's own result of `work`; an error of one process is raised on all.
+        """Call `work` on every process and return the local result; an error of one process is raised on all.
 
         Args:
-            work: no collective; the processes may call it at different times.
+            work: function without collectives.
 
         Raises:
-            SinklabError: that of the first process where `work` failed.
+            SinklabError: the error of the lowest rank on which `work` failed.
         """
         if self.size == 1:
             return work()
@@ -144,7 +144,7 @@ class World:
         return made[0]
 
     def only_first(self, work: Callable[[], T]) -> T | None:
-        """The result of `work` on the first process, None on the others; raises as `from_first`."""
+        """Call `work` on the first process only; return its result there and None elsewhere. Raises as `from_first`."""
         made: list[T] = []
         self.from_first(lambda: made.append(work()))
         return made[0] if self.is_first else None
@@ -152,23 +152,22 @@ class World:
 
 ALONE = World()
 PATIENCE = timedelta(hours=2)
-"""Timeout for a process that prepares text or compiles; PyTorch's is 30 minutes for gloo and 10 for NCCL. The end of a
-process is noticed earlier: by gloo at once, else by torchrun."""
+"""Timeout of collectives, for processes that prepare text or compile; PyTorch's defaults are 30 minutes (gloo) and 10
+minutes (NCCL). The end of a process is detected earlier, by gloo or torchrun."""
 
 
 @contextmanager
 def joined_world() -> Iterator[World]:
-    """The processes that torchrun started; `ALONE` without torchrun.
+    """Connect the processes that torchrun started; yields `ALONE` without torchrun.
 
-    On machines with CUDA, NCCL is initialised, used or not, each process with its own card: otherwise NCCL guesses, and
-    every process takes memory of the first card. A process that waits longer than `PATIENCE` for the others fails.
+    On machines with CUDA, NCCL is always initialised, each process with its own GPU; otherwise every process would
+    allocate memory on the first GPU. A process that waits longer than `PATIENCE` for the others fails.
 
-    The connection stays until the process ends, which must be with `os._exit`: a DDP model that outlives its process
-    group ends gloo as well, and then the main thread and gloo's thread may wait for each other for ever.
+    The process must end with `os._exit`: if a DDP model outlives its process group, destroying gloo can deadlock.
 
     Raises:
-        InputError: an environment without valid ranks or without the address of the first process.
-        LostProcessError: another process is lost, or this one fails unexpectedly.
+        InputError: if the environment has no valid ranks or no address of the first process.
+        LostProcessError: if another process is lost, or this one fails unexpectedly.
     """
     world = _world_of_environment()
     if world.size == 1:
@@ -187,11 +186,11 @@ def joined_world() -> Iterator[World]:
         ) from error
     try:
         yield world
-        world.sum(0.0)  # no process leaves before all are done
+        world.sum(0.0)  # barrier: no process exits before all are done
     except SinklabError:
         raise
     except Exception as error:
-        # gloo reports a broken connection as a plain RuntimeError that names gloo's source file
+        # gloo reports a broken connection as a RuntimeError that names gloo's source file
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             traceback.print_exc()
         raise LostProcessError(
@@ -201,7 +200,7 @@ def joined_world() -> Iterator[World]:
 
 
 def own_card(world: World) -> torch.device | None:
-    """The card of this process's local rank; None on all processes of a machine with fewer cards than processes."""
+    """Return the GPU of this process's local rank; None if the machine has fewer GPUs than processes."""
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     processes = int(here) if here.isdecimal() else world.size
     return torch.device("cuda", world.local_rank) if processes <= torch.cuda.device_count() else None

@@ -1,17 +1,16 @@
 """Tokenized conversations for instruction tuning, with a mask of the assistant's tokens.
 
-A chat template may mark the assistant's part, `{% generation %}..{% endgeneration %}`. Without marks, the assistant's
-part of message i is the text that the message adds:
+A chat template may mark the assistant's text with `{% generation %}..{% endgeneration %}`. Otherwise the assistant's
+text of message i is the text that the message adds:
 
     render(m_1 .. m_i-1, with the generation prompt)  is a prefix of  render(m_1 .. m_i),
 
 which is a prefix of the whole conversation. A template that violates this is refused.
 
-The text is tokenized up to each boundary of an assistant's part; the tokens added between two boundaries are those of
-the part. A token that would cross a boundary is split there, as in generation. Character offsets are not used, as they
-are wrong for tokenizers that drop characters.
+The text is tokenized up to each boundary of the assistant's text. A token that would cross a boundary is split there,
+as in generation. Character offsets are not used, because they are wrong for tokenizers that drop characters.
 
-A conversation is truncated to the sequence length, and excluded if it then has no assistant tokens. The held-out
+Conversations are truncated to the sequence length, and excluded if no assistant tokens remain. The held-out
 conversations depend only on the seed and the file.
 """
 
@@ -33,23 +32,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSISTANT = "assistant"
-REMEDY = "remove it, or give another template as --chat-template FILE"
+REMEDY = "remove it, or pass another template as --chat-template FILE"
 DEFAULT = (
     "{% for message in messages %}{{ message['role'] + ':\\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] | trim + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] | trim }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
 )
-"""The template for tokenizers without one. It needs no special tokens: roles are words, and EOS ends a reply."""
+"""Chat template for tokenizers without one: roles are plain words, and EOS ends a reply."""
 
 
 @dataclass(frozen=True)
 class TokenizedChat:
-    """The tokens of a conversation.
+    """A tokenized conversation.
 
     Attributes:
-        is_trained: per token, whether it belongs to the assistant.
-        is_exact: whether the assistant's tokens decode to the assistant's text.
+        is_trained: loss mask: True for the assistant's tokens.
+        is_exact: True if the assistant's tokens decode to the assistant's text.
     """
 
     ids: list[int]
@@ -58,14 +57,14 @@ class TokenizedChat:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
+    """Chat template of a tokenizer.
 
     Args:
-        tokenizer: tokenizer, which is set to use the template.
-        given: Jinja template that replaces the tokenizer's own; None for its own, or DEFAULT if it has none.
+        tokenizer: tokenizer; its chat template is set.
+        given: Jinja template that replaces the tokenizer's; default: the tokenizer's, or DEFAULT if it has none.
 
     Attributes:
-        notes: notes on a template other than the tokenizer's own.
+        notes: notes on a template other than the tokenizer's.
 
     Raises:
         InputError: if the tokenizer has neither template nor EOS, or several templates.
@@ -92,18 +91,18 @@ class ChatTemplate:
         self._is_marked = MARK.search(str(tokenizer.chat_template)) is not None
 
     def tokenize(self, messages: list[Message], where: str) -> TokenizedChat:
-        """Tokenize a whole conversation.
+        """Tokenize a conversation.
 
         Raises:
-            InputError: if the template refuses the conversation or does not mark the assistant's text, or the tokenizer
-                has no tokens for the text; `where` names the row.
+            InputError: if the template fails or does not mark the assistant's text, or the tokenizer has no tokens for
+                the text; `where` names the row in the message.
         """
         whole = self._rendered(messages, where)
         spans = whole.marked if self._is_marked else list(self._spans(messages, whole.text, where))
         if not any(whole.text[start:end].strip() for start, end in spans):
             raise InputError(
                 f"{where}: the chat template puts none of the assistant's text between its {{% generation %}} marks: "
-                "give another as --chat-template FILE"
+                "pass another as --chat-template FILE"
             )
         chat = self._tokens(whole.text, spans, where)
         if not any(chat.is_trained):
@@ -128,16 +127,16 @@ class ChatTemplate:
         return TokenizedChat(ids, is_trained, is_exact)
 
     def _added(self, before: list[int], until: list[int], piece: str, where: str) -> list[int]:
-        """The tokens that a piece adds to a text with the tokens `before`; `until` are the tokens of both."""
+        """Return the tokens that a piece adds to a text with the tokens `before`; `until` are the tokens of both."""
         if until[: len(before)] == before:
             return until[len(before) :]
-        end = str(self._tokenizer.eos_token or "")  # after it no space is added before a word
+        end = str(self._tokenizer.eos_token or "")  # tokenizers add no space after EOS
         for found in (self._encode(piece), self._encode(end + piece)[len(self._encode(end)) :]):
             if self._decode(before + found) == self._decode(until):
                 return found
         raise InputError(
             f"{where}: the model's tokenizer joins the assistant's text with the text beside it, here "
-            f"{piece[:20]!r}, and gives other characters if they are tokenized apart: give a template with a special "
+            f"{piece[:20]!r}, and changes characters if they are tokenized separately: pass a template with a special "
             "token there as --chat-template FILE, or remove the conversation"
         )
 
@@ -149,7 +148,7 @@ class ChatTemplate:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _spans(self, messages: list[Message], text: str, where: str) -> Iterator[tuple[int, int]]:
-        """The first and last character position in `text` of each message of the assistant."""
+        """Yield the character span in `text` of each assistant message."""
         for i, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
@@ -158,7 +157,7 @@ class ChatTemplate:
             if not (after.startswith(before) and text.startswith(after)):
                 raise InputError(
                     f"{where}: the model's chat template does not mark the assistant's text, and changes the beginning "
-                    f"of a conversation once message {i + 1} follows, so that text cannot be found: give a template "
+                    f"of a conversation once message {i + 1} follows, so that text cannot be found: pass a template "
                     "with {% generation %}..{% endgeneration %} around it as --chat-template FILE"
                 )
             yield len(before), len(after)
@@ -169,7 +168,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Chats:
-    """The usable conversations of a file, shuffled and truncated to the sequence length.
+    """Usable conversations of a file, shuffled and truncated to the sequence length.
 
     Attributes:
         usable: conversations with assistant tokens after truncation.
@@ -184,7 +183,7 @@ class Chats:
     inexact: int = 0
 
     def note(self, length: int) -> str:
-        """The numbers of conversations read, truncated and excluded, as a sentence."""
+        """Describe the numbers of conversations read, truncated and excluded."""
         silent = self.read - len(self.usable)
         left_out = f", {silent:,} left out without text of the assistant before that" if silent else ""
         otherwise = (
@@ -203,8 +202,8 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
         seed: random seed of the shuffling.
 
     Raises:
-        InputError: if the file has no conversations, or a conversation lacks text of the assistant or cannot be
-            represented by the template or tokenizer; the message names the line.
+        InputError: if the file has no conversations, or a conversation has no assistant text or fails in the template
+            or tokenizer; the message names the line.
     """
     chats = []
     for messages, where in read_conversations(path):
@@ -223,15 +222,15 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
 
 
 def first_tokens(chats: Sequence[TokenizedChat], sequences: int, length: int) -> Tensor:
-    """The first `length` tokens of at most `sequences` conversations that are long enough: (N, T).
+    """Return the first `length` tokens of at most `sequences` conversations that are long enough. Shape (N, T).
 
     Raises:
-        InputError: if none is long enough.
+        InputError: if no conversation is long enough.
     """
     long_enough = [chat.ids[:length] for chat in chats if len(chat.ids) >= length][:sequences]
     if not long_enough:
         raise InputError(
-            f"none of the {len(chats)} held-out conversations has the {length} tokens of the sink metric: give a "
+            f"none of the {len(chats)} held-out conversations has the {length} tokens of the sink metric: set a "
             "smaller --sink-length, more --held-out, or another text as --text FILE"
         )
     return torch.tensor(long_enough)

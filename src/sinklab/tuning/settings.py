@@ -1,8 +1,8 @@
-"""Settings of instruction tuning; the defaults are the paper's for 1B parameters (2410.10781, figure 30).
+"""Settings of instruction tuning; the defaults follow the paper's 1B model (2410.10781, figure 30).
 
-The paper states UltraChat, the learning rate, its cosine schedule, 64 conversations of 2,048 tokens per step and one
-epoch. It does not state the warm-up (here a tenth of the steps, as for Zephyr on the same conversations) or the
-optimiser (here AdamW with transformers' defaults: betas 0.9 and 0.999, no weight decay, gradients clipped at 1).
+The paper states the data (UltraChat), the learning rate with a cosine schedule, 64 conversations of 2,048 tokens per
+step, and one epoch. It does not state the warm-up (here 10 % of the steps, as for Zephyr on the same conversations) and
+the optimiser (here AdamW with transformers' defaults: betas 0.9 and 0.999, no weight decay, gradient clipping at 1).
 """
 
 import math
@@ -17,7 +17,7 @@ LONGEST = 2048
 HELD_OUT = 100
 SINK_LENGTH = 64
 EVALUATIONS = 10
-TOKENS_AT_A_TIME = 4096  # of a micro-batch
+TOKENS_AT_A_TIME = 4096  # tokens per micro-batch
 
 
 class TuneOptions(CommandSettings, frozen=True):
@@ -55,7 +55,7 @@ class TuneOptions(CommandSettings, frozen=True):
         description="Tokens per sequence for the sink metric; default: 64, or --length if less.",
     )
     eps: Annotated[float, Flag(panel=MEASURED)] = Field(
-        default=0.3, ge=1e-9, le=1 - 1e-9, description="Importance above which a position is a sink."
+        default=0.3, ge=1e-9, le=1 - 1e-9, description="Threshold: a position is a sink if its importance exceeds it."
     )
     seed: Annotated[int, Flag(panel=ADVANCED)] = Field(
         default=0, ge=0, le=2**32 - 1, description="Random seed for the order of the conversations."
@@ -76,13 +76,13 @@ class TuneSettings(TuneOptions, frozen=True):
 
 
 class TuneManifest(TuneSettings, frozen=True):
-    """The request of a tuning run: everything that determines its result.
+    """All settings that affect the result of a tuning run.
 
     Attributes:
         files: hash of the model's files; None for a model on the hub.
         data: SHA-256 of the conversations file.
-        sink_tokens: SHA-256 of the tokens that the sink is measured on.
-        chat_template: template that replaces the model's own; None for the model's own.
+        sink_tokens: SHA-256 of the tokens of the sink metric.
+        chat_template: template that replaces the model's; None for the model's own.
     """
 
     files: str | None
@@ -92,10 +92,10 @@ class TuneManifest(TuneSettings, frozen=True):
 
 
 def length_for(options: TuneOptions, context: int | None) -> int:
-    """The maximum length of conversations, in tokens.
+    """Return the maximum length of conversations, in tokens.
 
     Args:
-        context: context of the model; None without a limit.
+        context: context length of the model; None without a limit.
 
     Raises:
         InputError: if the length exceeds the context.
@@ -108,7 +108,7 @@ def length_for(options: TuneOptions, context: int | None) -> int:
 
 
 def held_out_for(options: TuneOptions, conversations: int) -> int:
-    """The number of held-out conversations.
+    """Return the number of held-out conversations.
 
     Raises:
         InputError: if there are too few conversations, or none left for training.
@@ -116,7 +116,7 @@ def held_out_for(options: TuneOptions, conversations: int) -> int:
     if conversations < 2:
         raise InputError(
             f"{conversations} usable conversation{'' if conversations == 1 else 's'}: at least 2 are needed, one to "
-            "train on and one held out; give more, or a larger --length"
+            "train on and one held out; use more conversations, or a larger --length"
         )
     count = min(HELD_OUT, max(1, conversations // 10)) if options.held_out is None else options.held_out
     if count >= conversations:

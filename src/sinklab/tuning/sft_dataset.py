@@ -1,4 +1,4 @@
-"""The dataset of a tuning run: model, conversations, settings, and the tokens of the sink metric."""
+"""Inputs of a tuning run: model, conversations, settings, and tokens of the sink metric."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -29,12 +29,12 @@ LIBRARIES = ("torch", "transformers", "trl", "accelerate")
 
 @dataclass(frozen=True)
 class TuneSources:
-    """The input files of a tuning run.
+    """Input files of a tuning run.
 
     Attributes:
         chats: .jsonl file of conversations.
         text: text for the sink metric; None for the held-out conversations.
-        template: file of a chat template to use in place of the model's own.
+        template: file with a chat template that replaces the model's.
     """
 
     chats: Path
@@ -48,7 +48,7 @@ class SftDataset:
 
     Attributes:
         trained, held_out: training and validation conversations.
-        tokens_NT: tokens that the sink is measured on.
+        tokens_NT: tokens of the sink metric, (N, T).
         tuning: content of sft.json before the first update.
     """
 
@@ -64,7 +64,7 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
     """Load the model, read the conversations, and derive the unset settings.
 
     Raises:
-        InputError: if a model, file or option is unusable.
+        InputError: if the model, a file or an option is unusable.
     """
     given = None if sources.template is None else _read_template(sources.template)
     opened = open_trainable(model, loading)
@@ -101,7 +101,7 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
 
 
 def open_trainable(name: str, loading: Loading) -> Model:
-    """Open a model of transformers for training, with its weights in float32.
+    """Load a Hugging Face model for training, with float32 weights.
 
     Raises:
         InputError: if the model cannot be loaded, or its weights are quantised.
@@ -117,7 +117,7 @@ def open_trainable(name: str, loading: Loading) -> Model:
 
 
 def _context(model: Model) -> int | None:
-    """The number of positions of the model; None without a limit."""
+    """Return the context length of the model; None without a limit."""
     config = cast("PreTrainedModel", model.module).config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
     return int(context) if context else None
@@ -136,7 +136,7 @@ def _notes_of_loading(model: Model) -> list[str]:
 
 
 def _sink_tokens(text: Path | None, model: Model, held_out: list[TokenizedChat], settings: TuneSettings) -> Tensor:
-    """The tokens that the sink is measured on, (N, T)."""
+    """Build the tokens of the sink metric, (N, T)."""
     if text is None:
         return first_tokens(held_out, settings.sequences, settings.sink_length)
     bodies = natural_text(

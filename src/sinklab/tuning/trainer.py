@@ -1,11 +1,10 @@
-"""trl's SFTTrainer as used by sinklab; imported only with trl installed.
+"""Subclass of trl's SFTTrainer; imported only if trl is installed.
 
-The conversations are already tokenized, with labels at the assistant's tokens and IGNORED elsewhere, so the trainer
-skips data preparation. It differs from SFTTrainer in two ways:
+Conversations are already tokenized, with labels for the assistant's tokens and IGNORED elsewhere, so data preparation
+is skipped. Differences from SFTTrainer:
 
-- A sinklab model computes its own loss. trl would call its body as it calls that of a transformers model, and apply the
-  head to the hidden states.
-- The validation loss is the mean over all labelled tokens, not over batches, and so independent of the batch size.
+- A sinklab model computes its own loss; trl would call the model's body and apply the LM head to the hidden states.
+- The validation loss is the mean over all labelled tokens, not over batches, so it is independent of the batch size.
 """
 
 import math
@@ -33,14 +32,14 @@ from sinklab.tuning.tuned_directory import METRICS, UPDATES, TuneEvaluation, Tun
 
 
 class TuneRecord(TrainerCallback):
-    """Collects updates and evaluations from the Trainer's logs, and writes them with every checkpoint.
+    """Callback that collects updates and evaluations from the Trainer's logs and writes them with every checkpoint.
 
     Args:
         folder: folder of metrics.jsonl and updates.jsonl.
-        updates, evaluations: rows recorded before the checkpoint that is resumed from.
+        updates, evaluations: rows before the checkpoint from which training resumes.
         sink: sink callback of the same trainer, called before this one.
-        should_stop: called after every update; if true the trainer saves and ends.
-        progress: progress reporter for the updates.
+        should_stop: callback, called after every update; if it returns True, the trainer saves and ends.
+        progress: progress of the updates.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class TuneRecord(TrainerCallback):
         self.updates, self.evaluations = list(updates), list(evaluations)
         self._folder, self._sink, self._should_stop, self._progress = folder, sink, should_stop, progress
 
-    def on_log(  # type: ignore[override]  # transformers gives `logs` among the keywords
+    def on_log(  # type: ignore[override]  # transformers passes `logs` as a keyword
         self,
         args: TrainingArguments,
         state: TrainerState,
@@ -76,17 +75,17 @@ class TuneRecord(TrainerCallback):
             self._add_evaluation(state.global_step, logs[f"{EVALUATION}loss"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Make the trainer save and end after a signal."""
+        """Make the trainer save and end if a stop was requested."""
         if self._should_stop():
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the rows up to the checkpoint, and mark the checkpoint as complete."""
+        """Write all rows, and mark the checkpoint as complete."""
         self.write()
         mark_complete(Path(cast(str, args.output_dir)), state.global_step)
 
     def write(self) -> None:
-        """Write the files of updates and of evaluations."""
+        """Write metrics.jsonl and updates.jsonl."""
         write_rows(self._folder / UPDATES, self.updates)
         write_rows(self._folder / METRICS, self.evaluations)
 
@@ -102,7 +101,7 @@ class TuneRecord(TrainerCallback):
 
     def _add_evaluation(self, step: int, loss: float) -> None:
         measurement = self._sink.measurement
-        assert measurement is not None  # it is called before this one
+        assert measurement is not None  # the sink callback is called first
         before = self.evaluations[-1].step if self.evaluations else 0
         since = [one for one in self.updates if one.step > before]
         last = self.updates[-1] if self.updates else None
@@ -146,7 +145,7 @@ class Tuner(SFTTrainer):
         return output
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Disabled for checkpoints; sinklab writes the card of the final model."""
+        """Do nothing; sinklab writes the model card of the final model."""
 
 
 def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], begins: bool) -> Tuner:
@@ -154,11 +153,11 @@ def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], b
 
     Args:
         folder: folder of the checkpoints.
-        begins: whether to start at step 0, with an evaluation.
+        begins: True if training starts at step 0, which is evaluated.
     """
     model: Any = dataset.model.module
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about an option that trl sets
+        warnings.simplefilter("ignore", FutureWarning)  # transformers' warning about an option that trl sets
         config = _config(dataset.settings, folder, model.device, begins)
     made = Tuner(
         model,
@@ -177,7 +176,7 @@ def _config(settings: TuneSettings, folder: Path, device: torch.device, begins: 
         output_dir=str(folder),
         learning_rate=settings.lr,
         lr_scheduler_type="cosine",
-        warmup_steps=settings.warmup,  # below 1 it is a share
+        warmup_steps=settings.warmup,  # a fraction of all steps if below 1
         weight_decay=0.0,
         max_grad_norm=1.0,
         max_steps=settings.steps,

@@ -1,4 +1,4 @@
-"""Instruction tuning as a resumable job: training from step 0 or the newest checkpoint, and the results."""
+"""Instruction tuning as a resumable job."""
 
 import importlib.util
 import os
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.extras import install_command
-from sinklab.files import is_full
+from sinklab.files import is_full, sha256_of
 from sinklab.jobs.ledger import Ledger, check_request
 from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, without_bars
 from sinklab.models.native import is_exported
 from sinklab.signals import stop_on_signals
-from sinklab.tuning.settings import TuneOptions
+from sinklab.tuning.settings import TuneOptions, settings_for
 from sinklab.tuning.sft_dataset import SftDataset, TuneSources, prepare_dataset
 from sinklab.tuning.tuned_directory import (
     CHECKPOINTS,
@@ -36,7 +36,7 @@ from sinklab.tuning.tuned_directory import (
 
 @dataclass(frozen=True)
 class TuneEnd:
-    """Result of a tuning call.
+    """Result of a call of `tune`.
 
     Attributes:
         tuning: content of sft.json; without `chat` if the run was stopped.
@@ -62,11 +62,11 @@ def tune(
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        out: directory for documents, checkpoints and the tuned model; not inside the model's directory.
+        out: output directory, not inside the model's directory.
 
     Raises:
-        InputError: before anything is written, if trl is not installed, a model, file or option is unusable, or `out`
-            has a tuning run of another request.
+        InputError: before anything is written, if trl is not installed, the model, a file or an option is unusable, or
+            `out` has a tuning run with other settings.
         HeldError: if another process is tuning a model in `out`.
         SinklabError: if a loss or gradient is not finite, or the disk is full.
     """
@@ -87,11 +87,30 @@ def tune(
         return _train(found, data, out, ledger, observe)
 
 
-def check_extra() -> None:
-    """Refuse to start without trl, or in several processes.
+def check_tuned(path: Path, options: TuneOptions, chats: Path) -> None:
+    """Refuse an earlier tuning of another request.
+
+    Args:
+        path: sft.json of the earlier tuning.
+        options: settings of the request.
+        chats: conversations of the request.
 
     Raises:
-        InputError: if trl is missing (the message has the install command), or there are several processes.
+        InputError: if a setting or the conversations differ; the message names the first difference.
+    """
+    found = load_tuning(path)
+    before = found.asked
+    length, held_out = options.length or before.length, options.held_out or before.held_out
+    settings = settings_for(options, length, held_out, found.conversations)
+    there = before.model_dump()
+    check_request(path, "a tuning", there, {**there, **settings.model_dump(), "data": sha256_of(chats)})
+
+
+def check_extra() -> None:
+    """Check that trl is installed and that there is one process.
+
+    Raises:
+        InputError: if trl is missing (the message contains the install command), or there are several processes.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InputError("a model is tuned in one process: start it without torchrun")
@@ -124,7 +143,7 @@ def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], o
 
 
 def _update(data: SftDataset, out: Path, observe: Observer) -> tuple[list[TuneUpdate], list[TuneEvaluation], int]:
-    """Run the missing updates; returns all updates and evaluations, and the exit status for a signal."""
+    """Run the missing updates; return all updates and evaluations, and the exit status."""
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.tuning.trainer import TuneRecord, tuner
 
@@ -154,10 +173,10 @@ def _update(data: SftDataset, out: Path, observe: Observer) -> tuple[list[TuneUp
 
 
 def _check_free(out: Path, model: str) -> None:
-    """Refuse a directory with other contents, or inside the model's directory, whose files are hashed.
+    """Check that `out` has no other contents and is not inside the model's directory, whose files are hashed.
 
     Raises:
-        InputError: if the directory is not usable; the message names the contents.
+        InputError: if the directory is not usable; the message names the reason.
     """
     place = Path(model).expanduser()
     if place.is_dir() and out.resolve().is_relative_to(place.resolve()):

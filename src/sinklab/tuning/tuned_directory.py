@@ -1,6 +1,6 @@
-"""The directory of a tuning run: sft.json, metrics.jsonl (evaluations), updates.jsonl, checkpoints, the tuned model.
+"""Directory of a tuning run: sft.json, metrics.jsonl (evaluations), updates.jsonl, checkpoints, the tuned model.
 
-Losses are in nats per token of the assistant. Sink rates are in percent, position 1 first. See docs/sft.md.
+Losses are in nats per assistant token, sink rates in percent by position (from 1). See docs/sft.md.
 """
 
 import json
@@ -22,7 +22,7 @@ SFT, METRICS, UPDATES = "sft.json", "metrics.jsonl", "updates.jsonl"
 MODEL, CHECKPOINTS = "model", "checkpoints"
 PREFIX = "checkpoint-"
 COMPLETE = "complete"
-"""A file in a checkpoint once it and the files beside it are complete; only such checkpoints are resumed from."""
+"""Marker file of a complete checkpoint; training resumes only from checkpoints with this file."""
 
 NOT_THE_MODEL = (
     "optimizer.pt",
@@ -39,10 +39,10 @@ AnyRow = TypeVar("AnyRow", bound=BaseModel)
 
 
 class TuneUpdate(ReadDocument):
-    """One update.
+    """A row of updates.jsonl.
 
     Attributes:
-        step: counted from 1.
+        step: number of the update, from 1.
         loss: loss on the conversations of the update.
         grad_norm: gradient norm before clipping.
         lr: learning rate of the update.
@@ -55,15 +55,16 @@ class TuneUpdate(ReadDocument):
 
 
 class TuneEvaluation(ReadDocument):
-    """One evaluation; step 0 is before any update.
+    """A row of metrics.jsonl; step 0 is the evaluation before training.
 
     Attributes:
-        step: number of updates made.
-        train_loss: mean over the updates since the previous evaluation; None if there were none.
+        step: number of updates done.
+        train_loss: mean loss over the updates since the previous evaluation; None if there were none.
         valid_loss: loss on the held-out conversations.
-        sink_rate, sink_rate_bias: percent of (sequence, layer, head) triples, by position, and on a bias if any.
-        hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block; infinite,
-            null in the file, where the others are 0.
+        sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples.
+        sink_rate_bias: sink rate of an added bias; None without a bias.
+        hidden_norm_ratio: |h_1| over the mean |h_t| of the other positions, before the first block and after every
+            block; infinite (null in the file) if the other norms are 0.
         lr, grad_norm: learning rate and gradient norm (before clipping) of the last update.
         grad_norm_max: largest gradient norm since the previous evaluation.
     """
@@ -80,19 +81,19 @@ class TuneEvaluation(ReadDocument):
 
 
 class Tuning(ReadDocument):
-    """sft.json.
+    """Contents of sft.json.
 
     Attributes:
-        model: name as passed.
-        architecture: transformers class that was tuned.
-        asked: the request, which determines the numbers.
+        model: name of the model as passed.
+        architecture: transformers class of the model.
+        asked: settings that affect the result.
         conversations: number of training conversations; `held_out` is in `asked`.
         trained_tokens: number of assistant tokens in one epoch.
-        sequences: number of sequences that the sink is measured on.
+        sequences: number of sequences of the sink metric.
         notes: notes on the model and the conversations.
-        base, chat: the first evaluation, and the last one after all updates.
+        base, chat: evaluation before training, and after all updates.
         grad_norm_max: largest gradient norm of all updates.
-        seconds: total duration of all calls that were not killed.
+        seconds: total duration of all calls, without killed ones.
         versions: versions of the training libraries.
     """
 
@@ -114,16 +115,31 @@ class Tuning(ReadDocument):
     versions: dict[str, str] = Field(default_factory=dict)
 
     def sides(self) -> dict[str, TuneEvaluation]:
-        """The available evaluations of the base and the chat model."""
+        """Return the available evaluations of base and chat model."""
         return {name: side for name, side in (("base", self.base), ("chat", self.chat)) if side is not None}
 
+    def numbers(self) -> dict[str, float]:
+        """The numbers of claims, by name (`experiments/quantities.py`); empty before the tuning has finished."""
+        if self.base is None or self.chat is None or self.grad_norm_max is None:
+            return {}
+        return {
+            "sft_loss_fall": self.base.valid_loss - self.chat.valid_loss,
+            "sft_largest_grad_norm": self.grad_norm_max,
+            "sft_sink_change": self.chat.sink_rate[0] - self.base.sink_rate[0],
+        }
+
     def document(self) -> dict[str, object]:
-        """The JSON document."""
+        """Return the content as a JSON-serializable dict."""
         return self.model_dump(mode="json", by_alias=True)
 
 
+def tuned_beside(run: Path) -> Path:
+    """The directory of a sweep's tuning of a run; it is not inside the run's, whose files are hashed."""
+    return run.with_name(f"{run.name}-sft")
+
+
 def load_tuning(path: Path) -> Tuning:
-    """Read an sft.json.
+    """Read sft.json.
 
     Raises:
         InputError: if the file is damaged.
@@ -161,7 +177,7 @@ def mark_complete(folder: Path, step: int) -> None:
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
-    """The step and the folder of the newest complete checkpoint; None if there is none."""
+    """Return step and folder of the newest complete checkpoint; None if there is none."""
     complete = [path.parent for path in folder.glob(f"{PREFIX}*/{COMPLETE}")]
     found = [(int(path.name.removeprefix(PREFIX)), path) for path in complete if path.name[len(PREFIX) :].isdigit()]
     return max(found, default=None)
@@ -180,7 +196,7 @@ def write_model(checkpoint: Path, directory: Path, tuning: Tuning, is_ours: bool
     Args:
         directory: a new or empty directory.
         tuning: results for the model card.
-        is_ours: whether the model is a SinklabForCausalLM; its code is then written with the weights.
+        is_ours: True for a SinklabForCausalLM, whose code is written with the weights.
 
     Raises:
         SinklabError: if the disk is full or not writable.
@@ -196,7 +212,7 @@ def write_model(checkpoint: Path, directory: Path, tuning: Tuning, is_ours: bool
 
 
 def tuned_card(tuning: Tuning) -> str:
-    """The README.md of the model: data, settings, loss and sink before and after."""
+    """Build README.md of the model: data, settings, loss and sink before and after tuning."""
     asked = tuning.asked.model_dump(exclude={"files", "data", "sink_tokens"})
     rows = [f"| {name} | {value} |" for name, value in asked.items()]
     settings = "\n".join(row for row in rows if "\n" not in row)

@@ -189,7 +189,7 @@ def assess_budgets(
         size, first: C and n.
     """
     alone = PairedReader(adapter, others_MT, step)
-    heads = alone.by_key_head(lambda chosen: RestrictedHeads(size, first, chosen))
+    heads = alone.by_key_head(lambda chosen: alone.under(RestrictedHeads(size, first, chosen)))
     names = [(one.layer, one.head) for one in heads]
     shares = _sink_shares(alone)
     dearest = [(one.layer, one.head) for one in sorted(heads, key=lambda one: -one.kl)]

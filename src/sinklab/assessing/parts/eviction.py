@@ -189,9 +189,7 @@ def _row(layer: LayerCall, t: int, kept_BGS: Tensor) -> Tensor:
     call, groups = layer.call, kept_BGS.shape[1]
     kept_BHS = kept_BGS.repeat_interleave(call.q_BHTD.shape[1] // groups, 1)
     seen = call.mask.block(t, t + 1, 0, t + 1, kept_BHS.device) & kept_BHS[:, :, None]
-    short = replace(
-        call, q_BHTD=call.q_BHTD[:, :, t : t + 1], k_BGTD=call.k_BGTD[:, :, : t + 1], mask=Dense(seen, later=False)
-    )
+    short = replace(call.cut(t + 1, first=t), mask=Dense(seen, later=False))
     return next(iter(layer.operation.rows(short))).weights_BHQS[:, :, 0].unflatten(1, (groups, -1))
 
 

@@ -17,7 +17,7 @@ The last two are controls, and exclude the first n keys.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -34,6 +34,7 @@ from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
+LAYERS_KEPT, KEYS_KEPT = 64, 2**19  # random keys are kept for the next change: of so many layers, so many of a layer
 SHIFTS = (-8.0, -4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 8.0)
 Keys = Literal["bias", "sink", "recent", "random"]
 
@@ -163,10 +164,19 @@ class SelectedKeys:
         candidates_LL = (k_L >= self.count) & (k_L < q_L1)
         if self.keys == "recent":
             return (candidates_LL & (k_L >= q_L1 - self.count))[None]
-        heads, draw = layer.call.q_BHTD.shape[1], torch.Generator().manual_seed(self.seed + layer.index)
-        rank_HLL = torch.rand(heads, L, L, generator=draw).to(device).masked_fill(~candidates_LL, -1)
-        chosen_HLN = rank_HLL.topk(min(self.count, L), -1).indices
-        return torch.zeros_like(rank_HLL, dtype=torch.bool).scatter_(-1, chosen_HLN, True) & candidates_LL
+        heads = layer.call.q_BHTD.shape[1]
+        draw = _drawn if heads * L * self.count <= KEYS_KEPT else _drawn.__wrapped__
+        chosen_HLN = draw(heads, L, self.count, self.seed + layer.index).to(device)
+        chosen_HLL = torch.zeros(len(chosen_HLN), L, L, dtype=torch.bool, device=device)
+        return chosen_HLL.scatter_(-1, chosen_HLN, True).logical_and_(candidates_LL)
+
+
+@lru_cache(maxsize=LAYERS_KEPT)
+def _drawn(heads: int, L: int, count: int, seed: int) -> Tensor:
+    """Draw keys after the first `count` and before the query, (H, L, count); early queries have too few of them."""
+    q_L1, k_L = torch.arange(L)[:, None], torch.arange(L)
+    rank_HLL = torch.rand(heads, L, L, generator=torch.Generator().manual_seed(seed))
+    return rank_HLL.masked_fill_((k_L < count) | (k_L >= q_L1), -1).topk(min(count, L), -1).indices
 
 
 @dataclass(frozen=True)

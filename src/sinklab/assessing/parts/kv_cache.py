@@ -7,8 +7,14 @@ Numbers x that share a scale are rounded as in KIVI (2402.02750; jy-yuan/KIVI 87
     keys     per channel: 32 successive tokens of one channel of a key head, after RoPE
     values   per token: 32 successive channels of one token of a key head
 
-A last group may be shorter. Every key that a query reads is rounded, its own included: KIVI keeps up to 128 recent
-tokens in full precision. Three bits are not in the public code; the formula is the same.
+A last group may be shorter. Every key that a query reads is rounded, its own included, unless `residual` is set.
+Three bits are not in the public code; the formula is the same.
+
+`residual` R, a multiple of 32, keeps recent positions in full precision, as KIVI's cache does token by token
+(models/llama_kivi.py). Positions count from 0, a query reads the cache with its own key and value added:
+
+    keys     full for s >= R floor(t / R): R keys are rounded together once there are R of them, after the last is read
+    values   full for t - s <= R: a value is rounded when R later ones are there, one at a time
 
 Spared positions keep their keys and values and are excluded from the scales: none; the first n; or the outlier tokens
 detected by PrefixQuant's rule (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py, with block outputs):
@@ -29,10 +35,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.plan import AssessSettings
+from sinklab.assessing.plan import CACHE_GROUP, AssessSettings
 from sinklab.assessing.reading import (
     LOG_PROBABILITIES_KEPT,
     ByPosition,
@@ -45,6 +52,8 @@ from sinklab.assessing.reading import (
     refused,
 )
 from sinklab.attention.layer_call import LayerCall
+from sinklab.attention.masks import Dense
+from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
 from sinklab.models.families import LATENT_WIDTH
 from sinklab.models.hooks import evaluating, residual_stream
@@ -52,7 +61,6 @@ from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 BITS = (8, 4, 3, 2)
-GROUP_SIZE = 32
 HEAD_BITS = 2
 OUTLIER = 64  # times the median of the tokens
 EXEMPT = 10  # one key head in so many
@@ -81,6 +89,7 @@ class KVCache(AssessPart):
         found: outlier tokens by sequence, positions from 1; learned tokens in front count as 0, -1 and so on.
         settings: effects by number of bits.
         head_bits: number of bits in the measurements by head.
+        residual: number of recent positions in full precision; 0 rounds all.
         heads: cost of each key head rounded alone, on other sequences; kl is relative to the unchanged model.
         exempt: the key heads (layer, head) with the highest cost.
         without_exempt, without_random: all heads rounded to `head_bits` except these, or except as many random ones.
@@ -112,6 +121,7 @@ class KVCache(AssessPart):
     sink_positions: int
     found: list[list[int]]
     settings: list[CacheRounding]
+    residual: int = Field(default=0, exclude_if=lambda residual: residual == 0)
     head_bits: int
     heads: list[HeadCost]
     exempt: list[tuple[int, int]]
@@ -124,13 +134,14 @@ class KVCache(AssessPart):
         text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         if getattr(text, "latent", None) or getattr(text, LATENT_WIDTH, None):
             return "its cache holds one latent for all heads, not keys and values"
-        return refused(adapter, RoundedCache(HEAD_BITS))
+        return refused(adapter, compute=RoundedCache(HEAD_BITS, residual=settings.residual).output)
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
         adapter = text.model.adapter
-        run = partial(assess_kv_cache, adapter, tokens_NT, others_MT, settings.sink_tokens, settings.seed)
+        given = (settings.sink_tokens, settings.seed, settings.residual)
+        run = partial(assess_kv_cache, adapter, tokens_NT, others_MT, *given)
         passes_by_head = 1 + len(key_heads(adapter))
         return PartJob((3 + 3 * len(BITS)) * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
@@ -158,8 +169,12 @@ class KVCache(AssessPart):
         named = ", ".join(f"{layer}.{head}" for layer, head in self.exempt[:8])
         return (
             f"kv_cache: {found} outlier tokens in {self.counted(len(self.found), 'sequence')}; the key heads "
-            f"(layer.head) that cost most in {self.head_bits} bits: {named}"
+            f"(layer.head) that cost most in {self.head_bits} bits: {named}{self._recent}"
         )
+
+    @property
+    def _recent(self) -> str:
+        return f"; up to {self.residual} recent tokens are in full precision" if self.residual else ""
 
     def values(self) -> Iterator[tuple[str, float]]:
         """The added losses with all positions rounded, and the part due to the sink."""
@@ -182,8 +197,8 @@ class KVCache(AssessPart):
         return PartFigure(
             "Rounding the KV cache",
             f"Loss added to {self.unchanged.loss:.3f} by rounding keys per channel and values per token, in groups of "
-            f"{GROUP_SIZE} (KIVI, 2402.02750): at every position, without the first "
-            f"{self.counted(self.sink_positions, 'position')}, and without outlier tokens (2410.05265).",
+            f"{CACHE_GROUP} (KIVI, 2402.02750): at every position, without the first "
+            f"{self.counted(self.sink_positions, 'position')}, and without outlier tokens (2410.05265){self._recent}.",
             rows,
             PlotAxis("Bits", "x", "bits", order=sorted({one.bits for one in self.settings})),
         )
@@ -193,9 +208,9 @@ def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
     """q(x) in groups along an axis; spared entries (bool, broadcast) are unchanged and excluded from the scales."""
     x_XI, spared_XI = x.movedim(axis, -1), spared.expand_as(x).movedim(axis, -1)
     width = x_XI.shape[-1]
-    padding = (0, -width % GROUP_SIZE)
-    x_XNG = F.pad(x_XI, padding).unflatten(-1, (-1, GROUP_SIZE))
-    out_XNG = F.pad(spared_XI, padding, value=True).unflatten(-1, (-1, GROUP_SIZE))
+    padding = (0, -width % CACHE_GROUP)
+    x_XNG = F.pad(x_XI, padding).unflatten(-1, (-1, CACHE_GROUP))
+    out_XNG = F.pad(spared_XI, padding, value=True).unflatten(-1, (-1, CACHE_GROUP))
     low_XN1 = x_XNG.masked_fill(out_XNG, torch.inf).amin(-1, keepdim=True)
     scale_XN1 = (x_XNG.masked_fill(out_XNG, -torch.inf).amax(-1, keepdim=True) - low_XN1) / (2**bits - 1)
     scale_XN1 = torch.where(scale_XN1 > 0, scale_XN1, 1)
@@ -205,19 +220,21 @@ def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RoundedCache:
-    """Edit that rounds the keys and values of every layer.
+    """Rounds the keys and values of every layer.
 
     Attributes:
         spared_S: positions in full precision, learned tokens in front included; None for none.
         heads: key heads that are rounded; None for all.
+        residual: R, recent positions in full precision.
     """
 
     bits: int
     spared_S: Tensor | None = None
     heads: KeyHeads | None = None
+    residual: int = 0
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call with the rounded cache."""
+        """The call with every position rounded, also recent ones."""
         k_BGSD, v_BGSV = layer.call.k_BGTD, layer.value_BGSV
         chosen_G = None if self.heads is None else chosen_heads(layer, self.heads)
         if chosen_G is not None and not chosen_G.any():
@@ -229,15 +246,50 @@ class RoundedCache:
         layer = layer.changed(k_BGTD=rounded(k_BGSD, 2, self.bits, left_GS1))
         return replace(layer, value_BGSV=rounded(v_BGSV, 3, self.bits, left_GS1))
 
+    def output(self, layer: LayerCall) -> Tensor:
+        """Compute the output with the rounded cache, in blocks of R queries with the same keys: (B, H, T, V).
+
+        Raises:
+            InputError: with a residual, if queries see later keys, or if scores cannot be edited (`LayerCall.scores`).
+        """
+        whole, R = self(layer), self.residual
+        if not R or whole is layer:
+            return whole.output()
+        mask, T, device = layer.call.mask, layer.length, layer.call.q_BHTD.device
+        if not mask.causal:
+            raise InputError(
+                "its queries see later keys, of which no cache keeps the most recent: leave --residual out"
+            )
+        outs = []
+        for start in range(0, T, R):
+            stop = min(start + R, T)
+            seen_BHQS = mask.block(start, stop, 0, stop, device).expand(mask.rows, mask.heads, stop - start, stop)
+            k_BGSD = torch.cat((whole.call.k_BGTD[:, :, :start], layer.call.k_BGTD[:, :, start:]), 2)
+            call = replace(replace(whole.call, k_BGTD=k_BGSD).cut(stop, start), mask=Dense(seen_BHQS))
+            both_BGSV = torch.cat((whole.value_BGSV[:, :, :stop], layer.value_BGSV[:, :, :stop]), 2)
+            part = replace(whole, call=call, value_BGSV=both_BGSV)
+            scores_BHQS, bias_BHQ = part.scores()
+            at_S = torch.arange(stop, device=device)
+            recent_QS = at_S[start:, None] - at_S <= R
+            outs.append(part.weighted(torch.cat((scores_BHQS * ~recent_QS, scores_BHQS * recent_QS), -1), bias_BHQ))
+        return torch.cat(outs, 2)
+
 
 def assess_kv_cache(
-    adapter: Adapter, tokens_NT: Tensor, others_MT: Tensor, sink_tokens: int, seed: int, step: Step
+    adapter: Adapter,
+    tokens_NT: Tensor,
+    others_MT: Tensor,
+    sink_tokens: int,
+    seed: int,
+    residual: int,
+    step: Step,
 ) -> KVCache:
     """Measure the loss with the cache rounded to decreasing numbers of bits, and by head.
 
     Args:
         others_MT: sequences that are read once for every key head.
         sink_tokens: number of first tokens spared as sinks, in addition to learned tokens in front.
+        residual: R, recent positions in full precision; 0 for none.
     """
     kept = LOG_PROBABILITIES_KEPT // len(tokens_NT)
     readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]
@@ -247,7 +299,8 @@ def assess_kv_cache(
 
     def effect(bits: int, spared_NS: Sequence[Tensor | None] | Tensor, heads: KeyHeads | None = None) -> Effect:
         read = [
-            one.under(RoundedCache(bits, spared_S, heads)) for one, spared_S in zip(readers, spared_NS, strict=True)
+            one.under(compute=RoundedCache(bits, spared_S, heads, residual).output)
+            for one, spared_S in zip(readers, spared_NS, strict=True)
         ]
         return joined(read).effect()
 
@@ -264,7 +317,10 @@ def assess_kv_cache(
                 due_to_sink=everything.loss - spared.loss,
             )
         )
-    heads = PairedReader(adapter, others_MT, step).by_key_head(lambda chosen: RoundedCache(HEAD_BITS, heads=chosen))
+    alone = PairedReader(adapter, others_MT, step)
+    heads = alone.by_key_head(
+        lambda chosen: alone.under(compute=RoundedCache(HEAD_BITS, heads=chosen, residual=residual).output)
+    )
     names = frozenset((one.layer, one.head) for one in heads)
     dearest = sorted(heads, key=lambda one: -one.kl)[: max(1, len(heads) // EXEMPT)]
     exempt = [(one.layer, one.head) for one in dearest]
@@ -276,6 +332,7 @@ def assess_kv_cache(
         sink_positions=first,
         found=[(found_S.nonzero()[:, 0] + 1 - adapter.leading).tolist() for found_S in found_NS],
         settings=settings,
+        residual=residual,
         head_bits=HEAD_BITS,
         heads=heads,
         exempt=exempt,

@@ -215,7 +215,8 @@ class RollingCache:
             moved_BHLD = layer.shift_rope(call.q_BHTD, places_L.clamp(max=self.size - 1) - places_L)
             early_L1 = (places_L < self.first)[:, None]
             parts = layer.operation.keys_per_head
-            q = _side_by_side(call.q_BHTD, moved_BHLD, parts) * math.sqrt(2)  # scores are over the root of the width
+            queries = parts * layer.operation.queries_per_head
+            q = _side_by_side(call.q_BHTD, moved_BHLD, queries) * math.sqrt(2)  # scores are over the root of the width
             k = _side_by_side(call.k_BGTD * ~early_L1, call.k_BGTD * early_L1, parts)
             key_HD = call.key_HD
             if key_HD is not None:

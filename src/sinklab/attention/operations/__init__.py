@@ -1,16 +1,16 @@
-"""Attention operations, softmax among them. Each is a value in a recipe and states its formula once.
+"""Attention operations: softmax and its alternatives.
 
-z_ts is the score of query t and key s after softcap and position; a bias key adds one key to every row. A new
-operation needs a file here, a member of the union below and a row in docs/interventions.md. The file has a `kind`, the
-formula in the docstring, the `examples` used for training, tests and timings, the methods of `OperationPart`
-(nearly always of `LogSimilarity`: a log-similarity and a divisor), and the paper's formula as `reference`.
+z_ts is the score of query t and key s after softcap and position bias; a bias key adds one key to every row. To add an
+operation, add a file here, a member of the union below and a row in docs/interventions.md. The class has a `kind`, the
+formula in its docstring, `examples` for training, tests and timings, the methods of `OperationPart` (usually of
+`LogSimilarity`: a log-similarity and a divisor), and the paper's formula as `reference`.
 """
 
 from typing import Annotated
 
 from pydantic import Field
 
-from sinklab.attention.operations.differential import Differential
+from sinklab.attention.operations.differential import Differential, DifferentialV2
 from sinklab.attention.operations.entmax import Entmax15
 from sinklab.attention.operations.forgetting import Forgetting
 from sinklab.attention.operations.kernel import EluKernel, IdentityKernel, MlpKernel
@@ -34,6 +34,7 @@ Operation = Annotated[
     | Softpick
     | ElasticSoftmax
     | Entmax15
-    | Differential,
+    | Differential
+    | DifferentialV2,
     Field(discriminator="kind"),
 ]

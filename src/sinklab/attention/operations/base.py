@@ -1,7 +1,8 @@
-"""Interface of attention operations, and the base class of most of them.
+"""Base classes of attention operations.
 
-An operation with non-negative scores is a log-similarity l_ts and a divisor Z_t: with (out, lse) of one `attend` over
-l_ts, its output is out * exp(lse) / Z and its row sum exp(lse) / Z. If Z is the row sum, neither needs extra work.
+An operation with non-negative scores is defined by a log-similarity l_ts and a divisor Z_t: with (out, lse) of one
+`attend` over l_ts, its output is out * exp(lse) / Z and its row sum exp(lse) / Z. If Z is the row sum, the output is
+out and the row sum is 1.
 """
 
 from abc import ABC, abstractmethod
@@ -22,37 +23,39 @@ from sinklab.schema import Kind
 
 
 class OperationPart(Kind, ABC):
-    """An attention operation as a value of the recipe."""
+    """Base class of attention operations, which are chosen in a recipe."""
 
     has_logits: ClassVar[bool] = True  # False for kernels, whose similarity is not a function of q.k
-    zero_at_zero: ClassVar[bool] = False  # whether a key of logit 0 has similarity 0
-    forgets: ClassVar[bool] = False  # whether keys fade by the gates of `forget_gate`
-    sequential: ClassVar[bool] = False  # whether keys take shares of the rest that other keys leave
-    keys_per_head: ClassVar[int] = 1  # into how many parts a head's queries and keys are cut
+    zero_at_zero: ClassVar[bool] = False  # whether a key with logit 0 has similarity 0
+    forgets: ClassVar[bool] = False  # whether it uses forget gates (`forget_gate`)
+    sequential: ClassVar[bool] = False  # whether attention weights depend on the order of keys (stick-breaking)
+    keys_per_head: ClassVar[int] = 1  # number of parts into which a head's queries and keys are split
+    queries_per_head: ClassVar[int] = 1  # number of queries per head for each key, concatenated
+    weighs: ClassVar[bool] = False  # whether every query and head has a weight from `weight_gate`
 
     @property
     def sums_to_one(self) -> bool:
-        """Whether every row of scores sums to one; if not, importance is computed from proxy scores."""
+        """True if the scores of a row sum to one; otherwise importance is computed from proxy scores."""
         return False
 
     @property
     def only_values(self) -> bool:
-        """Whether the output of a row is a weighted sum of its values."""
+        """True if the output is a weighted sum of the values."""
         return True
 
     @property
     def divides(self) -> bool:
-        """Whether scores are divided by the row sum, so that a key with value zero has an effect."""
+        """True if scores are divided by the row sum; then a key with value zero affects the output."""
         return True
 
     @property
     def plain(self) -> bool:
-        """Whether this is plain softmax."""
+        """True for plain softmax."""
         return False
 
     @property
     def passes(self) -> int:
-        """Number of times that scores are computed for one output; 2 if a normaliser is needed first."""
+        """Number of passes over the scores for one output; 2 if a normaliser is computed first."""
         return 1
 
     def parameters(
@@ -62,15 +65,19 @@ class OperationPart(Kind, ABC):
 
         Args:
             heads: number of query heads.
-            head_width: full width of a head's queries and keys, also if `keys_per_head` splits it.
+            head_width: width of a head's queries and keys, before any split by `keys_per_head`.
             value_width: width of a head's values and output.
-            layer: layer number, from 1.
-            context: number of tokens of a training sequence; None if unknown.
+            layer: layer number, 1-based.
+            context: training sequence length; None if unknown.
         """
         return None
 
     def forget_gate(self, width: int, heads: int) -> nn.Module | None:
-        """Build the module that maps the attention input (B, L, width) to running sums of log gates (B, L, heads)."""
+        """Build the module from the attention input (B, L, width) to cumulative sums of log gates (B, L, heads)."""
+        return None
+
+    def weight_gate(self, width: int, heads: int) -> nn.Module | None:
+        """Build the module from the attention input (B, L, width) to logits of weights (B, L, heads)."""
         return None
 
     @abstractmethod
@@ -79,14 +86,14 @@ class OperationPart(Kind, ABC):
 
     @abstractmethod
     def rows(self, call: Call) -> Iterator[Rows]:
-        """Compute |A_tk| / sum_s |A_ts|, bias key included, a block of queries at a time (2410.10781, table 6).
+        """Compute |A_tk| / sum_s |A_ts|, including the bias key, in blocks of queries (2410.10781, table 6).
 
-        These are the scores themselves if rows sum to one.
+        These are the attention weights if the scores of a row sum to one.
         """
 
     @abstractmethod
     def row_sums(self, call: Call) -> Tensor:
-        """Compute sum_s A_ts, bias key included: (B, H, T)."""
+        """Compute sum_s A_ts, including the bias key: (B, H, T)."""
 
     @abstractmethod
     def reference(self, given: Explicit) -> Tensor:
@@ -99,12 +106,12 @@ class OperationPart(Kind, ABC):
 
 @dataclass(frozen=True)
 class Normalisation:
-    """How the scores of a row are normalised.
+    """Similarity and normalisation of an operation.
 
     Attributes:
         similarity: log-similarity l_ts, applied to the call's score; None is the identity.
-        log_divisor: log Z_t (B, H, T); 0.0 means no divisor, None the row sum, bias key included.
-        log_addend: logarithm of a term added to the row sum divisor (B, H, T).
+        log_divisor: log Z_t (B, H, T); 0.0 means no divisor, None the row sum including the bias key.
+        log_addend: log of a term added to the row sum before dividing (B, H, T).
         factor: final factor of the scores.
     """
 
@@ -119,7 +126,7 @@ class LogSimilarity(OperationPart):
 
     @abstractmethod
     def normalisation(self, call: Call) -> Normalisation:
-        """The operation's formula."""
+        """Return the operation's similarity and divisor."""
 
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
         normalisation = self.normalisation(call)
@@ -150,7 +157,6 @@ class LogSimilarity(OperationPart):
 
 
 def _quotient(log_sum: Tensor, log_divisor: Tensor | float) -> Tensor:
-    """exp(log_sum - log_divisor), or 0 if the divisor is 0."""
     if isinstance(log_divisor, Tensor):
         log_divisor = finite_normaliser(log_divisor)
     return torch.exp(log_sum - log_divisor)

@@ -1,7 +1,7 @@
-"""Arguments of an operation: queries, keys and all terms of a score before the similarity."""
+"""Arguments of an operation: queries, keys, mask, biases and score functions."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -23,22 +23,23 @@ class _Scoring(TypedDict):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the core.
+    """Arguments of one call of the attention core, except the values.
 
     Attributes:
-        q_BHTD, k_BGTD: queries and keys. With more keys than queries, for example when a sequence is continued, the
-            queries are at the last positions.
-        mask: which keys each query sees.
+        q_BHTD, k_BGTD: queries and keys. With more keys than queries (KV cache), the queries are the last positions. If
+            a head has several queries, they are concatenated in q_BHTD.
+        mask: mask of visible keys.
         backend: backend of the primitive.
-        cap: softcap of the scores, bias key included.
-        position: the positional embedding's effect on the scores of the sequence's own keys.
-        fading: effect of the forget gates on these scores, applied after the position.
+        cap: softcap of the scores, including the bias key.
+        position: relative position bias; not applied to a bias key.
+        fading: forget gates, applied after the position bias; not applied to a bias key.
         key_HD: key of a bias.
-        offset_H: number added to the logit of the bias key, after the cap.
-        logit_H: sink logit, used in place of q.k_s.
+        offset_H: number added to the logit of the bias key, after the softcap.
+        logit_H: sink logit, used instead of q.k_s.
         value_HV: value of the bias; None means zero.
         learned: learned parameters of the operation.
-        scale: factor of the products q.k; None means 1 / sqrt(D), the only value kernels and stick-breaking support.
+        weight_BTH: logits of the weights of operations that weigh; None otherwise.
+        scale: factor of q.k; None means 1 / sqrt(D), the only value that kernels and stick-breaking support.
     """
 
     q_BHTD: Tensor
@@ -53,28 +54,35 @@ class Call:
     logit_H: Tensor | None = None
     value_HV: Tensor | None = None
     learned: nn.Module | None = None
+    weight_BTH: Tensor | None = None
     scale: float | None = None
 
     @property
     def first(self) -> int:
-        """The position of the first query among the keys."""
+        """Position of the first query among the keys."""
         return self.k_BGTD.shape[2] - self.q_BHTD.shape[2]
 
     @property
     def has_bias(self) -> bool:
-        """Whether every row includes a bias key or a sink logit."""
+        """True if there is a bias key or a sink logit."""
         return self.key_HD is not None or self.logit_H is not None
 
+    def cut(self, positions: int, first: int = 0) -> "Call":
+        """Return the call on the first `positions` positions, with queries from index `first` on."""
+        q_BHTD, k_BGTD = self.q_BHTD[:, :, first:positions], self.k_BGTD[:, :, :positions]
+        weight_BTH = None if self.weight_BTH is None else self.weight_BTH[:, first:positions]
+        return replace(self, q_BHTD=q_BHTD, k_BGTD=k_BGTD, weight_BTH=weight_BTH)
+
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
-        """`primitive.attend` over the sequence's own keys, with the log similarity of the call's scores."""
+        """Call `primitive.attend` with the call's score function and a log-similarity, without the bias key."""
         return attend(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
 
     def attend_output(self, v_BGTV: Tensor, similarity: Score | None = None) -> Tensor:
-        """The output of `attend` without lse, for which a fused kernel may be used."""
+        """Compute the output of `attend` without lse, which may use a fused kernel."""
         return attend_output(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
 
     def rows(self, similarity: Score | None = None) -> Iterator[Rows]:
-        """Similarities divided by their row sums, bias key included, a block of queries at a time."""
+        """Compute similarities divided by their row sums, including the bias key, in blocks of queries."""
         bias_logits_BHT = self.bias_logits(similarity)
         return score_rows(self.q_BHTD, self.k_BGTD, bias_logits_BHT=bias_logits_BHT, **self._scoring(similarity))
 
@@ -82,14 +90,14 @@ class Call:
         return {"score": self.score(similarity), "mask": self.mask, "scale": self.scale}
 
     def keys_per_row(self) -> Tensor:
-        """Number of keys in each row, bias key included: (B, T), in the precision of scores."""
+        """Return the number of visible keys per query, including the bias key: (B, T), in the dtype of scores."""
         B, _, T, _ = self.q_BHTD.shape
         seen_BT = visible_keys(self.mask, T, self.q_BHTD.device, self.k_BGTD.shape[2])
         keys_BT = seen_BT.expand(B, T) + int(self.has_bias)
         return keys_BT.to(accumulate_dtype(self.q_BHTD.dtype))
 
     def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
-        """Log similarity of every query with the bias key: (B, H, T); None if there is no bias."""
+        """Compute the log-similarity of every query with the bias key: (B, H, T); None if there is no bias."""
         if self.logit_H is not None:
             B, H, T, _ = self.q_BHTD.shape
             dtype = torch.promote_types(self.q_BHTD.dtype, torch.float32)
@@ -101,18 +109,18 @@ class Call:
         return at_every_query(compose(self.cap, offset, similarity), z_BHT, self.first)
 
     def normaliser(self, similarity: Score | None) -> Tensor:
-        """Logarithm of the row sum of the similarity, bias key included: (B, H, T)."""
+        """Compute the log of the row sum of the similarity, including the bias key: (B, H, T)."""
         lse_BHT = log_normaliser(self.q_BHTD, self.k_BGTD, backend=self.backend, **self._scoring(similarity))
         logits_BHT = self.bias_logits(similarity)
         return lse_BHT if logits_BHT is None else ExtraKey(logits_BHT).merge(lse_BHT[..., None], lse_BHT)[1]
 
     def score(self, similarity: Score | None = None) -> Score | None:
-        """The score function for the sequence's own keys; the log similarity is applied last."""
+        """Compose the score function: softcap, position bias, forget gates, then the log-similarity."""
         return compose(self.cap, self.position, self.fading, similarity)
 
 
 def at_every_query(score: Score | None, z_BHT: Tensor, first: int) -> Tensor:
-    """Apply a score function to one score per query, such as that of a bias key; the first query is at `first`."""
+    """Apply a score function to one score per query, such as the bias key's; `first` is the first query's position."""
     if score is None:
         return z_BHT
     B, H, T = z_BHT.shape

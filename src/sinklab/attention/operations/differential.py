@@ -1,6 +1,7 @@
-"""Differential attention (2410.05258): the difference of two softmaxes over the two halves of every head."""
+"""Differential attention: the difference of two softmaxes, of the two halves (2410.05258) or two queries of a head."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
@@ -19,10 +20,10 @@ from sinklab.schema import Example
 
 
 class Lambda(nn.Module):
-    """lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init, one per layer, and the norm of the head outputs.
+    """Parameters of a layer: lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init, and the head output norm.
 
     Attributes:
-        lambda_init: constant of the layer.
+        lambda_init: constant term of lambda.
     """
 
     def __init__(self, head_width: int, lambda_init: float) -> None:
@@ -36,60 +37,77 @@ class Lambda(nn.Module):
         return torch.exp(self.q1 @ self.k1) - torch.exp(self.q2 @ self.k2) + self.lambda_init
 
 
-class Differential(OperationPart):
-    """A = softmax(z1) - lambda softmax(z2), out = (1 - lambda_init) RMSNorm(A v), z1 and z2 from halves of q and k.
+class Difference(OperationPart):
+    """Base class of A = softmax(z1) - w softmax(z2); the proxy scores are |A_ts| / sum_s |A_ts|."""
 
-    The halves of a head's q and k are queries and keys of width d_h / 2: the rotary embedding and qk_norm are applied
-    to each half separately, and scores are scaled by 1 / sqrt(d_h / 2). Both halves share values, mask, softcap and
-    positional term. The norm is over the width of a head, with eps 1e-5 and one weight for all heads of a layer. A bias
-    key is halved like the others and enters both softmaxes, as does a sink logit. There is no neutral value.
+    @property
+    def passes(self) -> int:
+        return 2
+
+    @abstractmethod
+    def strength(self, call: Call) -> Tensor:
+        """Compute w, broadcastable to (B, H, T)."""
+
+    def difference(self, call: Call, v_BGTV: Tensor) -> Tensor:
+        """Compute A v in the dtype of w: (B, H, T, V)."""
+        strength, outs = self.strength(call), []
+        for half in halves(call):
+            out, lse = half.attend(v_BGTV)
+            logits = half.bias_logits()
+            outs.append(out if logits is None else ExtraKey(logits, half.value_HV).merge(out, lse)[0])
+        of_value = strength if strength.ndim == 0 else strength[..., None]
+        return outs[0].to(strength.dtype) - of_value * outs[1].to(strength.dtype)
+
+    @torch.no_grad()
+    def rows(self, call: Call) -> Iterator[Rows]:
+        strength = self.strength(call).to(accumulate_dtype(call.q_BHTD.dtype))
+        strength_BHT = strength.expand(call.q_BHTD.shape[:3])
+        for one, other in zip(*(half.rows() for half in halves(call)), strict=True):
+            strength_BHQ = strength_BHT[..., one.block.start : one.block.stop]
+            weights = one.weights_BHQS.sub_(strength_BHQ[..., None] * other.weights_BHQS).abs_()
+            total, share = weights.sum(-1), None
+            if one.bias_BHQ is not None and other.bias_BHQ is not None:
+                share = (one.bias_BHQ - strength_BHQ * other.bias_BHQ).abs()
+                total = total + share
+            total = total.masked_fill_(total == 0, 1)
+            yield Rows(one.block, weights.div_(total[..., None]), None if share is None else share / total)
+
+    def row_sums(self, call: Call) -> Tensor:
+        return (1 - self.strength(call)).expand(call.q_BHTD.shape[:3])
+
+
+class Differential(Difference):
+    """Differential attention: A = softmax(z1) - lambda softmax(z2), out = (1 - lambda_init) RMSNorm(A v).
+
+    z1 and z2 are the scores of the two halves of q and k: RoPE and qk_norm are applied to each half separately, and
+    scores are scaled by 1 / sqrt(d_h / 2). Both halves share values, mask, softcap and position bias. The norm is over
+    the head width, with eps 1e-5 and one weight vector for all heads of a layer. A bias key is split like the other
+    keys and is part of both softmaxes, as is a sink logit. No setting makes it equal to softmax.
     """
 
     kind: Literal["differential"] = "differential"
     lambda_init: Literal["depth"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         default="depth",
-        description="initial weight of the second softmax; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer from 1, "
-        "counting layers without attention",
+        description="initial weight of the second softmax; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer 1-based, "
+        "including layers without attention",
     )
     keys_per_head: ClassVar[int] = 2
     examples: ClassVar = {"differential": Example(), "differential_constant": Example({"lambda_init": 0.8})}
 
     @property
     def only_values(self) -> bool:
-        return False  # its norm has a weight
-
-    @property
-    def passes(self) -> int:
-        return 2
+        return False  # because of the norm's weight
 
     def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
         by_depth = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1))
         return Lambda(head_width, by_depth if self.lambda_init == "depth" else self.lambda_init)
 
+    def strength(self, call: Call) -> Tensor:
+        return _learned(call.learned)()
+
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
-        outs = []
-        for half in halves(call):
-            out, lse = half.attend(v_BGTV)
-            logits = half.bias_logits()
-            outs.append(out if logits is None else ExtraKey(logits, half.value_HV).merge(out, lse)[0])
         learned = _learned(call.learned)
-        difference = outs[0].to(learned.q1.dtype) - learned() * outs[1].to(learned.q1.dtype)
-        return (learned.norm(difference) * (1 - learned.lambda_init)).to(v_BGTV.dtype)
-
-    @torch.no_grad()
-    def rows(self, call: Call) -> Iterator[Rows]:
-        strength = _learned(call.learned)().to(accumulate_dtype(call.q_BHTD.dtype))
-        for one, other in zip(*(half.rows() for half in halves(call)), strict=True):
-            weights = one.weights_BHQS.sub_(strength * other.weights_BHQS).abs_()
-            total, share = weights.sum(-1), None
-            if one.bias_BHQ is not None and other.bias_BHQ is not None:
-                share = (one.bias_BHQ - strength * other.bias_BHQ).abs()
-                total = total + share
-            total = total.masked_fill_(total == 0, 1)
-            yield Rows(one.block, weights.div_(total[..., None]), None if share is None else share / total)
-
-    def row_sums(self, call: Call) -> Tensor:
-        return (1 - _learned(call.learned)()).expand(call.q_BHTD.shape[:3])
+        return (learned.norm(self.difference(call, v_BGTV)) * (1 - learned.lambda_init)).to(v_BGTV.dtype)
 
     def reference(self, given: Explicit) -> Tensor:
         learned, half = _learned(given.learned), given.q_BHTD.shape[-1] // 2
@@ -103,21 +121,60 @@ class Differential(OperationPart):
         return (1 - learned.lambda_init) * learned.norm.weight * out_BHTV / root
 
 
+class DifferentialV2(Difference):
+    """Differential attention V2: A = softmax(z1) - sigmoid(w_h.x_t) softmax(z2), from two queries per head and one key.
+
+    Source: github.com/microsoft/unilm, Diff-Transformer/Diff-Transformer-V2, and its authors' post of 2026-01-20; there
+    is no paper. Head h has two queries of full width, query heads 2h and 2h + 1 of the published code, so that the
+    query projection is twice as large. x is the attention input; w has a row per head, no bias, and is initialised like
+    other linear weights. There is no norm and no lambda_init. qk_norm and RoPE apply to each query separately. Both
+    queries share mask, softcap, position bias and attention bias: a bias key and a sink logit are part of both
+    softmaxes. No setting makes it equal to softmax.
+    """
+
+    kind: Literal["differential_v2"] = "differential_v2"
+    queries_per_head: ClassVar[int] = 2
+    weighs: ClassVar[bool] = True
+    examples: ClassVar = {"differential_v2": Example()}
+
+    def weight_gate(self, width: int, heads: int) -> nn.Module:
+        return nn.Linear(width, heads, bias=False)
+
+    def strength(self, call: Call) -> Tensor:
+        assert call.weight_BTH is not None
+        return call.weight_BTH.to(accumulate_dtype(call.weight_BTH.dtype)).sigmoid().transpose(1, 2)
+
+    def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
+        return self.difference(call, v_BGTV).to(v_BGTV.dtype)
+
+    def reference(self, given: Explicit) -> Tensor:
+        assert given.weight_BHT is not None
+        whole, width = slice(None), given.q_BHTD.shape[-1] // 2
+        first, second = (slice(0, width), slice(width, None))
+        weight_BHT1 = 1 / (1 + torch.exp(-given.weight_BHT[..., None]))
+        one, other = (torch.softmax(given.logits(part, whole), -1) for part in (first, second))
+        return one - weight_BHT1 * other
+
+
 def _learned(module: nn.Module | None) -> Lambda:
     assert isinstance(module, Lambda)
     return module
 
 
 def halves(call: Call) -> tuple[Call, Call]:
-    """The calls on the first and the second half of every head, with the scale of the half width."""
+    """Return the calls on the first and second half of every head's queries, scaled by 1 / sqrt(half width).
+
+    Keys are also split in halves, unless they already have the half width.
+    """
     width = call.q_BHTD.shape[-1] // 2
     parts = (slice(0, width), slice(width, None))
+    halved = call.k_BGTD.shape[-1] > width
     first, second = (
         replace(
             call,
             q_BHTD=call.q_BHTD[..., part],
-            k_BGTD=call.k_BGTD[..., part],
-            key_HD=None if call.key_HD is None else call.key_HD[..., part],
+            k_BGTD=call.k_BGTD[..., part] if halved else call.k_BGTD,
+            key_HD=call.key_HD[..., part] if halved and call.key_HD is not None else call.key_HD,
         )
         for part in parts
     )

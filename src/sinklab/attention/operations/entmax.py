@@ -1,13 +1,14 @@
-"""1.5-entmax (1905.05702; in language models 2506.16640): rows sum to one, and shares can be exactly zero.
+"""1.5-entmax (1905.05702; in language models 2506.16640): rows sum to one, and attention weights can be exactly zero.
 
-A_ts = relu(z_ts / 2 - tau_t)^2, tau_t such that the row sums to one. tau is found in blocks of queries, without
-gradients, by Newton's method on the 2-norm h of relu(z / 2 - tau). h is convex and decreasing in tau, so starting from
-max z / 2 - 1, where h is at least one, every step stays left of the root and the support only shrinks. One more Newton
-step on the row sum h^2, computed from the primitive's normaliser, provides the gradient of tau: with the slope
--2 sum relu(z / 2 - tau) held fixed, it is the implicit derivative. The rest is algebra on `attend`, on any backend.
+A_ts = relu(z_ts / 2 - tau_t)^2, tau_t such that the row sums to one. tau is computed in blocks of queries, without
+gradients, by Newton's method on the 2-norm h of relu(z / 2 - tau). h is convex and decreasing in tau, so that starting
+from max z / 2 - 1, where h is at least one, every step stays left of the root and the support only shrinks. One more
+Newton step on the row sum h^2, computed from the primitive's normaliser, provides the gradient of tau: with the slope
+-2 sum relu(z / 2 - tau) held fixed, it is the implicit derivative. The output is computed with `attend`, on any
+backend.
 
-Rejected: sorting every row (the closed form of the paper, used by `reference`), because a sort costs more than the at
-most six steps needed for rows of 2,048 keys; and repeating the closed form from a support that is too large, which
+Rejected alternatives: sorting every row (the closed form of the paper, used by `reference`), because a sort costs more
+than the at most six steps for rows of 2,048 keys; and iterating the closed form from a support that is too large, which
 loses keys of the true support.
 """
 
@@ -26,10 +27,10 @@ from sinklab.schema import Example
 
 
 class Entmax15(LogSimilarity):
-    """A_ts = relu(z_ts / 2 - tau_t)^2, tau_t such that every row sums to one: 1.5-entmax (1905.05702, 2506.16640).
+    """1.5-entmax: A_ts = relu(z_ts / 2 - tau_t)^2, tau_t such that every row sums to one (1905.05702, 2506.16640).
 
-    A key whose score is 2 or more below the row's largest has a share of exactly zero. A bias key and a sink logit are
-    keys of the row like any other. Length-dependent scaling of queries (ASEntmax) is not implemented.
+    A key with a score 2 or more below the row's maximum has weight exactly zero. A bias key or sink logit is treated
+    like any other key. Length-dependent scaling of queries (ASEntmax) is not implemented.
     """
 
     kind: Literal["entmax15"] = "entmax15"
@@ -64,22 +65,20 @@ class Entmax15(LogSimilarity):
 
 
 def _above(tau_BHT: Tensor, first: int) -> Score:
-    """The logarithm of relu(z / 2 - tau)^2."""
-
     def squared(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, tau_BHT: Tensor) -> Tensor:
         return torch.relu(z / 2 - tau_BHT[b, h, q - first]).square()
 
     return log_of(squared, (tau_BHT,))
 
 
-NEWTON_STEPS = 10  # no row of a million keys that was tried took more than eight, in float64
+NEWTON_STEPS = 10  # at most eight were needed for tested rows of a million keys, in float64
 
 
 @torch.no_grad()
 def thresholds(call: Call) -> tuple[Tensor, Tensor]:
-    """Compute tau of every row, bias key included, and 2 sum of relu(z / 2 - tau): (B, H, T), float32 or float64.
+    """Compute tau and the slope 2 sum relu(z / 2 - tau) of every row, including the bias key: (B, H, T).
 
-    In a row without keys, tau is -1 and the sum is 1.
+    In a row without keys, tau is -1 and the slope is 1.
     """
     q, k, mask, score = call.q_BHTD, call.k_BGTD, call.mask, call.score()
     S, offset = k.shape[2], call.first
@@ -101,7 +100,7 @@ def thresholds(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _rooted(x: Tensor) -> tuple[Tensor, Tensor]:
-    """tau and the slope of rows whose largest entry is 0."""
+    """Compute tau and the slope of rows with maximum 0."""
     tau, limits = torch.full_like(x[..., :1], -1.0), torch.finfo(x.dtype)
     for _ in range(NEWTON_STEPS):
         above = F.relu(x - tau)
@@ -109,6 +108,6 @@ def _rooted(x: Tensor) -> tuple[Tensor, Tensor]:
         step = ((norm - 1) * norm / above.sum(-1, keepdim=True).clamp(min=limits.tiny)).clamp(min=0)
         tau = tau + step
         if not x.is_cuda and not torch.any(step > 2 * limits.eps):
-            break  # on CUDA the processor would wait for the answer
+            break  # not on CUDA, where the check would synchronise
     total = F.relu(x - tau).sum(-1, keepdim=True)
     return tau, (2 * total).masked_fill(total == 0, 1)

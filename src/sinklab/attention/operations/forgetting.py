@@ -1,4 +1,4 @@
-"""Forgetting attention (FoX, 2503.02130): a key is weighted by the product of the forget gates after it."""
+"""Forgetting attention (FoX, 2503.02130): attention decays by the product of the forget gates after each key."""
 
 from typing import ClassVar, Literal
 
@@ -15,12 +15,10 @@ from sinklab.schema import Example
 
 
 class ForgetGate(nn.Linear):
-    """log f_1 + .. + log f_t of every query head, f_t = sigmoid(w.x_t + b).
-
-    The core needs only differences of the running sum; a continued sequence stores the sum.
+    """Cumulative log forget gates log f_1 + .. + log f_t per query head, f_t = sigmoid(w.x_t + b).
 
     Args:
-        width: width of x.
+        width: hidden size, the width of x.
         heads: number of query heads.
         start: initial b.
     """
@@ -30,25 +28,26 @@ class ForgetGate(nn.Linear):
         self.initial = {"bias": (start, 0.0)}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map x (B, L, E), the input of attention, to float32 (float64 for float64) sums (B, L, H)."""
+        """Compute the sums (B, L, H), float32 (float64 for float64), from the attention input x (B, L, E)."""
         gate_BLH = super().forward(input)
         return F.logsigmoid(gate_BLH.to(accumulate_dtype(gate_BLH.dtype))).cumsum(1)
 
 
 class Forgetting(LogSimilarity):
-    """A = softmax(z_ts + sum over s < l <= t of log f_l), f_l = sigmoid(w_h.x_l + b_h) for every head (2503.02130).
+    """Forgetting attention: softmax(z_ts + sum over s < l <= t of log f_l), f_l = sigmoid(w_h.x_l + b_h) (2503.02130).
 
-    x is the attention input, the layer's input after its norm. The gates, one per query head, belong to the model
-    (`ForgetGate`); the core receives their running sums. The sum is added after softcap and position, to the keys of
-    the sequence only: it does not apply to a bias key, a sink logit, or a key later than its query (prefix mask). w is
-    initialised like any linear map, b at `start`: 0 in the authors' code, f = 1/2
+    x is the attention input after the norm; there is one gate per query head (`ForgetGate`). The sum is added after
+    softcap and position bias; it does not apply to a bias key, a sink logit, or keys later than the query (prefix
+    mask). w is initialised like other linear weights, b with `start`: 0 in the authors' code, so f = 1/2
     (github.com/zhixuan-lin/forgetting-transformer, `ForgettingAttentionLayer`, where the gate is `full`). The authors
-    use no rotary embedding; here `model.position` decides. Their "pro" block (output gate and norm, shifted keys and
-    values, qk_norm) is not implemented.
+    use no RoPE; here it depends on `model.position`. Their "pro" block (output gate and norm, shifted keys and values,
+    qk_norm) is not implemented.
     """
 
     kind: Literal["forgetting"] = "forgetting"
-    start: float = Field(default=0.0, description="initial b in f = sigmoid(w.x + b); a large b means no forgetting")
+    start: float = Field(
+        default=0.0, description="initial bias b of the gate f = sigmoid(w.x + b); large b: no forgetting"
+    )
     forgets: ClassVar[bool] = True
     examples: ClassVar = {"forgetting": Example()}
 

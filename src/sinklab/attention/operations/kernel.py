@@ -1,9 +1,9 @@
-"""Kernels: sim_ts = phi(q_t).phi(k_s) / sqrt(d_h), linear in phi(k), so that no row of scores is needed.
+"""Kernel attention: sim_ts = phi(q_t).phi(k_s) / sqrt(d_h).
 
-Under causal and prefix masks this is linear attention in O(T d^2). Under window and document masks, or with a forced
-backend, the positive and the negative part of the similarity use one `attend` each. phi is applied to a bias key as to
-any other. Kernels have no logits, hence no softcap, no position on the scores and no sink logit; importance is that of
-|sim| (`proxy`) from exact blocks of rows.
+Under causal and prefix masks it is computed as linear attention in O(T d^2); under window and document masks, or with
+an explicit backend, with one `attend` each for the positive and negative part of the similarity. phi is also applied to
+a bias key. Kernels have no logits, hence no softcap, no relative position bias and no sink logit. Importance is
+computed from the proxy scores |sim|.
 """
 
 from abc import abstractmethod
@@ -27,9 +27,11 @@ from sinklab.schema import Example
 
 
 class Kernel(OperationPart):
-    """A_ts = phi(q_t).phi(k_s) / sqrt(d_h), divided by Z_t where `normalised`."""
+    """Base class of kernel attention: A_ts = phi(q_t).phi(k_s) / sqrt(d_h), divided by Z_t if `normalised`."""
 
-    normalised: bool = Field(default=False, description="divide by Z: the row sum, or max(|row sum|, 1) where signed")
+    normalised: bool = Field(
+        default=False, description="divide by Z: the row sum, or max(|row sum|, 1) for signed kernels"
+    )
     has_logits: ClassVar[bool] = False
     signed: ClassVar[bool] = True  # whether a similarity can be negative
 
@@ -38,8 +40,7 @@ class Kernel(OperationPart):
     def _no_norm(cls, data: Any) -> Any:
         if isinstance(data, dict) and "p" in data:
             raise ValueError(
-                "a kernel has no p-norm, because its similarities can be negative or are known as sums only: leave p "
-                "out, and set normalised to divide by the row sum"
+                "kernels do not support a p-norm: leave p out, and set normalised to divide by the row sum"
             )
         return data
 
@@ -53,7 +54,7 @@ class Kernel(OperationPart):
 
     @abstractmethod
     def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
-        """phi(x): (.., D) -> (.., D)."""
+        """Compute the feature map phi(x): (.., D) -> (.., D)."""
 
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
         call = self._featured(call)
@@ -78,7 +79,6 @@ class Kernel(OperationPart):
         return sums_BHT.abs().clamp(min=1) if self.signed else sums_BHT
 
     def _featured(self, call: Call) -> Call:
-        """The call with phi(q), phi(k) and phi(k_s), at least in float32."""
         dtype = accumulate_dtype(call.q_BHTD.dtype)
         q, k = (self.feature(x.to(dtype), call.learned) for x in (call.q_BHTD, call.k_BGTD))
         key = None if call.key_HD is None else self.feature(call.key_HD.to(dtype), call.learned)
@@ -86,7 +86,6 @@ class Kernel(OperationPart):
 
 
 def _signed_sums(call: Call, v_BGTV: Tensor, signed: bool) -> Tensor:
-    """Compute sum_s sim_ts v_s over the sequence's own keys: (B, H, T, V)."""
     rows = call.mask.running_sum
     if call.backend in ("auto", "chunked"):
         q_BHTD = call.q_BHTD * default_scale(call.q_BHTD)
@@ -102,7 +101,7 @@ def _signed_sums(call: Call, v_BGTV: Tensor, signed: bool) -> Tensor:
 
 
 def _add_bias(sums_BHTV: Tensor, call: Call) -> Tensor:
-    similarity_BHT = call.bias_logits()  # of a kernel, the similarity itself
+    similarity_BHT = call.bias_logits()  # for kernels, the similarity itself
     if similarity_BHT is None or call.value_HV is None:
         return sums_BHTV
     return sums_BHTV + similarity_BHT[..., None] * call.value_HV[:, None].to(sums_BHTV.dtype)
@@ -114,7 +113,7 @@ def _add_one(sums_BHT: Tensor, call: Call) -> Tensor:
 
 
 class EluKernel(Kernel):
-    """phi(x) = elu(x) + 1; Z is the row sum, which is positive."""
+    """Kernel attention with phi(x) = elu(x) + 1; Z is the row sum, which is positive."""
 
     kind: Literal["elu_kernel"] = "elu_kernel"
     signed: ClassVar[bool] = False
@@ -132,7 +131,7 @@ class EluKernel(Kernel):
 
 
 class IdentityKernel(Kernel):
-    """phi(x) = x; Z = max(|row sum|, 1)."""
+    """Kernel attention with phi(x) = x; Z = max(|row sum|, 1)."""
 
     kind: Literal["identity"] = "identity"
     examples: ClassVar = {
@@ -149,7 +148,7 @@ class IdentityKernel(Kernel):
 
 
 class Mlp(nn.Module):
-    """Two linear layers without bias, d_h -> d_h -> d_h, with ReLU between; shared by queries, keys and all heads."""
+    """MLP without biases, d_h -> d_h -> d_h, with ReLU; shared by queries, keys and all heads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -161,7 +160,7 @@ class Mlp(nn.Module):
 
 
 class MlpKernel(Kernel):
-    """phi(x) = W2 relu(W1 x), the same for queries and keys; Z = max(|row sum|, 1)."""
+    """Kernel attention with phi(x) = W2 relu(W1 x), shared by queries and keys; Z = max(|row sum|, 1)."""
 
     kind: Literal["mlp"] = "mlp"
     examples: ClassVar = {
@@ -184,7 +183,7 @@ class MlpKernel(Kernel):
 
 
 def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum) -> Tensor:
-    """Sum (q_t.k_s) v_s over the visible keys s: (B, H, T, V). `rows` defines the visible keys; T = S."""
+    """Compute the sum of (q_t.k_s) v_s over the visible keys given by `rows`: (B, H, T, V); T = S."""
     if not rows.shared:
         return causal_sums(q_BHTD, k_BGTD, v_BGTV)
     leading, end = rows.leading, min(rows.shared, k_BGTD.shape[2])
@@ -196,14 +195,14 @@ def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum
 
 
 def last_sums(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Mask) -> Tensor:
-    """`linear_sums` for queries at the last T of S positions, few enough for explicit scores: (B, H, T, V)."""
+    """Compute `linear_sums` with explicit scores, for a few queries at the last T of S positions: (B, H, T, V)."""
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
     similarity_BHTS = grouped_product(q_BHTD, k_BGSD.mT) * mask.block(S - T, S, 0, S, q_BHTD.device)
     return grouped_product(similarity_BHTS, v_BGSV)
 
 
 def causal_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor) -> Tensor:
-    """Sum (q_t.k_s) v_s over s <= t: (B, H, T, V). T may be 0 (no learned tokens before a prefix)."""
+    """Compute the sum of (q_t.k_s) v_s over s <= t: (B, H, T, V). T may be 0 (no learned tokens before a prefix)."""
     (B, H, T, D), G, V = q_BHTD.shape, k_BGTD.shape[1], v_BGTV.shape[3]
     R, C = H // G, min(CHUNK, max(T, 1))
     missing = -T % C

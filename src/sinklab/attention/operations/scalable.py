@@ -1,4 +1,4 @@
-"""Scalable softmax (2501.19399): scores times s log n, so that attention does not flatten with longer rows."""
+"""Scalable softmax (2501.19399): scores are multiplied by s log n, so that attention stays sharp in long sequences."""
 
 from typing import ClassVar, Literal
 
@@ -14,7 +14,7 @@ from sinklab.schema import Example
 
 
 class Temperature(nn.Module):
-    """s log n + b of every head.
+    """Score factor s log n + b of every head.
 
     Attributes:
         scale: learned s, (H,).
@@ -28,23 +28,22 @@ class Temperature(nn.Module):
         self.initial = {"scale": (start, 0.0)} | ({} if offset is None else {"offset": (offset, 0.0)})
 
     def forward(self, keys_BT: Tensor) -> Tensor:
-        """Compute the factor (B, H, T) from the number of keys in each row, in its dtype."""
+        """Compute the factor (B, H, T) from the number of keys of each query, in the same dtype."""
         factor_BHT = self.scale.to(keys_BT.dtype)[:, None] * keys_BT.log()[:, None]
         return factor_BHT if self.offset is None else factor_BHT + self.offset.to(keys_BT.dtype)[:, None]
 
 
 class ScalableSoftmax(LogSimilarity):
-    """A_ts = softmax((s_h log n_t) z_ts), s learned per head, n_t the number of keys in the row (2501.19399).
+    """Scalable softmax: softmax((s_h log n_t) z_ts), s learned per head, n_t the number of keys (2501.19399).
 
-    n counts every key that the query may see, including its own key and a bias key or sink logit; a row of one key is 1
-    for any s. z includes softcap and position. `offset` is the paper's variant with a second learned number,
-    softmax((s_h log n_t + b_h) z_ts), which according to the paper generalises less well to long contexts. The default
-    start is the inverse of the mean of log n for n = 1 .. 1024, so that initial scores are about as large as in
-    softmax. Only the abstract and the formulas of the paper were available; its initial b is unknown.
+    n includes every visible key, a bias key and a sink logit. z includes softcap and position bias. `offset` enables
+    the paper's variant softmax((s_h log n_t + b_h) z_ts), which according to the paper generalises less well to long
+    contexts. The default start is the inverse of the mean of log n for n = 1 .. 1024, so that the initial scale is
+    about that of softmax. Only the abstract and the formulas of the paper were available; its initial b is unknown.
     """
 
     kind: Literal["scalable_softmax"] = "scalable_softmax"
-    start: float = Field(default=0.168, description="initial s; the inverse of mean log n keeps the size of scores")
+    start: float = Field(default=0.168, description="initial s; default: 1 / mean of log n, n = 1 .. 1024")
     offset: float | None = Field(default=None, description="initial b, learned per head; null: no b")
     examples: ClassVar = {"scalable_softmax": Example(), "scalable_softmax_offset": Example({"offset": 0.5})}
 

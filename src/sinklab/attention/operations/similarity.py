@@ -1,4 +1,4 @@
-"""Softmax and similar operations: an elementwise similarity, unnormalised or divided by its row sum or a p-norm."""
+"""Softmax and operations with an elementwise similarity, unnormalised or divided by the row sum or a p-norm."""
 
 import math
 from abc import abstractmethod
@@ -20,17 +20,17 @@ NORM = "p: divide by (sum_s sim_ts ** p) ** (1 / p); 1 is the plain row sum"
 
 
 def by_norm(call: Call, similarity: Score | None, p: float) -> Normalisation:
-    """sim_ts / Z_t with Z_t = (sum_s sim_ts ** p) ** (1 / p) (2410.10781, figure 29)."""
+    """Return the normalisation sim_ts / Z_t with Z_t = (sum_s sim_ts ** p) ** (1 / p) (2410.10781, figure 29)."""
     if p == 1:
         return Normalisation(similarity)
     return Normalisation(similarity, call.normaliser(compose(similarity, times(p))) / p)
 
 
 class Softmax(LogSimilarity):
-    """A_ts = alpha * exp(z_ts) / (sum_s exp(z_ts) ** p) ** (1 / p) (table 14 left, figure 29)."""
+    """Softmax: A_ts = alpha * exp(z_ts) / (sum_s exp(z_ts) ** p) ** (1 / p) (table 14 left, figure 29)."""
 
     kind: Literal["softmax"] = "softmax"
-    alpha: float = Field(default=1.0, gt=0, description="sum of the scores of a row")
+    alpha: float = Field(default=1.0, gt=0, description="sum of the scores of a row, for p = 1")
     p: float = Field(default=1.0, gt=0, description=NORM)
     examples: ClassVar = {
         "softmax_sums_to_2": Example({"alpha": 2.0}),
@@ -61,7 +61,7 @@ class Softmax(LogSimilarity):
 
 
 class Similarity(LogSimilarity):
-    """A_ts = sim(z_ts), divided by its row sum or p-norm where `normalised`."""
+    """Base class of operations with A_ts = sim(z_ts), divided by the row sum or p-norm if `normalised`."""
 
     normalised: bool = Field(default=False, description="divide by the row sum, so that the scores sum to one")
     p: float = Field(default=1.0, gt=0, description=NORM)
@@ -86,11 +86,11 @@ class Similarity(LogSimilarity):
 
     @abstractmethod
     def log_similarity(self, call: Call) -> Score:
-        """log sim(z)."""
+        """Return the score log sim(z)."""
 
     @abstractmethod
     def similarity(self, given: Explicit) -> Tensor:
-        """sim(z) for the reference, 0 for a z of -inf."""
+        """Compute sim(z) for the reference, 0 for z = -inf."""
 
     def normalisation(self, call: Call) -> Normalisation:
         if not self.normalised:
@@ -103,12 +103,12 @@ class Similarity(LogSimilarity):
 
 
 class SigmoidShift(nn.Module):
-    """b, added to every score.
+    """Bias b of the sigmoid, added to every score.
 
     Attributes:
         start: initial b.
-        shift: learned number added to `start`, per head (H,), initially 0, so that weight decay pulls b to `start`
-            and not to the unshifted sigmoid; None if b is fixed.
+        shift: learned addition to `start` per head (H,), initially 0, so that weight decay pulls b to `start` instead
+            of 0; None if b is fixed.
     """
 
     def __init__(self, start: float, learned_heads: int | None) -> None:
@@ -118,7 +118,7 @@ class SigmoidShift(nn.Module):
         self.initial = {"shift": (0.0, 0.0)}
 
     def score(self, first: int, queries: int) -> Score:
-        """Score function z -> z + b, for the given number of queries from position `first` on."""
+        """Return the score function z -> z + b, for the given number of queries from position `first` on."""
         start = self.start
         if self.shift is None:
             return Score(lambda z, b, h, q, k: z + start)
@@ -127,7 +127,7 @@ class SigmoidShift(nn.Module):
         def by_query(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_HT: Tensor) -> Tensor:
             return z + shift_HT[h, q - first].to(z.dtype)
 
-        # All scores of a head would accumulate gradients at one address, so each query gets a copy, summed afterwards.
+        # One copy per query, because FlexAttention accumulates gradients of all scores of a head atomically.
         spread = Score(by_query, (shift_H[:, None].repeat(1, queries),))
         return Score(_plus_of_head, (shift_H,), apart=Apart(spread))
 
@@ -137,20 +137,21 @@ def _plus_of_head(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_H
 
 
 class Sigmoid(Similarity):
-    """sim(z) = sigmoid(z + b), b = 0 unless `shift` is set (2409.04431).
+    """Sigmoid attention: sim(z) = sigmoid(z + b), b = 0 unless `shift` is set (2409.04431).
 
-    `context` is the authors' setting, the constant -log n with n the length of a training sequence:
-    `subtract_seq_len_bias` of their trainer (github.com/apple/axlearn, gala_sigmoid.py; the constant `attn_bias` or
-    `sigmoid_bias`, after ALiBi, in github.com/apple/ml-sigmoid-attention). `learned` adds to it a learned number per
-    head, initially 0. `row` is not from the paper: n is the number of keys that each query sees, a bias key included,
-    so that every row sums to about one while scores are small. b is part of the similarity and also applies to a bias
-    key and a sink logit. The authors' hybrid norm, x + norm(attention(norm(x))), is `model.norm.placement` sandwich.
+    `context` is the authors' setting, b = -log n with n the training sequence length: `subtract_seq_len_bias` in
+    github.com/apple/axlearn, gala_sigmoid.py; `attn_bias` or `sigmoid_bias`, after ALiBi, in
+    github.com/apple/ml-sigmoid-attention. `learned` adds a learned number per head, initially 0. `row` is not from the
+    paper: n is the number of keys that each query sees, including a bias key, so that initial rows sum to about one. b
+    also applies to a bias key and a sink logit. For the authors' hybrid norm, x + norm(attention(norm(x))), set
+    `model.norm.placement` to sandwich.
     """
 
     kind: Literal["sigmoid"] = "sigmoid"
     shift: Literal["none", "context", "row", "learned"] = Field(
         default="none",
-        description="b in sigmoid(z + b): 0; -log of model.context; -log of the keys in the row; learned from context",
+        description="b in sigmoid(z + b). none: 0; context: -log(model.context); row: -log(number of visible keys); "
+        "learned: per head, initialised like context",
     )
     examples: ClassVar = {
         "sigmoid": Example(),
@@ -168,8 +169,8 @@ class Sigmoid(Similarity):
             return None
         if context is None:
             raise ValueError(
-                f"sigmoid attention with shift {self.shift} adds -log of the context to the scores and needs it: pass "
-                "context, the length of a training sequence, or use shift row"
+                f"sigmoid attention with shift {self.shift} needs the context: pass context, the training sequence "
+                "length, or use shift row"
             )
         return SigmoidShift(-math.log(context), heads if self.shift == "learned" else None)
 
@@ -199,7 +200,7 @@ class Sigmoid(Similarity):
 
 
 class Elu1(Similarity):
-    """sim(z) = elu(z) + 1."""
+    """ELU attention: sim(z) = elu(z) + 1."""
 
     kind: Literal["elu1"] = "elu1"
     examples: ClassVar = {
@@ -215,7 +216,7 @@ class Elu1(Similarity):
 
 
 class Relu(Similarity):
-    """sim(z) = relu(z) (2603.11487); a normalised row with no positive score is zero."""
+    """ReLU attention: sim(z) = relu(z) (2603.11487); a normalised row with no positive score is zero."""
 
     kind: Literal["relu"] = "relu"
     zero_at_zero: ClassVar[bool] = True

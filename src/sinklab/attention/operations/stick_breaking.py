@@ -1,14 +1,14 @@
-"""Stick-breaking attention (2410.17980): every key takes a share of what the later keys have left.
+"""Stick-breaking attention (2410.17980).
 
-A query breaks a stick of length one, from its newest key backwards: key s takes the share beta_s = sigmoid(l_s) of what
-the later keys have left, A_s = beta_s prod over j > s of (1 - beta_j), and a rest remains. With the softplus u of the
-logits, log A_s = l_s - sum over j >= s of u_j and log rest = -(sum of all u_j): one softplus, one cumulative sum and
-one exponential per score. In the backward pass, g_s = A_s dA_s is the gradient of log A_s, and that of a logit is
+Going backwards from the newest key, key s receives the fraction beta_s = sigmoid(l_s) of the attention left by the
+later keys, A_s = beta_s prod over j > s of (1 - beta_j); the remaining attention is called the rest. With u =
+softplus(l), log A_s = l_s - sum over j >= s of u_j and log rest = -(sum of all u_j): one softplus, one cumulative sum
+and one exponential per score. In the backward pass, g_s = A_s dA_s is the gradient of log A_s, and that of a logit is
 
     dl_s = g_s - beta_s (g_s + sum of g over the keys before s + rest drest),
 
-one more cumulative sum. Blocks of queries are recomputed in the backward pass: any device, O(T * block)
-memory. The score function is differentiated by autograd, block by block, as in `chunked.py`.
+another cumulative sum. Blocks of queries are recomputed in the backward pass, with O(T * block) memory. The score
+function is differentiated by autograd, block by block, as in `chunked.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ from sinklab.schema import Example
 
 
 class StickRest(nn.Module):
-    """The learned value of the rest, per head (H, V)."""
+    """Learned value of the rest per head (H, V)."""
 
     def __init__(self, heads: int, value_width: int) -> None:
         super().__init__()
@@ -42,14 +42,13 @@ class StickRest(nn.Module):
 
 
 class StickBreaking(OperationPart):
-    """A_ts = sigmoid(z_ts) prod over s < j < t of (1 - sigmoid(z_tj)): shares of what is left (2410.17980).
+    """Stick-breaking attention: A_ts = sigmoid(z_ts) prod over s < j < t of (1 - sigmoid(z_tj)) (2410.17980).
 
-    The query's own key is excluded; the other visible keys break the stick in the order of positions, the last one
-    first. The remaining share, 1 - sum of A, is an implicit sink and is reported as the share of a bias; with it rows
-    sum to one. Its value is zero, as in the paper's formula; the query's own value, as in the released model
+    The query's own key is excluded. The rest, 1 - sum of A, is an implicit sink and is reported like the attention to a
+    bias. Its value is zero, as in the paper's formula; the query's own value, as in the released model
     (`sb_remainder` in github.com/IBM/dolomite-engine, `sb_dolomite`); or a learned vector per head, initially zero, as
     in the later code (`head_bias`, followed there by a norm per head, which is not implemented). Biases that add keys
-    or logits are refused: there is no row sum to enter, and the rest already is the last share.
+    or logits are not supported.
     """
 
     kind: Literal["stick_breaking"] = "stick_breaking"
@@ -115,12 +114,12 @@ class StickBreaking(OperationPart):
         return out_BHTV
 
 
-EXACT_TO = 40.0  # from here on the softplus is its argument: 4e-18 off, where the default, 20, is 2e-9 off
+EXACT_TO = 40.0  # softplus threshold: the error is 4e-18, instead of 2e-9 with the default of 20
 
 
 @dataclass(frozen=True)
 class OtherKeys(WrappedMask):
-    """Another mask without the query's own key."""
+    """Mask that hides each query's own key."""
 
     @property
     def may_be_empty(self) -> bool:
@@ -138,11 +137,11 @@ class OtherKeys(WrappedMask):
 
 
 def broken(logits_BHQS: Tensor, seen: Callable[[Tensor, float], Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute (A_BHQS, rest_BHQ) from a block's logits, with keys in the order of their positions.
+    """Compute (A_BHQS, rest_BHQ) from a block's logits; keys are ordered by position.
 
     Args:
-        logits_BHQS: logits of every key of the block; not changed.
-        seen: sets hidden entries to a value in place (`query_blocks.mask_block_`).
+        logits_BHQS: logits of the block; not modified.
+        seen: function that sets masked entries to a value in place (`query_blocks.mask_block_`).
     """
     taken = seen(F.softplus(logits_BHQS, threshold=EXACT_TO), 0.0)
     left = taken.flip(-1).cumsum(-1).flip(-1)
@@ -153,7 +152,7 @@ def broken(logits_BHQS: Tensor, seen: Callable[[Tensor, float], Tensor]) -> tupl
 def block_rows(
     q_BHTD: Tensor, k_BGSD: Tensor, block: bl.Block, score: Score | None, mask: Mask
 ) -> tuple[Tensor, Tensor]:
-    """`broken` of one block of queries."""
+    """Compute `broken` for one block of queries."""
     S = k_BGSD.shape[2]
     offset = S - q_BHTD.shape[2]
     z_BHQS = bl.raw_scores(q_BHTD, k_BGSD, block, bl.default_scale(q_BHTD))
@@ -216,7 +215,7 @@ def _seen(block: bl.Block, offset: int, keys: int, mask: Mask) -> Callable[[Tens
 def _scored(
     z: Tensor, block: bl.Block, offset: int, score: Score | None, leaves: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The block's raw scores and its logits, with an autograd graph between them and to the score's tensors."""
+    """Return the block's raw scores and logits, with an autograd graph between them and to the score's tensors."""
     if score is None:
         return z, z
     with torch.enable_grad():
@@ -227,13 +226,13 @@ def _scored(
 def break_sticks(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, *, eager: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out_BHTV, rest_BHT) of stick-breaking attention, from the last position backwards.
+    """Compute (out_BHTV, rest_BHT) of stick-breaking attention.
 
     Args:
         q_BHTD: queries, the last T of S positions.
         k_BGSD, v_BGSV: keys and values; H a multiple of G.
-        score: applied to a scaled score; None is the identity.
-        mask: keys that each query may see.
+        score: score function applied to q.k * scale; None is the identity.
+        mask: mask of visible keys.
         eager: compute the explicit matrix, differentiated by autograd.
 
     Returns:
@@ -250,7 +249,7 @@ def _on_the_matrix(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask
 ) -> tuple[Tensor, Tensor]:
     logits_BHTS = eager_logits(q_BHTD, k_BGSD, score, mask, bl.default_scale(q_BHTD))
-    log_left = F.logsigmoid(-logits_BHTS)  # by each key of what it finds
+    log_left = F.logsigmoid(-logits_BHTS)  # log of the fraction left by each key
     newer = log_left.flip(-1).cumsum(-1).flip(-1) - log_left
     shares_BHTS = torch.exp(F.logsigmoid(logits_BHTS) + newer)
     return bl.grouped_product(shares_BHTS.to(v_BGSV.dtype), v_BGSV), torch.exp(log_left.sum(-1))

@@ -1,4 +1,4 @@
-"""Operations that need two passes over the scores: the second pass or the divisor uses the row sum of the first."""
+"""Operations with two passes over the scores, of which the first computes a row sum."""
 
 import math
 from typing import ClassVar, Literal
@@ -18,12 +18,12 @@ from sinklab.schema import Example, NeutralExample
 
 
 class ClippedSoftmax(LogSimilarity):
-    """A_ts = clip((zeta - gamma) softmax(z)_ts + gamma, 0, 1) (2306.12929). zeta 1, gamma 0 is softmax."""
+    """Clipped softmax: clip((zeta - gamma) softmax(z)_ts + gamma, 0, 1) (2306.12929); softmax if zeta 1, gamma 0."""
 
     kind: Literal["clipped_softmax"] = "clipped_softmax"
     zeta: float = Field(default=1.0, ge=1, description="upper end of the stretched softmax")
     gamma: float = Field(
-        default=-0.03, le=0, description="lower end of the stretched softmax; below zero, scores can be exactly zero"
+        default=-0.03, le=0, description="lower end of the stretched softmax; if negative, scores can be exactly zero"
     )
     examples: ClassVar = {"clipped_softmax": Example()}
     neutral: ClassVar = {"gamma": NeutralExample("0, zeta 1", {"gamma": 0.0})}
@@ -56,18 +56,18 @@ class ClippedSoftmax(LogSimilarity):
 
 
 def _share(z: Tensor, lse: Tensor) -> Tensor:
-    """exp(z - lse), at most one for visible keys and bounded for keys that are masked later."""
+    """Compute exp(z - lse), clamped to at most one, because keys that are masked later may have large z."""
     return torch.exp(-torch.relu(lse - z))
 
 
 class Softpick(LogSimilarity):
-    """A_ts = relu(exp(z_ts) - 1) / (sum_s |exp(z_ts) - 1| + eps) (2504.20966), stable for scores of any size.
+    """Softpick: A_ts = relu(exp(z_ts) - 1) / (sum_s |exp(z_ts) - 1| + eps) (2504.20966), stable for large scores.
 
     The divisor is the row sum plus sum_s relu(1 - exp(z_ts)) + eps.
     """
 
     kind: Literal["softpick"] = "softpick"
-    eps: float = Field(default=1e-6, gt=0, description="number added to the row sum")
+    eps: float = Field(default=1e-6, gt=0, description="eps, added to the divisor")
     zero_at_zero: ClassVar[bool] = True
     examples: ClassVar = {"softpick": Example()}
 
@@ -86,12 +86,11 @@ class Softpick(LogSimilarity):
 
 
 def _excess(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """relu(exp(z) - 1), bounded if row sums are out of range and `_log_excess` is used."""
+    """Compute relu(exp(z) - 1), clamped at values where `_log_excess` is used instead."""
     return torch.expm1(F.hardtanh(z, 0.0, LARGEST_LOG_SUM + 4))
 
 
 def _log_excess(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """log relu(exp(z) - 1), for any z."""
     positive = torch.relu(z)
     return positive + (-torch.expm1(-positive)).log()
 
@@ -101,7 +100,7 @@ DEFICIT = log_of(lambda z, b, h, q, k: -torch.expm1(-torch.relu(-z)))  # relu(1 
 
 
 class Offset(nn.Module):
-    """tau (H,), one offset per head."""
+    """Learned offset tau per head (H,)."""
 
     def __init__(self, heads: int, start: float) -> None:
         super().__init__()
@@ -110,10 +109,9 @@ class Offset(nn.Module):
 
 
 class ElasticSoftmax(LogSimilarity):
-    """A_ts = relu(softmax(z)_ts + tau_h / i_t), tau learned per head, i_t the number of keys in the row (2601.00919).
+    """Elastic softmax: relu(softmax(z)_ts + tau_h / i_t), tau learned per head, i_t the number of keys (2601.00919).
 
-    A bias key is counted in i_t and treated like any other key. Only this normalisation is implemented, not the rest of
-    the paper's method. The initial tau is `start`; 0 is softmax.
+    i_t includes a bias key. Only this normalisation of the paper's method is implemented. tau = 0 is softmax.
     """
 
     kind: Literal["elastic_softmax"] = "elastic_softmax"

@@ -60,6 +60,12 @@ def duration(seconds: float) -> str:
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
+def elapsed(seconds: float) -> str:
+    """Format a growing duration, so that lines ten seconds apart differ: `1 min 10 s`, from ten minutes on `12 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if 1 <= minutes < 10 and rest else duration(seconds)
+
+
 def short_duration(seconds: float) -> str:
     """Format a duration in one unit, for tables: `40 s`, `5 min`, `3.3 h`, `2.3 d`, `136 d`, `1.4 y`, `1,302 y`."""
     if seconds < 3570:
@@ -129,7 +135,7 @@ class Lines:
     def beat(self) -> None:
         """Print the phase and its duration so far, if a line is due."""
         if self._place and self.due:
-            self.say(f"{self._place}, {duration(self._clock() - self._since)} so far")
+            self.say(f"{self._place}, {elapsed(self._clock() - self._since)} so far")
 
     def _beats(self) -> None:
         while not self._left.wait(BEATS_EVERY):

@@ -1,13 +1,12 @@
-"""Streams of documents by source name, fingerprints of texts, and the corpora of the Python installation.
+"""Documents of a source, fingerprints of texts, and corpora of the Python installation.
 
-`Fingerprint` identifies the text that was read: SHA-256 over all documents in order. `identity` identifies a source
-without reading it: names, sizes and times of files, the Python version and the list of what is installed.
+`Fingerprint` identifies a text by the SHA-256 of all documents in order. `identity` identifies a source without reading
+it, by names, sizes and times of files, the Python version and the list of installed packages.
 
-The installed corpora are source files of the Python installation. `stdlib` is the standard library's sources (its own
-tests included, where they are installed) and documentation: the language reference in `pydoc`, and the .rst
-and .txt files next to the code. `site-packages` is the sources, stubs and notes of the installed packages. They are
-ordered by the SHA-256 of the relative path: the order is the same on every machine, and a limit on the amount of text
-selects an even sample. Duplicates and files that are not UTF-8 are skipped.
+Two corpora consist of files of the Python installation. `stdlib`: sources (with tests, if installed) and documentation
+of the standard library, that is, the language reference in `pydoc` and .rst and .txt files. `site-packages`: sources,
+stubs and notes of the installed packages. Files are ordered by the SHA-256 of their relative path, so the order is the
+same on every machine, and a size limit selects an even sample. Duplicates and files that are not UTF-8 are skipped.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ _TOPICS = Path("pydoc_data", "topics.py")
 
 
 class Fingerprint:
-    """SHA-256 over documents in order, each with its length, so that document boundaries affect the hash.
+    """Incremental SHA-256 of documents and their lengths, in order; document boundaries affect the hash.
 
     Attributes:
         documents, text_bytes: number of documents and bytes added so far.
@@ -54,18 +53,18 @@ class Fingerprint:
         self.documents += 1
 
     def hexdigest(self) -> str:
-        """The SHA-256 (hexadecimal) of the documents so far."""
+        """Return the SHA-256 of the documents so far in hexadecimal."""
         return self._hash.hexdigest()
 
     def copy(self) -> Self:
-        """An independent fingerprint with the same documents."""
+        """Return an independent copy."""
         other = type(self)()
         other._hash, other.text_bytes, other.documents = self._hash.copy(), self.text_bytes, self.documents
         return other
 
 
 def fingerprint(documents: Iterable[str]) -> str:
-    """Compute the SHA-256 (hexadecimal) of the documents in order, independent of their source."""
+    """Compute the SHA-256 of the documents in order (hexadecimal)."""
     total = Fingerprint()
     for document in documents:
         total.add(document)
@@ -95,7 +94,7 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
 
 
 def total_bytes(source: str) -> int | None:
-    """Approximate amount of text in bytes, from file sizes; None if the text would have to be read."""
+    """Estimate the amount of text in bytes from file sizes; None if the text would have to be read."""
     if names := installed_names(source):
         return sum(entry.size for entry in entries(names))
     if source.startswith(PREFIX) or parse(source):
@@ -104,9 +103,9 @@ def total_bytes(source: str) -> int | None:
 
 
 def identity(source: str) -> str:
-    """Compute, without reading the text, a SHA-256 that changes if the text of `source` may have changed.
+    """Hash a source without reading it; the SHA-256 changes if the text may have changed.
 
-    For `hf:` the hash depends on the name only: changes on the hub are not detected.
+    For `hf:` sources only the name is hashed: changes on the hub are not detected.
     """
     if names := installed_names(source):
         listing = [[entry.name, entry.size] for entry in entries(names)]
@@ -149,7 +148,7 @@ def cut(documents: Iterable[tuple[str, str]], limit_bytes: int) -> Iterator[tupl
 
 @dataclass(frozen=True)
 class InstalledText:
-    """A document of an installed corpus: a file, or a topic of pydoc's reference (then `text` is set)."""
+    """A document of an installed corpus: a file, or a topic of pydoc's reference with its `text`."""
 
     name: str
     path: Path
@@ -158,7 +157,7 @@ class InstalledText:
 
 
 def installed_names(source: str) -> list[str] | None:
-    """The parts of an installed source such as `stdlib+site-packages`; None for any other source."""
+    """Split an installed source such as `stdlib+site-packages` into corpus names; None for any other source."""
     names = source.split("+")
     return names if all(name in CORPORA for name in names) else None
 

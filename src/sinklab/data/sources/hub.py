@@ -10,7 +10,7 @@ from sinklab.errors import InputError
 from sinklab.extras import install_command
 
 PREFIX = "hf:"
-_TEXTS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")  # suffixes that datasets reads as text or rows
+_TEXTS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")  # file formats that `datasets` can read
 
 
 def hub_documents(source: str, render: Render = plain_conversation, files: list[str] | None = None) -> Iterator[str]:
@@ -49,7 +49,7 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
 
 
 def hub_files(source: str) -> list[str]:
-    """List the .jsonl and .txt files of a dataset, sorted; if a folder is named like the split, only the files in it.
+    """List the .jsonl and .txt files of a dataset, sorted; only those in the folder named like the split, if it exists.
 
     Raises:
         InputError: if the dataset cannot be listed, or has no such file.
@@ -70,7 +70,7 @@ def hub_files(source: str) -> list[str]:
     texts = sorted(file for file in found if file.lower().endswith(_TEXTS))
     files = [file for file in texts if split in file.split("/")[:-1]] or texts
     if not files:
-        raise InputError(f"source {source} has none of the files that can be mixed: {', '.join(_TEXTS)}")
+        raise InputError(f"source {source} has no files that can be mixed ({', '.join(_TEXTS)})")
     return files
 
 

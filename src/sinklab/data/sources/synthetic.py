@@ -1,18 +1,19 @@
-"""Synthetic tasks as corpora: random words from a seed, in which heads use a sink as a no-op.
+"""Synthetic tasks in which heads use a sink as a no-op.
 
-A source `synthetic:NAME[:KEY=VALUE,...]` with the keys `length` (tokens per document, EOS included; 64), `documents`
-(16384) and `seed` (0). Every document fills one chunk exactly when `length` is `model.context` and `data.bos` is
-true. The tokenizer is called `words`: one token per word, EOS 0, BOS 1, then triggers t0, t1, .. and symbols s0, s1, ..
+Sources are named `synthetic:NAME[:KEY=VALUE,...]`, with the keys `length` (tokens per document, EOS included; default
+64), `documents` (16384) and `seed` (0). With `length` equal to `model.context` and `data.bos: true`, every document
+fills one chunk. The tokenizer `words` has one token per word: EOS 0, BOS 1, then triggers t0, t1, .. and symbols s0,
+s1, ..
 
 bigram_backcopy (2410.13835): a Markov chain over symbols in which the token after a trigger is the token before it. A
-head that copies for triggers is a no-op at other tokens, where it attends to BOS.
+head that copies at triggers is a no-op at other tokens, where it attends to BOS.
 
-trigger_average (2603.11487): the symbol of every token is uniform, and one in five carries a trigger (t5 is symbol 5
-with it, s5 without). After a trigger the next symbol is that of one of the tokens before the trigger, each with equal
-probability. As a distribution over the next token this is the paper's task: at a trigger the average of the preceding
-tokens (as one-hot vectors), elsewhere a constant. The paper regresses vectors; here it is next-token prediction, so
-that the same loop, loss and metric apply. The trigger is a mark on a symbol, not a token of its own: tokens without a
-symbol would add nothing to an average, and softmax could use them as a sink instead of BOS.
+trigger_average (2603.11487): symbols are uniform, and one token in five carries a trigger (t5 is symbol 5 with a
+trigger, s5 without). The symbol after a trigger is that of a uniformly chosen token before the trigger. As a
+distribution over the next token this is the paper's task: the average of the preceding one-hot vectors at a trigger, a
+constant elsewhere. The paper regresses vectors; next-token prediction allows the same training loop, loss and metric.
+The trigger is a property of a symbol, not a separate token, because softmax could use tokens without a symbol, which
+would not contribute to an average, as a sink instead of BOS.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 PREFIX = "synthetic:"
 WORDS = "words"
-VERSION = 1  # version of the generators: bump it when the same source yields a different text
+VERSION = 1  # version of the generators; increase it if the text of a source changes
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Task:
 
     Attributes:
         triggers, symbols: number of trigger and symbol words.
-        draw: (generator, documents, tokens) -> (documents, tokens) word indices, triggers first.
+        draw: function (generator, documents, tokens) -> word indices of shape (documents, tokens), triggers first.
     """
 
     triggers: int
@@ -52,7 +53,7 @@ class Task:
 
 
 def _bigram_backcopy(random: np.random.Generator, documents: int, tokens: int) -> np.ndarray:
-    """P(next | symbol) is a Dirichlet(0.3) draw over the symbols, and with probability 0.2 one of the triggers."""
+    """Sample a Markov chain: P(next | symbol) is a Dirichlet(0.3) draw; a trigger follows with probability 0.2."""
     symbols = random.dirichlet(np.full(64, 0.3), size=64) * 0.8
     chain = np.concatenate((np.full((64, 3), 0.2 / 3), symbols), axis=1).cumsum(1)
     words = np.empty((documents, tokens), dtype=np.int64)
@@ -65,7 +66,7 @@ def _bigram_backcopy(random: np.random.Generator, documents: int, tokens: int) -
 
 
 def _trigger_average(random: np.random.Generator, documents: int, tokens: int) -> np.ndarray:
-    """A symbol is a trigger with probability 0.2, unless it was drawn for one or nothing precedes it."""
+    """Sample symbols; each is a trigger with probability 0.2, unless it follows a trigger or is the first."""
     symbols = random.integers(64, size=(documents, tokens))
     triggers = random.random((documents, tokens)) < 0.2
     triggers[:, 0] = False
@@ -86,7 +87,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class SyntheticTask:
-    """A parsed source."""
+    """A parsed synthetic source."""
 
     name: str
     length: int = 64
@@ -121,7 +122,7 @@ def parse(source: str) -> SyntheticTask | None:
 
 
 def synthetic_documents(request: SyntheticTask) -> Iterator[str]:
-    """Generate the documents as text, words separated by spaces; `length` includes the EOS added by `prepare`."""
+    """Generate the documents as space-separated words; `length` includes the EOS that `prepare` adds."""
     words = np.array(request.task.words)
     random = np.random.default_rng([VERSION, request.seed])
     for row in request.task.draw(random, request.documents, request.length - 1):

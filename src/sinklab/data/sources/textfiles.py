@@ -1,7 +1,7 @@
-"""Documents in .txt and .jsonl files, read as a stream; every error names the file and the line.
+"""Read the documents of .txt and .jsonl files as a stream. Errors name the file and the line.
 
-- .jsonl: a row is a document: its `text`, or its `messages` (role and content) one per line.
-- .txt: a line `<|endoftext|>` ends a document. Text without such lines is cut at the first blank line after
+- .jsonl: each row is a document: its `text`, or its `messages` (role and content), one per line.
+- .txt: a line `<|endoftext|>` ends a document. Text without such lines is split at the first blank line after
   8 KiB, so that a book can be split into training and validation; a file shorter than that is one document.
 
 Rows and pieces without text are skipped.
@@ -16,7 +16,7 @@ from sinklab.errors import InputError
 from sinklab.files import parse_json
 
 Message = dict[str, str]  # role and content
-Render = Callable[[list[Message], str], str]  # a conversation and its place in a file, to text
+Render = Callable[[list[Message], str], str]  # (conversation, "file, line N") -> text
 
 SUFFIXES = (".txt", ".jsonl")
 _SEPARATOR = "<|endoftext|>"
@@ -25,7 +25,7 @@ _LONGEST = 8 * _PIECE  # characters after which it ends anywhere
 
 
 def text_files(path: Path) -> list[Path]:
-    """List the file itself, or the .txt and .jsonl files below a folder in sorted order.
+    """List a file, or the .txt and .jsonl files below a folder, sorted.
 
     Raises:
         InputError: if there is no such file, or none with these suffixes.
@@ -68,7 +68,7 @@ def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[
 
 
 def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """Read a .txt file in pieces, split as in `read_documents`, each with a flag whether it ends a document.
+    """Read a .txt file in pieces, split as in `read_documents`, each with True if it ends a document.
 
     Raises:
         InputError: if the file cannot be read, or is not UTF-8.
@@ -89,7 +89,7 @@ def _readable(path: Path) -> Iterator[TextIO]:
 
 
 def row_text(row: Any, where: str, render: Render = plain_conversation) -> str:
-    """The text of one row: `text`, or the rendered `messages`.
+    """Return the text of a row: `text`, or the rendered `messages`.
 
     Raises:
         InputError: if the row has neither, or they are not strings; `where` names the row.
@@ -100,7 +100,7 @@ def row_text(row: Any, where: str, render: Render = plain_conversation) -> str:
         text = render([_message(message, where) for message in row["messages"]], where)
     else:
         raise InputError(f'{where}: a row needs "text" (a string) or "messages" (a list of role and content)')
-    return text.encode("utf-8", errors="replace").decode("utf-8")  # JSON can carry lone surrogates
+    return text.encode("utf-8", errors="replace").decode("utf-8")  # JSON strings may contain lone surrogates
 
 
 def _message(message: Any, where: str) -> Message:

@@ -1,7 +1,7 @@
-"""Planned runs, the protocol of the engines that train them, and the scheduler that submits them.
+"""Planned runs, the engine protocol, and the scheduler.
 
-The process that trains a run holds its lock, and writes its record before releasing the lock. The scheduler skips runs
-that another process holds and polls them until they have ended; if that process dies, the run is trained here.
+The process that trains a run holds its lock and writes record.json before releasing it. The scheduler skips runs that
+another process has locked and polls them; if that process dies, the run is trained here.
 """
 
 import time
@@ -29,15 +29,14 @@ HELD_POLL_S = 1.0
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to be trained. It is pickled, for processes here or on machines that share the file system.
+    """A run to be trained; pickled for worker processes, also on other machines with the same file system.
 
     Attributes:
         name: display name, unique in the sweep.
         recipe: resolved recipe as YAML.
         directory: run directory.
-        hash: hash of the run; a worker that computes another hash, because its text differs, refuses the run.
-        processes: number of training processes; default: one per GPU that the run can use on the worker's
-            machine.
+        hash: expected hash of the run; a worker that computes another hash, because its text differs, fails.
+        processes: number of training processes; default: one per usable GPU of the worker's machine.
     """
 
     name: str
@@ -53,16 +52,15 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Event:
-    """A report on the progress of a run.
+    """Progress of a run.
 
     Attributes:
         run: name of the run.
-        kind: `ready` when the model is built, `step` after an update, `row` after an evaluation, and at the end one of
-            `done`, `stopped` (on request; it continues when it is submitted again), `busy` (another process trains it)
-            and `failed`.
-        step: number of updates made.
-        row: the evaluation, if the kind is `row`.
-        message: the reason of `failed`; the holder of the lock for `busy`.
+        kind: `ready` (the model is built), `step` (update), `row` (evaluation), or a last event: `done`, `stopped` (by
+            request; resumed when submitted again), `busy` (trained by another process) or `failed`.
+        step: number of updates done.
+        row: evaluation of a `row` event.
+        message: reason for `failed`; holder of the lock for `busy`.
     """
 
     run: str
@@ -73,19 +71,19 @@ class Event:
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the engine's last event for the run."""
+        """True for the last event of a run."""
         return self.kind in ENDINGS
 
 
 class Engine(Protocol):
-    """Trains runs, each with `worker.train_cell` in a process of its own.
+    """Engine that trains runs with `worker.train_cell`, each in a separate process.
 
-    All results, the record included, are in the run directory; events are for display. An engine is used from the
-    main thread of a single process, that of the command.
+    All results are in the run directories; events are for display only. An engine is used from the main thread of one
+    process.
     """
 
     def room(self) -> int:
-        """Number of runs accepted now: free slots on this machine; unlimited for a cluster with a queue."""
+        """Return the number of runs that can be submitted now: free slots, or unlimited for a cluster with a queue."""
         ...
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
@@ -97,27 +95,27 @@ class Engine(Protocol):
         ...
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """The events since the last call, in order; waits for the first, at most `timeout` seconds.
+        """Return the events since the last call, in order; wait at most `timeout` seconds for the first.
 
-        The last event of every submitted run has `is_last`, also if its process was killed (`failed`, with the signal
-        in the message). A run that is `stopped` without a request was preempted.
+        Every submitted run has one last event, also if its process was killed (`failed`, with the signal in the
+        message). A run that is `stopped` without a request was preempted.
         """
         ...
 
     def stop(self) -> None:
-        """Ask all runs to save and end, which emits their last events. Runs not yet started end as `stopped`."""
+        """Ask all runs to save and end; their last events follow. Runs not yet started end as `stopped`."""
         ...
 
     def close(self) -> None:
-        """Release the engine's resources; it is not used afterwards. Jobs on a cluster keep running."""
+        """Release all resources. Jobs on a cluster keep running."""
         ...
 
 
 class MetricsTail:
-    """Reads each evaluation of a run once, from its directory. Evaluations repeated after a resume are skipped.
+    """Incremental reader of a run's evaluations. Evaluations repeated after a resume are skipped.
 
     Args:
-        directory: run directory; it need not exist yet.
+        directory: run directory; may not exist yet.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -125,7 +123,7 @@ class MetricsTail:
         self._size, self._step = -1, -1
 
     def new_rows(self) -> list[dict[str, Any]]:
-        """The evaluations since the last call; none while the file cannot be read."""
+        """Return the evaluations since the last call; empty while the file cannot be read."""
         try:
             size = self._path.stat().st_size
             if size == self._size:
@@ -139,15 +137,15 @@ class MetricsTail:
 
 
 def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event], None]) -> dict[str, Event]:
-    """Train all runs that are not done yet; returns the last event of each, done or failed.
+    """Train all runs that are not done; return the last event (done or failed) of each run by name.
 
     Args:
-        runs: the runs, in the order of training.
-        watch: called with every event, including those of runs that other processes train.
+        runs: runs in the order of training.
+        watch: callback, called with every event, including those of runs that other processes train.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, after everything here has saved and stopped.
-        PreemptedError: SIGTERM or SIGUSR1, to this process or to one of the engine's, likewise.
+        KeyboardInterrupt: on Ctrl-C, after all runs have saved and stopped.
+        PreemptedError: on SIGTERM or SIGUSR1 to this or a training process, likewise.
     """
     with stop_on_signals() as stop_requested:
         try:
@@ -160,7 +158,7 @@ def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event
 
 
 class _Scheduler:
-    """Tracks the queued runs, the submitted ones, and those that other processes hold.
+    """Scheduler of queued and submitted runs, and of runs locked by other processes.
 
     Args:
         runs, engine, watch: see `train_all`.
@@ -175,7 +173,7 @@ class _Scheduler:
         self._polled = 0.0
 
     def train(self, stop_requested: StopRequest) -> dict[str, Event] | None:
-        """Train all runs; returns the last event of each, or None if the sweep was stopped before."""
+        """Train all runs; return the last event of each, or None if the sweep was stopped."""
         self._report_recorded()
         stopping = False
         while self._waiting or self._submitted or self._held:
@@ -194,7 +192,7 @@ class _Scheduler:
         return any(event.kind == "stopped" for event in self._ended.values())
 
     def _report_recorded(self) -> None:
-        """Report the recorded runs first, so that the time left is estimated from the other runs only."""
+        """Report finished runs first, so that the remaining time is estimated from the other runs only."""
         found = [(run, _recorded_end(run)) for run in self._waiting]
         self._waiting = deque(run for run, ended in found if ended is None)
         for _, ended in found:
@@ -202,7 +200,7 @@ class _Scheduler:
                 self._end(ended)
 
     def _submit(self) -> None:
-        """Submit as many runs as there is room for, in order."""
+        """Submit as many runs as the engine accepts, in order."""
         room, batch = self._engine.room(), []
         while self._waiting and len(batch) < room:
             run = self._waiting.popleft()
@@ -237,7 +235,7 @@ class _Scheduler:
         self._held[run.name] = run, MetricsTail(run.directory)
 
     def _poll_held(self) -> None:
-        """Report the end or the progress of runs that others hold; requeue those whose lock is free again."""
+        """Report the progress or end of runs locked by other processes; requeue those whose lock is free again."""
         now = time.monotonic()
         if not self._held or now - self._polled < HELD_POLL_S:
             return

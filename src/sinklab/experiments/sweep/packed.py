@@ -1,9 +1,10 @@
-"""Packed runs: recipes, records, environments and metrics of a sweep, a few files per experiment, without weights.
+"""Packed sweeps: recipes, records, environments and metrics of all runs in a few files per experiment.
 
 EXPERIMENT/recipes.yaml           the resolved recipe of every run, a YAML document each
 EXPERIMENT/runs.jsonl             a line per run: record.json and env.json
 EXPERIMENT/metrics.jsonl.gz       a line per evaluation, with the name of its run
 EXPERIMENT/assessments.jsonl.gz   a line per assessed run
+EXPERIMENT/tunings.jsonl.gz       a line per tuned run: its sft.json
 checksums.txt                     SHA-256 of every file, as `sha256sum -c` reads it
 
 A run is stored with the first experiment that uses it. `unpack` restores the run directories byte for byte;
@@ -24,13 +25,15 @@ from sinklab.experiments.documents import RECORD
 from sinklab.experiments.sweep.store import MANIFESTS
 from sinklab.files import parse_json, sha256_of, write_json, write_text, written_aside
 from sinklab.train.directory.environment import ENVIRONMENT
+from sinklab.tuning.tuned_directory import SFT, tuned_beside
 
 RECIPE, METRICS = "recipe.yaml", "metrics.jsonl"
-RECIPES, RUNS, ALL_METRICS, ASSESSMENTS = "recipes.yaml", "runs.jsonl", "metrics.jsonl.gz", "assessments.jsonl.gz"
-PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, ASSESSMENTS)
+RECIPES, RUNS, ALL_METRICS = "recipes.yaml", "runs.jsonl", "metrics.jsonl.gz"
+ASSESSMENTS, TUNINGS = "assessments.jsonl.gz", "tunings.jsonl.gz"
+PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, ASSESSMENTS, TUNINGS)
 CHECKSUMS = "checksums.txt"
 OF_THE_MACHINE = ("command",)
-"""Keys of env.json that name paths and are not packed."""
+"""Keys of env.json that contain paths and are not packed."""
 
 _HEAD = "--- # "
 _DOCUMENT = re.compile(rf"^{re.escape(_HEAD)}(.+)\n", re.MULTILINE)
@@ -38,12 +41,13 @@ _DOCUMENT = re.compile(rf"^{re.escape(_HEAD)}(.+)\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class PackedRun:
-    """The packed files of a run.
+    """Packed files of a run.
 
     Attributes:
         directory: run directory, relative to the directory of the sweep.
         recipe, metrics: contents of recipe.yaml and metrics.jsonl.
         record, environment, assessment: contents of record.json, env.json (without local paths) and assessment.json.
+        tuning: content of the sft.json beside the run.
     """
 
     directory: str
@@ -52,10 +56,11 @@ class PackedRun:
     record: Mapping[str, Any]
     environment: Mapping[str, Any]
     assessment: Mapping[str, Any] | None = None
+    tuning: Mapping[str, Any] | None = None
 
 
 def is_packed(top: Path) -> bool:
-    """Whether a folder holds packed runs."""
+    """True if a folder contains packed runs."""
     return any(top.glob(f"*/{RUNS}"))
 
 
@@ -63,7 +68,7 @@ def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
     """Write the runs of one experiment. The output is deterministic.
 
     Raises:
-        SinklabError: a file cannot be written.
+        SinklabError: if a file cannot be written.
     """
     runs = list(runs)
     write_text(folder / RECIPES, "".join(f"{_HEAD}{run.directory}\n{run.recipe}" for run in runs))
@@ -74,6 +79,9 @@ def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
     if any(run.assessment for run in runs):
         found = ({"run": run.directory, "assessment": run.assessment} for run in runs if run.assessment)
         _write_gzip(folder / ASSESSMENTS, _lines(found))
+    if any(run.tuning for run in runs):
+        found = ({"run": run.directory, "tuning": run.tuning} for run in runs if run.tuning)
+        _write_gzip(folder / TUNINGS, _lines(found))
 
 
 def read_packed(folder: Path) -> list[PackedRun]:
@@ -88,8 +96,11 @@ def read_packed(folder: Path) -> list[PackedRun]:
         metrics: dict[str, list[str]] = {}
         for row in _rows(_read_gzip(folder / ALL_METRICS)):
             metrics.setdefault(row.pop("run"), []).append(json.dumps(row) + "\n")
-        assessed = _read_gzip(folder / ASSESSMENTS) if (folder / ASSESSMENTS).is_file() else ""
+        assessed, tuned = (
+            _read_gzip(folder / name) if (folder / name).is_file() else "" for name in (ASSESSMENTS, TUNINGS)
+        )
         assessments = {row["run"]: row["assessment"] for row in _rows(assessed)}
+        tunings = {row["run"]: row["tuning"] for row in _rows(tuned)}
         return [
             PackedRun(
                 directory=row["run"],
@@ -98,6 +109,7 @@ def read_packed(folder: Path) -> list[PackedRun]:
                 record=row["record"],
                 environment=row["environment"],
                 assessment=assessments.get(row["run"]),
+                tuning=tunings.get(row["run"]),
             )
             for row in _rows((folder / RUNS).read_text(encoding="utf-8"))
         ]
@@ -134,7 +146,7 @@ def unpack(top: Path, into: Path) -> list[Path]:
 
 
 def take_up(top: Path, out: Path) -> list[Path]:
-    """Unpack a packed sweep, with its manifests, into the directory of a sweep; existing files are not modified.
+    """Unpack a packed sweep and its manifests into the directory of a sweep; existing files are not modified.
 
     Returns:
         The run directories created.
@@ -150,7 +162,9 @@ def take_up(top: Path, out: Path) -> list[Path]:
 
 
 def _write_run(directory: Path, run: PackedRun) -> None:
-    """Write the files of a run; env.json last, as a directory without it is not a run."""
+    """Write the files of a run; env.json, which marks a run directory, is last."""
+    if run.tuning is not None:
+        write_json(tuned_beside(directory) / SFT, run.tuning)
     write_text(directory / RECIPE, run.recipe)
     write_text(directory / METRICS, run.metrics)
     for name, document in ((ASSESSMENT, run.assessment), (RECORD, run.record), (ENVIRONMENT, run.environment)):
@@ -159,7 +173,7 @@ def _write_run(directory: Path, run: PackedRun) -> None:
 
 
 def environment_to_pack(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of env.json without local paths."""
+    """Remove local paths from the content of env.json."""
     return {key: value for key, value in found.items() if key not in OF_THE_MACHINE}
 
 
@@ -170,7 +184,7 @@ def write_checksums(top: Path) -> None:
 
 
 def read_checksums(top: Path) -> dict[str, str]:
-    """Read the SHA-256 of every file at the time of packing.
+    """Read the SHA-256 of every file from checksums.txt.
 
     Raises:
         InputError: if the list is missing or damaged.

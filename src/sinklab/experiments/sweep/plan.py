@@ -20,7 +20,7 @@ from sinklab.train.start import started
 
 @dataclass(frozen=True)
 class Question:
-    """A request for the runs of an experiment.
+    """An experiment requested at a scale, with a number of seeds.
 
     Attributes:
         scale: scale of the cells.
@@ -33,7 +33,7 @@ class Question:
 
     @property
     def own_seeds(self) -> range:
-        """The seeds of the runs."""
+        """Return the seeds of the runs."""
         return self.experiment.own_seeds(self.seeds)
 
 
@@ -43,9 +43,9 @@ class SweepCell:
 
     Attributes:
         recipe: recipe with seed 0.
-        change: dotted keys of the recipe and their values, where they differ from the base.
+        change: recipe keys (dotted) that differ from the base, with their values.
         seeds: union of the seeds of all experiments that use the cell.
-        may_diverge: whether divergence is a result rather than a failure.
+        may_diverge: divergence is an expected result, not a failure.
     """
 
     name: str
@@ -55,13 +55,13 @@ class SweepCell:
     may_diverge: bool
 
     def of_seed(self, seed: int) -> Recipe:
-        """The recipe with another seed."""
+        """Copy the recipe with another seed."""
         return self.recipe.model_copy(update={"seed": seed})
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The distinct cells of several experiments, and the order of training.
+    """Distinct cells of several experiments, and the order of training.
 
     Attributes:
         cells: cells by name.
@@ -102,7 +102,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
     """Plan the cells and their order; needs no data.
 
     Args:
-        questions: requests, all at the same scale.
+        questions: requested experiments, all at the same scale.
         overlay: overlay on every recipe.
 
     Raises:
@@ -130,7 +130,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
 
 
 def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
-    """The cells of one experiment; raises as `plan_sweep`, and if the initial checkpoint does not match the model."""
+    """Build the cells of an experiment; raises as `plan_sweep`, and if an initial checkpoint does not fit its model."""
     experiment, scale = question.experiment, question.scale
     scale_of(experiment, scale)
     checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
@@ -163,9 +163,9 @@ def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
 
 
 def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """List the dotted keys of a recipe that overlays have changed from the base, and their values.
+    """Return the recipe keys (dotted) that overlays have changed from the base, with their values.
 
-    A choice written as a bare name is listed by that name; default values of the chosen kind are omitted.
+    A union set by the name of a kind is listed by that name, without the kind's default values.
     """
     before, after = (leaves(one.model_dump(mode="json")) for one in (base, recipe))
     said = {key for overlay in overlays for key in leaves(overlay)}

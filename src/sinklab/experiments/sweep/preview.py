@@ -1,8 +1,8 @@
-"""Preview of a sweep: which runs are done, and how many hours the others need. Writes nothing.
+"""Preview of a sweep: finished runs, and estimated hours of the others. Writes nothing.
 
-The pace is estimated from finished runs, from timed updates, or from the speed of matrix products. The cost of a run is
-counted in FLOPs (`train/flops.py`): three forward passes per training sequence, one per sequence whose loss is
-evaluated, and two per sequence whose sinks are measured as well.
+The throughput is estimated from finished runs, timed updates, or the speed of matmuls. The cost of a run is counted in
+FLOPs (`train/flops.py`): three forward passes per training sequence, one per evaluated sequence, and two per sequence
+of the sink metric.
 """
 
 import time
@@ -29,11 +29,11 @@ from sinklab.train.flops import FORWARD_AND_BACKWARD, model_flops
 from sinklab.train.optim import build_optimizer
 from sinklab.train.recipe import Recipe, load_recipe
 
-TIMED_S = 1.0  # of updates
+TIMED_S = 1.0  # duration of timing updates
 MATRICES_S = 0.3
-MATRIX = 1024  # rows and columns
+MATRIX = 1024  # matrix size of timed matmuls
 UNKNOWN_VOCABULARY = 1024
-LONGEST_UPDATE_S = 1.0  # longer updates are not timed: a model of that size also takes long to initialise
+LONGEST_UPDATE_S = 1.0  # longer updates are not timed, because large models also take long to initialise
 SOURCES = {
     "runs": "by the finished runs of that directory",
     "updates": "by some updates timed on this machine",
@@ -43,23 +43,23 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Pace:
-    """The speed of a run.
+    """Throughput of a run.
 
     Attributes:
         operations_per_second: FLOP/s of one run.
-        source: source of the estimate (SOURCES).
+        source: source of the estimate, a key of SOURCES.
     """
 
     operations_per_second: float
     source: Literal["runs", "updates", "products"]
 
     def seconds(self, recipe: Recipe) -> float:
-        """The duration of one run of a recipe, seconds."""
+        """Estimate the duration of a run, seconds."""
         return operations(recipe) / self.operations_per_second
 
     @property
     def said(self) -> str:
-        """The source in words."""
+        """Describe the source."""
         return SOURCES[self.source]
 
 
@@ -68,11 +68,11 @@ class CellPreview:
     """Preview of a cell.
 
     Attributes:
-        change: dotted keys of the recipe and their values, where they differ from the base.
-        seeds: number of seeds requested.
-        done: number of these that are done.
+        change: recipe keys (dotted) that differ from the base, with their values.
+        seeds: number of requested seeds.
+        done: number of finished seeds.
         hours: duration of one run on one share of the machine; None for a cluster without finished runs.
-        same_as: an earlier cell with the same runs; "" if there is none.
+        same_as: earlier cell with the same runs; empty if there is none.
     """
 
     name: str
@@ -89,11 +89,11 @@ class Preview:
 
     Attributes:
         runs: number of distinct runs.
-        missing: number of these that are not done.
-        engine: engine that trains them.
+        missing: number of unfinished runs.
+        engine: name of the engine.
         jobs: number of concurrent runs; None if the cluster decides.
-        hours: time until the missing runs are done, with `jobs` concurrent runs; None if unknown.
-        estimated: source of the hours; "" without hours.
+        hours: estimated time for the unfinished runs, with `jobs` concurrent runs; None if unknown.
+        estimated: source of the estimate; empty without an estimate.
     """
 
     cells: Sequence[CellPreview]
@@ -105,18 +105,18 @@ class Preview:
     estimated: str
 
     def document(self) -> dict[str, Any]:
-        """The JSON document."""
+        """Return the preview as a JSON-serializable dict."""
         return asdict(self)
 
 
 def preview(
     plan: SweepPlan, out: Path, found: Mapping[str, Path], engine: str, pace: Pace | None, jobs: int | None
 ) -> Preview:
-    """Find which runs are done, and estimate the hours of the others. Runs without prepared data cannot have started.
+    """Find the finished runs and estimate the hours of the others. Runs without prepared data cannot have started.
 
     Args:
         found: directories of existing runs, by hash.
-        pace: pace of a run on the engine; None if unknown.
+        pace: throughput of a run on the engine; None if unknown.
         jobs: number of concurrent runs; None if unknown.
     """
     data = _prepared_data(plan)
@@ -141,7 +141,7 @@ def preview(
 
 
 def _identity(plan: SweepPlan, name: str) -> str:
-    """Deduplication key: equal for cells with the same runs."""
+    """Return a key that is equal for cells with the same runs."""
     return plan.cells[name].recipe.model_dump_json(exclude={"name"})
 
 
@@ -158,10 +158,10 @@ def _prepared_data(plan: SweepPlan) -> dict[str, TokenDataset]:
 
 
 def operations(recipe: Recipe, like: Recipe | None = None) -> float:
-    """FLOPs of a whole run: updates, evaluations and measurements.
+    """Count the FLOPs of a whole run: updates, evaluations and measurements.
 
     Args:
-        like: a recipe whose model has the same FLOPs per token, used to avoid counting them again.
+        like: recipe whose model has the same FLOPs per token, which are then not counted again.
     """
     train, metric = recipe.train, recipe.metric
     of_sequence = (
@@ -174,11 +174,11 @@ def operations(recipe: Recipe, like: Recipe | None = None) -> float:
 
 
 def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace:
-    """Estimate the pace of runs like a base recipe, on one share of this machine.
+    """Estimate the throughput of a base recipe on one share of this machine.
 
     Args:
         threads: number of PyTorch threads on a CPU.
-        finished: run directories; finished runs give the best estimate.
+        finished: run directories; finished runs are preferred for the estimate.
     """
     if found := pace_of_runs(finished):
         return found
@@ -191,7 +191,7 @@ def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace
 
 
 def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
-    """The pace of the finished runs among the run directories, on any machine; None if there are none."""
+    """Estimate the throughput from the finished runs among run directories of any machine; None without any."""
     found = []
     for directory in directories:
         try:
@@ -220,7 +220,7 @@ def _sized(recipe: Recipe) -> ModelConfig:
 
 
 def _of_sequence(recipe: Recipe) -> int:
-    """FLOPs of one training sequence."""
+    """Count the FLOPs of one training sequence."""
     return _of_model(_sized(recipe).model_dump_json())
 
 
@@ -230,13 +230,13 @@ def _of_model(config: str) -> int:
 
 
 def _speed_of_products(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products."""
+    """Measure the FLOP/s of square matmuls."""
     square = torch.randn(MATRIX, MATRIX, device=device).to(dtype)
     return 2 * MATRIX**3 / _seconds_each(lambda: square @ square, MATRICES_S, device)
 
 
 def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
-    """Duration of forward pass, backward pass and optimiser step on random tokens, seconds."""
+    """Measure the duration of an update on random tokens, seconds."""
     config, train = _sized(base), base.train
     model = Transformer(config, base.seed).to(device)
     optimizer = build_optimizer(model, base.optim)
@@ -257,7 +257,7 @@ def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
 
 
 def _seconds_each(work: Callable[[], object], limit: float, device: torch.device) -> float:
-    """Median duration of a call in seconds, repeated for `limit` seconds, at least once after a warm-up call."""
+    """Measure the median duration of a call in seconds, over `limit` seconds of calls after a warm-up call."""
     work()
     taken: list[float] = []
     while sum(taken) < limit or not taken:

@@ -1,13 +1,13 @@
-"""The directory of a sweep: its manifests (asked/ID.json), its runs by hash, and their results.
+"""Directory of a sweep: manifests (asked/ID.json), runs by hash, and results.
 
-A manifest records the experiment of a summary and the hashes of its runs; runs may be anywhere below the directory.
+A manifest records an experiment and the hashes of its runs; runs may be anywhere below the directory.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -23,25 +23,27 @@ from sinklab.experiments.sweep.plan import PlannedSweep, Question
 from sinklab.files import parse_json, write_json
 from sinklab.schema import ReadDocument
 from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
+from sinklab.tuning.settings import TuneOptions
+from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 MANIFESTS = "asked"
 
 OF_MEASURED: Any = {"each": True, "against": True, "published": {"model"}, "claims": {"__all__": ONLY_MEASURED}}
-"""Fields of an experiment that a manifest, which is about trained cells, leaves out."""
+"""Fields of experiments on existing models, which manifests leave out."""
 
 NUMBERS = (
     "sink_1", "sink_bias", "importance_first", "valid_loss", "train_loss", "norm_ratio", "norm_untrained",
     "norm_lowest", "norm_growth", "kurtosis", "emergence_step", "norm_step",
 )  # fmt: skip
-"""Quantities in the summary of every run, in addition to those of its experiments."""
+"""Quantities in the summary of every run, in addition to its experiments' quantities."""
 
 
 class ManifestCell(ReadDocument):
-    """A cell of an experiment.
+    """A cell in a manifest.
 
     Attributes:
-        change: dotted keys of the recipe and their values, where they differ from the base.
-        hashes: hash of the run by seed.
+        change: recipe keys (dotted) that differ from the base, with their values.
+        hashes: run hash by seed.
     """
 
     change: dict[str, object] = Field(default_factory=dict)
@@ -49,10 +51,10 @@ class ManifestCell(ReadDocument):
 
 
 class SweepManifest(ReadDocument):
-    """asked/ID.json: an experiment that was requested, and its runs.
+    """asked/ID.json: a requested experiment and its runs.
 
     Attributes:
-        experiment: definition of the experiment at the time.
+        experiment: definition of the experiment when it was requested.
         scale: requested scale.
         overlay: overlay on every recipe (--steps, --text).
         cells: cells by name.
@@ -67,16 +69,16 @@ class SweepManifest(ReadDocument):
     cells: dict[str, ManifestCell] = Field(default_factory=dict)
 
     def shares_summary_with(self, other: "SweepManifest") -> bool:
-        """Whether both belong in one summary, having the same scale and overlay."""
+        """True if both have the same scale and overlay, and so belong to one summary."""
         return self.scale == other.scale and self.overlay == other.overlay
 
     @property
     def seeds(self) -> list[int]:
-        """Seeds of the runs."""
+        """Return the seeds of the runs."""
         return sorted({seed for _, seed, _ in self.runs()})
 
     def runs(self) -> Iterator[tuple[str, int, str]]:
-        """The cell, seed and hash of every run."""
+        """Yield the cell, seed and hash of every run."""
         for name, cell in self.cells.items():
             for seed, run_hash in cell.hashes.items():
                 yield name, seed, run_hash
@@ -106,7 +108,7 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
     """Read the manifests in the directory of a sweep, by experiment id.
 
     Raises:
-        InputError: if a file is damaged, or of another schema version.
+        InputError: if a file is damaged or has another schema version.
     """
     found: dict[str, SweepManifest] = {}
     for path in sorted((out / MANIFESTS).glob("*.json")):
@@ -123,7 +125,7 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
 
 
 def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, SweepManifest]) -> dict[str, SweepManifest]:
-    """Merge the manifests requested now with the seeds and experiments requested before.
+    """Merge new manifests with the seeds and experiments of earlier ones.
 
     Raises:
         InputError: if an earlier manifest has a different run for the same cell and seed.
@@ -145,7 +147,7 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
 
 
 def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> SweepManifest:
-    """Adds the earlier seeds of unchanged cells, unless the experiment's first seed has changed."""
+    """Add the earlier seeds of unchanged cells, unless the experiment's first seed has changed."""
     if before is None or before.experiment.first_seed != now.experiment.first_seed:
         return now
     cells = {}
@@ -158,7 +160,7 @@ def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> Swe
 
 
 def found_runs(out: Path) -> dict[str, Path]:
-    """Find the run directories in and below a folder, by hash; of several with the same hash, the most advanced.
+    """Find the run directories in and below a folder by hash; of several with one hash, the most advanced.
 
     Raises:
         SinklabError: if an env.json is damaged.
@@ -175,7 +177,7 @@ def _run_directories(out: Path) -> Iterator[Path]:
     for name, folders, files in os.walk(out):
         folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
         if ENVIRONMENT in files:
-            folders.clear()  # checkpoints and other files of the run
+            folders.clear()  # no run directories inside a run directory
             yield Path(name)
 
 
@@ -258,16 +260,24 @@ class Unassessed:
 
     Attributes:
         name: cell and seed.
-        parts: all parts that its experiments request.
+        parts: all parts requested by its experiments.
+        document: assessment.json of the run.
     """
+
+    doing: ClassVar = "assessing"
+    done: ClassVar = "assessed"
 
     name: str
     directory: Path
     parts: Sequence[str]
 
+    @property
+    def document(self) -> Path:
+        return self.directory / ASSESSMENT
+
 
 def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed]:
-    """Find the finished runs of these experiments that still have to be assessed.
+    """Find the finished runs of experiments that lack assessments.
 
     Raises:
         InputError: if a record or an assessment is damaged.
@@ -282,6 +292,53 @@ def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed
         for run_hash, parts in wanted.items()
         if run_hash in found and _is_done(found[run_hash], run_hash) and _lacks(found[run_hash], parts)
     ]
+
+
+@dataclass(frozen=True)
+class TuningRequest:
+    """A finished run that its experiment tunes.
+
+    Attributes:
+        name: cell and seed.
+        document: sft.json of the tuning.
+    """
+
+    doing: ClassVar = "tuning"
+    done: ClassVar = "tuned"
+
+    name: str
+    directory: Path
+    options: TuneOptions
+
+    @property
+    def document(self) -> Path:
+        return tuned_beside(self.directory) / SFT
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has been tuned.
+
+        Raises:
+            InputError: if sft.json is damaged.
+        """
+        return self.document.is_file() and load_tuning(self.document).chat is not None
+
+
+def tuning_requests(manifests: Iterable[SweepManifest], out: Path) -> list[TuningRequest]:
+    """Find the finished runs that these experiments tune, including those that have been tuned.
+
+    Raises:
+        InputError: if a record is damaged.
+    """
+    found = found_runs(out)
+    requests = {
+        run_hash: TuningRequest(f"{name} seed {seed}", found[run_hash], one.experiment.tune)
+        for one in manifests
+        if one.experiment.tune is not None
+        for name, seed, run_hash in one.runs()
+        if run_hash in found and _is_done(found[run_hash], run_hash)
+    }
+    return list(requests.values())
 
 
 def _is_done(directory: Path, run_hash: str) -> bool:

@@ -1,6 +1,6 @@
-"""Train one run on several GPUs of a machine: start the processes with torchrun and wait for them.
+"""Train a run on several GPUs of a machine with torchrun.
 
-Launcher and processes (`worker.main`) share a temporary folder: the pickled run, a file `stop` that asks the
+Launcher and processes (`worker.main`) share a temporary folder with the pickled run, a file `stop` that asks the
 processes to save and end, and the last event. Progress is read from the run directory.
 """
 
@@ -23,11 +23,11 @@ from sinklab.train.recipe import Recipe
 ENTRY = "sinklab.experiments.sweep.worker"
 PLANNED, STOP, ENDED, PRINTED = "planned.pickle", "stop", "ended.json", "printed.log"
 POLL_S = 0.2
-PRINTED_TAIL = 2000  # characters
+PRINTED_TAIL = 2000  # characters of output in an error message
 
 
 def cards_for(recipe: Recipe) -> int:
-    """Number of training processes here: one on a CPU, else the most GPUs that divide the batch evenly."""
+    """Return the number of training processes: one on a CPU, else the most GPUs that divide the batch evenly."""
     if recipe.train.device not in ("auto", "cuda") or not torch.cuda.is_available():
         return 1
     cards = torch.cuda.device_count()
@@ -37,10 +37,10 @@ def cards_for(recipe: Recipe) -> int:
 def train_with_torchrun(
     planned: PlannedRun, processes: int, watch: Callable[[Event], None], should_stop: Callable[[], bool]
 ) -> Event:
-    """Train a run with several processes; returns its last event.
+    """Train a run with several processes; return its last event.
 
     Raises:
-        LostProcessError: if the processes ended without one.
+        LostProcessError: if the processes ended without a last event.
     """
     with tempfile.TemporaryDirectory(prefix="sinklab-") as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""Verify a packed sweep: files, run hashes, dates of claims, verdicts, and some runs, which are retrained."""
+"""Verify a packed sweep: files, run hashes, dates of claims, verdicts, and a sample of retrained runs."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,14 +23,14 @@ from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.recipe import load_recipe
 
 BEGUN = "begun"
-"""Key of env.json with the time at which the run began."""
+"""Key of env.json with the start time of the run."""
 
 SAME_NUMBERS = ("processor", "torch", "python", "threads")
-"""Keys of env.json that must agree for a run trained again to have the same bits."""
+"""Keys of env.json that must be equal for a bit-identical retrained run."""
 
 FIRST_LOSS, LAST_LOSS = 1e-3, 0.15
-"""Relative tolerances on another machine, of the first validation loss after step 0 and of the last: rounding differs,
-and training magnifies it."""
+"""Relative tolerances of the first validation loss after step 0 and of the last, on another machine: training amplifies
+rounding differences."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Verified:
     Attributes:
         name: name of the check.
         checked: number of items.
-        problems: the problems found, a sentence each.
+        problems: problems found, a sentence each.
         notes: limitations of the check.
     """
 
@@ -61,9 +61,9 @@ def verify_packed(
 
     Args:
         retrain: number of finished runs, drawn at random, to retrain.
-        seed: random seed of that draw.
-        say: called with a line per stage.
-        watch: called with the events of the retrained runs.
+        seed: random seed of the sample.
+        say: callback, called with a line of text per stage.
+        watch: callback, called with the events of the retrained runs.
 
     Raises:
         InputError: if the folder contains no packed sweep, or a file cannot be read.
@@ -156,7 +156,7 @@ def _retrained(
 
 
 def _train_again(directory: Path, again: Path, watch: Callable[[Event], None]) -> tuple[list[str], str]:
-    """Retrain a run; returns the differences, and how exact the comparison is."""
+    """Retrain a run; return the differences, and a description of the comparison's tolerance."""
     recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
     dataset = prepared(recipe.data)
     record = read_record(directory)
@@ -213,10 +213,10 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
 
 
 def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:
-    """Check that every claim precedes the runs that judge it; a claim stated on the day a run began precedes it.
+    """Check that every claim was stated before its runs began, or on the same day.
 
-    A confirmatory claim later than one of its runs is a problem, an exploratory one a note. References, claims without
-    a date and runs without a start time are not checked.
+    A later confirmatory claim is a problem, a later exploratory claim a note. References, claims without a date and
+    runs without a start time are not checked.
 
     Args:
         runs: run directories by hash.

@@ -1,7 +1,7 @@
-"""Train one run to the end and write record.json; called by every engine and by each torchrun process.
+"""Train a run to the end and write record.json; used by all engines and by torchrun processes.
 
-The process that trains a run holds its lock and writes the record before releasing it, so that of any number of
-processes, on any machines, exactly one trains a run.
+The training process writes the record before it releases the run's lock, so that exactly one of any number of processes
+on any machines trains a run.
 
     torchrun --nproc-per-node 2 -m sinklab.experiments.sweep.worker FOLDER LAUNCHER      (`torchrun_launcher.py`)
 """
@@ -48,14 +48,13 @@ def train_cell(
     should_stop: Callable[[], bool],
     world: World = ALONE,
 ) -> Event:
-    """Train a run, resuming from its checkpoints, and record how it ended; if a record exists, only read it.
+    """Train a run, resuming from its checkpoints, and record its outcome; an existing record is only read.
 
     Args:
         threads: number of PyTorch threads on a CPU; default: unchanged.
-        watch: called when the model is built, after every update and every evaluation; not with the last event, which
-            is returned.
-        should_stop: called before every update; True saves and ends. Once True, it must stay True.
-        world: the processes that train it together, each of which calls this.
+        watch: callback for all events but the last, which is returned.
+        should_stop: callback, called before every update; True saves and ends. It must then keep returning True.
+        world: training processes, all of which call this function.
 
     Returns:
         The last event: done, failed, stopped or busy. Errors are returned as `failed` with a message, never raised.
@@ -67,7 +66,7 @@ def train_cell(
         return _ended(planned, watch, should_stop, world)
     except HeldError as error:
         return Event(planned.name, "busy", message=str(error))
-    except StoppedError:  # before the model was built, or during the measurement at the end
+    except StoppedError:  # stopped before the model was built, or during the final measurement
         return Event(planned.name, "stopped")
     except SinklabError as error:
         return Event(planned.name, "failed", message=str(error))
@@ -93,10 +92,10 @@ def _as_recorded(planned: PlannedRun, record: RunRecord) -> Event:
 
 
 def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
-    """Record a finished run whose checkpoints are gone, so that it is not trained again for its record alone.
+    """Record a finished run without checkpoints, so that it is not trained again only for its record.
 
     Returns:
-        Whether the run was recorded.
+        True if the run was recorded.
     """
     directory = planned.directory
     if not (directory / "measurement.json").is_file() or steps_saved(directory / "checkpoints"):
@@ -151,15 +150,15 @@ def _trained(
 
 
 def _is_finished(trainer: Trainer) -> bool:
-    """Whether the run was trained and measured, for example by `sinklab train`, and lacks only a record."""
+    """True if the run was trained and measured, for example by `sinklab train`, but has no record."""
     is_measured = (trainer.run.directory / "measurement.json").is_file()
     return is_measured and trainer.state.step == trainer.recipe.train.steps
 
 
 class _PeakMemory:
-    """Tracks the peak memory of the updates made by this process.
+    """Peak memory of this process's updates.
 
-    On a GPU the peak is read after every update, because measurements in between reset the counter.
+    On a GPU the peak is read after every update, because measurements between updates reset the counter.
 
     Args:
         device: device of this process.
@@ -169,30 +168,27 @@ class _PeakMemory:
         self._device, self._largest, self._updated = device, 0, False
 
     def updated(self) -> None:
-        """Record the memory after an update."""
+        """Update the peak after an update."""
         self._updated = True
         if self._device.type == "cuda":
             self._largest = max(self._largest, torch.cuda.max_memory_allocated(self._device))
 
     def mb(self) -> float | None:
-        """Peak memory of the GPU, or of the whole process on a CPU, MB (2**20 bytes); None if no update was made."""
+        """Return the peak memory of the GPU, or of the process on a CPU, in MB (2**20 bytes); None without updates."""
         if not self._updated:
             return None
         return self._largest / 2**20 if self._device.type == "cuda" else process_peak_mb()
 
 
 def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakMemory) -> None:
-    """Write record.json of a finished or diverged run, holding the trainer's lock.
-
-    Args:
-        trainer: the trainer of this process; all processes of the run call this function.
+    """Write record.json of a finished or diverged run while the trainer holds the lock. Called by all processes.
 
     Raises:
-        StoppedError: if the trainer was asked to stop before the record was complete; a later call writes it.
+        StoppedError: if a stop was requested before the record was complete; a later call writes it.
         SinklabError: if the disk is full.
     """
     run, recipe = trainer.run, trainer.recipe
-    peak_memory_mb = memory.mb()  # before the kurtosis is measured, which takes more than training
+    peak_memory_mb = memory.mb()  # read before the kurtosis is measured, which needs more memory than training
     kurtosis = None if diverged else _kurtosis(trainer)
 
     def write() -> None:
@@ -217,10 +213,10 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
 
 
 def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
-    """Write record.json of a finished run whose checkpoints are gone.
+    """Write record.json of a finished run without checkpoints.
 
     Raises:
-        SinklabError: if its files cannot be read, or the disk is full.
+        SinklabError: if the run's files cannot be read, or the disk is full.
     """
     from sinklab.measuring.measurement import Measurement
 
@@ -242,14 +238,14 @@ def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
 
 
 def _kurtosis(trainer: Trainer) -> float | None:
-    """Kurtosis of the finished model, maximum over blocks, on the sequences of its own measurement."""
+    """Compute the kurtosis of the finished model, maximum over blocks, on the sequences of its measurement."""
     details = trainer.evaluator.measure(details=True).details
     by_block = details.by_layer.get("kurtosis_by_block") if details else None
     return max(by_block) if by_block else None
 
 
 def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
-    """Total tokens divided by total seconds, over the updates with known duration."""
+    """Compute the mean throughput of the updates with known duration."""
     tokens, before = 0.0, 0.0
     for one in history:
         reached = before if one.tokens is None else one.tokens
@@ -260,13 +256,13 @@ def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
 
 
 def main(folder: Path, launcher: int) -> None:
-    """Entry point of a torchrun process: train the run in `folder` with the others, and write the last event there.
+    """Entry point of a torchrun process: train the run in `folder` and write the last event there.
 
     Args:
-        launcher: id of the process that started torchrun; if it dies, this process saves and ends.
+        launcher: id of the process that started torchrun; if it dies, the run is saved and stopped.
     """
     planned: PlannedRun = pickle.loads((folder / PLANNED).read_bytes())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the command, which writes `stop`
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the launcher writes `stop`
     with stop_on_signals(*PREEMPTING) as preempted, joined_world() as world:
         recipe = planned.read_recipe()
         world.use(recipe.train.device)

@@ -1,1 +1,1 @@
-"""Decision rule for claims (docs/verdicts.md). The entry point is `judging.judge`."""
+"""Decision rule for claims (docs/verdicts.md); the entry point is `judging.judge`."""

@@ -1,4 +1,4 @@
-"""The two counts that decide every claim, with their intervals (docs/verdicts.md). Depends only on counts of seeds."""
+"""Counts of seeds and pairs of seeds that decide claims, with confidence intervals (docs/verdicts.md)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,45 +6,45 @@ from functools import cache
 from statistics import median
 
 FEWEST = 5
-"""Fewest seeds of a verdict."""
+"""Minimum number of seeds of a verdict."""
 
 MANY = 9
-"""Fewest seeds of which one may differ."""
+"""Minimum number of seeds at which one seed may deviate."""
 
 SEPARATED = 0.004
-"""Largest one-sided p of the exact rank sum test at which two cells do not overlap: 5 and 5 seeds have 1/252."""
+"""Maximum one-sided p of the exact rank sum test for two separate cells; 5 and 5 separated seeds have p = 1/252."""
 
 
 def seed_by_seed(held: Sequence[bool]) -> bool | None:
-    """Whether a claim is reproduced (it holds at every seed), contradicted (at none), or neither.
+    """Return True if a claim holds at every seed, False if at none, else None.
 
-    With nine seeds or more, one may differ. Whether there are enough seeds for a verdict is not checked here.
+    With nine seeds or more, one seed may deviate. The minimum number of seeds is not checked here.
     """
     differ, kept = int(len(held) >= MANY), sum(held)
     return True if kept >= len(held) - differ else False if kept <= differ else None
 
 
 def pairs_against(above: Sequence[float], below: Sequence[float]) -> int:
-    """Number of seed pairs in which the first is not above the second; ties count."""
+    """Count the pairs of seeds in which the first value is not above the second; ties count."""
     return sum(a <= b for a in above for b in below)
 
 
 def separated(above: Sequence[float], below: Sequence[float]) -> bool:
-    """Whether the first values are above the second ones, by the exact one-sided rank sum test."""
+    """True if the first values exceed the second ones by the exact one-sided rank sum test."""
     return rank_sum_p(len(above), len(below), pairs_against(above, below)) <= SEPARATED
 
 
 def rank_sum_p(n: int, m: int, against: int) -> float:
-    """P-value: share of the orderings of n and m distinct numbers with at most `against` (0 to n m) opposing pairs.
+    """Compute the exact p-value of the rank sum test (Mann and Whitney, 1947), p = P(U <= u), u = `against`.
 
-    Counted exactly (Mann and Whitney, 1947): U = `against`, p = P(U <= u).
+    This is the share of the orderings of n and m distinct numbers with at most `against` (0 to n m) opposing pairs.
     """
     return sum(_orders(n, m, u) for u in range(against + 1)) / math.comb(n + m, n)
 
 
 @cache
 def _orders(n: int, m: int, against: int) -> int:
-    """Number of orderings of n and m numbers with exactly `against` opposing pairs, by recursion on the largest."""
+    """Count the orderings of n and m numbers with exactly `against` opposing pairs, by recursion on the largest."""
     if against < 0:
         return 0
     if n == 0 or m == 0:
@@ -53,7 +53,7 @@ def _orders(n: int, m: int, against: int) -> int:
 
 
 def share_interval(kept: int, seeds: int, level: float = 0.95) -> tuple[float, float]:
-    """Exact confidence interval of the share of seeds for which a claim holds (Clopper and Pearson, 1934), 0 to 1."""
+    """Compute the exact confidence interval of the share of seeds that agree (Clopper and Pearson, 1934)."""
     tail = (1 - level) / 2
 
     def at_least(share: float) -> float:
@@ -81,7 +81,7 @@ def _where(below: Callable[[float], bool]) -> float:
 
 
 def middle_and_ends(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median over seeds, the smallest and the largest; with nine seeds or more, one at either end is excluded."""
+    """Return median, minimum and maximum over seeds; from nine seeds on, second lowest and second highest value."""
     drop = int(len(values) >= MANY)
     rising = sorted(values)
     return median(values), rising[drop], rising[len(rising) - 1 - drop]

@@ -1,7 +1,7 @@
-"""Power and earlier verdicts of five seeds, shown with the results of fewer (docs/verdicts.md).
+"""Power of five seeds and earlier verdicts of five seeds, shown with the results of fewer seeds (docs/verdicts.md).
 
-pilots.json has the spread of pilot runs, which gives the effect that five seeds detect with 80 % power.
-committed.json has the verdicts of committed results.
+pilots.json contains the spread of pilot runs, from which the effect that five seeds detect with 80 % power follows.
+committed.json contains the verdicts of committed results.
 """
 
 from functools import cache
@@ -21,22 +21,23 @@ from sinklab.schema import ReadDocument
 PILOTS, COMMITTED = "pilots.json", "committed.json"
 
 TWO_CELLS = 3.1
-"""Standard deviations between two cells that five and five seeds tell apart in 80 % of cases."""
+"""Difference between two cells that five seeds each detect with 80 % power, in standard deviations."""
 
 ONE_CELL = 1.7
-"""Standard deviations beyond a bound, or above a cell at 0 in all seeds, that five seeds detect in 80 %."""
+"""Distance from a bound, or from a cell at 0 in all seeds, that five seeds detect with 80 % power, in standard
+deviations."""
 
 MARGIN = 2.0
-"""Least margin of `equal` in standard deviations of the difference, if there is no difference."""
+"""Minimum margin of `equal` that five seeds confirm with 80 % power, in standard deviations of the difference."""
 
 
 class PilotSpread(ReadDocument):
-    """The spread of a quantity over the seeds of pilot runs, in its unit.
+    """Spread of a quantity over the seeds of pilot runs, in the quantity's unit.
 
     Attributes:
-        sd: standard deviation over the seeds of a cell, pooled over the cells.
-        sd_of_difference: standard deviation of the difference of two cells at the same seed, pooled over the pairs;
-            None with one cell.
+        sd: standard deviation over the seeds of a cell, pooled over cells.
+        sd_of_difference: standard deviation of the difference of two cells at the same seed, pooled over pairs of
+            cells; None with one cell.
         cells: seeds by cell.
     """
 
@@ -46,7 +47,7 @@ class PilotSpread(ReadDocument):
 
 
 class Pilots(ReadDocument):
-    """pilots.json: by scale and quantity. Written by `benchmarks/pilots.py` from seeds that no verdict uses."""
+    """pilots.json: spreads by scale and quantity. Written by `benchmarks/pilots.py` from seeds that no verdict uses."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -56,15 +57,15 @@ class Pilots(ReadDocument):
 
 @cache
 def shipped_pilots() -> Pilots:
-    """Load the pilots shipped with sinklab; empty without the file."""
+    """Load the shipped pilots.json; empty without the file."""
     return Pilots.model_validate(_shipped(PILOTS))
 
 
 def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
-    """The effect that five seeds detect with 80 % power, as a sentence; empty without pilots of the quantity.
+    """Describe the effect that five seeds detect with 80 % power; empty without pilot runs of the quantity.
 
     Args:
-        pilots: default: those shipped with sinklab.
+        pilots: spreads of pilot runs; default: shipped with sinklab.
     """
     if isinstance(check, All):
         return "; ".join(dict.fromkeys(said for part in check.of if (said := detectable(part, scale, pilots))))
@@ -89,7 +90,7 @@ def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
 
 
 class CommittedVerdict(ReadDocument):
-    """The verdict on a claim by five seeds or more."""
+    """Verdict on a claim by five seeds or more."""
 
     verdict: str
     seeds: int
@@ -97,7 +98,7 @@ class CommittedVerdict(ReadDocument):
 
 
 class Committed(ReadDocument):
-    """committed.json: by scale and EXPERIMENT.CLAIM. Written by `benchmarks/committed.py` from packed results."""
+    """committed.json: verdicts by scale and EXPERIMENT.CLAIM, from packed results (`benchmarks/committed.py`)."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -107,15 +108,15 @@ class Committed(ReadDocument):
 
 @cache
 def shipped_verdicts() -> Committed:
-    """Load the verdicts shipped with sinklab; empty without the file."""
+    """Load the shipped committed.json; empty without the file."""
     return Committed.model_validate(_shipped(COMMITTED))
 
 
 def verdict_of_five(claim: JudgedClaim, committed: Committed | None = None) -> str:
-    """The verdict of five seeds or more at the same scale, as a sentence; empty if there is none.
+    """Describe the verdict of five seeds or more at the same scale; empty if there is none.
 
     Args:
-        committed: default: those shipped with sinklab.
+        committed: committed verdicts; default: shipped with sinklab.
     """
     known = (committed or shipped_verdicts()).scales.get(claim.scale, {})
     found = known.get(claim.same_as or f"{claim.experiment}.{claim.id}")

@@ -1,4 +1,4 @@
-"""Judge each claim of an experiment on the runs of its cells (docs/verdicts.md)."""
+"""Judge the claims of an experiment on the runs of its cells (docs/verdicts.md)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,20 +34,20 @@ from sinklab.experiments.verdicts.kinds import AT_EPS, Finding, Runs, put_to
 from sinklab.experiments.verdicts.wording import each_seed, number, plural, unit
 
 GROWN = 2.0
-"""Least ratio to the untrained norm ratio of a model with a massive activation."""
+"""Minimum growth of the norm ratio, relative to the untrained model, of a model with massive activations."""
 
 ORDER: tuple[Verdict, ...] = ("contradicted", "not run", "no verdict", "inconclusive", "direction only", "reproduced")
-"""Of the parts of a claim the first of these is its verdict."""
+"""Precedence of verdicts: a claim with several parts gets the first of these that a part has."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An experiment at one scale, or on given models.
+    """An experiment at one scale or on given models.
 
     Attributes:
-        described: the experiment's part of the summary, with the scale or models, and the names of the cells.
-        claims: the claims made at that scale, in the order of the experiment.
-        seeds: seeds that verdicts use; default: all.
+        described: the experiment's part of the summary.
+        claims: claims made at the scale, in the order of the experiment.
+        seeds: seeds of the verdicts; default: all.
     """
 
     experiment: Experiment
@@ -92,7 +92,7 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
     """Judge one claim on the runs of its cells.
 
     Args:
-        published: the paper's numbers for comparison, at the paper's scale only; None elsewhere.
+        published: the paper's numbers, at the paper's scale; None at other scales.
     """
     blank = _blank(claim)
     if claim.check is None:
@@ -106,7 +106,7 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
 
 
 def _replicates(claim: Claim, runs: Runs) -> str:
-    """`5 draws of 100 sequences`, `9 models on 100 sequences`."""
+    """Format the replicates: `5 draws of 100 sequences`, `9 models on 100 sequences`."""
     numbers = [run for cell in claim.cells for run in runs.of(cell)]
     read = [run.sequences or 0 for run in numbers]
     each = str(max(read)) if min(read) == max(read) else f"{min(read)} to {max(read)}"
@@ -126,7 +126,7 @@ def _blank(claim: Claim) -> JudgedClaim:
 
 
 def _judged(check: Check, runs: Runs, published: Published | None = None) -> tuple[Verdict, str, int]:
-    """The verdict, the evidence, and the number of seeds."""
+    """Return the verdict, the evidence, and the number of seeds."""
     found = [_part(part, runs, published) for part in parts_of(check)]
     verdict: Verdict = next(one for one in ORDER if any(part[0] == one for part in found))
     failures = [] if isinstance(check, Diverges) else _failures(check.cells, runs)
@@ -155,7 +155,7 @@ def _verdict(found: Finding) -> Verdict:
 
 
 def _at_eps(check: Check, runs: Runs) -> Verdict | None:
-    """The verdict at another threshold; None if the check uses no rate recorded at that threshold."""
+    """Return the verdict at another threshold; None if the rates were not recorded at that threshold."""
     names = set(quantities_of(check))
     others = {name for name in names - AT_EPS if quantity(name).unit in ("%", "steps")}
     if not names & AT_EPS or others or any(isinstance(part, StandsAt) for part in parts_of(check)):
@@ -165,7 +165,7 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
 
 
 def _waits_for(check: Check, runs: Runs) -> str:
-    """The cells that a check needs and that lack a finished run."""
+    """Describe the cells of a check that lack a finished run."""
     said = []
     for cell in check.cells:
         failed = runs.results[cell].failed if cell in runs.results else 0
@@ -177,14 +177,14 @@ def _waits_for(check: Check, runs: Runs) -> str:
 
 
 def _failures(cells: Sequence[str], runs: Runs) -> list[str]:
-    """The number of excluded seeds of each cell, whose training diverged."""
+    """Describe the excluded seeds of each cell, whose training diverged."""
     failed = {cell: runs.results[cell].failed for cell in cells if cell in runs.results and runs.of(cell)}
     return [f"{plural(count, 'seed')} of {cell} did not train and {'is' if count == 1 else 'are'} left out"
             for cell, count in failed.items() if count]  # fmt: skip
 
 
 def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
-    """The claim unjudged, if it requires massive activations and the baseline has none; None if it is to be judged."""
+    """Return the claim unjudged if it requires massive activations that the baseline lacks, else None."""
     if baseline is None or claim.check is None:
         return None
     runs, blank = Runs(results), _blank(claim)
@@ -204,9 +204,9 @@ def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellRes
 
 
 def _beside_published(found: Finding, check: Check, published: Published, runs: Runs) -> Finding:
-    """Add to a finding whether the paper's numbers lie in the 95 % prediction interval of a new seed (t).
+    """Add a comparison of the paper's numbers with the 95 % prediction interval of a new seed (t distribution).
 
-    For five seeds, mean +- 3.04 standard deviations. A published number is one draw, from the end of a run.
+    With five seeds, the interval is mean +- 3.04 standard deviations. A published number comes from one run.
     """
     if not isinstance(check, Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt):
         return found
@@ -218,7 +218,7 @@ def _beside_published(found: Finding, check: Check, published: Published, runs: 
         value, ours = published.numbers_of(cell).get(name), list(runs.by_seed(cell, name).values())
         if value is None or len(ours) < FEWEST:
             continue
-        rounding = 0.5 * 10.0**-of.decimals  # seeds that are all at 0 % do not exclude a printed 0.04 %
+        rounding = 0.5 * 10.0**-of.decimals  # of the printed number: seeds at 0 % do not exclude a printed 0.04 %
         reach = float(stdtrit(len(ours) - 1, 0.975)) * (1 + 1 / len(ours)) ** 0.5 * stdev(ours) + rounding
         low, high = fmean(ours) - reach, fmean(ours) + reach
         lies = low <= value <= high

@@ -1,4 +1,4 @@
-"""Evaluation of every kind of check on the runs of its cells, one function each."""
+"""Evaluate checks on the runs of their cells, one function per kind."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,21 +33,21 @@ from sinklab.experiments.verdicts.wording import (
 )
 
 AT_EPS = {"sink_1", "sink_1_visible", "sink_bias"}
-"""Rates that are recorded at other thresholds, too."""
+"""Sink rates that are recorded at several thresholds."""
 
 Values = Mapping[str, Mapping[int, float]]
-"""The quantity of a check by cell and seed."""
+"""Values of a check's quantity by cell and seed."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of a check, whatever the number of seeds.
+    """Outcome of a check; the minimum number of seeds is not applied yet.
 
     Attributes:
-        holds: reproduced (True), contradicted (False), or neither.
-        said: the evidence, as text.
-        seeds: number of seeds that decide the check; with two cells, the smaller number.
-        size: whether the stated size or absence also holds; True if none is stated.
+        holds: reproduced (True), contradicted (False), or neither (None).
+        said: evidence as text.
+        seeds: number of seeds; with two cells, the smaller number.
+        size: True if the stated size or absence also holds, or none is stated.
     """
 
     holds: bool | None
@@ -58,12 +58,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs that a check is evaluated on.
+    """Runs on which a check is evaluated.
 
     Attributes:
         results: results by cell.
-        eps: threshold of the rates that are recorded at several; default: the recipe's.
-        noun: name of a replicate in the evidence: seed, draw, or model.
+        eps: threshold of the sink rates; default: the recipe's.
+        noun: replicate unit in the evidence: seed, draw, or model.
     """
 
     results: Mapping[str, CellResults]
@@ -71,22 +71,22 @@ class Runs:
     noun: ReplicateKind = "seed"
 
     def of(self, cell: str) -> Sequence[RunNumbers]:
-        """The finished runs of a cell, by seed."""
+        """Return the finished runs of a cell, sorted by seed."""
         found = self.results[cell].numbers if cell in self.results else ()
         return sorted(found, key=lambda run: run.seed)
 
     def by_seed(self, cell: str, name: str, at_step: int | None = None) -> dict[int, float]:
-        """The value by seed; seeds without a value are omitted."""
+        """Return the value by seed; seeds without a value are omitted."""
         found = {run.seed: run.value(name, at_step, self._eps(name)) for run in self.of(cell)}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def last(self, cell: str, name: str, at_step: int | None = None, count: int = 3) -> dict[int, list[float]]:
-        """The last evaluations by seed; seeds without evaluations are omitted."""
+        """Return the values of the last evaluations by seed; seeds without evaluations are omitted."""
         found = {run.seed: run.evaluations(name, at_step, self._eps(name), count) for run in self.of(cell)}
         return {seed: values for seed, values in found.items() if values}
 
     def counted(self, held: Sequence[bool]) -> str:
-        """`5 of 5 seeds (48 to 100 % of all seeds)`."""
+        """Format a count of seeds: `5 of 5 seeds (48 to 100 % of all seeds)`."""
         return counted(held, self.noun)
 
     def _eps(self, name: str) -> str | None:
@@ -94,7 +94,7 @@ class Runs:
 
 
 def put_to(check: SingleCheck, runs: Runs) -> Finding:
-    """Evaluate a check on some runs."""
+    """Evaluate a check."""
     match check:
         case StandsAt():
             return _stands_at(check, runs)
@@ -148,7 +148,7 @@ def _absent(check: SinkAbsent, values: Values, runs: Runs) -> Finding:
 
 
 def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
-    """Whether every seed is below 1 % at each of its last evaluations, and the evidence."""
+    """Return for each seed True if its rate is below 1 % at each of its last evaluations, and the evidence."""
     last = runs.last(check.cell, check.value, check.at_step)
     held = [max(values) < NO_SINK for values in last.values()]
     each = " at each of the last three evaluations" if any(len(values) > 1 for values in last.values()) else ""
@@ -184,14 +184,14 @@ def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
 
 
 def _paired(values: Values, runs: Runs, check: Equal | Alike | Monotone) -> tuple[list[int], str]:
-    """The seeds that all cells share, and the values of every cell at them."""
+    """Return the seeds shared by all cells, and the text of their values."""
     each = "; ".join(each_seed(cell, found.values(), quantity(check.value)) for cell, found in values.items())
     shared = sorted(set.intersection(*(set(found) for found in values.values())))
     return shared, each if shared else f"{each}: no {runs.noun} has all"
 
 
 def _equivalence(check: Equal | Alike, others: Sequence[str], first: str, values: Values, runs: Runs) -> Finding:
-    """Holds if every other cell is within the margin of the first at every seed; contradicted if one is beyond it."""
+    """Evaluate equivalence: every other cell must be within the margin of the first at every seed."""
     of = quantity(check.value)
     shared, each = _paired(values, runs, check)
     if not shared:
@@ -228,7 +228,7 @@ def _monotone(check: Monotone, values: Values, runs: Runs) -> Finding:
 
 
 def _slope(values: Sequence[float]) -> float:
-    """Slope over the ranks, up to a positive factor."""
+    """Compute the slope over the cells' ranks, up to a positive factor."""
     middle = (len(values) - 1) / 2
     return sum((rank - middle) * value for rank, value in enumerate(values) if rank != middle)
 

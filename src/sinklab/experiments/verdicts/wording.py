@@ -1,4 +1,4 @@
-"""Numbers and counts of the evidence as text. `noun` is the replicate: seed, draw, or model."""
+"""Format numbers and counts of the evidence. `noun` is the replicate unit: seed, draw, or model."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, share_i
 
 
 def number(value: float, of: Quantity) -> str:
-    """Format a number without its unit; small rates have one more decimal, a step never reached is `never`."""
+    """Format a number without unit; a step that was never reached is `never`."""
     if math.isinf(value):
         return "never"
     decimals = of.decimals + (of.unit == "%" and 0.005 <= abs(value) < 1)
@@ -17,22 +17,22 @@ def number(value: float, of: Quantity) -> str:
 
 
 def unit(of: Quantity) -> str:
-    """The unit that follows a number."""
+    """Return the unit to append to a number."""
     return {"x": "", "": ""}.get(of.unit, f" {of.unit}")
 
 
 def step_unit(of: Quantity) -> str:
-    """The unit that follows a difference."""
+    """Return the unit to append to a difference."""
     return {"%": " points"}.get(of.unit, unit(of))
 
 
 def each_seed(cell: str, values: Iterable[float], of: Quantity) -> str:
-    """A cell with the number of every seed: `softmax 12.1, 15.3, 9.8 %`."""
+    """Format the numbers of all seeds of a cell: `softmax 12.1, 15.3, 9.8 %`."""
     return f"{cell} {', '.join(number(value, of) for value in values)}{unit(of)}"
 
 
 def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what: str = "difference") -> str:
-    """`difference -26.7 points [-39.7, -15.7]`: the median over seeds, the smallest and the largest."""
+    """Format median, minimum and maximum over seeds: `difference -26.7 points [-39.7, -15.7]`."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return f"no {what} at any {noun}"
@@ -42,7 +42,7 @@ def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what:
 
 
 def counted(held: Sequence[bool], noun: ReplicateKind) -> str:
-    """`5 of 5 seeds (48 to 100 % of all seeds)`; `3 of 3 seeds so far` if there are too few for a verdict."""
+    """Format a count: `5 of 5 seeds (48 to 100 % of all seeds)`; `3 of 3 seeds so far` if too few for a verdict."""
     kept, n = sum(held), len(held)
     if n < FEWEST:
         return f"{kept} of {plural(n, noun)} so far"
@@ -51,19 +51,19 @@ def counted(held: Sequence[bool], noun: ReplicateKind) -> str:
 
 
 def overlapping(against: int, n: int, m: int, noun: ReplicateKind) -> str:
-    """`2 of 25 pairs of seeds against`."""
+    """Format the opposing pairs: `2 of 25 pairs of seeds against`."""
     return f"{against} of {n * m} pairs of {noun}s against{' so far' if min(n, m) < FEWEST else ''}"
 
 
 def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:
-    """`at least 10 %`."""
+    """Format bounds: `at least 10 %`."""
     said = [f"at least {at_least:g}"] if at_least is not None else []
     said += [f"at most {at_most:g}"] if at_most is not None else []
     return f"{' and '.join(said)}{unit(of)}"
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 seed`, `3 seeds`."""
+    """Format a count with its noun: `1 seed`, `3 seeds`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

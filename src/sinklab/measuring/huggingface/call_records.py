@@ -1,11 +1,11 @@
-"""Records of a model whose attention calls are intercepted: models of transformers, and exported ones of ours.
+"""Records of models whose attention calls are intercepted: Hugging Face models and exported sinklab models.
 
-A call of a transformers model is computed here where that is cheapest: output and column sums from the same scores
-(one_pass.py). With gradients, on CUDA, and where the output is computed elsewhere, the sums are computed separately.
-Sums of a layer are kept over several passes, while a sequence is decoded from a cache.
+Where it is cheapest, attention output and column sums are computed here in one pass over the scores (one_pass.py). With
+gradients, on CUDA, or if the output is computed elsewhere, the sums are computed separately. The sums of a layer are
+accumulated over several passes while a sequence is decoded with a KV cache.
 
-Calls are counted: a model that ignores the interface is not measured as zero but read by matrix_records.py, from the
-matrices that it returns itself.
+Calls are counted: a model that bypasses transformers' attention interface is measured by matrix_records.py instead,
+from the attention matrices that it returns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,18 +32,18 @@ from sinklab.models.hooks import hooked, token_norms
 from sinklab.models.intercept import intercept
 from sinklab.models.native import NativeAdapter
 
-FINGERPRINT = 4  # leading numbers of a key, by which it is recognised in a later pass
-FINGERPRINT_TOLERANCE = 0.05  # relative; keys recomputed from a latent differ by rounding
+FINGERPRINT = 4  # leading channels of a key, used to recognise it in a later pass
+FINGERPRINT_TOLERANCE = 0.05  # relative; keys recomputed from an MLA latent differ by rounding
 
 
 class LayerTotals:
-    """Column sums and norms of one layer, over the passes of one sequence. T new queries meet S keys in each.
+    """Column sums and norms of one layer over the passes of one batch; each pass has T new queries and S keys.
 
     Args:
-        leading: learned tokens in front of the real ones.
+        leading: number of learned tokens before the sequence.
 
     Attributes:
-        prefixes: alpha of the sequences cut at each of the requested lengths.
+        prefixes: alpha of the sequences truncated to each requested length.
     """
 
     def __init__(self, leading: int = 0) -> None:
@@ -54,26 +54,27 @@ class LayerTotals:
         self._earlier_BHT: Tensor | None = None
         self._seen_by_BGT: Tensor | None = None
         self._bias_BH: Tensor | None = None
-        self._keys_BTN: Tensor | None = None  # a few numbers of each
+        self._keys_BTN: Tensor | None = None  # fingerprint of each key
         self._key_norms: list[Tensor] = []
         self._value_norms: list[Tensor] = []
 
     @torch.no_grad()
     def add(self, sums: ColumnSums, seen_by_BGS: Tensor, key_BGSD: Tensor, value_BGSV: Tensor, queries: int) -> None:
-        """Add a pass. A cache that drops keys behind a sliding window passes the last S of them.
+        """Add a forward pass with the last S keys (a sliding-window cache drops older ones).
 
         Args:
-            seen_by_BGS: how many of the pass's counted queries may see each key; batch and head may be 1.
+            seen_by_BGS: number of real queries of this pass that may see each key; batch and head may be 1.
 
         Raises:
-            SinklabError: more keys than tokens have been seen (a static cache), or keys of other tokens than before.
+            SinklabError: if there are more keys than tokens seen (a static cache), or the keys of earlier tokens have
+                changed.
         """
         before = 0 if self._sums_BHT is None else self._sums_BHT.shape[-1]
         seen, keys = before + queries, key_BGSD.shape[2]
         if keys > seen:
             raise SinklabError(
-                f"the attention has {keys} keys and the probe has seen {seen} tokens: put the probe around the whole "
-                "sequence, the first call included, with a dynamic cache (the default) or use_cache=False"
+                f"the attention has {keys} keys and the probe has seen {seen} tokens: start the probe before the first "
+                "call on a sequence, and use a dynamic cache (the default) or use_cache=False"
             )
         self._check_keys(key_BGSD[:, 0, :, :FINGERPRINT], keys - queries)
         self._sums_BHT = _grown(self._sums_BHT, sums.keys_BHS, seen)
@@ -86,8 +87,7 @@ class LayerTotals:
         self._value_norms.append(token_norms(value_BGSV[:, :, -queries:]).mean(1))
 
     def _check_keys(self, key_BSN: Tensor, earlier: int) -> None:
-        """Refuse a pass whose earlier keys differ from those of the passes before, in the same rows."""
-        new_BTN, before_BTN = key_BSN[:, earlier:].clone(), self._keys_BTN  # a view would keep all of the keys
+        new_BTN, before_BTN = key_BSN[:, earlier:].clone(), self._keys_BTN  # a view would hold the whole key tensor
         same = before_BTN is None or len(before_BTN) == len(key_BSN)
         if before_BTN is not None and same:
             before_BSN = before_BTN[:, before_BTN.shape[1] - earlier :]
@@ -95,23 +95,23 @@ class LayerTotals:
             same = not bool((moved_BS > FINGERPRINT_TOLERANCE * size_BS).any())
         if not same:
             raise SinklabError(
-                "the cache holds other sequences, or in another order, than in the previous pass, as in beam search: "
-                f"the recorded sums are of the previous ones. {READ_AFTERWARDS}"
+                "the cached sequences were replaced or reordered since the previous pass, as in beam search, so the "
+                f"recorded sums no longer match. {READ_AFTERWARDS}"
             )
         self._keys_BTN = new_BTN if before_BTN is None else torch.cat((before_BTN, new_BTN), dim=1)
 
     def add_row_sums(self, sums_BH: Tensor) -> None:
-        """Add sums of rows that do not sum to one, over the counted queries of a pass."""
+        """Add the raw row sums, over the real queries of a pass, of attention that does not sum to one."""
         self._row_sums_BH = sums_BH if self._row_sums_BH is None else self._row_sums_BH + sums_BH
 
     @torch.no_grad()
     def record(self, real: RealTokens) -> LayerRecord:
-        """Means over the real tokens so far, whose positions, behind the leading ones, are `real`."""
+        """Compute the means over the real tokens so far; `real` are their positions after the leading tokens."""
         assert self._sums_BHT is not None
         count_B = real.count_B.to(self._sums_BHT.device)
         importance_BHT = importance_from_sums(real.align(self._sums_BHT), count_B)
         assert self._seen_by_BGT is not None
-        all_BHT = self._sums_BHT  # over all queries, the earlier ones of a prefix mask included
+        all_BHT = self._sums_BHT  # over all queries, including earlier queries that see a prefix
         if self._earlier_BHT is not None:
             all_BHT = all_BHT + F.pad(self._earlier_BHT, (0, all_BHT.shape[-1] - self._earlier_BHT.shape[-1]))
         seen_by_BGT = real.align(self._seen_by_BGT.expand(len(all_BHT), -1, -1))
@@ -136,15 +136,15 @@ class LayerTotals:
 
 
 def _grown(total_BHT: Tensor | None, part_BHS: Tensor, positions: int) -> Tensor:
-    """Sums over the passes so far at all positions, plus those of another pass at the last S positions."""
+    """Add the sums of a pass, at the last S positions, to the running sums at all positions."""
     part_BHT = F.pad(part_BHS, (positions - part_BHS.shape[-1], 0))
     return part_BHT if total_BHT is None else F.pad(total_BHT, (0, positions - total_BHT.shape[-1])) + part_BHT
 
 
 class CallRecords(Recorder):
-    """Records of the sequences that a model has read, while it decodes from a cache as well.
+    """Records of all sequences of a model, including decoding with a KV cache.
 
-    Positions of a core of ours are padding, then the learned leading tokens, then the tokens (model/past.py).
+    In sinklab's own attention, positions are ordered as padding, learned leading tokens, tokens (model/past.py).
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class CallRecords(Recorder):
         self._totals, self._placed = [], None
 
     def observe(self, layer: LayerCall) -> Tensor | None:
-        """Record a call; returns its output where that was computed along with the sums."""
+        """Record a call and return its output if it was computed together with the sums, else None."""
         if not self._running:
             if self._native:
-                return None  # the transformer inside of the model was called, not the model
+                return None  # the inner transformer was called directly
             raise SinklabError("only a submodule of the probed model was called: call model(...)")
         fused = layer.library is not None and (layer.fusible or bool(self._lengths))
         with torch.no_grad():
@@ -184,13 +184,13 @@ class CallRecords(Recorder):
         if k.shape[2] > self._placed.mask_BT.shape[1] and not self._cached:
             raise SinklabError(
                 f"attention layer {self._calls + 1} of this {self._model.config.model_type!r} model has {k.shape[2]} "
-                f"keys for {self._seen} tokens: it appends keys that each represent several tokens (compressed "
-                "attention, as in DeepSeek-V4), so the attention on single tokens cannot be measured"
+                f"keys for {self._seen} tokens: some keys each represent several tokens (compressed attention, as in "
+                "DeepSeek-V4), so the attention to single tokens cannot be measured"
             )
         counted_BT = self._placed.mask_BT[:, -T:].to(q.device) if self._placed.padded else None
         if self._calls == len(self._totals):
             self._totals.append(LayerTotals(layer.leading))
-        elif self._native and k.shape[2] == T:  # the sequence is read again from its beginning, as under a prefix mask
+        elif self._native and k.shape[2] == T:  # the sequence is recomputed from its beginning, as with a prefix mask
             self._totals[self._calls] = LayerTotals(layer.leading)
         totals, out = self._totals[self._calls], None
         exact = layer if self._native else layer.exact()
@@ -212,7 +212,6 @@ class CallRecords(Recorder):
         return out
 
     def _behind_leading(self, layer: LayerCall) -> RealTokens:
-        """The real tokens among the positions of a core."""
         assert self._real is not None
         count_B = self._real.count_B.to(layer.call.q_BHTD.device)
         start_B = torch.zeros_like(count_B) if layer.padding_B is None else layer.padding_B
@@ -223,7 +222,7 @@ class CallRecords(Recorder):
         return real_tokens((at_S >= first_B1) & (at_S < first_B1 + count_B[:, None]))
 
     def entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook: a forward pass of the model begins."""
+        """Hook at the start of a forward pass of the model."""
         if self._paused:
             return
         arguments = self._signature.bind_partial(*args, **kwargs).arguments
@@ -236,10 +235,10 @@ class CallRecords(Recorder):
         self._calls, self._running, self._cached = 0, True, arguments.get("past_key_values") is not None
 
     def leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
-        """A hook: a forward pass has ended.
+        """Hook at the end of a forward pass.
 
         Raises:
-            SinklabError: the attention of some layer could not be recorded.
+            SinklabError: if the attention of some layer was not recorded.
         """
         if self._paused:
             return
@@ -250,16 +249,16 @@ class CallRecords(Recorder):
 
     @property
     def tripped(self) -> bool:
-        """Whether a pass has ended before its first attention call."""
+        """True if the current pass has not reached any attention call."""
         return self._running and not self._calls
 
     def unrecorded(self) -> SinklabError:
-        """The error where calls are missing."""
+        """Build the error for layers whose attention was not recorded."""
         return SinklabError(
-            f"the attention of {self._calls} of {self._expected} layers could be recorded: the model type "
-            f"{self._model.config.model_type!r} does not pass all of its attention through transformers' attention "
-            "interface, so sinks in it cannot be measured. Measure a model of another type, or try a newer version "
-            "of transformers."
+            f"{self._calls} attention calls were recorded in {self._expected} layers: the model type "
+            f"{self._model.config.model_type!r} does not pass the attention of each layer through transformers' "
+            "attention interface in one call, so sinks in it cannot be measured. Measure a model of another type, or "
+            "try a newer version of transformers."
         )
 
 
@@ -267,10 +266,10 @@ class CallRecords(Recorder):
 def call_records(
     model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[CallRecords]:
-    """`probe` for a model whose attention calls can be intercepted.
+    """Implement `probe` for a model whose attention calls can be intercepted.
 
     Raises:
-        SinklabError: in a forward pass, where some layer's attention was not.
+        SinklabError: in a forward pass, if the attention of some layer was not recorded.
     """
     records = CallRecords(model, adapter, lengths, details)
     watching = (
@@ -282,6 +281,6 @@ def call_records(
             records.backends = {str(adapter.cores[0].backend)} if isinstance(adapter, NativeAdapter) else use.backends
             yield records
     except (AttributeError, KeyError, TypeError) as error:
-        if records.tripped:  # a model that ignores the interface and fails on its masks (MPT)
+        if records.tripped:  # a model that bypasses the attention interface and fails on its masks (MPT)
             raise records.unrecorded() from error
         raise

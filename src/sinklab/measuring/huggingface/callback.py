@@ -1,4 +1,4 @@
-"""The sink metric at every evaluation of a training with transformers or trl."""
+"""Trainer callback (transformers, trl) that measures sinks at every evaluation."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 EVALUATION = "eval_"
-"""Prefix of the Trainer's keys of an evaluation."""
+"""Prefix of the Trainer's evaluation metrics."""
 
 
 class SinkCallback(TrainerCallback):
-    """Measures the model on the same tokens at every evaluation, and adds the results to the Trainer's log.
+    """Measures the model on fixed tokens at every evaluation, and adds the results to the Trainer's log.
 
-    An evaluation then also has these numbers, which `metric_for_best_model` can use:
+    The added metrics, which `metric_for_best_model` can use:
 
-        eval_sink_1       Sink_1, percent of (sequence, layer, head) triples
-        eval_sink_bias    the same for an added bias, sink logit or sink token, if the model has one
-        eval_norm_ratio   norm of the first hidden state divided by the mean of the others, largest over blocks;
-                          omitted if it is infinite
+        eval_sink_1       Sink_1, percentage of (sequence, layer, head) triples
+        eval_sink_bias    sink rate of an added bias, sink logit or sink token, if the model has one
+        eval_norm_ratio   norm of the first hidden state divided by the mean of the others, maximum over blocks;
+                          omitted if infinite
 
     Use it with any Trainer: `Trainer(.., callbacks=[SinkCallback(tokens)])`. The Trainer calls W&B and TensorBoard
-    before user callbacks; after `callback.goes_first(trainer)` they log these numbers too.
+    before user callbacks; call `callback.goes_first(trainer)` so that they log these metrics too.
 
     Args:
         tokens: token ids (sequences, length), as in `sinklab.measure`.
-        eps: threshold of the sink rate, a share of attention in (0, 1).
-        batch_size: sequences per forward pass; by default as many as fit the memory, at most 16.
+        eps: attention threshold of the sink rate, in (0, 1).
+        batch_size: sequences per forward pass; by default as many as fit in memory, at most 16.
 
     Attributes:
-        measurement: complete last measurement; None before the first evaluation.
+        measurement: last measurement; None before the first evaluation.
 
     Raises:
         InputError: if `tokens` are not token ids.
@@ -58,7 +58,7 @@ class SinkCallback(TrainerCallback):
         self.measurement: Measurement | None = None
 
     def goes_first(self, trainer: "Trainer") -> None:
-        """Move this callback before all others of the trainer, so that they see its numbers.
+        """Move this callback before all other callbacks of the trainer, so that they log its metrics.
 
         Raises:
             InputError: if the trainer does not have this callback.
@@ -69,7 +69,7 @@ class SinkCallback(TrainerCallback):
         callbacks.remove(self)
         callbacks.insert(0, self)
 
-    def on_log(  # type: ignore[override]  # transformers gives `logs` among the keywords
+    def on_log(  # type: ignore[override]  # transformers passes `logs` by keyword
         self,
         args: TrainingArguments,
         state: TrainerState,
@@ -78,7 +78,7 @@ class SinkCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """At an evaluation, recognised by its keys: measure, and add the numbers to `logs` and to the history."""
+        """If `logs` are those of an evaluation, measure and add the metrics to `logs` and to the log history."""
         if logs is None or not any(name.startswith(EVALUATION) for name in logs):
             return
         self.measurement = measure(model, self._tokens_NT, eps=self._eps, batch_size=self._batch_size, loss=False)
@@ -89,7 +89,7 @@ class SinkCallback(TrainerCallback):
 
 
 def sink_numbers(measurement: Measurement) -> Mapping[str, float]:
-    """The logged numbers of a measurement."""
+    """Return the logged metrics of a measurement."""
     numbers = {
         "sink_1": measurement.sink_rate[0],
         "sink_bias": measurement.sink_rate_bias,

@@ -1,8 +1,8 @@
-"""Models that ignore the attention interface (Falcon, Bloom, MPT, GPT-J, GPT-Neo), through `output_attentions`.
+"""Records of models that bypass transformers' attention interface (Falcon, Bloom, MPT, GPT-J, GPT-Neo).
 
-Each such model computes its attention matrices itself and returns them. Hooks reduce them layer by layer and return an
-empty matrix instead, so that only one layer's matrix is in memory at a time. Keys and values are read from the cache
-that the model returns. This costs O(T^2) memory and the time of eager attention; the backend of the result is "eager".
+These models return their attention matrices with `output_attentions`. Hooks reduce each matrix and replace it with an
+empty one, so that only one is in memory at a time. Keys and values are read from the returned KV cache. This costs
+O(T^2) memory and the time of eager attention; the reported backend is "eager".
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from sinklab.models.huggingface.anatomy import attention_implementation, attenti
 
 
 class MatrixRecords(Recorder):
-    """Records of the sequences read, from the matrices that the model returns."""
+    """Records from the attention matrices that the model returns."""
 
     def __init__(
         self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
@@ -52,8 +52,8 @@ class MatrixRecords(Recorder):
         arguments = self._signature.bind_partial(*args, **kwargs).arguments
         if arguments.get("past_key_values") is not None:
             raise SinklabError(
-                f"a {self._model.config.model_type!r} model is measured by its own attention matrices, which works on "
-                "whole sequences only: call the model without past_key_values"
+                f"a {self._model.config.model_type!r} model is measured from the attention matrices it returns, which "
+                "requires whole sequences: call the model without past_key_values"
             )
         tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
         mask_BT = arguments.get("attention_mask")
@@ -62,7 +62,6 @@ class MatrixRecords(Recorder):
         return args, kwargs | {"output_attentions": True, "use_cache": True, "return_dict": True}
 
     def _matrix(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """A hook: reduce the attention matrix in a module's output, and return an empty one."""
         if self._paused or self._real is None or not isinstance(output, tuple):
             return None
         T = self._real.mask_BT.shape[1]
@@ -87,14 +86,14 @@ class MatrixRecords(Recorder):
     def _leaving(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if self._paused:
             return
-        cache, real = output.past_key_values, self._real
+        cache, real = getattr(output, "past_key_values", None), self._real
         stored = getattr(cache, "layers", [])
         if real is None or not len(self._importance) == len(stored) == self._expected:
             raise SinklabError(
-                f"the attention of {len(self._importance)} of {self._expected} layers could be recorded: the model "
-                f"type {self._model.config.model_type!r} neither passes its attention through transformers' attention "
-                "interface nor returns its attention matrices, so sinks in it cannot be measured. Measure a model of "
-                "another type, or try a newer version of transformers."
+                f"the model type {self._model.config.model_type!r} does not pass its attention through transformers' "
+                f"attention interface, and it returns {len(self._importance)} attention matrices and the keys of "
+                f"{len(stored)} layers where there are {self._expected}, so sinks in it cannot be measured. Measure a "
+                "model of another type, or try a newer version of transformers."
             )
         if self._details is not None:
             for kept in stored:
@@ -117,7 +116,7 @@ class MatrixRecords(Recorder):
 
 @torch.no_grad()
 def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Column sums over the real queries, the number of them that may see each key, and their number."""
+    """Compute the column sums over real queries, the number that may see each key, and the number of real queries."""
     device, T = weights_BHTT.device, weights_BHTT.shape[-1]
     real_BT = real.mask_BT.to(device)
     counted_BT = real_BT.to(accumulate_dtype(weights_BHTT.dtype))
@@ -130,10 +129,10 @@ def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, T
 def matrix_records(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[MatrixRecords]:
-    """`probe` for a model that ignores the attention interface.
+    """Implement `probe` for a model that bypasses transformers' attention interface.
 
     Raises:
-        SinklabError: in a forward pass, where the attention of some layer could not be recorded, or with a cache.
+        SinklabError: in a forward pass, if the attention of some layer was not recorded or a KV cache is passed.
     """
     watch = MatrixRecords(model, lengths, details)
     watching = (
@@ -147,7 +146,7 @@ def matrix_records(
 
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model computes its attention matrices itself."""
+    """Switch the model to eager attention in the `with` block."""
     twice = _inside_blocks(model) if family_of(model).alibi_twice else []
     once = (module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in twice)
     with hooked(once), attention_implementation(model, "eager"):
@@ -159,7 +158,7 @@ def _inside_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _alibi_once(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook: no ALiBi of its own where the mask, differing by head, holds it already."""
+    """Hook that zeroes the `alibi` argument if the mask already contains it (it then differs by head)."""
     alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
     if isinstance(alibi, Tensor) and isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
         return args, kwargs | {"alibi": torch.zeros_like(alibi)}

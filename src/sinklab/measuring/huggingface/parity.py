@@ -1,13 +1,13 @@
-"""Agreement of the attention backends of the installed transformers on one model, learned sinks included.
+"""Compare the attention backends of the installed transformers on one model, including learned sinks.
 
-A backend is called twice in every layer: with the values, and with unit vectors as values, for which its output is its
-attention matrix. The columns of that matrix are the importance, and one minus its row sums is the share of the sink
-logit, as this backend computes them. The reference is eager attention, the model's own code; dividing its output by its
-row sums removes the sink logits, which is the result of a backend that drops them.
+A backend is called twice in every layer: with the values, and with unit vectors as values, so that its output is its
+attention matrix. The importance is computed from the columns of this matrix; one minus its row sums is the attention
+to the sink logit. The reference is the model's eager attention. Dividing the eager output by its row sums removes the
+sink logits, which reproduces a backend that ignores them.
 
-A backend that transformers refuses for a model (`_supports_sdpa = False`), that is not installed or that fails is
-reported as unavailable, with the reason. sinklab's own computation (one_pass.py) is compared as well: of two backends
-that differ it shows which follows the formula.
+A backend that transformers does not support for a model (`_supports_sdpa = False`), that is not installed or that fails
+is reported as unavailable, with the reason. sinklab's own attention (one_pass.py) is also compared; it shows which of
+two differing backends follows the formula.
 """
 
 import sys
@@ -33,8 +33,7 @@ EAGER, OWN = "eager", "sinklab"
 BACKENDS = (EAGER, "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 EXPERTS = (
-    "its importance is that of eager attention: rounding may have led tokens to other experts, which --dtype float32 "
-    "makes rarer"
+    "its importance agrees with eager attention: rounding may have routed tokens to other experts; try --dtype float32"
 )
 
 ParityVerdict = Literal["reference", "agrees", "differs", "drops the sink", "unavailable"]
@@ -45,10 +44,11 @@ class BackendParity(Part):
     """One backend compared with eager attention.
 
     Attributes:
-        backend: name in transformers; "sinklab" for sinklab's computation.
-        why: reason if it is unavailable, or a remark; None otherwise.
+        backend: name in transformers; "sinklab" for sinklab's own attention.
+        why: reason if the backend is unavailable, or a remark; else None.
         logits_difference: largest |difference| from the reference logits, divided by the largest |reference logit|.
-        without_sink_difference: the same for the reference without its sink logits; None if there are none.
+        without_sink_difference: `logits_difference` from the reference without its sink logits; None without sink
+            logits.
         importance_difference: largest |difference| from the reference's alpha, over layers, heads and positions.
         importance_first: alpha of position 1, mean over sequences, layers and heads.
         sink_share: one minus the row sums in layers with sink logits, mean over queries; None without such layers.
@@ -69,9 +69,9 @@ class _BackendReading:
     """Logits, importance and sink shares of the model with one backend.
 
     Attributes:
-        importance: alpha (B, H, T) of every layer whose attention passes through the interface.
-        shares: of the sink logit, mean over queries (B, H), of the layers that have one.
-        computed_by: the backend that transformers used.
+        importance: alpha (B, H, T) of every layer that uses transformers' attention interface.
+        shares: attention to the sink logit, mean over queries (B, H), for each layer that has one.
+        computed_by: backend that transformers actually used.
         has_experts: whether the model is a mixture of experts.
     """
 
@@ -83,12 +83,12 @@ class _BackendReading:
 
     @property
     def sink_share(self) -> float | None:
-        """None if no layer has a sink logit."""
+        """Mean attention to the sink logit; None if no layer has one."""
         return float(torch.stack([share.mean() for share in self.shares]).mean()) if self.shares else None
 
     @property
     def importance_first(self) -> float | None:
-        """None if no layer was read."""
+        """Mean alpha of position 1; None if no layer was recorded."""
         firsts = [alpha_BHT[..., 0].mean() for alpha_BHT in self.importance]
         return float(torch.stack(firsts).mean()) if firsts else None
 
@@ -99,12 +99,12 @@ def backend_parity(
     backends: Sequence[str] = BACKENDS,
     starts: Callable[[str], None] = lambda backend: None,
 ) -> list[BackendParity]:
-    """Compare every backend with eager attention, which is the first row; the model is restored afterwards.
+    """Compare every backend with eager attention, which is the first result; the model is restored afterwards.
 
     Args:
         tokens_BT: token ids, on the input device of the model.
-        backends: further backends; eager and sinklab's are always compared.
-        starts: called with the name of each backend before it runs; compiling one may take minutes.
+        backends: backends to compare; eager and sinklab's attention are always included.
+        starts: called with the name of each backend before it runs; compilation may take minutes.
 
     Raises:
         InputError: if transformers does not have a backend, or the model has no eager attention.
@@ -142,7 +142,7 @@ def backend_parity(
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The relative difference of logits that counts as rounding: the square root of the dtype's epsilon."""
+    """Return the relative logit difference attributed to rounding: the square root of the dtype's epsilon."""
     return torch.finfo(dtype).eps ** 0.5
 
 
@@ -159,9 +159,9 @@ def _compared(
         verdict = "drops the sink"
     else:
         verdict = "agrees" if difference <= tolerance(dtype) else "differs"
-    pairs = zip(read.importance, reference.importance, strict=False)  # none in a model that ignores the interface
+    pairs = zip(read.importance, reference.importance, strict=False)  # empty if the model bypasses the interface
     apart = max((float((one - other).abs().max()) for one, other in pairs), default=None)
-    why = [] if read.computed_by in ("", backend) else [f"transformers uses {read.computed_by} in its place"]
+    why = [] if read.computed_by in ("", backend) else [f"transformers uses {read.computed_by} instead"]
     if verdict == "differs" and reference.has_experts and apart is not None and apart <= tolerance(dtype):
         why.append(EXPERTS)
     return BackendParity(
@@ -184,7 +184,7 @@ def _difference(one: _BackendReading, other: _BackendReading) -> float:
 def _read(
     model: PreTrainedModel, tokens_BT: Tensor, backend: str, without_sinks: bool = False
 ) -> _BackendReading | str:
-    """Run the model with a backend; returns its reading, or the reason why the backend is unavailable."""
+    """Run the model with a backend and return its reading, or the reason why the backend is unavailable."""
     text = model.config.get_text_config(decoder=True)
     reading = _BackendReading(has_experts=any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS))
     before = str(model.config._attn_implementation)
@@ -194,16 +194,15 @@ def _read(
             taken = str(model.config._attn_implementation)
             if taken != backend and taken in (before, EAGER):
                 return f"transformers keeps {taken} attention in a {model.config.model_type!r} model"
-            reading.computed_by = taken  # may be a kernel that replaces an incompatible one
+            reading.computed_by = taken  # may be a fallback kernel
             with evaluating(model), _watched(taken, reading, without_sinks):
                 reading.logits_BTV = model(tokens_BT, use_cache=False).logits
-        except Exception as error:  # each package and each kernel has errors of its own
+        except Exception as error:  # packages and kernels raise various exceptions
             return cause(error).split(". ")[0]
     return reading
 
 
 def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | str:
-    """The reading by sinklab's own attention, or the reason why it is unavailable."""
     reading = _BackendReading()
     try:
         with evaluating(model), call_records(model, HuggingFaceAdapter(model)) as watch:
@@ -217,7 +216,7 @@ def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | st
 
 @contextmanager
 def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> Iterator[None]:
-    """Read every call of the backend; afterwards transformers has its own function again."""
+    """Record every call of the backend in the `with` block, then restore transformers' function."""
     functions = AttentionInterface._global_mapping
     own = functions.get(backend)
 
@@ -251,7 +250,7 @@ def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> Ite
 
 
 def _matrix(output: Callable[[Tensor], Tensor], value_BGSV: Tensor) -> Tensor:
-    """The attention matrix (B, H, T, S), float32: the output for unit vectors as values, as many at a time as fit."""
+    """Compute the attention matrix (B, H, T, S), float32, from the outputs for unit vectors as values, in chunks."""
     S, V = value_BGSV.shape[2:]
     columns = []
     for start in range(0, S, V):

@@ -1,4 +1,4 @@
-"""`sinklab.probe`: records the attention of a model's forward passes, also within `model.generate`."""
+"""`sinklab.probe`: record the attention of a model's forward passes, also within `model.generate`."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ from sinklab.models.model_lock import probed_alone
 from sinklab.models.native import NativeAdapter, is_exported
 
 ONCE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-"""Modes that read every token of their output once, except the last, and no other."""
+"""Generation modes that run the model exactly once on every output token except the last."""
 
 
 @contextmanager
 def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
-    """Make `model.generate` refuse modes that the records cannot follow, and pass on the ids that end a sequence.
+    """Make `model.generate` raise an error in unsupported modes, and tell the recorder the end-of-sequence ids.
 
-    Beam search also reorders sequences after the last pass, which no later pass shows.
+    Beam search is unsupported: it also reorders sequences after the last pass, which a probe cannot detect.
     """
     generate: Any = getattr(model, "generate", None)
     before = vars(model).get("generate")
@@ -42,8 +42,8 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
         mode = config.get_generation_mode(given.get("assistant_model"))
         if mode not in ONCE:
             raise SinklabError(
-                f"{mode.value.replace('_', ' ')} discards tokens that it has read, or reorders sequences, and the "
-                f"records of a probe would not match its output. {READ_AFTERWARDS}"
+                f"{mode.value.replace('_', ' ')} discards tokens or reorders sequences, so that the records of a probe "
+                f"would not match the output. {READ_AFTERWARDS}"
             )
         ends = config.eos_token_id
         ends = ends.flatten().tolist() if isinstance(ends, Tensor) else [ends] if isinstance(ends, int) else ends or ()
@@ -60,12 +60,12 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
 
 
 def _config(model: PreTrainedModel, given: GenerationConfig | None, named: dict[str, Any]) -> GenerationConfig:
-    """The effective config: arguments by name override a given config, which overrides the model's."""
+    """Return the effective config: keyword arguments override the passed config, which overrides the model's."""
     config = GenerationConfig()
     for source in (vars(model.generation_config), {} if given is None else vars(given), named):
         for name, value in source.items():
             if value is not None and hasattr(config, name):
-                setattr(config, name, value)  # not `update`, whose warnings `generate` gives as well
+                setattr(config, name, value)  # not `update`, whose warnings `generate` would repeat
     return config
 
 
@@ -73,26 +73,24 @@ def _config(model: PreTrainedModel, given: GenerationConfig | None, named: dict[
 def probe(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[Recorder]:
-    """Record the attention of every forward pass of `model` inside the block.
+    """Record the attention of every forward pass of `model` in the `with` block.
 
-    The records of several passes are concatenated, as if they had been one batch; passes that continue from a cache, or
-    read a sequence again with tokens appended, extend the records of their sequences. Records are kept until
-    `clear()` is called: one number per layer, head and token.
+    Records of several passes are concatenated like one batch. A pass that continues from a KV cache, or repeats a
+    sequence with tokens appended, extends the records of its sequences. Records, one number per layer, head and token,
+    are kept until `clear()` is called.
 
-    The model, its configs and its hooks are restored afterwards, also after an exception. Padding passed as
-    `attention_mask` of shape (sequences, positions) is never counted.
-
-    Inside `model.generate`, positions after the end of a sequence are padding.
+    The model, its configs and its hooks are restored afterwards, also after an exception. Padding, passed as
+    `attention_mask` of shape (sequences, positions), is excluded; so are positions after the end of a sequence inside
+    `model.generate`.
 
     Args:
-        lengths: increasing lengths; the records also hold the importance of the sequences cut at each of them. Requires
-            forward passes of whole sequences of at least the last length, without padding and gradients.
-        details: also receives every layer of forward passes of whole sequences.
+        lengths: increasing lengths; also record the importance of the sequences truncated to each. Requires forward
+            passes of whole sequences of at least the last length, without padding and gradients.
+        details: collector that also receives every layer of forward passes of whole sequences.
 
     Raises:
-        SinklabError: in a forward pass, if the attention of some layer cannot be recorded (it is never reported as
-            zero), or if the cache was cut or its sequences reordered; in `generate`, if the mode does so; or if another
-            thread has a probe on the model.
+        SinklabError: in a forward pass, if the attention of some layer cannot be recorded or the KV cache was cropped
+            or reordered; in `generate`, if the generation mode is unsupported; if another thread probes the model.
         InputError: if the model is not a Hugging Face model; in a forward pass, if the attention mask is not a padding
             mask.
     """
@@ -106,7 +104,7 @@ def probe(
 def adapter_records(
     model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[Recorder]:
-    """`probe` with the adapter of the model, or of the transformer in an exported one."""
+    """Implement `probe` with an existing adapter of the model, or of the sinklab transformer in an exported model."""
     with probed_alone(model):
         recording = call_records(model, adapter, lengths, details) if adapter.dispatches else None
         with recording or matrix_records(model, lengths, details) as watch, generating(model, watch):

@@ -1,4 +1,4 @@
-"""Base class of the probes: the records of all sequences read, and of those being read."""
+"""Base class of the probes: records of completed sequences and of the current ones."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -17,16 +17,16 @@ from sinklab.measuring.statistics.collecting import DetailsCollector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-READ_AFTERWARDS = "Generate outside of the probe, then call model(sequences) inside it"
+READ_AFTERWARDS = "Generate outside the probe, then call model(sequences) inside it"
 
 
 class Generated:
     """Tokens of a batch during generation; positions after the end of a sequence are padding.
 
-    `generate` does not mark this padding: its attention mask is one until the last sequence has ended.
+    The attention mask of `generate` does not mark this padding: it is one until the last sequence has ended.
 
     Args:
-        ends: ids that end a sequence.
+        ends: end-of-sequence token ids.
     """
 
     def __init__(self, ends: Collection[int] = ()) -> None:
@@ -34,7 +34,7 @@ class Generated:
         self._read_BT: Tensor | None = None
 
     def read(self, tokens_BT: Tensor | None, continued: bool) -> None:
-        """Add the tokens of a pass: those after a cache, or all of them."""
+        """Add the tokens of a pass: new tokens if `continued` from a cache, else all tokens."""
         if not self._ends or tokens_BT is None:
             return
         before_BT, self._read_BT = self._read_BT, tokens_BT
@@ -44,7 +44,7 @@ class Generated:
             self._read_BT = torch.cat((before_BT, tokens_BT), dim=1)
 
     def ended(self) -> Tensor | None:
-        """Which tokens are after the end of their sequence: bool (B, T); None if none was generated."""
+        """Return a mask (B, T) of the tokens after the end of their sequence; None if nothing was generated."""
         if self._read_BT is None:
             return None
         ends_BT = torch.isin(self._read_BT, self._read_BT.new_tensor(list(self._ends)))
@@ -53,15 +53,15 @@ class Generated:
 
 
 class Recorder(ABC):
-    """Base of the probes: records of the sequences read before, and of those being read.
+    """Base class of the probes: records of completed sequences and of the current ones.
 
     Args:
         expected: number of attention layers.
-        lengths: additional lengths at which the sequences are cut.
-        details: receives every layer.
+        lengths: additional lengths to which the sequences are truncated.
+        details: collector that receives every layer.
 
     Attributes:
-        backends: backends of the attention outputs ("one pass", "sdpa", "chunked", "eager").
+        backends: attention backends used ("one pass", "sdpa", "chunked", "eager").
     """
 
     def __init__(
@@ -71,21 +71,21 @@ class Recorder(ABC):
         self._model, self._lengths, self._details = model, tuple(lengths), details
         self._signature = inspect.signature(model.forward)
         self._expected = expected
-        self._done: list[tuple[RealTokens, list[LayerRecord]]] = []  # of sequences read before
+        self._done: list[tuple[RealTokens, list[LayerRecord]]] = []  # completed sequences
         self._tokens_BT: Tensor | None = None
         self._real: RealTokens | None = None
         self._paused = self._whole = False
-        self._seen = 0  # tokens of the current sequences, padding included
+        self._seen = 0  # tokens of the current sequences, including padding
         self._generated = Generated()
 
     @property
     def backend(self) -> str:
-        """The backends of all passes so far: "one pass+sdpa" where there were two."""
+        """Backends of all passes so far, such as "one pass+sdpa"."""
         return "+".join(sorted(self.backends))
 
     @property
     def layers(self) -> list[LayerRecord]:
-        """Importance and norms, one record per attention layer in the order of their calls; 0 past a sequence's end."""
+        """Importance and norms, one record per attention layer in call order; 0 past the end of a sequence."""
         batches = [layers for layers in (*(layers for _, layers in self._done), self._latest()) if layers]
         if len(batches) < 2:
             return batches[0] if batches else []
@@ -107,11 +107,11 @@ class Recorder(ABC):
         self._drop_latest()
 
     def _begin(self, tokens_BT: Tensor | None, layers: list[LayerRecord]) -> None:
-        """Start new sequences, after those of `layers`; or the same sequences again with tokens appended.
+        """Start new sequences, or the same sequences again with tokens appended.
 
         Args:
             tokens_BT: token ids; None if unknown.
-            layers: records of the sequences before; empty if there were none, or their last pass failed.
+            layers: records of the previous sequences; empty if there are none or their last pass failed.
         """
         if self._real is not None and layers and not _continued(self._tokens_BT, tokens_BT):
             self._done.append((self._real, layers))
@@ -119,7 +119,7 @@ class Recorder(ABC):
         self._drop_latest()
 
     def _entering_sequences(self, arguments: dict[str, Any]) -> None:
-        """A forward pass begins: of new sequences, or from a cache of the current ones.
+        """Begin a forward pass, of new sequences or continuing from the KV cache of the current ones.
 
         Args:
             arguments: arguments of the model's `forward`, by name.
@@ -134,20 +134,18 @@ class Recorder(ABC):
             self._seen = 0
         elif kept > self._seen:
             raise SinklabError(
-                f"the cache holds {kept} tokens and the probe has seen {self._seen} of these sequences: put the probe "
-                "around the whole sequence, the first call included, with a dynamic cache (the default) or "
-                "use_cache=False"
+                f"the cache holds {kept} tokens and the probe has seen {self._seen} of these sequences: start the "
+                "probe before the first call on a sequence, and use a dynamic cache (the default) or use_cache=False"
             )
         elif kept < self._seen:
             raise SinklabError(
-                f"the cache was cut to {kept} of the {self._seen} tokens that the probe has seen, as assisted decoding "
-                f"does: its sums contain the attention of the others. {READ_AFTERWARDS}"
+                f"the cache was cropped to {kept} of the {self._seen} tokens that the probe has seen, as in assisted "
+                f"decoding, so the recorded sums include removed tokens. {READ_AFTERWARDS}"
             )
         self._generated.read(tokens_BT, continued=bool(kept))
         self._whole = False
 
     def _real_tokens(self, mask_BT: Tensor) -> RealTokens:
-        """The real tokens of an attention mask, without those after the end of a generated sequence."""
         ended_BT = self._generated.ended()
         if ended_BT is None:
             return real_tokens(mask_BT)
@@ -156,7 +154,7 @@ class Recorder(ABC):
 
     @contextmanager
     def generating(self, ends: Collection[int]) -> Iterator[None]:
-        """Inside the block new tokens are generated; each of `ends` ends a sequence."""
+        """Mark the `with` block as generation, with end-of-sequence ids `ends`."""
         before, self._generated = self._generated, Generated(tuple(ends))
         try:
             yield
@@ -165,7 +163,7 @@ class Recorder(ABC):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Calls of the model inside the block record nothing; none of them may reach an attention layer."""
+        """Disable recording in the `with` block; calls in it must not reach an attention layer."""
         self._paused = True
         try:
             yield
@@ -197,7 +195,7 @@ def _joined(parts: Sequence[LayerRecord]) -> LayerRecord:
         [getattr(part, name) for part in parts if getattr(part, name) is not None]
         for name in ("bias_BH", "row_sums_BH", "registers_BHN")
     )
-    visible = [(part, part.visible_BHT) for part in parts]  # short sequences may fit into a window
+    visible = [(part, part.visible_BHT) for part in parts]  # None for short sequences that fit into a window
     view = next((part.view for part in parts if part.view is not None), None)
     return LayerRecord(
         torch.cat([lengthened(part.importance_BHT) for part in parts]),

@@ -1,4 +1,4 @@
-"""From the rows of attention and the hidden states of every forward pass to the means in `Details`."""
+"""Reduce attention rows and hidden states of every forward pass to the means in `Details`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,11 +31,11 @@ from sinklab.models.hooks import residual_stream, token_norms
 
 @dataclass(frozen=True)
 class LayerDetails:
-    """One layer in one batch.
+    """Statistics of one layer in one batch.
 
     Attributes:
-        means: over the queries of each sequence, by name of the statistic: (B, H), (B, H, distances) or (B, H, R),
-            of every key or query; without those that need angles where queries cannot be read.
+        means: mean over the queries of each sequence, by statistic name: (B, H), (B, H, distances), or (B, H, R) per
+            key or query. Statistics that need angles are missing if queries cannot be read.
         maps: sums over the batch (3, R, R) by head, 0-based.
     """
 
@@ -47,12 +47,12 @@ class LayerDetails:
 def layer_details(
     rows: Iterable[Rows], real: RealTokens, angles: Angles | None, mapped: Sequence[int] = ()
 ) -> LayerDetails:
-    """The statistics and maps of one layer, whose rows are read once for all of them.
+    """Compute all statistics and maps of one layer in a single pass over its attention rows.
 
     Args:
-        rows: of all T queries over T keys.
-        real: which columns of the batch are real tokens.
-        angles: of the same queries and keys; None if queries cannot be read.
+        rows: attention rows of all T queries over T keys.
+        real: real tokens among the columns of the batch.
+        angles: angles between these queries and keys; None if queries cannot be read.
         mapped: heads whose maps are requested, 0-based.
     """
     layer: Layer | None = None
@@ -80,16 +80,16 @@ def layer_details(
 
 @dataclass(frozen=True)
 class BatchDetails:
-    """The details of one forward pass, for the accumulator. R aligned positions.
+    """Statistics of one forward pass for the accumulator, with R aligned positions.
 
     Attributes:
-        layers: by statistic a tensor of every attention layer, in the order of their calls: (B, H) or (B, H, R); of the
-            value ratio the norms of the values, repeated over the heads that share them; those of gates only in
-            models that have some.
-        stream: before the first block and after each, by name, of tokens (places, B, R) or of sequences (places, B);
-            empty if blocks cannot be read.
-        tokens_BR: ids.
-        maps: sums over the batch (3, R, R) by (layer, head), 1-based, in the order of the request.
+        layers: tensors by statistic name, one per attention layer in call order: (B, H) or (B, H, R). For the value
+            ratio: value norms, repeated over the query heads that share a key head. Gates only in models that have
+            gates.
+        stream: statistics of the residual stream before the first block and after each, by name: per token
+            (places, B, R) or per sequence (places, B); empty if blocks cannot be read.
+        tokens_BR: token ids.
+        maps: sums over the batch (3, R, R) by (layer, head), 1-based, in the requested order.
     """
 
     layers: Mapping[str, Sequence[Tensor]]
@@ -103,17 +103,17 @@ class DetailsCollector:
 
     Args:
         maps: (layer, head) of the requested maps, 1-based.
-        length: of the longest sequence.
+        length: length of the longest sequence.
 
     Raises:
-        InputError: maps of too long sequences.
+        InputError: if maps are requested for sequences that are too long.
     """
 
     def __init__(self, maps: Sequence[Head], length: int) -> None:
         if maps and length > MAP_POSITIONS:
             raise InputError(
                 f"a map of {length} positions would take {3 * 4 * length**2 // 2**20} MB: "
-                f"give at most --length {MAP_POSITIONS}, or leave out the maps"
+                f"use --length {MAP_POSITIONS} or less, or leave out --map"
             )
         self.maps = list(dict.fromkeys(maps))
         self._layers: list[LayerDetails] = []
@@ -124,12 +124,12 @@ class DetailsCollector:
 
     @contextmanager
     def watching(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Read the residual stream of every forward pass inside the block."""
+        """Record the residual stream of every forward pass in the `with` block."""
         with residual_stream(blocks, self._stream) as self._hidden:
             yield
 
     def begin(self, real: RealTokens) -> None:
-        """Drop the last pass; `real` are the real tokens of the next one."""
+        """Start a new pass with these real tokens, and drop the previous one."""
         self._layers, self._values, self._gates, self._real = [], [], {}, real
 
     def values(self, values_BGTV: Tensor) -> None:
@@ -138,19 +138,19 @@ class DetailsCollector:
         self._values.append(self._real.align(token_norms(values_BGTV.detach())))
 
     def gates(self, layer: int, gates_BHTX: Tensor) -> None:
-        """Add the gates of an attention layer, counted from 1, where it has some."""
+        """Add the gates of an attention layer (1-based)."""
         if self._real is None:
-            return  # a pass before the first batch
+            return  # a forward pass before the first batch
         exact, align = gates_BHTX.detach().to(accumulate_dtype(gates_BHTX.dtype)), self._real.align
         self._gates[layer] = {
             name: align(one.read(exact)) for name, one in STATISTICS.items() if isinstance(one, OfGates)
         }
 
     def attention(self, rows: Iterable[Rows], heads: int, angles: Angles | None) -> None:
-        """Add the rows of the next attention layer, and the angles where queries can be read.
+        """Add the rows of the next attention layer, and its angles if queries can be read.
 
         Raises:
-            InputError: a requested map is of a head that the layer does not have, where layers differ.
+            InputError: if a map is requested for a head that this layer does not have.
         """
         assert self._real is not None
         layer = len(self._layers) + 1
@@ -161,7 +161,7 @@ class DetailsCollector:
         self._layers.append(layer_details(rows, self._real, angles, mapped))
 
     def batch(self, tokens_BT: Tensor) -> BatchDetails:
-        """The details of the pass."""
+        """Return the details of the current pass."""
         assert self._real is not None
         align, known = self._real.align, self._hidden[0] if self._hidden else ()
         layers = {name: [one.means[name] for one in self._layers] for name in self._layers[0].means}
@@ -179,14 +179,14 @@ class DetailsCollector:
         )
 
     def _gates_of_all_layers(self) -> dict[str, list[Tensor]]:
-        """By statistic (B, H, R) of every layer; a layer without gates has gates of 1, which change nothing."""
+        """Gate statistics (B, H, R) of every layer, by name; layers without gates have gates of 1."""
         ones_BHR1 = torch.ones_like(next(iter(self._gates.values()))["gate"])[..., None]
         absent = {name: one.read(ones_BHR1) for name, one in STATISTICS.items() if isinstance(one, OfGates)}
         found = [self._gates.get(number, absent) for number in range(1, len(self._layers) + 1)]
         return {name: [layer[name] for layer in found] for name in absent}
 
     def _stream(self, hidden_BTC: Tensor) -> dict[str, Tensor]:
-        """Statistics at one place of the residual stream, by name: of tokens (B, R) and of sequences (B,)."""
+        """Compute the statistics at one place of the residual stream, per token (B, R) or per sequence (B,)."""
         assert self._real is not None
         first_B = self._real.index_BR[:, 0].to(hidden_BTC.device)
         x_BTC = hidden_BTC.to(accumulate_dtype(hidden_BTC.dtype))
@@ -201,11 +201,11 @@ class DetailsCollector:
 
 
 class DetailTotals:
-    """Sums of batches.
+    """Running sums over batches.
 
     Args:
-        eps: threshold of a secondary sink.
-        length: T, the positions of the longest sequence.
+        eps: attention threshold of a secondary sink.
+        length: length T of the longest sequence.
     """
 
     def __init__(self, eps: float, length: int) -> None:
@@ -215,7 +215,7 @@ class DetailTotals:
         self._search, self._maps = SecondarySearch(eps), MapTotals(length)
 
     def add(self, batch: BatchDetails, importance_ABHR: Tensor, hidden_MBR: Tensor | None, valid_BR: Tensor) -> None:
-        """Add one batch; tensors on the CPU.
+        """Add one batch; tensors are on the CPU.
 
         Args:
             importance_ABHR: alpha per sequence.
@@ -224,7 +224,7 @@ class DetailTotals:
         """
         alignment_MBR = batch.stream.get("alignment")
         seen = {name: torch.stack([part.cpu().double() for part in parts]) for name, parts in batch.layers.items()}
-        seen |= batch.stream  # layers may be on several devices
+        seen |= batch.stream  # layers may be on different devices
         seen["secondary"] = self._search.find(importance_ABHR, hidden_MBR, alignment_MBR, batch.tokens_BR, valid_BR)
         for name, values in seen.items():
             mean = self._means[name]
@@ -232,7 +232,7 @@ class DetailTotals:
         self._maps.add(batch.maps, valid_BR)
 
     def _by_bucket(self, values_ABHR: Tensor, valid_BR: Tensor) -> tuple[Tensor, Tensor]:
-        """Means over the queries of each bucket (A, B, H, Q), and which sequences have such queries (B, Q)."""
+        """Return the mean of each query bucket (A, B, H, Q), and which sequences have queries in it (B, Q)."""
         starts_Q, positions_R = torch.tensor(self._queries), torch.arange(1, valid_BR.shape[1] + 1)
         bucket_R = torch.searchsorted(starts_Q, positions_R, right=True) - 1
         member_RQ = torch.nn.functional.one_hot(bucket_R, len(starts_Q)).double()
@@ -240,7 +240,7 @@ class DetailTotals:
         return values_ABHR @ member_RQ / count_BQ[:, None].clamp(min=1), count_BQ > 0
 
     def details(self) -> Details:
-        """The means over everything that was added."""
+        """Return the means over all batches."""
         arrays = {name: array for name, mean in self._means.items() if (array := mean.array()) is not None}
         by_layer = {
             field: numbers for name, mean in self._means.items() for field, numbers in mean.fields(arrays.get(name))
@@ -266,10 +266,10 @@ class DetailTotals:
 
 
 class _Mean:
-    """The running mean of one statistic over the sequences that have it, float64 on the CPU.
+    """Running mean of one statistic over the sequences that have it, float64 on the CPU.
 
     Args:
-        widths: to which the last axis is padded, by axis.
+        widths: size to which the last axis is padded, by axis letter.
     """
 
     def __init__(self, statistic: Statistic, widths: Mapping[str, int]) -> None:
@@ -280,7 +280,7 @@ class _Mean:
         self._over_tokens_M, self._tokens = torch.zeros(1, dtype=torch.float64), 0
 
     def add(self, values_XBY: Tensor, valid_BY: Tensor) -> None:
-        """X layers or places, Y positions or buckets; `valid_BY` is False where a sequence has no such position."""
+        """Add values of X layers or places at Y positions or buckets; `valid_BY` marks those the sequence has."""
         values, count = values_XBY.cpu().double(), torch.tensor(float(values_XBY.shape[1]))
         if self.axes[-1] in "TQ":
             valid = valid_BY[:, None] if "H" in self.axes else valid_BY
@@ -293,13 +293,13 @@ class _Mean:
         self._count = count if self._count is None else self._count + count
 
     def array(self) -> np.ndarray | None:
-        """None if nothing was added; 0 where no sequence had the value."""
+        """Return the mean; None if nothing was added, 0 at positions that no sequence has."""
         if self._sum is None or self._count is None:
             return None
         return self._statistic.of_mean((self._sum / self._count.clamp(min=1)).float().numpy())
 
     def fields(self, array: np.ndarray | None) -> Iterable[tuple[str, list[float] | None]]:
-        """The fields of the statistic in measurement.json, by name."""
+        """Return the fields of the statistic in measurement.json, by name."""
         if not self._statistic.fields:
             return ()
         if array is None:

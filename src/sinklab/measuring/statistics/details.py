@@ -1,7 +1,7 @@
-"""The statistics of `--details`: entropy, angles, distances, norms, kurtosis, compression, and the `Details` they fill.
+"""The statistics of `--details`: entropy, angles, distances, norms, kurtosis, compression, and their result `Details`.
 
-They cost more than the sink metric and are computed only with `--details`. Each is a mean over the real queries of a
-sequence, then over the sequences. To add one, declare its class here and a field of `Details` that holds its array.
+Each is averaged over the real queries of a sequence, then over sequences. To add a statistic, declare its class here
+and a field of `Details` for its array.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ from sinklab.measuring.statistics.statistic_base import (
 
 
 class Entropy(OfRows):
-    """Mean over queries of - sum_k A_tk ln A_tk, the share of a bias included; nats."""
+    """Entropy - sum_k A_tk ln A_tk, mean over queries; includes the attention on a bias; nats."""
 
     axes = "LH"
     fields = ("entropy_by_layer",)
@@ -42,8 +42,8 @@ class Entropy(OfRows):
     figures = (
         HeadMap(
             "entropy",
-            "Entropy of the attention",
-            "Entropy of the attention of a query, in nats, mean over queries and sequences.",
+            "Attention entropy",
+            "Entropy of the attention weights of a query, in nats, mean over queries and sequences.",
             "entropy",
             uniform=lambda length: fmean(np.log(np.arange(1, length + 1)).tolist()),
         ),
@@ -56,7 +56,7 @@ class Entropy(OfRows):
 
 
 class Cosine(OfRows):
-    """Of key k the mean over queries t >= k that see k of q_t.k_k / (|q_t| |k_k|)."""
+    """Cosine q_t.k_k / (|q_t| |k_k|) of key k, mean over the queries t >= k that see k."""
 
     axes = "LHT"
     angles = True
@@ -66,16 +66,16 @@ class Cosine(OfRows):
         PositionMap(
             "angles-cosine",
             "Directions of queries and keys: cos(q, k)",
-            "Mean over heads of the cosine between a key and the queries that see it. The logit of a query and a key "
-            "is their cosine times both norms: where the first column is large here, and not in the next figure, the "
-            "sink has its large logits from the direction of its key.",
+            "Cosine between a key and the queries that see it, mean over heads. An attention logit is the cosine times "
+            "both norms: if the first column is large here but not in the next figure, the direction of the first key "
+            "causes the large logits of the sink.",
             "cosine",
             diverging=True,
         ),
         HeadMap(
             "angles-heads",
             "Cosine with the key of the first token",
-            "Mean cosine between the queries and the key of the first token. Compare it with the heads of the sink.",
+            "Mean cosine between the queries and the key of the first token. Compare with the sink by head.",
             "cosine",
             diverging=True,
         ),
@@ -87,7 +87,7 @@ class Cosine(OfRows):
 
 
 class NormProduct(OfRows):
-    """Of key k the mean over the same queries of |q_t| |k_k|."""
+    """Norm product |q_t| |k_k| of key k, mean over the queries t >= k that see k."""
 
     axes = "LHT"
     angles = True
@@ -97,8 +97,8 @@ class NormProduct(OfRows):
         PositionMap(
             "angles-norms",
             "Norms of queries and keys: |q| |k|",
-            "Mean over heads of the norm of a key times the norms of the queries that see it, as they enter attention. "
-            "A dark first column is a small key.",
+            "Norm of a key times the norm of the queries that see it, after rotary embedding and norms, mean over "
+            "heads. A dark first column means that the first key is small.",
             "norm product",
         ),
     )
@@ -114,29 +114,29 @@ class NormProduct(OfRows):
 BY_QUERY = BucketLines(
     "by-query",
     "The sink along the sequence",
-    "Attention of a query on the first token (solid) and on an average other token before it (dashed), by the position "
-    "of the query, mean over layers, heads and seeds. Without a sink both fall together.",
+    "Attention of a query to the first token (solid) and to an average other earlier token (dashed), by query "
+    "position, mean over layers, heads and seeds. Without a sink the two curves are close.",
     series="first token",
     x_title="Position of the query",
-    y_title="Share of its attention",
+    y_title="Share of attention",
     bucket="Queries",
     logarithmic=True,
 )
 
 
 class ByDistance(OfRows):
-    """Mean over queries of the sum of A_tk over the keys 0, 1, 2..3, 4..7, .. tokens back."""
+    """Attention to the keys at distance 0, 1, 2..3, 4..7, ..: sum of A_tk over each bucket, mean over queries."""
 
     axes = "LHD"
     figures = (
         BucketLines(
             "by-distance",
             "Attention by distance",
-            "The share of a query's attention on keys by their distance in tokens, mean over "
-            "queries, layers, heads and seeds. The shares add up to one, less what is on a bias. Few queries have keys "
-            "far back; their attention on a sink is at the right.",
+            "Share of a query's attention by distance of the key in tokens, mean over queries, layers, heads and "
+            "seeds. The shares sum to one minus the attention to a bias. Only few queries have distant keys; attention "
+            "to a sink appears at the right.",
             series="attention",
-            x_title="Distance (tokens back; 0 is the query itself)",
+            x_title="Distance in tokens (0: the query itself)",
             y_title="Share",
             bucket="Distance",
         ),
@@ -147,7 +147,7 @@ class ByDistance(OfRows):
 
 
 class FirstByQuery(OfRows):
-    """Over queries t = 1, 2..3, 4..7, ..: the mean of A_t1."""
+    """Attention A_t1 to the first token, mean over each query bucket t = 1, 2..3, 4..7, .."""
 
     axes = "LHQ"
     figures = (BY_QUERY,)
@@ -157,7 +157,7 @@ class FirstByQuery(OfRows):
 
 
 class RestByQuery(OfRows):
-    """Over the same queries the mean of A_tk over the other keys 2 .. t; 0 for t = 1."""
+    """Attention A_tk to the other keys 2 .. t, mean over these keys and each query bucket; 0 for t = 1."""
 
     axes = "LHQ"
     figures = (replace(BY_QUERY, series="an average other token"),)
@@ -170,9 +170,9 @@ class RestByQuery(OfRows):
 VISIBLE_BY_QUERY = BucketLines(
     "visible-by-query",
     "How many queries see the first token",
-    "Share of the queries that see the first token (solid) and an average other token before them (dashed), by the "
-    "position of the query, mean over layers, heads and seeds: under a window, and where an indexer selects the keys "
-    "of each query (DeepSeek-V3.2).",
+    "Share of the queries that see the first token (solid) and an average other earlier token (dashed), by query "
+    "position, mean over layers, heads and seeds. Shown for sliding windows, and for models with an indexer that "
+    "selects the keys of each query (DeepSeek-V3.2).",
     series="first token",
     x_title="Position of the query",
     y_title="Share of queries",
@@ -181,7 +181,7 @@ VISIBLE_BY_QUERY = BucketLines(
 
 
 class FirstVisible(OfRows):
-    """Over queries t = 1, 2..3, 4..7, ..: the share that sees key 1; None where every query sees every earlier key."""
+    """Share of queries t = 1, 2..3, 4..7, .. that see key 1; None if every query sees every earlier key."""
 
     axes = "LHQ"
     angles = True
@@ -195,7 +195,7 @@ class FirstVisible(OfRows):
 
 
 class RestVisible(OfRows):
-    """Over the same queries the share of keys 2 .. t that a query sees; 0 for t = 1, and None likewise."""
+    """Share of keys 2 .. t that a query sees, by query bucket; 0 for t = 1, None if queries see all earlier keys."""
 
     axes = "LHQ"
     angles = True
@@ -210,9 +210,9 @@ class RestVisible(OfRows):
 
 
 class ValueRatio(Statistic):
-    """|v_1| / mean over t > 1 of |v_t|, of each query head's values; norms are averaged over sequences first.
+    """Value norm ratio |v_1| / mean over t > 1 of |v_t| per query head; norms are averaged over sequences first.
 
-    Infinite where the others are all zero and the first is not; 1 where all are.
+    Infinite if only the first norm is nonzero; 1 if all norms are zero.
     """
 
     axes = "LH"
@@ -223,9 +223,10 @@ class ValueRatio(Statistic):
         HeadMap(
             "value-ratio",
             "Value norm of the first token",
-            "Norm of the first token's value over the mean norm of the others. Below one, attention on the first token "
-            "adds little to the output. A head is left out where the others are all zero.",
-            "ratio of norms",
+            "Norm of the first token's value divided by the mean norm of the other values. If it is below one, "
+            "attention to the first token adds little to the output. Heads whose other values are all zero are left "
+            "out.",
+            "norm ratio",
         ),
     )
 
@@ -236,7 +237,7 @@ class ValueRatio(Statistic):
 
 
 class Kurtosis(OfStream):
-    """E[(x - mean x)^4] / E[(x - mean x)^2]^2 over the channels of a token (plain: 3 for a Gaussian)."""
+    """Kurtosis E[(x - mean x)^4] / E[(x - mean x)^2]^2 over the channels of a token; 3 for a Gaussian."""
 
     fields = ("kurtosis_by_block",)
     column = Column("kurtosis", 0)
@@ -245,8 +246,8 @@ class Kurtosis(OfStream):
             "kurtosis",
             "Outlier channels",
             "Kurtosis E[(x - mean)⁴] / E[(x - mean)²]² of a token's hidden state over its channels, mean over tokens "
-            "and sequences. A Gaussian has 3; a few channels far above the others, which make a model hard to "
-            "quantise, give hundreds.",
+            "and sequences. A Gaussian has 3; a few outlier channels, which make a model hard to quantise, lead to "
+            "values in the hundreds.",
             "Kurtosis",
         ),
     )
@@ -256,14 +257,14 @@ class Kurtosis(OfStream):
 
 
 class Alignment(OfStream):
-    """Cosine of the hidden state of token t and that of the first token, after a block."""
+    """Cosine between the hidden states of token t and of the first token, after each block."""
 
     figures = (
         PositionMap(
             "alignment",
             "Alignment with the first token",
-            "Cosine between the hidden state of each token and that of the first token, mean over sequences; 0 is the "
-            "embedding. Tokens with a high cosine, where the first token's norm is large, may be further sinks.",
+            "Cosine between the hidden states of each token and of the first token, mean over sequences; block 0 is "
+            "the embedding. Tokens with a high cosine may be further sinks if the first token's norm is large.",
             "cosine",
             diverging=True,
         ),
@@ -274,7 +275,7 @@ class Alignment(OfStream):
 
 
 def kurtosis(x_BTC: Tensor) -> Tensor:
-    """E[(x - mean x)^4] / E[(x - mean x)^2]^2 over the last axis; 3 for a Gaussian, 0 where all values are equal."""
+    """Compute E[(x - mean x)^4] / E[(x - mean x)^2]^2 over the last axis; 0 where all values are equal."""
     square = (x_BTC - x_BTC.mean(-1, keepdim=True)).square()
     variance_BT = square.mean(-1)
     scaled = square / torch.where(variance_BT > 0, variance_BT, 1)[..., None]  # the fourth power would overflow
@@ -282,13 +283,13 @@ def kurtosis(x_BTC: Tensor) -> Tensor:
 
 
 class MatrixEntropy(OfStates):
-    """H / ln min(n, E) with H = - sum_j p_j ln p_j, p_j = s_j^2 / sum s^2: 0 for one direction, 1 for all alike.
+    """Normalised entropy H / ln min(n, E) of the singular values, H = - sum_j p_j ln p_j, p_j = s_j^2 / sum s^2.
 
-    s are the singular values of the n x E matrix of the hidden states of a sequence's n tokens, not centred: 2510.06477
-    (matrix-based entropy; a massive activation of the first token gives one singular value that dwarfs the others) and
-    2502.02013, equation 1 with alpha = 1, whose code (github.com/OFSkean/information_flow) has the division by the
-    largest entropy possible as `maxEntropy`. That code sets negative entries of the Gram matrix to zero first; here
-    they stay, as the formula has them.
+    s are the singular values of the (n, E) matrix of a sequence's hidden states, not centred; 0 for rank one, 1 for
+    equal singular values. Sources: 2510.06477 (matrix-based entropy; a massive activation leads to one dominant
+    singular value) and 2502.02013, equation 1 with alpha = 1; the division by the maximum entropy is `maxEntropy` in
+    its code (github.com/OFSkean/information_flow). Unlike that code, negative entries of the Gram matrix are kept, as
+    in the formula.
     """
 
     fields = ("matrix_entropy_by_block",)
@@ -297,11 +298,10 @@ class MatrixEntropy(OfStates):
         SequenceLines(
             "compression",
             "Compression of the hidden states",
-            "Left: entropy of the squared singular values of the hidden states of a sequence's tokens, over the "
-            "largest there can be (1: as many directions as tokens or channels allow, 0: a single one), mean over "
-            "sequences. Beside it the norm of the first token over the others' and the sink rate of the layer. A "
-            "valley on the left where the norm is large is the massive activation of the first token, which alone "
-            "fills the spectrum.",
+            "Left: entropy of the squared singular values of a sequence's hidden states, divided by the maximum "
+            "entropy (0: a single direction, 1: equal singular values), mean over sequences. Next to it: the norm of "
+            "the first token divided by the mean norm of the others, and the sink rate of the layer. If the entropy is "
+            "low where the norm is large, the massive activation of the first token dominates the spectrum.",
             "Matrix entropy",
         ),
     )
@@ -311,11 +311,13 @@ class MatrixEntropy(OfStates):
 
 
 def matrix_entropy(x_BRC: Tensor, count_B: Tensor) -> Tensor:
-    """Normalised entropy (B,) of the squared singular values of each matrix, float64; 0 of a single token or of zeros.
+    """Compute the normalised entropy (B,), float64, of each matrix's squared singular values.
+
+    The entropy is 0 for a single token and for zero matrices.
 
     Args:
         x_BRC: hidden states, 0 past the end of a sequence.
-        count_B: n, the tokens of each.
+        count_B: number of tokens n of each sequence.
     """
     x_BRC = x_BRC.double()
     wide = x_BRC.shape[1] <= x_BRC.shape[2]
@@ -328,18 +330,18 @@ def matrix_entropy(x_BRC: Tensor, count_B: Tensor) -> Tensor:
 
 
 class Details(WithArrays):
-    """The statistics of a measurement, each by the name of its array, in the order of the files.
+    """The statistics of `--details`, one array per statistic, in the order of the files.
 
-    Statistics that the model or an older file does not have are None. The fields that statistics declare, such as
-    `entropy_by_layer`, are lists of a number for each layer or block, in `by_layer`.
+    Statistics that do not apply to the model, or are missing in an older file, are None. `by_layer` has the values per
+    layer or block that statistics declare as `fields`, such as `entropy_by_layer`.
 
     Attributes:
-        secondary_rate: percent of (sequence, layer, head) triples with a secondary sink at a position of 5 .. T / 2.
-        secondary_sinks: the strongest from position 2 on (secondary.py), strongest first.
-        secondary_tokens: which tokens are such sinks most often; None in older files.
-        distances: first distance of each bucket: 0, 1, 2, 4, ..
-        queries: first query of each bucket, 1-based: 1, 2, 4, ..
-        maps: (layer, head) of every map, 1-based.
+        secondary_rate: percentage of (sequence, layer, head) triples with a secondary sink at positions 5 .. T / 2.
+        secondary_sinks: strongest secondary sinks from position 2 on (secondary.py), in descending order.
+        secondary_tokens: tokens that are secondary sinks most often; None in older files.
+        distances: first distance of each distance bucket: 0, 1, 2, 4, ..
+        queries: first query of each query bucket, 1-based: 1, 2, 4, ..
+        maps: (layer, head) of every saved map, 1-based.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -373,7 +375,7 @@ class Details(WithArrays):
 
     @property
     def by_layer(self) -> Mapping[str, list[float] | None]:
-        """The fields that statistics declare, by name."""
+        """Values per layer or block that statistics declare as `fields`, by name."""
         return self.__pydantic_extra__
 
     @model_validator(mode="after")
@@ -397,7 +399,7 @@ class Details(WithArrays):
         return {name: document[name] for name in (*self.by_layer, *document)}
 
     def present(self) -> Iterator[tuple[Statistic, np.ndarray]]:
-        """Declaration and array of every statistic that is not None."""
+        """Yield the declaration and array of every statistic that is not None."""
         for name, statistic in STATISTICS.items():
             array: np.ndarray | None = getattr(self, name)
             if array is not None:

@@ -1,4 +1,4 @@
-"""The position with the highest sink rate: a change may move the sink from the first token to another."""
+"""Position with the highest sink rate; an intervention may move the sink away from the first token."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ NOISE = 1.0
 
 
 def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
-    """Position (1-based) and sink rate of the highest of positions 1 to T / 2; None if all are unknown.
+    """Return the position (1-based) with the highest sink rate among 1 .. T / 2, and that rate; None if unknown.
 
-    Later positions are seen by few queries, including their own, and can exceed any threshold without being sinks.
+    Later positions are seen by few queries, including themselves, and may exceed the threshold without being sinks.
 
     Args:
         rates: sink rate in percent by position, position 1 first; None or NaN if unknown.
@@ -25,7 +25,7 @@ def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
 
 
 def sink_elsewhere(rates: Sequence[float | None]) -> tuple[int, float] | None:
-    """The result of `highest_rate` if its position is not 1 and its rate at least 1 percent; otherwise None."""
+    """Return `highest_rate` if its position is not 1 and its rate at least 1 percent, else None."""
     found = highest_rate(rates)
     return found if found and found[0] > 1 and found[1] >= NOISE else None
 
@@ -37,5 +37,5 @@ def elsewhere_text(rates: Sequence[float | None]) -> str:
 
 
 def in_brackets(text: str) -> str:
-    """Format ` (text)` to append to a number; empty for an empty text."""
+    """Put a text in parentheses with a leading space; an empty text stays empty."""
     return f" ({text})" if text else ""

@@ -1,4 +1,4 @@
-"""Matrices of the requested heads: attention, cosine and norm product, query by key."""
+"""Attention, cosine and norm product matrices (query by key) of the requested heads."""
 
 from collections.abc import Mapping
 
@@ -15,14 +15,14 @@ Head = tuple[int, int]
 
 
 class AttentionMap(Statistic):
-    """A of the requested heads, mean over sequences; 0 where a query does not see a key."""
+    """Attention weights A of the requested heads, mean over sequences; 0 at masked keys."""
 
     axes = "PTT"
     figures = (MatrixMap("map-attention", "Attention of single heads", CAPTION, "attention"),)
 
 
 class CosineMap(Statistic):
-    """q_t.k_k / (|q_t| |k_k|) of the requested heads, mean over sequences; 0 where a query does not see a key."""
+    """Cosine q_t.k_k / (|q_t| |k_k|) of the requested heads, mean over sequences; 0 at masked keys."""
 
     axes = "PTT"
     angles = True
@@ -30,7 +30,7 @@ class CosineMap(Statistic):
 
 
 class NormProductMap(Statistic):
-    """|q_t| |k_k| of the requested heads, mean over sequences; 0 where a query does not see a key."""
+    """Norm product |q_t| |k_k| of the requested heads, mean over sequences; 0 at masked keys."""
 
     axes = "PTT"
     angles = True
@@ -38,7 +38,7 @@ class NormProductMap(Statistic):
 
 
 def draw(sums: Mapping[int, Tensor], block: ScoreBlock) -> None:
-    """Add a block of queries to the maps of its layer: (3, R, R) by head, 0-based; 0 for invisible keys."""
+    """Add a block of queries to the maps (3, R, R) of its layer, by head, 0-based; masked keys are 0."""
     part, layer = block.part, block.layer
     for head, sums_KRR in sums.items():
         drawn = [block.weights_BHQS[:, head]]
@@ -50,7 +50,7 @@ def draw(sums: Mapping[int, Tensor], block: ScoreBlock) -> None:
         for drawn_KQS, first, count in zip(torch.stack(drawn, 1), firsts, counts, strict=True):
             top, bottom = max(part.start, first), min(part.stop, first + count)
             left, right = max(part.low, first), min(part.high, first + count)
-            if top < bottom and left < right:  # every sequence from its first real token on
+            if top < bottom and left < right:  # aligned at the first real token of each sequence
                 inside = drawn_KQS[:, top - part.start : bottom - part.start, left - part.low : right - part.low]
                 sums_KRR[: len(inside), top - first : bottom - first, left - first : right - first] += inside
 
@@ -68,7 +68,7 @@ class MapTotals:
         self._reaching_T = torch.zeros(length, dtype=torch.float64)
 
     def add(self, maps: Mapping[Head, Tensor], valid_BR: Tensor) -> None:
-        """Add one batch: sums over its sequences (3, R, R), and the valid positions."""
+        """Add the sums of one batch (3, R, R) and count its valid positions."""
         short = self._length - valid_BR.shape[1]
         pad = torch.nn.functional.pad
         self._reaching_T += pad(valid_BR.double().sum(0), (0, short))
@@ -77,7 +77,7 @@ class MapTotals:
             self.sums[head] = self.sums[head] + sums_KTT if head in self.sums else sums_KTT
 
     def means(self) -> dict[str, np.ndarray]:
-        """Mean over the sequences that have the query, by name (P, T, T)."""
+        """Return the maps (P, T, T) by name, each entry averaged over the sequences that have its query."""
         if not self.sums:
             return {}
         reaching_T1 = self._reaching_T.clamp(min=1)[:, None]

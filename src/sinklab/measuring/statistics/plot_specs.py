@@ -1,4 +1,4 @@
-"""Specifications of a statistic's table column in the terminal and of its figures in the report."""
+"""Table columns (terminal) and figures (report) of the statistics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Column:
-    """Of the table by layer in the terminal: a mean over heads, or that of key 1 / that of the others.
+    """A column of the per-layer table: the mean over heads, or `key 1 / other keys`.
 
     Attributes:
-        title: above the numbers.
-        decimals: of each.
-        of: the number of each layer, from the array; None if they are those of measurement.json.
+        title: column title.
+        decimals: number of decimals.
+        of: function from the array to one number per layer; None to use the fields of measurement.json.
     """
 
     title: str
@@ -23,12 +23,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Shown:
-    """A figure over all measurements of a report.
+    """A report figure with all measurements.
 
     Attributes:
-        key: of its files and of its place in the page; statistics with the same key share one figure.
-        title: of the figure.
-        caption: the quantity and how it was computed.
+        key: file name and page anchor; statistics with the same key share a figure.
+        title: figure title.
+        caption: figure caption.
     """
 
     key: str
@@ -38,11 +38,11 @@ class Shown:
 
 @dataclass(frozen=True)
 class Heatmap(Shown):
-    """Coloured cells that share a scale.
+    """A heatmap with one colour scale.
 
     Attributes:
-        what: the quantity of the colour.
-        diverging: whether zero is the middle of the scale (a cosine).
+        what: label of the colour scale.
+        diverging: whether the colour scale is centred at zero, as for cosines.
     """
 
     what: str
@@ -51,10 +51,10 @@ class Heatmap(Shown):
 
 @dataclass(frozen=True)
 class HeadMap(Heatmap):
-    """Layer by head (LH); of a statistic with positions (LHT) that of the first.
+    """Heatmap of layer by head (LH); for a statistic with positions (LHT), of position 1.
 
     Attributes:
-        uniform: its value for uniform attention, by the number of tokens; part of the caption.
+        uniform: function from the number of tokens to the value under uniform attention, shown in the caption.
     """
 
     uniform: Callable[[int], float] | None = None
@@ -62,23 +62,23 @@ class HeadMap(Heatmap):
 
 @dataclass(frozen=True)
 class PositionMap(Heatmap):
-    """Layer by position, mean over heads (LHT), or place in the residual stream by position (MT)."""
+    """Heatmap of layer by position, mean over heads (LHT), or of residual stream place by position (MT)."""
 
 
 @dataclass(frozen=True)
 class MatrixMap(Heatmap):
-    """Query by key, one for each requested head (PTT)."""
+    """Heatmap of query by key for each requested head (PTT)."""
 
 
 @dataclass(frozen=True)
 class BucketLines(Shown):
-    """A share of the attention by buckets of distances (LHD) or queries (LHQ), mean over layers and heads.
+    """Line chart of an attention share by distance (LHD) or query (LHQ) bucket, mean over layers and heads.
 
     Attributes:
-        series: the label of this line.
-        x_title, y_title: of the axes.
-        bucket: title of the first column in the table of numbers.
-        logarithmic: of the share.
+        series: label of the line.
+        x_title, y_title: axis titles.
+        bucket: title of the bucket column in the data table.
+        logarithmic: whether the y axis is logarithmic.
     """
 
     series: str
@@ -90,10 +90,10 @@ class BucketLines(Shown):
 
 @dataclass(frozen=True)
 class SequenceLines(Shown):
-    """A value of whole sequences by place in the residual stream (M), beside the first token's norm and the sink.
+    """Line chart of a per-sequence statistic by residual stream place (M), next to the first token's norm and the sink.
 
     Attributes:
-        what: the quantity.
+        what: axis label.
     """
 
     what: str
@@ -101,10 +101,10 @@ class SequenceLines(Shown):
 
 @dataclass(frozen=True)
 class BlockLines(Shown):
-    """The first token and the mean of the others, by place in the residual stream (MT) or layer (LHT, mean over heads).
+    """Line chart of the first token and the mean of the others, by residual stream place (MT) or layer (LHT).
 
     Attributes:
-        what: the quantity.
+        what: axis label.
     """
 
     what: str

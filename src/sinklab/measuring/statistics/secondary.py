@@ -1,9 +1,9 @@
-"""Secondary sinks: tokens other than the first that heads attend to or whose hidden state is like the first token's.
+"""Secondary sinks: tokens other than the first with a large importance or a hidden state like the first token's.
 
-In 2512.22213 a sink is secondary if it appears in middle layers, persists for some of them, and has a hidden state
-aligned with the first token's; its code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) uses that
-cosine alone, above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token that any head attends to
-is included; whether its state is aligned with the first token's, and in which blocks, is reported in addition.
+2512.22213 calls a sink secondary if it appears in middle layers, persists over some layers, and its hidden state is
+aligned with the first token's; the code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) only
+requires a cosine above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token with alpha > eps in
+some head is included, and the blocks in which it is aligned are reported.
 
 Tokens are listed from position 2 to the last position with enough later queries for a mean (`_listed`); the percentage,
 for comparing models, covers positions 5 .. T / 2 (`_counted`).
@@ -20,22 +20,22 @@ from torch import Tensor
 from sinklab.measuring.statistics.statistic_base import Statistic
 from sinklab.schema import Part
 
-FIRST_FEW = 4  # positions that are not secondary: sinks of a first token often cover its neighbours
+FIRST_FEW = 4  # positions that are not secondary: a sink on the first token often includes its neighbours
 ALIGNED = 0.9  # cosine above which a hidden state is like the first token's, as in the code of 2512.22213
 STANDS_OUT = 3.0  # minimum ratio of the first token's norm to the others'
-STRONGEST = 8  # listed of the first few positions, and of those past them
+STRONGEST = 8  # number of tokens listed at the first few positions, and at later ones
 ENOUGH = 16
-"""Minimum queries of a mean: a column sums to one on average, and to 4.8 if alpha is 0.3 over 16 queries."""
+"""Minimum number of queries of a mean; a column sums to 1 on average, and to 4.8 if alpha is 0.3 over 16 queries."""
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 
 
 class SecondarySink(Part):
-    """A token other than the first that heads attend to or whose hidden state is like the first token's.
+    """A token other than the first with a large importance or a hidden state like the first token's.
 
     Attributes:
-        sequence, position: sequence and position of the token, 1-based; positions start at 2 and end where half of the
-            queries, or 16 of them, remain. Older files have positions 5 .. T / 2.
+        sequence, position: sequence and position of the token, 1-based. Positions range from 2 to the last one followed
+            by half of the queries or by 16; 5 .. T / 2 in older files.
         token: token id.
         heads: percent of (layer, head) pairs with alpha > eps.
         importance: alpha, mean over layers and heads.
@@ -58,12 +58,12 @@ class SecondarySink(Part):
 
 
 class SecondaryToken(Part):
-    """How often a token is a sink, from position 5 until half of the queries, or 16 of them, remain.
+    """Count of a token's occurrences as a sink, at positions from 5 on that are followed by enough queries.
 
     Attributes:
         token: token id.
-        sinks: number of occurrences at which a head has alpha > eps.
-        occurrences: number of occurrences at such positions.
+        sinks: number of occurrences with alpha > eps in some head.
+        occurrences: number of all occurrences at these positions.
     """
 
     token: int = Field(ge=0)
@@ -72,7 +72,7 @@ class SecondaryToken(Part):
 
 
 class Secondary(Statistic):
-    """Percent of sequences with alpha_k > eps at some position k of 5 .. T / 2, and the strongest such tokens."""
+    """Percentage of sequences with alpha_k > eps at some position k in 5 .. T / 2, and the strongest such tokens."""
 
     axes = "LH"
 
@@ -94,7 +94,7 @@ class SecondarySearch:
         self._occurrences: Counter[int] = Counter()
 
     def tokens(self) -> list[SecondaryToken]:
-        """The tokens that are secondary sinks most often, most frequent first."""
+        """Return the tokens that are secondary sinks most often, in descending order."""
         ordered = sorted(self._sinks.items(), key=lambda one: (-one[1], one[0]))[:STRONGEST]
         return [SecondaryToken(token=id, sinks=n, occurrences=self._occurrences[id]) for id, n in ordered]
 
@@ -153,17 +153,16 @@ class SecondarySearch:
 
 
 def _listed(position_R: Tensor, count_B1: Tensor) -> Tensor:
-    """Positions (B, R) that may be listed: from 2 until half of a sequence's queries, or 16, remain."""
+    """Mask (B, R) of the listed positions: from 2 on, as long as half of the queries, or 16, follow."""
     return (position_R > 1) & ((2 * position_R <= count_B1) | (count_B1 - position_R + 1 >= ENOUGH))
 
 
 def _counted(position_R: Tensor, count_B1: Tensor) -> Tensor:
-    """Positions (B, R) included in the percentage: 5 .. T / 2."""
     return (position_R > FIRST_FEW) & (2 * position_R <= count_B1)
 
 
 def first_of_each(sinks: Sequence[SecondarySink], number: int) -> list[SecondarySink]:
-    """In order, the first `number` tokens at the first few positions and the first `number` at later ones."""
+    """Return the first `number` tokens at the first few positions and the first `number` at later ones, in order."""
     seen: Counter[bool] = Counter()
     kept = []
     for one in sinks:
@@ -175,12 +174,11 @@ def first_of_each(sinks: Sequence[SecondarySink], number: int) -> list[Secondary
 
 
 def _numbers(chosen_X: Tensor, first: int) -> list[int]:
-    """Indices of True, counted from `first`."""
     return [index + first for (index,) in chosen_X.nonzero().tolist()]
 
 
 def stretches(numbers: Sequence[int]) -> str:
-    """Increasing whole numbers as ranges: "4..9, 12"."""
+    """Format increasing integers as ranges: "4..9, 12"."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:

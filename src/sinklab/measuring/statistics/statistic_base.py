@@ -1,10 +1,10 @@
-"""Base classes of the statistics of `--details`, their arrays, and the blocks of attention scores they read.
+"""Base classes of the statistics of `--details`, their arrays, and the blocks of attention weights they read.
 
-A statistic declares its axes, how a block of rows or a hidden state is read, and its column and figures. Means over
-queries, sequences and batches, the fields of measurement.json and .npz, their validation, the column in the terminal
-and the figure of the report are derived from these. The docstring of a statistic is its formula. A is the matrix of
-attention scores, whose rows sum to one with the share of a bias or sink logit; if the model's scores do not, A holds
-proxy scores (attention/importance.py). q and k are the vectors that enter attention, after rotary embedding and norms.
+A statistic declares its axes, its computation from a block of rows or a hidden state, and its column and figures.
+Averaging, the fields of measurement.json and .npz with their validation, the terminal column and the report figure are
+derived from this declaration. The docstring of a statistic is its formula. A are the attention weights, whose rows sum
+to one together with the bias or sink logit; proxy scores if the model's weights do not (attention/importance.py). q and
+k are taken after rotary embedding and norms.
 
 Axes: L attention layers, H heads, T positions, D buckets of distances, Q buckets of queries, M places of the residual
 stream (before the first block and after each), P maps. Within a block: B sequences, G key heads, T columns of the
@@ -67,7 +67,7 @@ class WithArrays(Part):
 
     @classmethod
     def found_in(cls, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The fields of this part among the arrays of a file."""
+        """Select the arrays of this part among the arrays of a file."""
         return {name: arrays[cls.prefix + name] for name, _ in cls.declared() if cls.prefix + name in arrays}
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -98,7 +98,7 @@ class WithArrays(Part):
 
 
 def bucket_starts(first: int, last: int) -> list[int]:
-    """`first` and the powers of two above it, up to `last`: 0, 1, 2, 4, .. or 1, 2, 4, .."""
+    """Return `first` and the powers of two above it, up to `last`: 0, 1, 2, 4, .. or 1, 2, 4, .."""
     starts, power = [first], max(first * 2, 1)
     while power <= last:
         starts.append(power)
@@ -112,6 +112,7 @@ class Angles:
     def __init__(self, q_BHTD: Tensor, k_BGTD: Tensor, mask: Mask) -> None:
         dtype = accumulate_dtype(q_BHTD.dtype)
         q_BHTD, k_BGTD = q_BHTD.detach().to(dtype), k_BGTD.detach().to(dtype)
+        k_BGTD = k_BGTD.repeat(1, 1, 1, q_BHTD.shape[-1] // k_BGTD.shape[-1])  # once for each query of a head
         self.mask, self.positions = mask, k_BGTD.shape[2]
         self.q_norm_BHT = token_norms(q_BHTD)
         k_norm_BGT = token_norms(k_BGTD)
@@ -119,7 +120,7 @@ class Angles:
         self._q, self._k = _unit(q_BHTD, self.q_norm_BHT), _unit(k_BGTD, k_norm_BGT)
 
     def block(self, part: bl.Block) -> tuple[Tensor, Tensor]:
-        """Compute cosines of a block (B, H, Q, S), and 1 where a query sees a key that is not later, else 0."""
+        """Compute the cosines of a block (B, H, Q, S) and its mask: 1 where a query sees an earlier or equal key."""
         cosine = bl.raw_scores(self._q, self._k, part, 1.0)
         seen = bl.mask_block_(torch.ones_like(cosine), part, 0, self.positions, self.mask, value=0)
         return cosine.mul_(seen), seen.tril_(part.start - part.low)
@@ -130,7 +131,7 @@ class Layer:
 
     Attributes:
         real: real tokens among the columns of the batch.
-        sees_queries: whether queries can be read, so that there are angles.
+        sees_queries: whether queries can be read; angles exist only then.
         first_B11: column of the first real token.
         count_B1: number of real tokens.
         counted_BT: 1 if a query is a real token, else 0.
@@ -147,7 +148,7 @@ class Layer:
         self._pairs_BHT = self.sums("LHT", weights_BHQS)
 
     def sums(self, axes: str, weights_BHQS: Tensor) -> Tensor:
-        """Zeros for each sequence and head (B, H), and for each distance or batch column if `axes` includes them."""
+        """Return zeros (B, H), with an additional axis for distances or batch columns if `axes` has one."""
         columns, distances = self.counted_BT.shape[1], len(self.starts_D)
         wide = {"H": (), "D": (distances,), "T": (columns,), "Q": (columns,)}[axes[-1]]
         return weights_BHQS.new_zeros(*weights_BHQS.shape[:2], *wide)
@@ -160,7 +161,7 @@ class Layer:
 
     @property
     def seen_by_BHT(self) -> Tensor:
-        """Number of queries of the blocks so far that see each key, at least 1; requires readable queries."""
+        """Number of queries so far that see each key, at least 1; requires readable queries."""
         assert self.sees_queries
         return self._pairs_BHT.clamp(min=1)
 
@@ -171,15 +172,15 @@ class Layer:
 
 
 class ScoreBlock:
-    """The rows of a block of queries.
+    """Attention rows of a block of queries.
 
     Attributes:
         part: queries and keys of the block.
         layer: layer of the block.
         queries, keys: slices of the batch columns.
         counted_B1Q: 1 if a query is a real token, else 0.
-        weights_BHQS: normalised scores, 0 in rows of padding.
-        bias_BHQ: share of an added bias; None if there is no bias.
+        weights_BHQS: attention weights, 0 in rows of padding.
+        bias_BHQ: attention to an added bias; None without a bias.
         earlier_BQ: number of real tokens before a query.
     """
 
@@ -193,31 +194,32 @@ class ScoreBlock:
 
     @cached_property
     def by_distance_BHQD(self) -> Tensor:
-        """Attention of every query by distance."""
-        first_B11 = self.layer.first_B11  # keys before an end are at least so far back
+        """Attention of every query by distance bucket."""
+        first_B11 = self.layer.first_B11  # keys before an end have at least this distance
         ends_BQD = torch.maximum(self._query_1Q1 - self.layer.starts_D + 1, first_B11)
         edges = self._up_to(torch.cat((ends_BQD, first_B11.expand(-1, ends_BQD.shape[1], 1)), -1))
         return edges[..., :-1] - edges[..., 1:]
 
     @cached_property
     def first_BHQ(self) -> Tensor:
-        """Attention of every query on the first token."""
+        """Attention of every query to the first token."""
         first_BQ1 = self.layer.first_B11.expand(-1, self._query_1Q1.shape[1], 1)
         return (self._up_to(first_BQ1 + 1) - self._up_to(first_BQ1))[..., 0]
 
     @cached_property
     def cosine_and_seen(self) -> tuple[Tensor, Tensor]:
-        """Cosines of the block (B, H, Q, S), 0 where a key is hidden, and 1 where a real query sees a key that is not
-        later, else 0; only where queries can be read.
+        """Cosines (B, H, Q, S), 0 at masked keys, and the mask: 1 where a real query sees an earlier or equal key.
+
+        Requires readable queries.
         """
         cosine, seen = self.layer.angles.block(self.part)
         return cosine, seen.mul_(self.counted_B1Q[..., None])
 
     @cached_property
     def sees_first_BHQ(self) -> Tensor:
-        """1 where a real query sees the first token, else 0; only where queries can be read."""
+        """1 where a real query sees the first token, else 0; requires readable queries."""
         seen_BHQS = self.cosine_and_seen[1]
-        at_B11 = self.layer.first_B11 - self.part.low  # before the block, where a window has passed it
+        at_B11 = self.layer.first_B11 - self.part.low  # negative if the sliding window no longer covers it
         found_BHQ = seen_BHQS.gather(-1, at_B11.clamp(min=0)[:, None].expand(*seen_BHQS.shape[:3], 1))[..., 0]
         return found_BHQ * (at_B11 >= 0)
 
@@ -227,7 +229,7 @@ class ScoreBlock:
         return F.pad(self.weights_BHQS.cumsum(-1), (1, 0))
 
     def _up_to(self, column_BQX: Tensor) -> Tensor:
-        """The sum over keys before a column of the batch: (B, Q, X) -> (B, H, Q, X)."""
+        """Sum the attention over the keys before a batch column: (B, Q, X) -> (B, H, Q, X)."""
         B, H, Q, S = self.weights_BHQS.shape
         return self._before.gather(-1, (column_BQX - self.part.low).clamp(0, S)[:, None].expand(B, H, Q, -1))
 
@@ -240,11 +242,11 @@ class Statistic(Axes):
     """One of the statistics of `--details`.
 
     Attributes:
-        axes: axes of its array, as above.
-        averaged: axes of the array averaged over sequences, if different.
-        angles: whether it needs queries, which cannot be read in a model that returns its own matrices.
-        fields: fields in measurement.json: means over heads of each layer (LH), of position 1 and of the others (LHT),
-            means over tokens of each place (MT), or the array itself (M); () for none.
+        axes: axes of its array (see the module docstring).
+        averaged: axes of the array that is averaged over sequences, if different.
+        angles: whether it needs queries, which cannot be read if the model returns its attention matrices.
+        fields: fields in measurement.json, one value per layer: mean over heads (LH); mean over heads for position 1
+            and for the others (LHT); mean over tokens (MT); the array itself (M). () for none.
         column: column in the terminal; None for none.
         figures: figures of the report.
     """
@@ -263,7 +265,7 @@ class Statistic(Axes):
         return mean
 
     def by_layer(self, array: np.ndarray, /) -> Sequence[list[float] | None]:
-        """The values of `fields`; None for later positions if there is only one position."""
+        """Return the values of `fields`; None for later positions if there is only one position."""
         if self.axes == "M":
             return [array.tolist()]
         if self.axes == "LH":
@@ -273,16 +275,16 @@ class Statistic(Axes):
 
 
 class OfRows(Statistic, ABC):
-    """A statistic of attention layers, read from blocks of their rows: LH, LHD, LHQ, or, with angles, LHT."""
+    """A statistic of attention layers, computed from blocks of rows; axes LH, LHD, LHQ, or LHT with angles."""
 
     @abstractmethod
     def read(self, block: ScoreBlock, sums: Tensor, /) -> None:
         """Add a block of queries to the sums of its layer.
 
         Args:
-            block: block of the rows.
-            sums: sums per sequence and head (B, H), per distance (B, H, D), or per batch column (B, H, T): per key over
-                queries, or the complete value of each query.
+            block: block of attention rows.
+            sums: sums (B, H), by distance (B, H, D) or by batch column (B, H, T), where a column is a key, summed over
+                queries, or a query.
         """
 
     def mean(self, sums: Tensor, layer: Layer, /) -> Tensor:
@@ -314,7 +316,7 @@ class OfStream(Statistic, ABC):
 
 
 class OfStates(Statistic, ABC):
-    """A statistic of all tokens of a sequence together, in the residual stream."""
+    """A statistic of the residual stream over all tokens of a sequence."""
 
     axes = "M"
 

@@ -4,12 +4,12 @@
     no_bos         the sequences without their leading special tokens
     zero_massive   the channel of the largest activation is set to zero at its position, after the block where it
                    appears and after every later block                                         (surgery.zeroed)
-    zero_massive:LAYER   the same after this block alone
+    zero_massive:LAYER   the same after this block only
 
-The loss before and after is over the same targets: those predicted by a query that lost keys (mask_first), those in
-both kinds of sequence (no_bos), or all. A channel zeroed once, as in Sun et al. (2402.17762, section 3), may be
-rewritten by a later block: layer 12 of SmolLM2-135M-Instruct writes the channel that was zeroed after layer 2. The
-result contains the largest remaining activation.
+Both losses are over the same targets: those predicted by a query with hidden keys (mask_first), those present in both
+versions of the sequence (no_bos), or all. A later block may rewrite a channel that is zeroed once, as in Sun et al.
+(2402.17762, section 3): layer 12 of SmolLM2-135M-Instruct rewrites the channel zeroed after layer 2. The result
+therefore contains the largest remaining activation.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ABLATIONS = "mask_first:N, no_bos, zero_massive or zero_massive:LAYER"
-DIGITS = 9  # of a number, at most
-Remeasure = Callable[[Tensor, int], Measurement]  # tokens_NT, the first target that counts
+DIGITS = 9  # maximum number of digits of N
+Remeasure = Callable[[Tensor, int], Measurement]  # (tokens_NT, first_target)
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Plan:
     """One ablation of one model, to be run once.
 
     Attributes:
-        name: name as requested.
-        what: a sentence that describes the ablation.
-        surgery: change of the model.
-        first_target: position of the first target included in the loss, in the whole sequences.
+        name: requested name.
+        what: description of the ablation.
+        surgery: context manager that changes the model.
+        first_target: 1-based position, in the whole sequences, of the first target included in the loss.
         dropped: number of tokens removed from the start.
-        hidden: number of keys that no later query may see.
+        hidden: number of keys hidden from later queries.
         largest: the largest activation, if the ablation zeroes it.
     """
 
@@ -73,12 +73,12 @@ def measure_ablations(
     Args:
         tokens_NT: whole sequences, without padding.
         baseline: measurement of the same sequences.
-        remeasure: measures the modified model.
+        remeasure: function that measures the modified model.
 
     Raises:
         SinklabError: if an ablation is impossible in this model.
     """
-    losses = {2: baseline.loss}  # by first target; of a model with a later one, from that on
+    losses = {2: baseline.loss}  # baseline losses by first target
     found: list[Ablation] = []
     position_before, highest_before = highest_rate(baseline.sink_rate) or (None, None)
     for plan in plans:
@@ -116,7 +116,7 @@ def measure_ablations(
 
 
 def _first_and_top(found: Sequence[MassiveActivation]) -> tuple[MassiveActivation, MassiveActivation]:
-    """The largest activation after the first block where it is the largest, and after that where it is strongest."""
+    """Return the top activation at the first block where its channel is the largest, and where it is strongest."""
     top = strongest(found)[0]
     return next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension)), top
 
@@ -132,7 +132,7 @@ def plan_ablation(name: str, model: "PreTrainedModel | Transformer", tokens_NT: 
     """Build the plan of the named ablation.
 
     Args:
-        tokens_NT: whole sequences, without padding; the massive activation is searched in the first one.
+        tokens_NT: whole sequences, without padding; the massive activation is searched in the first sequence.
         bos_tokens: number of special tokens at the start of each sequence.
 
     Raises:
@@ -173,10 +173,10 @@ def check_ablation(name: str, length: int) -> int:
             return 0
         raise InputError(f"the ablation {name!r} is unknown: use {ABLATIONS}")
     if length < 3:
-        raise InputError(f"{name} needs sequences of 3 tokens or more, so that a later query predicts")
+        raise InputError(f"{name} needs sequences of 3 tokens or more, so that a later query has a target")
     if len(number) > DIGITS or not 1 <= int(number) <= length - 2:
         raise InputError(
-            f"{name} on sequences of {length} tokens: use 1 to {length - 2}, so that a later query predicts"
+            f"{name} on sequences of {length} tokens: use 1 to {length - 2}, so that a later query has a target"
         )
     return int(number)
 
@@ -210,6 +210,6 @@ def _check_hidden(ablated: Measurement, hidden: int) -> None:
     if hidden and taken.max() > hidden * (1 + 1e-3):
         layer = int(taken.max(-1).argmax()) + 1
         raise SinklabError(
-            f"the first keys are still seen by later queries in layer {layer}: this model's attention does not follow "
-            "its attention mask, so mask_first cannot be measured"
+            f"the first keys are still visible to later queries in layer {layer}: this model's attention ignores its "
+            "attention mask, so mask_first cannot be measured"
         )

@@ -1,9 +1,8 @@
 """Changes of a model within a `with` block: hidden keys, zeroed channels, swapped or replaced learned positions.
 
-Keys are hidden in native attention cores directly, and in Hugging Face models through their masks. Every attention
-module of transformers accepts `attention_mask`, whether or not it uses the attention interface, and there are three
-kinds of masks: none (causal), boolean and additive. So one hook covers all families, under any probe. The hooked
-modules are counted: keys that remain visible in some layer are an error.
+In sinklab transformers, keys are hidden directly in the attention cores; in Hugging Face models, through the attention
+mask. Every attention module of transformers accepts `attention_mask`, which is None (causal), boolean or additive, so
+one hook covers all model families. The hooked modules are counted: keys that remain visible in some layer are an error.
 """
 
 import inspect
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MASKLESS = ("flash", "flex", "paged")
-"""Substrings of the names of attention implementations that read no explicit mask."""
+"""Substrings of the names of attention implementations that accept no explicit mask."""
 
 FirstColumns = Callable[[Tensor], Tensor]
 """Function from a tensor (B, ...) to the column of each sequence's first real token (B,), on the same device."""
 
 
 def residual_blocks(model: "PreTrainedModel | Transformer") -> list[nn.Module]:
-    """Find the blocks of the residual stream, in order.
+    """Return the decoder blocks, in order.
 
     Raises:
         SinklabError: if the blocks are not stored in one list.
@@ -50,20 +49,20 @@ def residual_blocks(model: "PreTrainedModel | Transformer") -> list[nn.Module]:
 
 
 def learned_positions(model: "PreTrainedModel | Transformer") -> Tensor | None:
-    """The learned table of positions, row 0 being position 1: (positions, width), a view of the weight; None without.
+    """Return the learned positional embeddings (positions, C), a view of the weight; None if the model has none.
 
-    Rows that no position uses (OPT has two before its first) are left out.
+    Row 0 is position 1; unused rows (the first two in OPT) are left out.
     """
     return model.position_table if isinstance(model, Transformer) else anatomy.learned_positions(model)
 
 
 @contextmanager
 def first_columns(model: "PreTrainedModel | Transformer") -> Iterator[FirstColumns]:
-    """In every forward pass, the columns of the first real tokens, behind padding and learned positions.
+    """Provide the column of each sequence's first real token, after padding and learned positions, in forward passes.
 
     Raises:
-        InputError: in a forward pass, where the attention mask is not a padding mask.
-        SinklabError: in a forward pass that continues from a cache.
+        InputError: in a forward pass, if the attention mask is not a padding mask.
+        SinklabError: in a forward pass, if it continues from a KV cache.
     """
     if isinstance(model, Transformer):
         yield lambda like: torch.full((len(like),), model.leading, device=like.device)
@@ -76,8 +75,8 @@ def first_columns(model: "PreTrainedModel | Transformer") -> Iterator[FirstColum
         cache, mask_BT = arguments.get("past_key_values"), arguments.get("attention_mask")
         if cache is not None and cache.get_seq_length():
             raise SinklabError(
-                "a model under surgery reads whole sequences only: call it without past_key_values, and generate "
-                "with use_cache=False"
+                "an ablated model does not support a KV cache: call it without past_key_values, and generate with "
+                "use_cache=False"
             )
         first_B = None if mask_BT is None else real_tokens(mask_BT).index_BR[:, 0]
 
@@ -96,12 +95,12 @@ def zeroed(
     Args:
         layer: number of the block, 1-based.
         last_layer: the channel is zeroed after each block from `layer` to this one; by default only after `layer`.
-        position: position, 1-based; 0 is a learned sink token; 0, -1, .. are registers, from the last.
+        position: position, 1-based; 0, -1, .. are the learned sink token or registers, from the last.
         dimension: channel, 0-based, as in `massive_activations`.
 
     Raises:
         InputError: if the layer or position does not exist; in a forward pass, if the dimension does not exist.
-        SinklabError: if the blocks cannot be found; in a forward pass, if a cache is passed.
+        SinklabError: if the blocks cannot be found; in a forward pass, if a KV cache is passed.
     """
     blocks = residual_blocks(model)
     last_layer = layer if last_layer is None else last_layer
@@ -112,7 +111,7 @@ def zeroed(
         raise InputError(f"layers {layer} to {last_layer} are an empty range: use a last layer of at least {layer}")
     first = 1 - model.leading if isinstance(model, Transformer) else 1
     if position < first:
-        raise InputError(f"position {position} does not exist: they are counted from {first}")
+        raise InputError(f"position {position} does not exist: positions start at {first}")
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         hidden_BTC = hidden_states(output).clone()
@@ -133,7 +132,7 @@ def swapped_positions(model: "PreTrainedModel | Transformer", i: int, j: int) ->
     """Swap the learned embeddings of positions i and j (table 7 of the paper, `swapped`).
 
     Raises:
-        InputError: the model has no learned table of positions, or not these rows.
+        InputError: if the model has no learned positional embeddings, or not these positions.
     """
     with _rewritten_positions(model, {i: j, j: i}):
         yield
@@ -144,42 +143,42 @@ def replaced_position(model: "PreTrainedModel | Transformer", i: int, j: int) ->
     """Replace the learned embedding of position i with that of position j (table 7 of the paper, `replaced`).
 
     Raises:
-        InputError: the model has no learned table of positions, or not these rows.
+        InputError: if the model has no learned positional embeddings, or not these positions.
     """
     with _rewritten_positions(model, {i: j}):
         yield
 
 
 def check_pair(i: int, j: int) -> None:
-    """Check that two positions can be swapped in some table.
+    """Check that two positions are valid and different.
 
     Raises:
         InputError: if one is below 1, or they are equal.
     """
     if min(i, j) < 1:
-        raise InputError(f"position {min(i, j)} does not exist: positions are counted from 1")
+        raise InputError(f"position {min(i, j)} does not exist: positions start at 1")
     if i == j:
         raise InputError(f"position {i} with itself changes nothing: use two different positions")
 
 
 @contextmanager
 def _rewritten_positions(model: "PreTrainedModel | Transformer", source: dict[int, int]) -> Iterator[None]:
-    """Overwrite rows of the learned table, each by the row that `source` maps it to, and restore them bit for bit."""
+    """Overwrite each learned embedding in `source` with the row it maps to, and restore them exactly afterwards."""
     table_PC = learned_positions(model)
     if table_PC is None:
         raise InputError(
-            "the model has no learned table of positions to change, unlike GPT-2, OPT, GPT-Neo, "
-            "or native models with model.position.kind learnable"
+            "the model has no learned positional embeddings to change, unlike GPT-2, OPT, GPT-Neo, "
+            "or sinklab models with model.position.kind learnable"
         )
     if table_PC.is_meta:
         raise InputError(
-            "the model's table of positions cannot be changed, because it was left on disk: load the "
+            "the model's learned positional embeddings are offloaded to disk and cannot be changed: load the "
             "model onto one device"
         )
     check_pair(*next(iter(source.items())))
     for position in {*source, *source.values()}:
         if position > len(table_PC):
-            raise InputError(f"position {position} does not exist: the table has positions 1 to {len(table_PC)}")
+            raise InputError(f"position {position} does not exist: the model has positions 1 to {len(table_PC)}")
     table_PC = table_PC.detach()
     rows, others = (torch.tensor(list(pick), device=table_PC.device) - 1 for pick in (source, source.values()))
     before, after = table_PC[rows].clone(), table_PC[others].clone()
@@ -201,8 +200,8 @@ def masked_first_keys(model: "PreTrainedModel | Transformer", n: int) -> Iterato
 
     Raises:
         InputError: if n is below 1.
-        SinklabError: the model's attention reads no explicit mask; in a forward pass, where the keys could not be
-            hidden in every attention layer, or with a cache.
+        SinklabError: if the model's attention accepts no explicit mask; in a forward pass, if the keys cannot be hidden
+            in every attention layer, or a KV cache is passed.
     """
     if n < 1:
         raise InputError(f"{n} keys to hide: use at least 1")
@@ -222,7 +221,7 @@ def masked_first_keys(model: "PreTrainedModel | Transformer", n: int) -> Iterato
 
 
 class _HiddenKeys:
-    """The hooks of one model, and how many attention layers they have reached in its current forward pass."""
+    """Hooks that hide keys, and a count of the attention layers reached in the current forward pass."""
 
     def __init__(self, model: "PreTrainedModel", n: int, columns: FirstColumns) -> None:
         implementation, kinds = str(model.config._attn_implementation), anatomy.layer_kinds(model.config)
@@ -253,8 +252,8 @@ class _HiddenKeys:
         if self._running and self._reached != self._expected:
             raise SinklabError(
                 f"the first keys could be hidden in only {self._reached} of {self._expected} attention layers of a "
-                f"{self._model.config.model_type!r} model: it does not pass its attention mask to them as other models "
-                "of transformers do"
+                f"{self._model.config.model_type!r} model: it does not pass them `attention_mask` as other "
+                "Hugging Face models do"
             )
         self._running = False
 
@@ -275,7 +274,6 @@ class _HiddenKeys:
         return args, kwargs | {"attention_mask": mask}
 
     def _without_first(self, mask: Tensor | None, states_BTC: Tensor) -> Tensor:
-        """The mask with the first keys hidden from later queries."""
         place_T = torch.arange(states_BTC.shape[1], device=states_BTC.device)
         first_B1 = self._columns(states_BTC)[:, None]
         late_BT = place_T >= first_B1 + self._n

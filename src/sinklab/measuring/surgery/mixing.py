@@ -1,14 +1,13 @@
 """How far a change of one token spreads, with and without the first token: over-mixing (2504.02732).
 
-The token at one position is replaced by the next sequence's token at that position, and both sequences are read. After
-every block
+The token at one position is replaced by the next sequence's token at that position. After every block
 
     spread = mean over sequences and later positions t of |h'_t - h_t| / |h_t|
 
 is computed for the unchanged model, and with the first key hidden from all later queries (changes.py), so that no head
-can use it as a sink. Before the first block the spread is 0. The paper removes BOS from the text and shows the norm of
-the difference; in a model with relative positions only, hiding and removing are equivalent. Here the norm is divided by
-the norm of the state, because norms grow from block to block.
+can use it as a sink. Before the first block the spread is 0. The paper removes BOS from the text instead, which is
+equivalent in a model with relative positions only, and reports the norm of the difference. Here it is divided by the
+norm of the hidden state, because norms grow from block to block.
 """
 
 from contextlib import nullcontext
@@ -27,7 +26,7 @@ from sinklab.models.hooks import evaluating, residual_stream, token_norms
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BATCH_SIZE = 4  # sequences, each read twice, by default
+BATCH_SIZE = 4  # default number of sequences, each with two versions
 
 
 def measure_mixing(
@@ -76,7 +75,7 @@ def check_perturbed(position: int, length: int) -> None:
 
 
 def _spread(model: "PreTrainedModel | Transformer", pairs_N2T: Tensor, position: int, batch_size: int) -> list[float]:
-    """Before the first block and after each: the mean over sequences and later positions."""
+    """Compute the spread before the first block and after each, mean over sequences and later positions."""
     adapter, total_M = adapt(model), torch.zeros(())
 
     def change(hidden_BTC: Tensor) -> Tensor:

@@ -1,21 +1,22 @@
 """Numeric checks of the paper's four propositions on a repeated token.
 
-With equal tokens and no position added to them, all embeddings are equal. Then so are all values of the first layer,
-and an average of equal values does not depend on the weights: hidden states stay equal through every layer. With equal
-queries and keys, q.k is the same for every pair, except for the effect of the positional embedding:
+With equal tokens and no absolute positional embedding, all embeddings are equal, and so are all values of the first
+layer. A weighted average of equal values does not depend on the weights, so hidden states stay equal through every
+layer. With equal queries and keys, q.k is the same for every pair, except for the effect of the positional embedding:
 
     1  none             A[t, j] = 1 / t
-    2  relative, t5     A[t, j] = exp(g(t - j)) / sum over i = 1..t of exp(g(t - i)), g the term of the distance
+    2  relative, t5     A[t, j] = exp(g(t - j)) / sum over i = 1..t of exp(g(t - i)), g the bias of a distance
     3  alibi            the same with g(d) = -m d, so that the last key has the largest share
     4  rotary           A[t, j] <= e^(2 xi) / (e^(2 xi) + t - 1), xi = |q| |k| / sqrt(d)
 
 The fourth holds because a rotated product lies in [-xi, xi]: the numerator is at most e^xi, and each of the t - 1 other
-terms of the sum at least e^-xi. Under a window, t is the number of keys in it. So no repeated token is a sink in these
-models, unless xi is large. Positions added to the embedding, learned or not, make the hidden states differ: a sink is
-possible there, and the same check, against 1 / t, fails.
+terms of the sum is at least e^-xi. With a sliding window, t is the number of keys in it. So no repeated token is a sink
+in these models, unless xi is large. Absolute positional embeddings, learned or not, make the hidden states differ: a
+sink is possible, and the check against 1 / t fails.
 
 Rounding errors grow with depth: in bfloat16, hidden states of a real model that should be equal differ by 42 percent.
-So a model is checked in float32 if memory suffices (`in_float32`), and a deviation in lower precision is inconclusive.
+A model is therefore checked in float32 if memory suffices (`in_float32`), and a deviation in lower precision is
+inconclusive.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,8 +52,8 @@ class Matrices:
 
     Attributes:
         attention: attention matrix A (B, H, T, T) of every attention layer.
-        logit_bounds: largest |q_t| |k_j| times the scale, (B, H) per layer, a bound of every |logit|; empty
-            if queries cannot be read.
+        logit_bounds: upper bound of |logit| per layer (B, H): the largest |q_t| |k_j| times the scale; empty if queries
+            cannot be read.
         hidden: residual stream (B, T, C) after every block.
     """
 
@@ -64,11 +65,11 @@ class Matrices:
 def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor) -> Matrices:
     """Compute whole attention matrices of short sequences (memory O(T^2)); the model is restored afterwards.
 
-    Models with intercepted calls are read through their own code: the output for values that are the identity is the
-    matrix. The others return their matrices themselves.
+    For a model whose attention calls are intercepted, the matrix is the attention output for identity values; other
+    models return their matrices.
 
     Raises:
-        SinklabError: the blocks of the model could not be found.
+        SinklabError: if the blocks of the model cannot be found.
     """
     found, adapter = Matrices([], [], []), adapt(model)
     options = {} if isinstance(model, Transformer) else {"use_cache": False}
@@ -85,7 +86,7 @@ def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor
         found.attention.append(replace(layer, value_BGSV=unit_BGTT).output())
         q_BH, k_BG = (x.double().norm(dim=-1).amax(-1) for x in (q_BHTD, k_BGTD))
         products_BH = q_BH * k_BG.repeat_interleave(q_BH.shape[1] // G, 1)
-        found.logit_bounds.append(products_BH * abs(q_BHTD.shape[-1] ** -0.5 if scale is None else scale))
+        found.logit_bounds.append(products_BH * abs(k_BGTD.shape[-1] ** -0.5 if scale is None else scale))
         return layer.output()
 
     if adapter.dispatches:
@@ -103,7 +104,7 @@ def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor
 
 
 def is_coarse(dtype: torch.dtype) -> bool:
-    """Whether a dtype is floating-point with less precision than float32."""
+    """Return True if the dtype is floating-point with less precision than float32."""
     return dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
 
 
@@ -111,8 +112,8 @@ def is_coarse(dtype: torch.dtype) -> bool:
 def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
     """Convert weights and buffers of lower precision to float32 within the `with` block, then restore them.
 
-    A model is not converted if it is quantised, if weights are left on disk, or if half of the free
-    memory does not hold the copies. The dtype of its hidden states shows it.
+    The model is not converted if it is quantised, has weights offloaded to disk, or the copies exceed half of the free
+    memory; the dtype of its hidden states then has less precision than float32.
     """
     weights = [(weight, weight.data) for weight in model.parameters() if is_coarse(weight.dtype)]
     buffers = [
@@ -141,29 +142,29 @@ def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
             setattr(module, name, before)
 
 
-LENGTH = 64  # of the check, at most, by default: whole matrices are kept
+LENGTH = 64  # default length of the check; whole matrices are stored
 NUMBERS: dict[PositionKind, int] = {"none": 1, "relative": 2, "t5": 2, "alibi": 3, "rotary": 4}
 STATEMENTS = {
-    1: "attention to a repeated token is 1/t on every key",
-    2: "attention to a repeated token is the softmax of the terms of the distances",
-    3: "attention to a repeated token is the softmax of the slope times the distances, most on the last key",
-    4: "attention to a repeated token is at most e^(2 xi) / (e^(2 xi) + t - 1), xi = |q| |k| / sqrt(d)",
-    None: "positions added to the embedding make the hidden states of a repeated token differ; no proposition applies",
+    1: "on a repeated token, attention is 1/t on every key",
+    2: "on a repeated token, attention is the softmax of the relative position biases",
+    3: "on a repeated token, attention is the softmax of minus slope times distance, largest on the last key",
+    4: "on a repeated token, attention is at most e^(2 xi) / (e^(2 xi) + t - 1), xi = |q| |k| / sqrt(d)",
+    None: "absolute positional embeddings make the hidden states of a repeated token differ; no proposition applies",
 }
 
 
 def check_propositions(
     model: "PreTrainedModel | Transformer", token: int | Sequence[int], length: int = LENGTH
 ) -> Propositions:
-    """The model's deviation from the paper's proposition on its positional embedding, in float32 if possible.
+    """Compute the model's deviation from the paper's proposition on its positional embedding, in float32 if possible.
 
     Args:
         token: one token id, or several, each checked separately.
-        length: number of repetitions; matrices of this size are kept in memory.
+        length: number of repetitions T; T x T matrices are kept in memory.
 
     Raises:
-        InputError: if there is nothing to repeat, or no proposition covers the model.
-        SinklabError: the blocks of the model could not be found.
+        InputError: if there are no tokens, `length` is below 2, or no proposition covers the model.
+        SinklabError: if the blocks of the model cannot be found.
     """
     ids = [token] if isinstance(token, int) else list(token)
     if not ids or length < 2:
@@ -200,11 +201,11 @@ def check_propositions(
 
 
 def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
-    """The model's positional embedding.
+    """Return the kind of the model's positional embedding.
 
     Raises:
-        InputError: if the propositions do not cover the positional embedding, or attention is not causal
-            softmax on the sequence's own keys.
+        InputError: if the propositions do not cover the positional embedding, or attention is not causal softmax
+            without biases or sink tokens.
     """
     if isinstance(model, Transformer):
         alike, *others = model.config.layer_kinds
@@ -246,7 +247,7 @@ def softmax_of_distances(terms_HT: Tensor) -> Tensor:
 
 
 def _distance_terms(model: "PreTrainedModel | Transformer", kind: PositionKind, heads: int, length: int) -> Tensor:
-    """g of every head and distance, (H, T); zero where positions do not act on the scores."""
+    """Return g for every head and distance, (H, T); zero without a relative position bias."""
     distance_T = torch.arange(length)
     if kind == "alibi":
         ours = isinstance(model, Transformer)
@@ -260,14 +261,13 @@ def _distance_terms(model: "PreTrainedModel | Transformer", kind: PositionKind, 
 
 
 def _spread(hidden_BTC: Tensor) -> float:
-    """The largest |h_t - h_1| / |h_1|."""
     first_B1C = hidden_BTC[:, :1].double()
     tiny = torch.finfo(hidden_BTC.dtype).tiny
     return float(((hidden_BTC - first_B1C).norm(dim=-1) / first_B1C.norm(dim=-1).clamp(min=tiny)).max())
 
 
 def _slack(seen: Matrices) -> float:
-    """The least distance of a score below the bound of proposition 4, of queries that see more than themselves."""
+    """Return the minimum of bound minus attention weight (proposition 4), over queries that see more than one key."""
     least = torch.inf
     for attention_BHTT, xi_BH in zip(seen.attention, seen.logit_bounds, strict=True):
         others_BHT = (attention_BHTT > 0).sum(-1) - 1

@@ -1,4 +1,4 @@
-"""A measurement with its study: changed positions, ablations, mixing, the propositions on repeated tokens."""
+"""Measurement with interventions: changed positional embeddings, ablations, mixing, and propositions."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,17 +26,17 @@ TOKENS = 8  # repeated tokens on which the propositions are checked
 
 @contextmanager
 def changed_positions(model: "PreTrainedModel | Transformer", study: Study, length: int) -> Iterator[list[str]]:
-    """The model with its positions changed, and a note on each change.
+    """Swap or replace the learned positional embeddings in the `with` block; yields a note on each change.
 
     Raises:
-        InputError: no learned positions, or one beyond the sequences.
+        InputError: if the model has no learned positional embeddings, or a position is beyond the sequences.
     """
     notes = []
     check_study(study, length)
     with ExitStack() as stack:
         for change, pair, said in (
-            (swapped_positions, study.swap_position, "the learned positions {} and {} swapped"),
-            (replaced_position, study.replace_position, "learned position {} replaced by {}"),
+            (swapped_positions, study.swap_position, "the learned positions {} and {} were swapped"),
+            (replaced_position, study.replace_position, "learned position {} was replaced by {}"),
         ):
             if pair is not None:
                 stack.enter_context(change(model, *pair))
@@ -45,10 +45,10 @@ def changed_positions(model: "PreTrainedModel | Transformer", study: Study, leng
 
 
 def check_study(study: Study, length: int) -> None:
-    """Refuse a study that is impossible on sequences of `length` tokens in any model.
+    """Check that the interventions are possible on sequences of `length` tokens.
 
     Raises:
-        InputError: an unknown ablation, or a position beyond the sequences.
+        InputError: if an ablation is unknown, or a position is beyond the sequences.
     """
     for name in study.ablate:
         check_ablation(name, length)
@@ -70,18 +70,18 @@ def measure_with_study(
     bos_tokens: int,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure the sequences and run the study; repeated tokens are checked against the propositions.
+    """Measure the sequences and the interventions of `study`; repeated tokens are checked against the propositions.
 
     Args:
         tokens_NT: whole sequences, without padding.
-        options: of the measurement; the ablations are measured without lengths, details, maps, explored heads and
+        options: settings of the measurement; ablations are measured without lengths, details, maps, explored heads and
             gradients.
-        bos_tokens: how many special tokens each sequence begins with.
-        progress: called with (sequences done, sequences in all), those of the ablations included.
+        bos_tokens: number of special tokens at the start of each sequence.
+        progress: called with (finished sequences, total sequences), including those of the ablations.
 
     Raises:
-        InputError: an ablation or a position that the model or the sequences do not have.
-        SinklabError: the model cannot be measured, or an ablation is impossible in it.
+        InputError: if an ablation or a position does not exist in the model or the sequences.
+        SinklabError: if the model cannot be measured, or an ablation is impossible in it.
     """
     model = cast("PreTrainedModel | Transformer", adapter.module)
     plain = {"lengths": (), "details": False, "maps": (), "explore": False, "gradients": False}
@@ -100,10 +100,10 @@ def measure_with_study(
 
     with changed_positions(model, study, tokens_NT.shape[-1]) as notes:
         plans = [plan_ablation(name, model, tokens_NT, bos_tokens) for name in study.ablate]
-        passes += len(plans) + len({plan.first_target for plan in plans} - {2})  # for the losses before
+        passes += len(plans) + len({plan.first_target for plan in plans} - {2})  # for the baseline losses
         measurement = measure(adapter, tokens_NT, options, progress=reached)
         if plans and measurement.loss is None:
-            raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
+            raise InputError("ablations report the change in loss: measure with the loss, on two tokens or more")
         found: dict[str, Any] = {}
         if plans:
             found["ablations"] = measure_ablations(model, tokens_NT, plans, measurement, remeasure)

@@ -1,4 +1,4 @@
-"""Finds the parts of a Hugging Face model and reads its config, without running or loading anything."""
+"""Find the modules of a Hugging Face model and read its config, without running or loading anything."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 
 def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
-    """Which layers of the language model have softmax attention, and which are linear or recurrent."""
+    """Return the layers of the language model with softmax attention, and the linear or recurrent ones."""
     text = config.get_text_config(decoder=True)
     kinds = first_named(text, LAYER_KINDS)
     if not kinds:
-        return LayerKinds(text.num_hidden_layers, tuple(range(1, text.num_hidden_layers + 1)))
+        everywhere = tuple(range(1, text.num_hidden_layers + 1))
+        return LayerKinds(text.num_hidden_layers, everywhere if hasattr(text, "num_attention_heads") else ())
     both = [n for n, kind in enumerate(kinds, 1) if kind.startswith("hybrid")]
     attention = [n for n, kind in enumerate(kinds, 1) if ("attention" in kind and "linear" not in kind) or n in both]
     carrying = [
@@ -30,10 +31,10 @@ def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
 
 
 def attention_layers(config: "PretrainedConfig") -> int:
-    """Number of layers of the language model with softmax attention (not all layers in a hybrid).
+    """Return the number of layers of the language model with softmax attention (not all layers in a hybrid model).
 
     Raises:
-        SinklabError: if no layer has.
+        SinklabError: if there are none.
     """
     count = len(layer_kinds(config).attention)
     if not count:
@@ -42,13 +43,13 @@ def attention_layers(config: "PretrainedConfig") -> int:
 
 
 def query_heads(config: "PretrainedConfig") -> int:
-    """Number of query heads of a layer; the largest number if layers differ."""
+    """Return the number of query heads per layer; the maximum if layers differ."""
     heads = config.get_text_config(decoder=True).num_attention_heads
     return heads if isinstance(heads, int) else max(heads)
 
 
 def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
-    """The blocks of the residual stream in order; empty if they are not stored in one list."""
+    """Return the decoder blocks in order; empty if they are not stored in one list."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
@@ -57,15 +58,15 @@ def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
 
 
 def bodies(model: "PreTrainedModel") -> list[nn.Module]:
-    """The modules whose hidden states the head may read: the base model, and a separate decoder (OPT)."""
+    """Return the modules whose output may be the input of the LM head: the base model, and a separate decoder (OPT)."""
     base, decoder = model.base_model, model.get_decoder()
     return [base] if decoder is base or decoder is model else [base, decoder]
 
 
 def learned_positions(model: nn.Module) -> Tensor | None:
-    """The learned table of positions, (positions, width), a view of the weight with position 1 in row 0; None without.
+    """Return the learned positional embeddings (positions, C), a view of the weight; None if the model has none.
 
-    Rows that no position uses (in OPT the first two) are excluded.
+    Row 0 is position 1; unused rows (the first two in OPT) are excluded.
     """
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in POSITION_TABLES and isinstance(module, nn.Embedding):
@@ -74,7 +75,7 @@ def learned_positions(model: nn.Module) -> Tensor | None:
 
 
 def model_configs(model: "PreTrainedModel") -> "list[PretrainedConfig]":
-    """Every config that some module of the model reads, each once, sub-configs included."""
+    """Return every config of the model's modules, each once, including sub-configs."""
     from transformers import PretrainedConfig
 
     found: dict[int, PretrainedConfig] = {}
@@ -105,15 +106,14 @@ def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[No
 def check_length(config: "PretrainedConfig", length: int) -> None:
     """Check that sequences are not longer than the context in the config.
 
-    That is `max_position_embeddings`, or with linear, dynamic or yarn scaling of the rotary embedding its scaled
-    length.
+    The context is `max_position_embeddings`, or its scaled value with linear, dynamic or yarn RoPE scaling.
 
     Raises:
-        InputError: if they are; the message states the longest possible length.
+        InputError: if they are; the message states the maximum length.
     """
     text = config.get_text_config(decoder=True)
     context = getattr(text, "max_position_embeddings", None)
-    if not context:
+    if not context or context < 0:  # -1 in XLNet: no limit
         return
     for rope in rotary_parameters(config):
         if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
@@ -122,18 +122,18 @@ def check_length(config: "PretrainedConfig", length: int) -> None:
     if length > context:
         raise InputError(
             f"sequences of {length} tokens are beyond the model's context of {context}: "
-            f"give at most --length {context}, or cut the tokens"
+            f"use --length {context} or less, or truncate the tokens"
         )
 
 
 def rotary_parameters(config: "PretrainedConfig") -> list[dict[str, Any]]:
-    """RoPE parameters: one for all layers, or one for each kind of layer; none without rotary."""
+    """Return the RoPE parameters: one dict for all layers, or one per kind of layer; empty without RoPE."""
     given = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return [rope for rope in ((given,) if "rope_type" in given else given.values()) if isinstance(rope, dict)]
 
 
 def rope_depends_on_length(config: "PretrainedConfig", length: int, longest: int) -> bool:
-    """Whether the RoPE scaling differs between sequences of two lengths (`dynamic_rope_update` of transformers)."""
+    """Return True if RoPE scaling differs between sequences of two lengths (transformers' `dynamic_rope_update`)."""
     text = config.get_text_config(decoder=True)
     for rope in rotary_parameters(config):
         kind = rope.get("rope_type")
@@ -145,7 +145,7 @@ def rope_depends_on_length(config: "PretrainedConfig", length: int, longest: int
 
 
 def quantisation(config: "PretrainedConfig") -> str | None:
-    """Quantisation method of a checkpoint's weights ("bitsandbytes", "gptq", ...); None without quantisation."""
+    """Return the quantisation method of the weights ("bitsandbytes", "gptq", ...); None without quantisation."""
     given = getattr(config, "quantization_config", None)
     if not given:
         return None
@@ -154,16 +154,16 @@ def quantisation(config: "PretrainedConfig") -> str | None:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """The device for the model's input tokens: that of the embedding, or its execution device if it is offloaded.
+    """Return the device for input tokens: that of the embedding, or its execution device if it is offloaded.
 
     Raises:
         InputError: if the weights are on the meta device and not offloaded.
     """
-    embedding: Any = getattr(model, "get_input_embeddings", lambda: model)()  # a transformer of ours is on one device
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: model)()  # a sinklab transformer is on one device
     where = next(tensor.device for tensor in (*embedding.parameters(), *model.parameters(), *model.buffers()))
     if where.type != "meta":
         return where
-    hook: Any = getattr(embedding, "_hf_hook", None)  # accelerate's, of an offloaded model
+    hook: Any = getattr(embedding, "_hf_hook", None)  # accelerate's hook of an offloaded model
     for one in getattr(hook, "hooks", (hook,)):
         if getattr(one, "execution_device", None) is not None:
             return torch.device(one.execution_device)
@@ -171,6 +171,6 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def vocabulary_size(model: "PreTrainedModel") -> int:
-    """Rows of the token embedding, which may be quantised."""
+    """Return the number of rows of the token embedding, which may be quantised."""
     embedding: Any = model.get_input_embeddings()
     return embedding.num_embeddings if hasattr(embedding, "num_embeddings") else len(embedding.weight)

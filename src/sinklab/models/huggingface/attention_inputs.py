@@ -1,4 +1,4 @@
-"""The inputs of the attention modules of a model of transformers, found in a pass of a few tokens, changed by hooks."""
+"""Replace the inputs of a Hugging Face model's attention modules with hooks; the modules are found in a trial pass."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,31 +13,30 @@ from sinklab.models.huggingface.anatomy import quantisation
 from sinklab.models.huggingface.gguf import is_unpacked
 from sinklab.models.huggingface.interface import attention_function, read_call
 
-NORM = "norm"  # in the lower-case name of the class of a norm
-HIDDEN = "hidden_states"  # the argument of an attention module, where it is given by name
+NORM = "norm"  # substring of a norm's class name in lower case
+HIDDEN = "hidden_states"  # keyword argument of an attention module
 
 
 def check_differentiable(model: PreTrainedModel) -> None:
-    """Refuse models through which no gradient can be taken.
+    """Check that gradients can be computed through the model.
 
     Raises:
-        InputError: quantised weights, unless they come unpacked from a gguf file, or weights that are not in memory.
+        InputError: if weights are quantised (unpacked GGUF weights are allowed) or offloaded.
     """
     method = quantisation(model.config)
     if method and not (method == "gguf" and is_unpacked(model)):
         raise InputError(
-            f"the weights are quantised ({method}), and gradients through them are not defined: measure the gradients "
-            "of the model without quantisation"
+            f"the weights are quantised ({method}) and do not support gradients: measure the model without quantisation"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise InputError("some weights are offloaded and would be gone before the backward pass: load the whole model")
+        raise InputError("some weights are offloaded, which does not support gradients: load the whole model")
 
 
 def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Module]:
-    """The module of every attention call, in their order; each reads the output of a norm, itself.
+    """Return the attention modules in call order, and check that the input of each is the output of a norm.
 
     Raises:
-        InputError: an attention module reads anything else (the residual stream, as in OLMo 2, or a scaled norm).
+        InputError: if an input is anything else (the residual stream, as in OLMo 2, or a scaled norm output).
     """
     inputs: dict[nn.Module, Tensor | None] = {}
     norms: list[Tensor] = []
@@ -69,15 +68,14 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
     for number, module in enumerate(found, 1):
         if not any(inputs.get(module) is output for output in norms):
             raise InputError(
-                f"attention layer {number} of this {model.config.model_type!r} model does not read the output of a "
-                "norm, of which the gradient is defined: leave out the gradients, or measure a model with a norm "
-                "before each attention"
+                f"gradients are defined at the norm before attention, and attention layer {number} of this "
+                f"{model.config.model_type!r} model has none: leave out the gradients"
             )
     return found
 
 
 def replaced_inputs(modules: list[nn.Module], change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
-    """Inside the block, the n-th module (from 1) reads `change(n, x)` in place of x."""
+    """Replace the input x of the n-th module (from 1) by `change(n, x)` in the `with` block."""
 
     def entering(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:

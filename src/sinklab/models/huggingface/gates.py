@@ -1,9 +1,9 @@
-"""Gates on the attention output of models of transformers: o_proj reads out * sigmoid(logits).
+"""Gates on the attention output of Hugging Face models: the input of o_proj is out * sigmoid(logits).
 
-The logits are rows of the query projection, after the queries of each head (Qwen3-Next, Qwen3.5) or of each key head
-(the models of 2505.06708), or the output of a map of their own (AFMoE, Step 3.7), with a gate for each head or for each
-channel. Names of architectures do not decide: each layout is tried on a few tokens, and used where
-out * sigmoid(logits) is what o_proj reads. Models with gates of another kind have none here.
+The gate logits are rows of the query projection, after the queries of each head (Qwen3-Next, Qwen3.5) or of each key
+head (the models of 2505.06708), or the output of a separate projection (AFMoE, Step 3.7), per head or per channel. The
+layout is not derived from the architecture name: each layout is tried on a few tokens, and used if out *
+sigmoid(logits) equals the input of o_proj. Other kinds of gates are not detected.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,12 @@ from sinklab.models.hooks import hooked
 
 @dataclass(frozen=True)
 class GatePlace:
-    """An attention module that may have gates: the map that may give their logits, and the output projection."""
+    """Projections of an attention module that may have gates.
+
+    Attributes:
+        logits: projection that may compute the gate logits.
+        output: output projection.
+    """
 
     logits: nn.Linear
     output: nn.Linear
@@ -31,13 +36,13 @@ class GatePlace:
 
 @dataclass(frozen=True)
 class GateLayout:
-    """Where the logits of gates are among the outputs of a linear map.
+    """Layout of the gate logits among the outputs of a projection.
 
     Attributes:
-        linear: the map.
-        heads: H.
-        groups: into which its outputs are split; of each the last ones are gates.
-        gates: how many of each group.
+        linear: projection.
+        heads: number of query heads H.
+        groups: number of groups of outputs; the last outputs of each group are gate logits.
+        gates: number of gate logits per group.
     """
 
     linear: nn.Linear
@@ -46,14 +51,14 @@ class GateLayout:
     gates: int
 
     def read(self, output_BTC: Tensor) -> Tensor:
-        """The gates (B, H, T, X) in (0, 1), from the output of the map."""
+        """Compute the gates (B, H, T, X) in (0, 1) from the output of the projection."""
         logits_BTGX = output_BTC.unflatten(-1, (self.groups, -1))[..., -self.gates :]
         exact = logits_BTGX.flatten(-2).to(accumulate_dtype(output_BTC.dtype))
         return torch.sigmoid(exact.unflatten(-1, (self.heads, -1))).transpose(1, 2)
 
 
 def gate_places(model: nn.Module) -> list[GatePlace]:
-    """Attention modules with a map for gates, or with more outputs for queries than the output projection reads."""
+    """Find attention modules with a gate projection, or a query projection that is larger than o_proj's input."""
     found = []
     for module in model.modules():
         output = getattr(module, OUTPUT, None)
@@ -68,10 +73,10 @@ def gate_places(model: nn.Module) -> list[GatePlace]:
 
 @dataclass
 class GateTrial:
-    """One forward pass in which layouts are compared with the input of the output projections.
+    """A forward pass that compares all layouts with the input of the output projections.
 
     Attributes:
-        found: the layouts by attention layer, counted from 1.
+        found: matching layout by attention layer, 1-based.
     """
 
     found: dict[int, GateLayout] = field(default_factory=dict)
@@ -80,17 +85,17 @@ class GateTrial:
     _logits: dict[nn.Linear, Tensor] = field(default_factory=dict)
 
     def attention(self, layer: LayerCall) -> Tensor:
-        """Computes a call as the model does, and keeps its output."""
+        """Compute an attention call as the model does, and store its output."""
         self._out_BHTV = layer.output() if layer.library is None else layer.library.output()
         self._call = layer
         return self._out_BHTV
 
     def projected(self, linear: nn.Linear, output_BTC: Tensor) -> None:
-        """The output of a map that may give logits."""
+        """Store the output of a projection that may compute gate logits."""
         self._logits[linear] = output_BTC
 
     def entering(self, place: GatePlace, x_BTC: Tensor) -> None:
-        """The input of an output projection."""
+        """Compare the layouts with the input of an output projection."""
         logits_BTC = self._logits.pop(place.logits, None)
         if self._call is None or self._out_BHTV is None or logits_BTC is None:
             return
@@ -106,7 +111,6 @@ class GateTrial:
 
 
 def _layouts(place: GatePlace, layer: LayerCall, width: int) -> Iterator[GateLayout]:
-    """Every layout that a map with so many outputs can have."""
     _, H, _, D = layer.call.q_BHTD.shape
     value_width = layer.value_BGSV.shape[-1]
     for gates in dict.fromkeys((value_width, 1)):
@@ -119,7 +123,7 @@ def _layouts(place: GatePlace, layer: LayerCall, width: int) -> Iterator[GateLay
 
 @contextmanager
 def trying_gates(places: Sequence[GatePlace]) -> Iterator[GateTrial]:
-    """A trial of the forward pass inside the block, whose attention calls are computed by `GateTrial.attention`."""
+    """Try the gate layouts in the forward pass of the `with` block, which must use `GateTrial.attention`."""
     trial = GateTrial()
     with hooked(
         handle
@@ -135,7 +139,7 @@ def trying_gates(places: Sequence[GatePlace]) -> Iterator[GateTrial]:
 def watched_gates(
     layouts: dict[int, GateLayout], receive: Callable[[int, Tensor], None]
 ) -> AbstractContextManager[None]:
-    """Inside the block, `receive` gets the gates of these layers in every forward pass, as `Adapter.gated` says."""
+    """Call `receive` with the gates of these layers in every forward pass of the `with` block (see `Adapter.gated`)."""
     return hooked(
         one.linear.register_forward_hook(partial(_read_gates, receive, index, one)) for index, one in layouts.items()
     )

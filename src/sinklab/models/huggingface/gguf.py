@@ -1,15 +1,20 @@
-"""GGUF files, llama.cpp's format: configuration, tokenizer, chat template and weights in one file.
+"""GGUF files (llama.cpp): config, tokenizer, chat template and weights in one file.
 
-transformers reads these files with the packages gguf and accelerate, and unpacks the weights: the model is measured
-with the quantised values in an ordinary dtype, and can be saved.
+transformers reads them with the packages gguf and accelerate and dequantises the weights to an ordinary dtype. It
+(5.23) parses the header, which has the whole vocabulary, separately for config, tokenizer and weights; here it is
+parsed once (`parsed_once`).
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from sinklab.errors import InputError, cause
@@ -25,14 +30,15 @@ SUFFIX = ".gguf"
 
 @dataclass(frozen=True)
 class Gguf:
-    """The header of a file.
+    """Header of a GGUF file.
 
     Attributes:
         path: absolute path of the file.
         architecture: name of the architecture in llama.cpp.
-        types: types of the tensors ("Q4_1", "F32"), ordered by number of weights, largest first.
+        types: tensor types ("Q4_1", "F32") by descending number of weights.
         weights: number of weights.
-        scaled: whether the file has factors for the rotary frequencies (Llama 3.1).
+        scaled: whether the file has RoPE frequency factors (Llama 3.1).
+        reader: parsed header, from the package gguf.
     """
 
     path: Path
@@ -40,39 +46,56 @@ class Gguf:
     types: tuple[str, ...]
     weights: int
     scaled: bool
+    reader: Any = field(repr=False, compare=False)
 
     def notes(self, dtype: str) -> list[str]:
-        """Remarks for the reader of a measurement: the quantisation, and parts that were not read."""
+        """Return notes for the result, on the quantisation and on parts of the file that were not read."""
         main, *others = self.types
         also = f", some tensors {' and '.join(others)}" if others else ""
-        notes = [f"the weights were read from a gguf file ({main}{also}) and unpacked to {dtype}"]
+        notes = [f"the weights were read from a gguf file ({main}{also}) and dequantised to {dtype}"]
         if self.scaled:
             notes.append(
-                "the gguf file has factors for its rotary frequencies (rope_freqs), which transformers does not read: "
-                "far positions are rotated more than in the original"
+                "the gguf file has RoPE frequency factors (rope_freqs), which transformers ignores: "
+                "distant positions are rotated more than in the original"
             )
         return notes
 
     def options(self) -> dict[str, Any]:
-        """Arguments of every from_pretrained of the file's folder.
-
-        The path is absolute: transformers looks for a bare name in the current directory first.
-        """
+        """Return the from_pretrained arguments; transformers looks for a relative path in the current directory."""
         return {"gguf_file": str(self.path)}
 
     def weight_options(self) -> dict[str, Any]:
-        """Arguments for the weights: always unpack them (transformers 5.23 and later can leave them packed)."""
+        """Return the arguments that dequantise the weights (transformers 5.23 and later can leave them quantised)."""
         import transformers
 
         config = getattr(transformers, "GgufConfig", None)
         return {} if config is None else {"quantization_config": config(dequantize=True)}
 
+    @contextmanager
+    def parsed_once(self) -> Iterator[None]:
+        """Make transformers reuse the parsed header and hide its progress bar in the `with` block."""
+        gguf, reading = import_module("gguf"), import_module("transformers.modeling_gguf_pytorch_utils")
+        parse = gguf.GGUFReader
+        replaced = {
+            (gguf, "GGUFReader"): lambda path: self.reader if Path(path) == self.path else parse(path),
+            (gguf, "get_tensor_name_map"): cache(gguf.get_tensor_name_map),  # otherwise rebuilt for every module
+            (reading, "tqdm"): lambda tensors, **_: tensors,
+        }
+        own = {(module, name): getattr(module, name) for module, name in replaced if hasattr(module, name)}
+        try:
+            for module, name in own:
+                setattr(module, name, replaced[module, name])
+            yield
+        finally:
+            for (module, name), value in own.items():
+                setattr(module, name, value)
+
 
 def find_gguf(name_or_dir: str) -> Path | None:
-    """Find the .gguf file of a name: the file itself, or the only one of a directory without other weights; else None.
+    """Return the .gguf file: the name itself, or the only one in a directory without other weights; else None.
 
     Raises:
-        InputError: if there is no such file, or the directory has several.
+        InputError: if the file does not exist, or the directory has several.
     """
     path = Path(name_or_dir).expanduser()
     if path.suffix.lower() == SUFFIX and not path.is_dir():
@@ -84,7 +107,7 @@ def find_gguf(name_or_dir: str) -> Path | None:
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
     if len(files) > 1:
         few = ", ".join([file.name for file in files[:3]] + [".."] * (len(files) > 3))
-        raise InputError(f"{name_or_dir} has {len(files)} .gguf files ({few}): name one of them, such as {files[0]}")
+        raise InputError(f"{name_or_dir} has {len(files)} .gguf files ({few}): pass one of them, such as {files[0]}")
     return files[0].absolute() if files else None
 
 
@@ -104,12 +127,12 @@ def read_header(path: Path) -> Gguf:
                 f"{install_command('gguf')}"
             ) from error
     try:
-        reader = import_module("gguf").GGUFReader(path)
+        reader = _read(path)
         architecture = _value(reader, "general.architecture")
         parts = _value(reader, "split.count", 1)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or cause(error)}") from error
-    except Exception as error:  # the reader can raise anything on corrupt bytes
+    except Exception as error:  # the reader raises various exceptions on damaged files
         raise InputError(
             f"{path} is damaged, truncated, or not a gguf file ({type(error).__name__}: {cause(error)}): copy it again"
         ) from error
@@ -124,11 +147,11 @@ def read_header(path: Path) -> Gguf:
         raise InputError(f"{path} has no weights (a vocabulary only?): use the .gguf file of a model")
     types = tuple(name for name, _ in weights.most_common())
     scaled = any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)
-    return Gguf(path, architecture, types, weights.total(), scaled)
+    return Gguf(path, architecture, types, weights.total(), scaled, reader)
 
 
 def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
-    """Check before unpacking that the weights fit in memory; otherwise the system would kill the process.
+    """Check that the dequantised weights fit in memory; otherwise the system would kill the process.
 
     Raises:
         InputError: if the weights need more memory than is free.
@@ -143,7 +166,7 @@ def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def as_ordinary(model: Any) -> "PreTrainedModel":
-    """The model without gguf attributes, so that it can be saved; its weights are unpacked."""
+    """Remove the GGUF attributes of a dequantised model, so that it can be saved."""
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -151,12 +174,21 @@ def as_ordinary(model: Any) -> "PreTrainedModel":
 
 
 def is_unpacked(model: "PreTrainedModel") -> bool:
-    """Whether the weights of a model that was read from a gguf file are plain numbers."""
+    """Return True if the weights of a model from a GGUF file are dequantised."""
     return not any(hasattr(module, "ggml_type") for module in model.modules())
+
+
+def _read(path: Path | str) -> Any:
+    class Reader(import_module("gguf").GGUFReader):
+        def _get(self, *args: Any, **options: Any) -> Any:
+            self.data = np.asarray(self.data)  # slicing an array is three times as fast as slicing a memmap
+            return super()._get(*args, **options)
+
+    return Reader(path)
 
 
 def _value(reader: Any, key: str, default: Any = None) -> Any:
     field = reader.get_field(key)
     if field is None and default is None:
-        raise ValueError(f"it has no {key}")
+        raise ValueError(f"the file has no {key}")
     return default if field is None else field.contents()

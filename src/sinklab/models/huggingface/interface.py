@@ -1,18 +1,18 @@
-"""transformers' attention interface: registers a function as a model's attention, and parses its calls.
+"""transformers' attention interface: register a function as a model's attention, and parse its calls.
 
-The function is selected by name in the model's configs. The same name is registered for masks with `sdpa_mask`: without
-that, transformers silently drops padding and sliding windows. Rejected: `output_attentions` (forces eager, keeps every
-T x T matrix); patching modules by class name (one patch per architecture).
+The function is selected by name in the model's configs. The same name is registered for masks with `sdpa_mask`;
+otherwise transformers silently drops padding and sliding windows. Rejected alternatives: `output_attentions` (forces
+eager attention, stores every T x T matrix), and patching modules by class name (one patch per architecture).
 
 Models that dispatch through `AttentionInterface` call f(module, q, k, v, mask, scaling=..., **extras) with keys and
 values not repeated over their groups (H query heads, G key heads). The extras change the scores:
 
     softcap         z -> softcap * tanh(z / softcap)                        (Gemma 2)
-    s_aux           a sink logit per head that takes part in the softmax    (gpt-oss)
+    s_aux           sink logit per head, part of the softmax                (gpt-oss)
     position_bias   added to the scores                                     (relative positions)
-    sliding_window  already in the mask, because `sdpa_mask` builds it
-    indices         (B, T, K) keys that a query sees, chosen by an indexer (DeepSeek-V3.2): for names of attention other
-                    than its own the model leaves the selection to the function
+    sliding_window  ignored: already part of the mask from `sdpa_mask`
+    indices         (B, T, K) keys selected by an indexer for each query (DeepSeek-V3.2); the attention function has to
+                    apply the selection
 """
 
 import itertools
@@ -51,7 +51,7 @@ def read_call(
     """Parse the arguments of one call.
 
     Raises:
-        SinklabError: if the attention is not causal or an extra argument is unknown.
+        SinklabError: if the attention is not causal or an extra argument is not supported.
     """
     for name in UNREADABLE_EXTRAS:
         if extras.get(name) is not None:
@@ -62,7 +62,7 @@ def read_call(
     score = compose(softcap(cap) if cap is not None else None, _additive(bias))
     if attention_mask is None or attention_mask.dtype == torch.bool:
         allowed = _allowed(module, attention_mask, extras, key.shape[2] - query.shape[2])
-    else:  # a hidden score has the dtype's lowest number added, or nearly that
+    else:  # masked scores have about the dtype's minimum added
         score = compose(score, _additive(attention_mask))
         allowed = masks.Dense(attention_mask > torch.finfo(attention_mask.dtype).min / 2, later=True)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -94,7 +94,7 @@ def _allowed(module: nn.Module, mask: Tensor | None, extras: dict[str, Any], cac
 
 
 def _selected(mask: Tensor | None, chosen_BTK: Tensor, keys: int) -> Tensor:
-    """The mask (B, 1, T, S) with the chosen keys alone, bool; a query with few keys also chooses later ones."""
+    """Restrict the boolean mask (B, 1, T, S) to the selected keys; a query with few keys also selects later ones."""
     (B, T, _), device = chosen_BTK.shape, chosen_BTK.device
     chosen_BTS = torch.zeros(B, T, keys, dtype=torch.bool, device=device).scatter(-1, chosen_BTK.long(), True)
     if mask is None:
@@ -105,7 +105,7 @@ def _selected(mask: Tensor | None, chosen_BTK: Tensor, keys: int) -> Tensor:
 
 
 def _additive(bias: Tensor | None) -> Score | None:
-    """z + bias[b, h, q, k], batch and head of the bias broadcasting; its queries are the last of the positions."""
+    """Return the score function z + bias[b, h, q, k]; batch and head broadcast, queries are the last positions."""
     if bias is None:
         return None
     rows, heads, queries, keys = bias.shape
@@ -118,7 +118,7 @@ def _additive(bias: Tensor | None) -> Score | None:
 
 @contextmanager
 def attention_function(model: PreTrainedModel, function: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
-    """Compute all attention that the model passes through the interface with `function`, with boolean masks."""
+    """Use `function` for all attention that the model passes through the interface, with boolean masks."""
     name = f"sinklab-{next(_numbers)}"
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)

@@ -1,9 +1,8 @@
-"""Loading a Hugging Face model and its tokenizer; every failure becomes an InputError with advice.
+"""Load a Hugging Face model and its tokenizer; every failure becomes an InputError with advice.
 
-Weights are read from safetensors and gguf files only: pickle files (.bin, .pt) can run code and are never opened. Code
-that a model brings along runs only with `trust_remote_code`. With `--subfolder` the model lies in a folder of a
-directory or of a repository of the hub, its tokenizer there or above: a folder of a directory is joined to its path,
-and the hub is asked for a name and a subfolder, which stay apart until a result is named.
+Weights are read only from safetensors and GGUF files: pickle files (.bin, .pt) can run code and are never opened. A
+model's own code runs only with `trust_remote_code`. With `--subfolder`, the model is in a subfolder of a directory or
+hub repository, and the tokenizer is in the subfolder or in its parent.
 """
 
 import re
@@ -27,23 +26,23 @@ if TYPE_CHECKING:
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-DEVICE_MAP = "map"  # a --device
+DEVICE_MAP = "map"  # value of --device
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w[\w.-]{0,95}(?<![.-])", re.ASCII)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How a model is loaded.
+    """Options for loading a model.
 
     Attributes:
-        dtype: auto (as its files have it, but float32 on a CPU that emulates that, and for gguf files), float32,
-            bfloat16, float16 or float64.
-        device: auto (CUDA if available, else the CPU), cpu, cuda, cuda:N, or map: the weights are spread over
-            cards, memory and disk (accelerate's `device_map="auto"`).
+        dtype: float32, bfloat16, float16, float64, or auto (dtype of the checkpoint, but float32 for GGUF files and on
+            CPUs that emulate the checkpoint's dtype).
+        device: cpu, cuda, cuda:N, auto (CUDA if available, else CPU), or map (weights distributed over GPUs, memory and
+            disk with accelerate's `device_map="auto"`).
         trust_remote_code: run the model's own code.
-        revision: branch, tag or commit of a model of the hub; None for its main branch.
-        subfolder: subfolder of the model; for a directory, the end of its path.
+        revision: branch, tag or commit on the hub; None for the main branch.
+        subfolder: subfolder that contains the model.
         say: called with a message before slow steps.
     """
 
@@ -63,7 +62,7 @@ class Pretrained:
     """A causal language model in evaluation mode, and its tokenizer.
 
     Attributes:
-        notes: remarks on how the model was loaded, shown with results.
+        notes: notes on loading, shown with the results.
         commit: commit on the hub; None for a local model.
     """
 
@@ -79,13 +78,12 @@ def load_pretrained(
     """Load a model and its tokenizer.
 
     Args:
-        name: a directory, a .gguf file or a directory that holds one, or a name on the Hugging Face hub.
+        name: directory, .gguf file or directory that contains one, or name on the Hugging Face hub.
         check: called with the tokenizer before the weights are read, which may take minutes.
 
     Raises:
-        InputError: no such directory, file or name, no config, no weights, only pickled weights, weights that do not
-            fit the config, a gguf file that transformers cannot read, an encoder-decoder, no tokenizer, or one with
-            more tokens than the model.
+        InputError: if the model does not exist, is an encoder-decoder, or its config, tokenizer or weights are missing,
+            inconsistent, pickled or unreadable.
     """
     wanted, target = pick_dtype(loading.dtype), None if loading.device == DEVICE_MAP else pick_device(loading.device)
     source = _find(name, loading)
@@ -104,31 +102,31 @@ def load_pretrained(
         assert isinstance(wanted, torch.dtype)
         check_memory(source.gguf, wanted, target or torch.device("cpu"))
         notes = source.gguf.notes(str(wanted).removeprefix("torch."))
-        loading.say(f"unpacking {source.gguf.path.name} ({source.gguf.types[0]}), which takes a while")
+        loading.say(f"dequantising {source.gguf.path.name} ({source.gguf.types[0]}), which takes a while")
     elif wanted == "auto" and declared is not None and not quantisation(config):
         wanted, notes = _faster_dtype(declared, target)
     load: dict[str, Any] = {"dtype": wanted, "use_safetensors": True, "output_loading_info": True}
     if target is None:
         load["device_map"] = "auto"
-    elif quantisation(config):  # the device it is loaded to is final
+    elif quantisation(config):  # a quantised model cannot be moved later
         load["device_map"] = {"": target}
     with without_bars() if Path(source.place).expanduser().exists() else nullcontext():  # downloads show their progress
         model, info = source.read("weights", AutoModelForCausalLM.from_pretrained, load | source.weight_options())
     if missing := sorted(info["missing_keys"]):
         raise InputError(
             f"the weights of {name} are incomplete: {len(missing)} tensors are missing, such as {missing[0]}. "
-            "Copy the whole model again; untrained weights are not measured."
+            "Copy the whole model again."
         )
     ignored = []
     if unused := sorted(info["unexpected_keys"]):
         ignored.append(
-            f"{len(unused)} tensors of the checkpoint were ignored, such as {unused[0]}: the config has no place for "
-            "them, so what was measured is not the whole checkpoint"
+            f"{len(unused)} tensors of the checkpoint were ignored, such as {unused[0]}: the config has no module for "
+            "them, so only part of the checkpoint was measured"
         )
     largest, rows = max(tokenizer.get_vocab().values()), vocabulary_size(model)
-    if source.gguf is None and largest >= rows:  # a gguf file has both; transformers adds a missing <|endoftext|>
+    if source.gguf is None and largest >= rows:  # for GGUF files, transformers adds a missing <|endoftext|>
         raise InputError(
-            f"the tokenizer of {name} has token ids up to {largest} and the model knows {rows} tokens: "
+            f"the tokenizer of {name} has token ids up to {largest} and the model has {rows} tokens: "
             "it belongs to another model; put the right tokenizer files next to the weights"
         )
     if "device_map" not in load:
@@ -142,13 +140,13 @@ def load_pretrained(
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the parts of a model are read from.
+    """Location of a model's files.
 
     Attributes:
-        name: as entered by the user.
-        place: folder or name on the hub that transformers reads.
-        options: arguments of every from_pretrained.
-        gguf: the gguf file, if it is one.
+        name: model name as entered by the user.
+        place: folder or hub name passed to transformers.
+        options: from_pretrained arguments.
+        gguf: the GGUF file; None for other formats.
     """
 
     name: str
@@ -157,16 +155,17 @@ class _Source:
     gguf: Gguf | None
 
     def read(self, part: str, from_pretrained: Any, more: dict[str, Any] | None = None) -> Any:
-        """Call a from_pretrained; any exception becomes an InputError with advice."""
+        """Call a `from_pretrained` function and convert any exception to an InputError with advice."""
         try:
-            return from_pretrained(self.place, **self.options, **(more or {}))
-        except Exception as error:  # transformers raises OSError, ValueError, KeyError, RuntimeError and its parts' own
+            with nullcontext() if self.gguf is None else self.gguf.parsed_once():
+                return from_pretrained(self.place, **self.options, **(more or {}))
+        except Exception as error:  # transformers raises various exceptions
             why = advice(error, self.place, self.options["revision"], self.gguf and self.gguf.architecture)
             revision = f" at revision {self.options['revision']}" if self.options["revision"] else ""
             raise InputError(f"the {part} of {self.name}{revision} could not be loaded: {why}") from error
 
     def weight_options(self) -> dict[str, Any]:
-        """Arguments for the weights only."""
+        """Return additional from_pretrained arguments for the weights."""
         return {} if self.gguf is None else self.gguf.weight_options()
 
 
@@ -201,28 +200,28 @@ def check_revision(name: str, revision: str | None) -> None:
     """
     if revision is not None and Path(name).expanduser().exists():
         raise InputError(
-            f"--revision {revision} names a version on the Hugging Face hub, and {name} is local: leave it out"
+            f"--revision {revision} is a version on the Hugging Face hub, but {name} is local: leave it out"
         )
 
 
 def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch.dtype | str, list[str]]":
-    """float32 and a note on why, where the device emulates a checkpoint's own dtype; else "auto".
+    """Return float32 and a note if the device emulates the checkpoint's dtype, else "auto".
 
     Args:
-        target: the device; None if the weights are spread, over cards if there are any.
+        target: target device; None if the weights are distributed over several devices.
     """
     faster = float32_if_emulated(own, target or pick_device("auto"))
     if faster == own:
         return "auto", []
     name = str(own).removeprefix("torch.")
     return faster, [
-        f"the weights are {name} and were measured in float32: this processor has no {name} products of its own, "
-        f"and emulates them slowly (--dtype {name} has it do so)"
+        f"the weights are {name} and were measured in float32, because this processor emulates {name} slowly "
+        f"(to use it anyway: --dtype {name})"
     ]
 
 
 def pick_dtype(dtype: str) -> "torch.dtype | str":
-    """The dtype of a --dtype option, or "auto".
+    """Convert the value of --dtype to a torch dtype, or "auto".
 
     Raises:
         InputError: if it is not one of DTYPES.
@@ -233,10 +232,10 @@ def pick_dtype(dtype: str) -> "torch.dtype | str":
 
 
 def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
-    """Check that the config of a model can be read, without reading tokenizer or weights.
+    """Check that the config of a model can be loaded.
 
     Raises:
-        InputError: if there is no such directory or name, or no config.
+        InputError: if the model does not exist or has no config.
     """
     if find_gguf(name) is None:
         from transformers import AutoConfig
@@ -249,7 +248,7 @@ def load_pretrained_tokenizer(name: str, loading: Loading = AS_IT_IS) -> "PreTra
     """Load the tokenizer of a model, without its weights.
 
     Raises:
-        InputError: if there is no such directory, file or name, or no tokenizer.
+        InputError: if the model does not exist or has no tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -257,7 +256,7 @@ def load_pretrained_tokenizer(name: str, loading: Loading = AS_IT_IS) -> "PreTra
 
 
 def check_name(name_or_dir: str) -> None:
-    """Check that a name is a local model or a possible name on the hub, without a request to the hub.
+    """Check that a name is a local model or a valid hub name, without a request to the hub.
 
     Raises:
         InputError: if it is neither; the message lists the kinds of MODEL.
@@ -268,8 +267,8 @@ def check_name(name_or_dir: str) -> None:
         return
     wrong = "is a file" if folder.is_file() else "is not a directory"
     raise InputError(
-        f"{name_or_dir or 'an empty MODEL'} {wrong}: give the directory of a model, a run directory, a .gguf file, or "
-        "a name on the Hugging Face hub such as openai-community/gpt2"
+        f"{name_or_dir or 'an empty MODEL'} {wrong}: pass a model directory, a run directory, a .gguf file, or a name "
+        "on the Hugging Face hub such as openai-community/gpt2"
     )
 
 
@@ -280,46 +279,46 @@ def _check_directory(name_or_dir: str) -> None:
         return
     if not (folder / "config.json").is_file():
         raise InputError(
-            f"{name_or_dir} has no config.json: give the directory of a Hugging Face model, or a run directory "
+            f"{name_or_dir} has no config.json: pass the directory of a Hugging Face model, or a run directory "
             "(which has a recipe.yaml)"
         )
     if any(folder.glob("*.safetensors")):
         return
     if pickled := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
         raise InputError(
-            f"{name_or_dir} has its weights only as {pickled[0]}, a pickle file, which can run code and is never "
-            "loaded. Where you trust it, convert it: save_pretrained of transformers writes model.safetensors."
+            f"{name_or_dir} has its weights only in {pickled[0]}, a pickle file, which can run code and is never "
+            "loaded. If you trust it, convert it to model.safetensors with transformers' save_pretrained."
         )
-    raise InputError(f"{name_or_dir} has a config.json and no weights: put its .safetensors files there as well")
+    raise InputError(f"{name_or_dir} has a config.json but no weights: add its .safetensors files")
 
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "spiece*")
 
 
 def in_subfolder(name: str, subfolder: str | None) -> str:
-    """The path of the subfolder of a local directory; a name on the hub is returned unchanged.
+    """Return the path of the subfolder of a local directory; a hub name is returned unchanged.
 
     Raises:
-        InputError: the subfolder is empty, absolute or leads upwards; the name is that of a file.
+        InputError: if the subfolder is empty, absolute or contains "..", or the name is a file.
     """
     if subfolder is None:
         return name
     parts = PurePosixPath(subfolder).parts
     if not parts or subfolder.startswith("/") or ".." in parts:
-        raise InputError(f"--subfolder {subfolder!r}: give a folder below {name}, such as checkpoints/final")
+        raise InputError(f"--subfolder {subfolder!r}: use a relative path inside {name}, such as checkpoints/final")
     place = Path(name).expanduser()
     if place.is_file():
-        raise InputError(f"--subfolder {subfolder}: {name} is a file; give the directory, or leave --subfolder out")
+        raise InputError(f"--subfolder {subfolder}: {name} is a file; pass the directory, or leave --subfolder out")
     return str(Path(name, *parts)) if place.is_dir() else name
 
 
 def name_in_results(name: str, subfolder: str | None) -> str:
-    """The name of a model in results, with its subfolder, which a path already contains."""
+    """Return the model name for results, including the subfolder of a hub model (a local path already has it)."""
     return name if subfolder is None or _is_local(name) else f"{name}/{subfolder.strip('/')}"
 
 
 def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | None:
-    """The commit of the hub that was read, from its path in the cache; None for a local model."""
+    """Return the hub commit that was loaded, from its cache path; None for a local model."""
     from huggingface_hub import try_to_load_from_cache
 
     if _is_local(name):
@@ -330,14 +329,14 @@ def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | N
 
 
 def tokenizer_options(name: str, place: str, options: Mapping[str, Any], subfolder: str | None) -> dict[str, Any]:
-    """The location of the tokenizer as arguments of from_pretrained: beside the weights, else above the subfolder.
+    """Return the from_pretrained arguments for the tokenizer, next to the weights or in the parent of the subfolder.
 
-    Without any tokenizer file transformers would make an empty tokenizer.
+    Without tokenizer files, transformers would silently create an empty tokenizer.
 
     Args:
-        name: of the model, as entered by the user.
-        place: the local folder of the weights, or a name on the hub.
-        options: for reading the weights.
+        name: model name as entered by the user.
+        place: local folder of the weights, or hub name.
+        options: from_pretrained arguments for the weights.
 
     Raises:
         InputError: if a local folder has no tokenizer.
@@ -353,10 +352,10 @@ def tokenizer_options(name: str, place: str, options: Mapping[str, Any], subfold
         if any(path for pattern in TOKENIZER_FILES for path in one.glob(pattern)):
             return {**beside, "pretrained_model_name_or_path": str(one)}
     if options["trust_remote_code"]:
-        return beside  # it may need no file
+        return beside  # its tokenizer may need no file
     above = "" if len(places) == 1 else f", nor has {places[1]}"
     raise InputError(
-        f"{name} has no tokenizer{above}: put the files of its tokenizer (such as tokenizer.json) beside the weights"
+        f"{name} has no tokenizer{above}: put the tokenizer files (such as tokenizer.json) next to the weights"
     )
 
 
@@ -373,29 +372,29 @@ def _is_local(name: str) -> bool:
 
 
 def advice(error: Exception, place: str, revision: str | None, gguf: str | None) -> str:
-    """A sentence for the user, with the error's own first line in brackets where that helps.
+    """Return advice for an exception of transformers, with the first line of its message if that helps.
 
     Args:
-        place: a folder, or a name on the hub.
+        place: folder or hub name.
         revision: requested revision on the hub.
-        gguf: architecture of the gguf file that was read; None for other files.
+        gguf: architecture of the GGUF file; None for other formats.
     """
     said = str(error)
-    if "ignore_mismatched_sizes" in said:  # and refers to a table that is not shown
-        return "they have other shapes than its config.json says; put the config and the weights of one model there"
+    if "ignore_mismatched_sizes" in said:  # its message refers to a table that is not shown
+        return "their shapes do not match config.json; use the config and the weights of the same model"
     if "trust_remote_code" in said:
-        what = "it brings code of its own; --trust-remote-code runs it, if you trust its author"
+        what = "it needs its own code; if you trust its author, use --trust-remote-code"
     elif "does not recognize this architecture" in said:
-        what = f"transformers {version('transformers')} does not know this type of model; try a newer version"
+        what = f"transformers {version('transformers')} does not support this model type; try a newer version"
     elif isinstance(error, ImportError) or "pip install" in said:
-        what = "install the package that it needs"
+        what = "install the missing package"
     elif gguf is not None:
-        what = f"transformers does not read this gguf file of architecture {gguf!r}"
+        what = f"transformers does not support gguf files of architecture {gguf!r}"
     elif Path(place).expanduser().is_dir():
         what = "check that the directory is complete"
     else:
         revised = "" if revision is None else ", the revision"
-        what = f"check the name{revised} and the connection to the hub, or give the directory of a downloaded model"
+        what = f"check the name{revised} and the connection to the hub, or pass the directory of a downloaded model"
     return f"{what} ({cause(error)})"
 
 

@@ -1,7 +1,7 @@
-"""The loss of a forward pass without all logits in memory, which can need 4 GB for 32,768 tokens.
+"""Loss of a forward pass without storing all logits, which can need 4 GB for 32,768 tokens.
 
-The first call computes one position's logits and the final hidden states; then the model is called on pieces, with its
-body returning the stored hidden states. So everything between body and logits (softcap, scale) is the model's own code.
+The first call computes the final hidden states and the logits of one position. Then the model is called on chunks, with
+its body returning the stored hidden states, so that the code between body and logits (softcap, scale) is the model's.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from sinklab.model.loss import IGNORED
 from sinklab.models.huggingface.anatomy import bodies
 from sinklab.models.memory_budget import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 
-LOGITS_IN_CACHE = 2**20  # whose log-probabilities are computed at a time: 4 MB in float32
+LOGITS_IN_CACHE = 2**20  # logits per chunk of log-probabilities: 4 MB in float32
 
 
 def forward_loss(
@@ -31,12 +31,12 @@ def forward_loss(
     vocabulary: int,
     paused: AbstractContextManager[None],
 ) -> tuple[float, int]:
-    """Run one forward pass: cross-entropy summed over real targets 2..T, in nats, and their number.
+    """Run one forward pass; return the cross-entropy summed over real targets 2..T, in nats, and their number.
 
     Args:
         arguments: arguments passed to the model in addition to the tokens.
         vocabulary: number of rows of the token embedding, for the size of the logits.
-        paused: context entered while only the head runs.
+        paused: context manager entered while only the LM head runs.
     """
     wanted_BT = targets(tokens_BT, real_BT)
     number = int((wanted_BT != IGNORED).sum())
@@ -60,7 +60,7 @@ def forward_loss(
 
 
 def targets(tokens_BT: Tensor, real_BT: Tensor) -> Tensor:
-    """The target of each position, the next token; IGNORED if there is none or either token is padding."""
+    """Return the target (next token) of each position; IGNORED if there is none or either token is padding."""
     both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))
     return F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
 
@@ -68,7 +68,7 @@ def targets(tokens_BT: Tensor, real_BT: Tensor) -> Tensor:
 def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
     """Sum the cross-entropy, in nats, over all targets that are not IGNORED.
 
-    In pieces of a few rows: without a float32 copy of all logits, and within the cache of a CPU.
+    Computed in chunks of a few rows, which fit into the CPU cache and avoid a float32 copy of all logits.
     """
     logits_NV, wanted_N = logits_BTV.flatten(0, 1), wanted_BT.to(logits_BTV.device).flatten()
     rows = max(1, (LOGITS_AT_ONCE_CUDA if logits_NV.is_cuda else LOGITS_IN_CACHE) // logits_NV.shape[1])
@@ -79,18 +79,18 @@ def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
 
 
 def forward_only(model: PreTrainedModel, tokens_BT: Tensor, arguments: dict[str, Any]) -> None:
-    """Run one forward pass without a loss, with the logits of one position only if the model supports that."""
+    """Run one forward pass without a loss; compute the logits of one position only, if the model supports this."""
     few = {"logits_to_keep": 1} if has_piecewise_logits(model) else {}
     model(tokens_BT, **arguments, **few)
 
 
 def has_piecewise_logits(model: PreTrainedModel) -> bool:
-    """Whether the model can compute the logits of some positions, and has a separate body."""
+    """Return True if the model has a separate body and can compute the logits of selected positions."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters and model.base_model is not model
 
 
 class _Body:
-    """The latest output of a body; while `frozen`, the body returns it instead of running."""
+    """Replacement of a body's forward, which returns the latest output instead of running while `frozen`."""
 
     def __init__(self, forward: Any, output: Any) -> None:
         self.frozen = output is not None
@@ -104,7 +104,7 @@ class _Body:
 
 @contextmanager
 def fixed_output(part: nn.Module, output: Any = None) -> Iterator[_Body]:
-    """The body returns this output instead of running; without one, its latest output once it is `frozen`."""
+    """Make the body return `output` instead of running; if None, its latest output once it is `frozen`."""
     own = part.__dict__.get("forward")
     body = _Body(part.forward, output)
     part.__dict__["forward"] = body

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model behind `Adapter`: its attention is replaced by a function of ours."""
+"""`Adapter` of a Hugging Face causal language model, whose attention is computed by a sinklab function."""
 
 import dataclasses
 import inspect
@@ -26,16 +26,16 @@ from sinklab.models.huggingface.interface import attention_function, read_call
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, forward_only, has_piecewise_logits
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
 
-TRIED = 8  # tokens
-MOVED = 5  # positions
+TRIED = 8  # tokens of trial forward passes
+MOVED = 5  # positions by which queries are rotated in a trial
 _dispatch: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 
 
 class HuggingFaceAdapter:
-    """`adapter.Adapter` of a model of transformers.
+    """`Adapter` of a Hugging Face model.
 
     Raises:
-        InputError: its weights are on the meta device.
+        InputError: if the weights are on the meta device.
     """
 
     leading, first_target = 0, 2
@@ -50,26 +50,26 @@ class HuggingFaceAdapter:
         text = model.config.get_text_config(decoder=True)
         given = len(table) if table is not None else getattr(text, "max_position_embeddings", None)
         self.context = int(given or 2048)
-        self.ends = None if table is None else f"its learned table of positions ends at {len(table)}"
-        self._unmoved = frozenset[int]()  # layers without positions, by their calls; `fixed_positions` finds them
+        self.ends = None if table is None else f"its learned positional embeddings end at {len(table)}"
+        self._unmoved = frozenset[int]()  # call indices of layers without positions; set by `fixed_positions`
 
     @property
     def attention_layers(self) -> int:
-        """How many layers have softmax attention.
+        """Number of layers with softmax attention.
 
         Raises:
-            SinklabError: none has.
+            SinklabError: if there are none.
         """
         return anatomy.attention_layers(self.module.config)
 
     @property
     def heads(self) -> int:
-        """Query heads of the layer with most."""
+        """Number of query heads per layer; the maximum if layers differ."""
         return anatomy.query_heads(self.module.config)
 
     @property
     def dispatches(self) -> bool:
-        """Whether its attention uses transformers' interface; tried once where the model does not declare it."""
+        """Whether the model uses transformers' attention interface; found by a trial pass if it does not declare it."""
         if self.module not in _dispatch:
             said = getattr(self.module, "_supports_attention_backend", False)
             _dispatch[self.module] = said or self._dispatches_two_tokens()
@@ -92,18 +92,18 @@ class HuggingFaceAdapter:
         return calls == self.attention_layers
 
     def check_length(self, length: int) -> None:
-        """Refuse sequences beyond the context of the config.
+        """Check that sequences are not longer than the context in the config.
 
         Raises:
-            InputError: with the longest length possible.
+            InputError: if they are; the message states the maximum length.
         """
         anatomy.check_length(self.module.config, length)
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
-        """Refuse ids outside the vocabulary, too long sequences, lengths that need passes of their own.
+        """Check token ids and sequence length, and that all `lengths` can be measured in one forward pass.
 
         Raises:
-            InputError: any of them.
+            InputError: if any of these checks fails.
         """
         vocabulary, T = anatomy.vocabulary_size(self.module), tokens_NT.shape[1]
         low, high = int(tokens_NT.min()), int(tokens_NT.max())
@@ -127,7 +127,7 @@ class HuggingFaceAdapter:
         first_target: int | None,
         paused: AbstractContextManager[None],
     ) -> tuple[Tensor, int]:
-        """One forward pass, and the loss over the real targets."""
+        """Run one forward pass and compute the loss over real targets."""
         arguments: dict[str, Any] = {"use_cache": False}
         if real.padded:  # positions start at the first real token
             arguments["attention_mask"] = real.mask_BT.long()
@@ -147,15 +147,15 @@ class HuggingFaceAdapter:
         return torch.tensor(loss, dtype=torch.float64), targets
 
     def run(self, tokens_BT: Tensor) -> None:
-        """One forward pass, with the logits of one position where the model can compute single ones."""
+        """Run one forward pass; compute the logits of one position only, if the model supports this."""
         forward_only(self.module, tokens_BT, {"use_cache": False})
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """The last hidden state of the model's body."""
+        """Compute the last hidden state of the model's body."""
         return self.module.base_model(tokens_BT, use_cache=False).last_hidden_state
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """By the model's own code between body and logits."""
+        """Compute logits with the model's own code between body and logits."""
         answer = dataclasses.replace(self._body_output, last_hidden_state=hidden_RE[None])
         with ExitStack() as stack:
             for body in anatomy.bodies(self.module):
@@ -166,32 +166,31 @@ class HuggingFaceAdapter:
 
     @cached_property
     def _body_output(self) -> Any:
-        """An output of the body, of one token."""
         return self.module.base_model(self._some_tokens()[:, :1], use_cache=False)
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:
-        """Of the model's config."""
+        """Return the sizes from the model's config."""
         logits = not has_piecewise_logits(self.module)
         return sizes_of_pretrained(self.module.config, matrices=matrices, padded=padded, logits=logits)
 
     def notes(self) -> list[str]:
-        """On quantised weights."""
+        """Return notes on quantised weights."""
         method = anatomy.quantisation(self.module.config)
         if method == "gguf" and is_unpacked(self.module):
-            return ["the weights come from a gguf file and are unpacked"]
-        return [f"the weights are quantised ({method}); dtype is that of the rest"] if method else []
+            return ["the weights come from a gguf file and are dequantised"]
+        return [f"the weights are quantised ({method}); dtype is that of the other weights"] if method else []
 
     def inseparable(self) -> str | None:
-        """Compare the logits of a few intercepted tokens with the model's own."""
+        """Compare the logits of intercepted attention on a few tokens with the model's own logits."""
         why = self._why_inseparable()
         return why and (
-            f"the attention of a {self.module.config.model_type!r} model cannot be taken apart ({why}): assess a model "
-            "that passes its attention through transformers' attention interface, such as those of the Llama family"
+            f"the attention of a {self.module.config.model_type!r} model cannot be replaced ({why}): assess a model "
+            "that uses transformers' attention interface, such as those of the Llama family"
         )
 
     def _why_inseparable(self) -> str | None:
         if not self.blocks or self.module.base_model is self.module:
-            return "its blocks or its head could not be found"
+            return "its blocks or its LM head could not be found"
         tokens_1T, calls = self._some_tokens(), 0
 
         def count(layer: LayerCall) -> Tensor:
@@ -208,24 +207,24 @@ class HuggingFaceAdapter:
                     return f"{calls} of {self.attention_layers} layers use transformers' interface"
                 given_RV = self.logits(hidden_1TE[0]).float()
             except (AttributeError, KeyError, TypeError, ValueError, IndexError, SinklabError) as error:
-                return cause(error)  # the model's own code can raise anything here
+                return cause(error)  # the model's own code may raise any exception
         if (given_RV - expected_RV).abs().max() > 1e-2 * expected_RV.abs().max():
-            return "its logits differ when body and head run separately"
+            return "its logits differ if body and LM head run separately"
         return None
 
     def depends_on_length(self, short: int, long: int) -> bool:
-        """Where its RoPE scaling does."""
+        """Return True if the RoPE scaling differs between the two lengths."""
         return anatomy.rope_depends_on_length(self.module.config, short, long)
 
     def fixed_positions(self) -> str | None:
-        """None if `shift_rope` rotates the queries of every layer, or of some, and the others have no positions."""
+        """Return None if `shift_rope` reproduces the rotation in every layer that has positional embeddings."""
         shift = shift_rope(self.module)
         if shift is None:
             return "it has no single rotary embedding for all layers"
         tokens_1T = self._some_tokens()
         places_T = torch.arange(tokens_1T.shape[1], device=self.device)
         queries: list[list[Tensor]] = []
-        # Hidden states depend on distances alone, so that queries of all layers are the same but for their rotation.
+        # Hidden states depend only on distances, so queries at other positions differ only by their rotation.
         with evaluating(self.module), self.intercepted(lambda layer: _kept(layer, queries[-1])):
             for moved in (0, MOVED):
                 queries.append([])
@@ -235,11 +234,11 @@ class HuggingFaceAdapter:
             still = float((before - after).abs().max())
             rotated = float((shift(before, torch.full_like(places_T, MOVED)) - after).abs().max())
             if min(still, rotated) > max(still, rotated) / 4:
-                return "its rotary embedding is of a kind that is not known"
+                return "its rotary embedding is of an unknown kind"
             if still < rotated:
                 unmoved.add(index)
         if len(unmoved) == len(queries[0]):
-            return "its queries have no rotary positions"
+            return "its queries have no rotary embedding"
         self._unmoved = frozenset(unmoved)
         return None
 
@@ -248,7 +247,7 @@ class HuggingFaceAdapter:
         return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
-        """Of all logits at once."""
+        """Compute the loss from all logits at once."""
         logits_BTV, wanted_BT = self.module(tokens_BT, use_cache=False).logits, tokens_BT[:, first_target - 1 :]
         logits_NV = logits_BTV[:, first_target - 2 : -1].flatten(0, 1)
         exact_NV = logits_NV.to(accumulate_dtype(logits_NV.dtype))
@@ -256,22 +255,22 @@ class HuggingFaceAdapter:
         return torch.nn.functional.cross_entropy(exact_NV, wanted_N, reduction="sum"), len(wanted_N)
 
     def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
-        """The inputs of the attention modules.
+        """Replace the inputs of the attention modules.
 
         Raises:
-            InputError: as `check_differentiable` and `attention_modules` of attention_inputs.py, or a model without
-                transformers' attention interface.
+            InputError: see `check_differentiable` and `attention_modules`; also if the model does not use transformers'
+                attention interface.
         """
         check_differentiable(self.module)
         if not self.dispatches:
             raise InputError(
-                f"a {self.module.config.model_type!r} model does not pass its attention through transformers' "
-                "attention interface, by which its attention modules are found: leave out the gradients"
+                f"the attention modules of a {self.module.config.model_type!r} model cannot be found, because it does "
+                "not use transformers' attention interface: leave out the gradients"
             )
         return replaced_inputs(attention_modules(self.module, self._some_tokens()), change)
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """The gates on the output that gates.py finds; none where the attention cannot be intercepted."""
+        """Report the output gates found by gates.py; none if the attention cannot be intercepted."""
         places = gate_places(self.module) if self.dispatches else []
         return watched_gates(self._tried_gates(places) if places else {}, receive)
 
@@ -282,7 +281,7 @@ class HuggingFaceAdapter:
 
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """All attention that the model passes through transformers' interface is computed by `handler`."""
+        """Compute all attention calls of transformers' attention interface with `handler`."""
         shift, outermost, calls = shift_rope(self.module), None, 0
 
         def entering(module: nn.Module, _: Any) -> None:
@@ -320,14 +319,14 @@ def _kept(layer: LayerCall, queries: list[Tensor]) -> Tensor:
 
 
 def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
-    """Half-split rotation of what the rotary embedding turns; None unless there is one embedding for all layers."""
+    """Return a function that applies the model's RoPE rotation (half-split); None if layers have different ones."""
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ROTARY_EMBEDDING]
     if len(found) != 1 or "layer_type" in inspect.signature(found[0].forward).parameters:  # as in Gemma 3
         return None
 
     def shift(x_BHLD: Tensor, by_L: Tensor) -> Tensor:
         cos_LR, sin_LR = (table[0].float() for table in found[0](x_BHLD.float(), by_L[None].to(x_BHLD.device)))
-        scale_LR = (cos_LR.square() + sin_LR.square()).sqrt()  # yarn and longrope scale as they rotate
+        scale_LR = (cos_LR.square() + sin_LR.square()).sqrt()  # yarn and longrope also scale
         turned, rest = x_BHLD[..., : cos_LR.shape[-1]].float(), x_BHLD[..., cos_LR.shape[-1] :]
         first, second = turned.chunk(2, -1)
         turned = (turned * cos_LR + torch.cat((-second, first), -1) * sin_LR) / scale_LR

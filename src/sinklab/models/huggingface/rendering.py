@@ -1,9 +1,9 @@
-"""Conversations as text: chat templates, rendered in a separate process with limits on time and memory.
+"""Render conversations with chat templates, in a separate process with limits on time and memory.
 
 A chat template is a program shipped with a model. Jinja's sandbox blocks files and network, but not infinite loops or
-unlimited memory, and a thread cannot be stopped. So a second process renders, with transformers' sandbox and without
-torch or the model. The system ends it after SECONDS of processor time for one conversation and limits its memory to
-MEMORY (not enforced on macOS, where only the time limit applies). It is started once and renders all conversations.
+unlimited memory, and a thread cannot be stopped. Templates are therefore rendered in one separate process, with
+transformers' sandbox and without torch or the model. The system ends it after SECONDS of processor time per
+conversation, and limits its memory to MEMORY (not enforced on macOS).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SECONDS = 10
 MEMORY = 2 * 2**30  # bytes
-CHARACTERS = 2**24  # of output beyond REPEATED times those of the conversation
+CHARACTERS = 2**24  # maximum output in addition to REPEATED times the input
 REPEATED = 4
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy's threads would count as memory
@@ -52,19 +52,18 @@ def render_chat(
     where: str,
     *,
     generation_prompt: bool = False,
-    remedy: str = "take it out of the text",
+    remedy: str = "remove it from the text",
 ) -> Rendered:
     """Render a conversation with the chat template of a tokenizer.
 
     Args:
         where: name of the conversation in errors.
         generation_prompt: append the beginning of the assistant's next message.
-        remedy: advice after a refusal.
+        remedy: advice appended to error messages.
 
     Raises:
-        InputError: if the template fails, does not end or exceeds the limits, or there are several templates and none
-            is the default.
-        SinklabError: if no process can be started.
+        InputError: if the template fails or exceeds the limits, or there are several templates without a default.
+        SinklabError: if the process cannot be started.
     """
     conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
@@ -82,20 +81,18 @@ def render_chat(
     except ValueError as error:
         answer, why = {}, cause(error)
     if why is not None:
-        raise InputError(f"{where}: the model's chat template refuses this conversation ({why}): {remedy}")
+        raise InputError(f"{where}: the model's chat template rejects this conversation ({why}): {remedy}")
     return Rendered(answer["text"], [(start, end) for start, end in answer["marked"]])
 
 
 class _Process:
-    """The rendering process, shared by all threads."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._complaints: IO[bytes] | None = None
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Send a line and return the response; an `error` if the process ended."""
+        """Send a line and return the response, which has the key `error` if the process ended."""
         with self._lock:
             process = self._process or self._start()
             assert process.stdin is not None
@@ -106,7 +103,7 @@ class _Process:
                     process.stdin.write(line + "\n")
                     process.stdin.flush()
                     answer = process.stdout.readline()
-            except BaseException:  # Ctrl-C: the pending response would be read as that to the next line
+            except BaseException:  # Ctrl-C: the pending response would be read as the response to the next line
                 process.kill()
                 self._forget(process)
                 raise
@@ -122,7 +119,7 @@ class _Process:
                 stdout=subprocess.PIPE,
                 stderr=self._complaints,
                 env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-                start_new_session=True,  # Ctrl-C is for this process alone
+                start_new_session=True,  # keeps Ctrl-C from the child process
                 encoding="ascii",
             )
         except OSError as error:
@@ -130,7 +127,6 @@ class _Process:
         return self._process
 
     def _forget(self, process: "subprocess.Popen[str]") -> tuple[int, str]:
-        """The exit status and standard error of a process that has ended."""
         assert self._complaints is not None
         self._process, status = None, process.wait()
         with contextlib.suppress(BrokenPipeError), process:
@@ -142,9 +138,9 @@ class _Process:
 
 def _what_ended(status: int, said: str) -> str:
     if status == -signal.SIGPROF:
-        return f"it has not ended after {SECONDS} seconds of processor time"
+        return f"it did not end within {SECONDS} seconds of processor time"
     if status < 0:
-        return f"the process that renders it was ended by {signal.Signals(-status).name}"
+        return f"the rendering process was ended by {signal.Signals(-status).name}"
     raise SinklabError(f"the process that renders chat templates ended with status {status}: {said[-400:]}")
 
 
@@ -152,11 +148,11 @@ _PROCESS = _Process()
 
 
 def serve() -> None:
-    """Render the conversations on standard input, a line of JSON each, until it is closed."""
+    """Render conversations from standard input, one JSON object per line, until it is closed."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     for line in sys.stdin:
         asked = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
@@ -173,15 +169,15 @@ def serve() -> None:
             else:
                 answer = json.dumps({"text": text, "marked": marked[0] if marked else []})
         except MemoryError:
-            answer = json.dumps({"error": f"it asks for more than {MEMORY / 2**30:.0f} GiB of memory"})
-        except Exception as error:  # a template can raise anything
+            answer = json.dumps({"error": f"it needs more than {MEMORY / 2**30:.0f} GiB of memory"})
+        except Exception as error:  # a template may raise any exception
             answer = json.dumps({"error": _sentence(error)})
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)
 
 
 def _sentence(error: Exception) -> str:
-    """The message of a template's own error; for other errors with their type."""
+    """Return the message of an error; errors not raised by the template itself include their type."""
     from jinja2 import TemplateError
 
     said = cause(error)[:400]
@@ -197,24 +193,24 @@ def _limit_memory() -> None:
 
 
 class Conversations:
-    """Renders conversations, and records how for the notes of a measurement.
+    """Renders conversations as text, with notes for the result.
 
     Args:
-        tokenizer: tokenizer whose chat template is applied; without a template or with None, lines `role: content`.
-        keep_bos: keep the BOS that a template writes first; otherwise it is removed, so that it is not doubled.
+        tokenizer: tokenizer whose chat template is applied; without a template, lines `role: content` are written.
+        keep_bos: keep the BOS written by the template; by default it is removed to avoid a second BOS.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None, keep_bos: bool = False) -> None:
         self._tokenizer, self._keep_bos = tokenizer, keep_bos
         self._seen = False
         self.bos = False
-        """Whether a template's own BOS was kept."""
+        """Whether a BOS written by the template was kept."""
 
     def render(self, messages: list[Message], where: str) -> str:
         """Render one conversation as text.
 
         Raises:
-            InputError: the chat template fails on it or does not end; `where` names the row.
+            InputError: if the chat template fails or does not end; the message contains `where`.
         """
         self._seen = True
         if not self._templated:
@@ -229,12 +225,12 @@ class Conversations:
         return rendered
 
     def notes(self) -> list[str]:
-        """How conversations were written; empty if there were none."""
+        """Return a note on the rendering; empty if there were no conversations."""
         if not self._seen:
             return []
         if self._templated:
-            return ["conversations were written with the model's chat template"]
-        return ["conversations were written as plain lines `role: content`: the model has no chat template"]
+            return ["conversations were rendered with the model's chat template"]
+        return ["conversations were rendered as plain lines `role: content`: the model has no chat template"]
 
     @property
     def _templated(self) -> bool:

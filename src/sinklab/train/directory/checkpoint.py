@@ -5,8 +5,8 @@
     state.json             `TrainState`, the run's hash, and the shape of every tensor
     SHA256SUMS             checksums of the other files, as `sha256sum --check` reads them; written last
 
-`find_checkpoint` logs a checkpoint that was damaged later (a bad disk, a half copy, a stray file) and takes the one
-before it.
+`find_checkpoint` skips a damaged checkpoint (disk error, incomplete copy, stray file) with a log message and returns
+the one before it.
 """
 
 import json
@@ -30,18 +30,18 @@ from sinklab.train.world import ALONE, World
 T = TypeVar("T")
 STATE, SUMS = "state.json", "SHA256SUMS"
 Hashes = str | tuple[str, ...]
-"""Of the runs that a checkpoint may belong to."""
+"""Hash or hashes of the runs that a checkpoint may belong to."""
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class TrainState:
-    """The state of a run besides weights and optimiser.
+    """Training state other than weights and optimiser state.
 
     Attributes:
-        step: updates done; also the index of the next batch.
-        loss_sum, loss_count: training loss since the last evaluation, nats per token.
-        grad_norm: of the last update, before clipping.
+        step: number of updates done; also the index of the next batch.
+        loss_sum, loss_count: sum and count of the training losses since the last evaluation, nats per token.
+        grad_norm: gradient norm of the last update, before clipping.
     """
 
     step: int = 0
@@ -60,14 +60,13 @@ def save_checkpoint(
     world: World = ALONE,
     previous: Path | None = None,
 ) -> Path:
-    """Write `folder/step_N`, all processes together, and then remove all but the newest `keep` checkpoints.
+    """Write `folder/step_N`, then remove all but the newest `keep` checkpoints. Called by all processes.
 
     Args:
-        previous: the newest valid one so far, where known; those between the two are damaged, and removed.
+        previous: newest valid checkpoint so far, if known; any between it and the new one are damaged and are removed.
 
     Raises:
-        SinklabError: the disk is full or not writable, or not the same for all processes; earlier checkpoints are
-            untouched.
+        SinklabError: if the disk is full, not writable or not shared by all processes; earlier checkpoints are kept.
     """
     target = folder / f"step_{state.step:08d}"
     aside = folder / f".{target.name}.new"
@@ -106,14 +105,14 @@ def remove_leftovers(folder: Path) -> None:
 def find_checkpoint(
     folder: Path, model: nn.Module, run_hash: Hashes | None = None, at_most: int | None = None
 ) -> Path | None:
-    """The newest valid checkpoint for `model`, None if there is no checkpoint; damaged ones are logged by name.
+    """Return the newest valid checkpoint for `model`, or None if there is no checkpoint. Damaged ones are logged.
 
     Args:
-        run_hash: of the run that it must belong to; any run unless given.
-        at_most: the last step that is looked at.
+        run_hash: hash of the run that the checkpoint must belong to; default: any run.
+        at_most: highest step to consider.
 
     Raises:
-        SinklabError: there are checkpoints, and none of them is valid.
+        SinklabError: if there are checkpoints but none is valid.
     """
     damaged = []
     for checkpoint in reversed(_checkpoints(folder)):
@@ -122,7 +121,7 @@ def find_checkpoint(
         reason = defect(checkpoint, model, run_hash)
         if reason is None:
             return checkpoint
-        if not checkpoint.is_dir():  # the run is in progress: it has saved a newer one and removed this
+        if not checkpoint.is_dir():  # removed by the training process after a newer save
             return find_checkpoint(folder, model, run_hash, at_most)
         damaged.append(f"{checkpoint} {reason}")
         log.warning("checkpoint %s: it is skipped", damaged[-1])
@@ -141,12 +140,15 @@ def take_newest(
     run_hash: Hashes | None = None,
     at_most: int | None = None,
 ) -> tuple[Path, T] | None:
-    """The checkpoint of `find_checkpoint` and the result of `load` on it; None if there is no checkpoint.
+    """Find the newest valid checkpoint and load it; None if there is no checkpoint.
 
-    For readers without the run's lock: a checkpoint that the run removes meanwhile is replaced by a newer one.
+    For readers without the run's lock: if training removes the checkpoint before it is loaded, a newer one is tried.
+
+    Returns:
+        The checkpoint's path and the result of `load`.
 
     Raises:
-        SinklabError, OSError: as `find_checkpoint` and `load`.
+        SinklabError, OSError: raised by `find_checkpoint` and `load`.
     """
     while (checkpoint := find_checkpoint(folder, model, run_hash, at_most)) is not None:
         try:
@@ -158,10 +160,10 @@ def take_newest(
 
 
 def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> TrainState:
-    """Load the weights of a checkpoint of `find_checkpoint`; all processes together.
+    """Load the weights of a valid checkpoint. Called by all processes.
 
     Raises:
-        SinklabError: a file cannot be read.
+        SinklabError: if a file cannot be read.
     """
     tensor_store.read_tensors(checkpoint, tensor_store.model_tensors(model), together=world.size > 1)
     return TrainState(**read_state(checkpoint)["state"])
@@ -170,10 +172,10 @@ def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> Tr
 def load_checkpoint(
     checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World = ALONE
 ) -> TrainState:
-    """Load weights and the state of a new optimiser, bit for bit as they were saved; all processes together.
+    """Restore weights and optimiser state exactly. `optimizer` has no state yet. Called by all processes.
 
     Raises:
-        SinklabError: a file cannot be read.
+        SinklabError: if a file cannot be read.
     """
     stored = [name for name in read_state(checkpoint)["tensors"] if name.startswith(tensor_store.OPTIMIZER)]
     if stored:
@@ -188,7 +190,7 @@ def _create_empty(folder: Path) -> None:
 
 
 def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
-    """Write state and checksums beside the tensors, and rename the folder."""
+    """Write state.json and the checksums, then rename the folder."""
     try:
         stored = tensor_store.stored_shapes(aside)
     except (ValueError, SafetensorError) as error:
@@ -207,7 +209,7 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
 
 
 def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) -> None:
-    """Keep `newest` and valid ones before it: those after `previous`, or after `newest`, are damaged."""
+    """Keep `newest` and valid earlier checkpoints, `keep` in total; others later than `previous` are damaged."""
     checkpoints = _checkpoints(folder)
     valid = [path for path in checkpoints if path < newest and (previous is None or path <= previous)]
     for path in set(checkpoints) - set([*valid, newest][-keep:]):
@@ -215,7 +217,7 @@ def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) ->
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename first, so that a kill does not leave half a checkpoint under a valid name."""
+    """Rename before deleting, so that a killed process never leaves an incomplete checkpoint under a valid name."""
     aside = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.replace(aside)
@@ -223,7 +225,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """All folders with a checkpoint's name, oldest first."""
+    """Return all folders with a checkpoint's name, oldest first."""
     for _ in range(3):  # a listing during a rename may miss both the old and the new name
         if found := sorted(path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()):
             return found
@@ -231,7 +233,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def steps_saved(folder: Path) -> list[int]:
-    """The steps of all checkpoints, valid or not, oldest first."""
+    """Return the steps of all checkpoints, valid or not, oldest first."""
     return [step_of(checkpoint) for checkpoint in _checkpoints(folder)]
 
 
@@ -244,7 +246,7 @@ def _flush(path: Path) -> None:
 
 
 def defect(checkpoint: Path, model: nn.Module, run_hash: Hashes | None) -> str | None:
-    """The first defect of a checkpoint as the rest of a sentence, None if it is valid."""
+    """Describe the first defect of a checkpoint, such as "has no state.json"; None if the checkpoint is valid."""
     try:
         return _wrong_file(checkpoint) or _wrong_state(checkpoint, run_hash) or _wrong_tensor(checkpoint, model)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
@@ -294,10 +296,10 @@ def _wrong_tensor(checkpoint: Path, model: nn.Module) -> str | None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The contents of state.json."""
+    """Read state.json of a checkpoint."""
     return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Return the step in a checkpoint's folder name."""
     return int(checkpoint.name.removeprefix("step_"))

@@ -1,4 +1,4 @@
-"""env.json: the hash of a directory's run, and the versions and machine that started it."""
+"""env.json of a run directory: the run's hash, package versions and machine."""
 
 import json
 import platform
@@ -25,10 +25,10 @@ ORIGIN = {f"data.{key}" for key in DATA_ORIGIN}
 
 
 def read_environment(directory: Path) -> dict[str, Any]:
-    """env.json of a run directory; empty if the file is missing.
+    """Read env.json of a run directory; an empty dict if the file is missing.
 
     Raises:
-        SinklabError: it is damaged.
+        SinklabError: if env.json is damaged.
     """
     path = directory / ENVIRONMENT
     try:
@@ -47,26 +47,26 @@ class _ShorterRun(ReadDocument):
 
 
 class _Identity(ReadDocument):
-    """Keys of env.json that the run depends on."""
+    """Keys of env.json that identify the run."""
 
     hash: str
     continues: tuple[_ShorterRun, ...] = ()
 
 
 def recorded_hash(directory: Path) -> str | None:
-    """The hash of a directory's run, None if there is no run; raises as `read_environment`."""
+    """Return the hash of a directory's run, or None if there is no run; raises as `read_environment`."""
     return read_environment(directory).get("hash")
 
 
 def earlier_hashes(directory: Path) -> tuple[str, ...]:
-    """Hashes of the shorter runs that a directory's run extends; raises as `read_environment`."""
+    """Return the hashes of the shorter runs that a directory's run extends; raises as `read_environment`."""
     return tuple(run["hash"] for run in read_environment(directory).get("continues", ()))
 
 
 def difference(path: Path, recipe: Recipe) -> str:
-    """The first settings in which a recipe differs from that of a file, in brackets.
+    """Describe the first three settings in which a recipe differs from that of a file, in brackets.
 
-    The origin of the data is named last; settings that do not change the result are left out.
+    The source of the data is named last; settings that do not change the result are left out.
     """
     try:
         there = load_recipe(str(path))
@@ -78,7 +78,7 @@ def difference(path: Path, recipe: Recipe) -> str:
         key=lambda key: _is_below(key, ORIGIN),
     )
     shown = ", ".join(f"{key} is {old.get(key)} there and {new.get(key)} here" for key in differing[:3])
-    return f" ({shown})" if shown else " (the text, the tokenizer or the version of sinklab is another)"
+    return f" ({shown})" if shown else " (the text, the tokenizer or the version of sinklab differs)"
 
 
 def _is_below(key: str, parts: Collection[str]) -> bool:
@@ -86,7 +86,7 @@ def _is_below(key: str, parts: Collection[str]) -> bool:
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:
-    """The environment of a run that starts now: versions, device, threads, commit, command, time (UTC)."""
+    """Collect the environment of a new run: versions, device, threads, commit, command, time (UTC)."""
     device = pick_device(recipe.train.device)
     return {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -106,7 +106,7 @@ def environment(recipe: Recipe) -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """The output of git for the package's folder; None if sinklab does not run from a checkout."""
+    """Run git in the package's folder and return its output; None if sinklab does not run from a checkout."""
     try:
         package = Path(sinklab.__file__).parent
         result = subprocess.run(["git", "-C", package, *arguments], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a run appends a line per evaluation; resumed runs and reports read it."""
+"""metrics.jsonl of a run: one line per evaluation."""
 
 import gzip
 import json
@@ -19,31 +19,33 @@ log = logging.getLogger(__name__)
 
 
 class Evaluation(ReadDocument):
-    """One evaluation of a run. Values that another version did not write, or that were not finite, are None or empty.
+    """One evaluation of a run. Values that were not recorded or not finite are None or empty.
 
     Attributes:
-        step: updates made.
-        tokens: trained on so far.
-        train_loss: mean cross-entropy over the batches since the evaluation before, nats per token.
+        step: number of updates so far.
+        tokens: number of training tokens so far.
+        train_loss: mean cross-entropy over the batches since the previous evaluation, nats per token.
         valid_loss: cross-entropy on held-out documents, nats per token.
-        valid_added_losses: on the same, each loss that training adds to it (`losses` of a recipe), weighted, by name.
-        sink_rate: percent of (sequence, layer, head) triples, position 1 first.
-        sink_rate_visible: the same of the mean over the queries that may see a key; None if both are the same.
-        sink_rate_bias: percent, of a bias, sink logit or sink token.
+        valid_added_losses: weighted value of each auxiliary loss (`losses` of a recipe) on the same documents, by name.
+        sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples.
+        sink_rate_visible: `sink_rate` with alpha averaged over the queries that can see the key; None if both are
+            equal.
+        sink_rate_bias: sink rate of an added bias, sink logit or sink token, percent.
         sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
-        sink_rate_eps, sink_rate_visible_eps: Sink_1 by threshold ("0.3", "0.2", "0.4"), percent; the latter None if
-            sink_rate_visible is.
-        sink_rate_bias_eps: sink_rate_bias by threshold; None if that is.
-        sink_rate_window_start: percent, of the first key of a window that has moved on; None if there is none.
-        norm_ratio_before_norm, norm_ratio_sink_token: as hidden_norm_ratio, of what enters the norms of a post-norm
-            model, and of the first learned position in front; None elsewhere.
+        sink_rate_eps, sink_rate_visible_eps: Sink_1 by threshold ("0.3", "0.2", "0.4"), percent; the second is None if
+            `sink_rate_visible` is.
+        sink_rate_bias_eps: `sink_rate_bias` by threshold; None if `sink_rate_bias` is.
+        sink_rate_window_start: sink rate of the first key of a sliding window that excludes position 1, percent; None
+            without a window.
+        norm_ratio_before_norm: `hidden_norm_ratio` of the inputs of the norms of a post-norm model; else None.
+        norm_ratio_sink_token: `hidden_norm_ratio` of the first sink token; None without sink tokens.
         importance_first_heads: alpha of the first position, mean over sequences, by attention layer and head (0..1).
-        hidden_norm_ratio: |h_1| over the mean of the others, before the first block and after every block; infinite,
-            and null in the file, where the others are 0.
-        lr: of the last update.
-        grad_norm: of the last update, before clipping.
-        tokens_per_second: of the updates since the evaluation before; None if another process made them.
-        mfu: share of the peak operations per second (0..1).
+        hidden_norm_ratio: |h_1| over the mean |h_t| of the other positions, before the first block and after every
+            block; infinite (null in the file) if the other norms are 0.
+        lr: learning rate of the last update.
+        grad_norm: gradient norm of the last update, before clipping.
+        tokens_per_second: training throughput since the previous evaluation; None if another process did the updates.
+        mfu: model FLOPs utilisation (0..1).
         stall_share: share of the time spent waiting for batches (0..1).
     """
 
@@ -74,7 +76,7 @@ class Evaluation(ReadDocument):
 
     @property
     def rate_layers(self) -> list[float | None]:
-        """Of each layer with attention, the rate of the head that sinks most often; None if none is known."""
+        """Highest sink rate of all heads, per attention layer; None if unknown."""
         return [max((one for one in rates if one is not None), default=None) for rates in self.sink_rate_heads or ()]
 
     @property
@@ -84,14 +86,14 @@ class Evaluation(ReadDocument):
 
 
 class History:
-    """metrics.jsonl of a run while it is written; of several processes only the first writes it."""
+    """Writer of metrics.jsonl during training; only the first process writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._text = ""
 
     def begin(self, rows: list[dict[str, Any]]) -> None:
-        """Make the file hold these evaluations and no others."""
+        """Replace the file's contents by these evaluations."""
         self._text = "".join(json.dumps(row) + "\n" for row in rows)
         if self.path.exists() and not self._is_whole():
             write_text(self.path, self._text)
@@ -100,7 +102,7 @@ class History:
         """Append an evaluation and flush it to the disk.
 
         Raises:
-            SinklabError: the file cannot be written.
+            SinklabError: if the file cannot be written.
         """
         self.keep()
         line = json.dumps(row)
@@ -108,10 +110,10 @@ class History:
         self._text += line + "\n"
 
     def keep(self) -> None:
-        """Write the file again where it was changed or removed since the last write, so that no evaluation is lost.
+        """Restore the file if it was changed or removed since the last write, so that no evaluation is lost.
 
         Raises:
-            SinklabError: it cannot be written.
+            SinklabError: if the file cannot be written.
         """
         if not self._text or self._is_whole() or not self.path.parent.is_dir():
             return
@@ -127,21 +129,21 @@ class History:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run as they were written; a last line torn by a kill is left out.
+    """Read the evaluations of a run as dicts; an incomplete last line is left out.
 
     Raises:
-        SinklabError: another line is no evaluation, or the file cannot be read.
+        SinklabError: if another line is invalid or the file cannot be read.
     """
     return list(_rows(path).values())
 
 
 def read_history(path: Path) -> list[Evaluation]:
-    """The evaluations of a run by step; where a resumed run repeats a step, the later one counts.
+    """Read the evaluations of a run by step; of two evaluations of a step, the later one is used.
 
-    Where there is no such file, its compressed form with the suffix .gz is read.
+    If the file is missing, its compressed form with the suffix .gz is read.
 
     Raises:
-        InputError: the file cannot be read, or a line is no evaluation.
+        InputError: if the file cannot be read or a line is invalid.
     """
     compressed = path.with_name(path.name + ".gz")
     path = compressed if compressed.is_file() and not path.is_file() else path
@@ -158,7 +160,7 @@ def read_history(path: Path) -> list[Evaluation]:
 
 
 def _rows(path: Path) -> dict[int, dict[str, Any]]:
-    """The objects of a file by the number of their line."""
+    """Read the JSON objects of a file by line number."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as file:
             lines = file.read().splitlines()
@@ -190,7 +192,7 @@ def _damaged(path: Path, number: int, error: ValueError) -> SinklabError:
 
 
 def seconds_spent(history: Sequence[Evaluation]) -> float:
-    """Seconds of training: the tokens between two evaluations over their speed, nothing where that is unknown."""
+    """Estimate the training time in seconds from tokens and throughput; intervals without a throughput are left out."""
     seconds, before = 0.0, 0.0
     for one in history:
         tokens = before if one.tokens is None else one.tokens
@@ -201,7 +203,7 @@ def seconds_spent(history: Sequence[Evaluation]) -> float:
 
 
 def finite(value: Any) -> Any:
-    """The same document with NaN and infinities, which JSON lacks, as None."""
+    """Replace NaN and infinities, which JSON lacks, by None throughout a document."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

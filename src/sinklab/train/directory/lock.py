@@ -1,4 +1,7 @@
-"""Locks: one trainer per run directory, one writer per document. A lock ends with its process; readers need none."""
+"""File locks: one training process per run directory, one writer per document. Readers need no lock.
+
+A lock is released when its process ends.
+"""
 
 import contextlib
 import os
@@ -13,36 +16,36 @@ from sinklab.files import is_at
 
 LOCK = "lock"
 TRIES = 4
-SHOWS_WITHIN_S = 60  # a network file system caches for so long that a file does not exist
+SHOWS_WITHIN_S = 60  # network file systems cache the absence of a file for this long
 
 
 class HeldError(SinklabError):
-    """Another process trains in the run directory, or writes the document."""
+    """The run directory or document is locked by another process."""
 
 
 def lock_run(directory: Path) -> IO[str]:
-    """Lock the run directory, which is created where it is missing, until the returned file is closed.
+    """Lock the run directory until the returned file is closed; a missing directory is created.
 
     Raises:
-        HeldError: another process is training there.
-        SinklabError: the directory cannot be written or locked.
+        HeldError: if another process is training there.
+        SinklabError: if the directory cannot be written or locked.
     """
     return _lock(directory / LOCK, "trained", "stop it with kill (it saves first), ")
 
 
 @contextlib.contextmanager
 def one_writer(path: Path | None) -> Iterator[None]:
-    """Within it no other process writes the document at `path`.
+    """Exclude other writers of the document at `path` in the `with` block.
 
-    The lock beside it is removed at the end, and so is a directory that was created for it and is empty. It is not the
-    lock of a run: a document beside a run does not keep others from training it.
+    At the end the lock file is removed, and the directory if it was created here and is empty. The lock does not
+    prevent training in the same directory.
 
     Args:
-        path: None if nothing is written.
+        path: document to be written; None for no lock.
 
     Raises:
-        HeldError: another process writes it.
-        SinklabError: the directory cannot be written or locked.
+        HeldError: if another process is writing the document.
+        SinklabError: if the directory cannot be written or locked.
     """
     if path is None:
         yield
@@ -59,17 +62,17 @@ def one_writer(path: Path | None) -> Iterator[None]:
 
 
 def is_written(path: Path) -> bool:
-    """Whether another process that this machine can see writes the document."""
+    """True if another process is writing the document, as seen from this machine."""
     return _is_locked(path.with_name(f"{path.stem}.{LOCK}"))
 
 
 def is_held(directory: Path) -> bool:
-    """Whether a process that this machine can see trains in the run directory."""
+    """True if a process is training in the run directory, as seen from this machine."""
     return _is_locked(directory / LOCK)
 
 
 def holder(directory: Path, name: str = LOCK) -> str:
-    """The process that has or last had the lock of the run directory; empty if not known."""
+    """Return the process that has or last had the lock of the run directory; empty if unknown."""
     try:
         with (directory / name).open(encoding="utf-8") as file:
             return file.readline(200).strip()
@@ -78,7 +81,7 @@ def holder(directory: Path, name: str = LOCK) -> str:
 
 
 def sees(directory: Path, expected: str) -> bool:
-    """Whether the holder is `expected`; a file that another machine wrote may become visible only after a while."""
+    """Wait up to 60 s until the lock's holder, perhaps on another machine, is `expected`; False if it is not."""
     end = time.monotonic() + SHOWS_WITHIN_S
     while holder(directory) != expected and time.monotonic() < end:
         time.sleep(0.2)
@@ -86,7 +89,7 @@ def sees(directory: Path, expected: str) -> bool:
 
 
 def leave(directory: Path, is_new: bool) -> None:
-    """Remove the lock, which the caller holds, where the directory has no other file; a new directory, too."""
+    """Remove the caller's lock if the directory has no other file; a new directory is removed as well."""
     with contextlib.suppress(OSError):  # the directory may have been removed
         if [path.name for path in directory.iterdir()] == [LOCK]:
             (directory / LOCK).unlink()
@@ -108,10 +111,10 @@ def _is_locked(path: Path) -> bool:
 
 
 def _lock(path: Path, use: str, remedy: str) -> IO[str]:
-    """Lock a file, and write into it which process has done so."""
+    """Lock a file and write the process and host into it."""
     import fcntl
 
-    for attempt in range(TRIES):  # `_is_locked` locks for a moment; a file may be removed before it is locked
+    for attempt in range(TRIES):  # `_is_locked` locks briefly; the file may be removed before it is locked
         time.sleep(0.02 * (attempt > 0))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,10 +134,10 @@ def _lock(path: Path, use: str, remedy: str) -> IO[str]:
         if not is_at(file, path):
             file.close()
             continue
-        with contextlib.suppress(OSError):  # a full disk: locked all the same
+        with contextlib.suppress(OSError):  # a full disk does not prevent the lock
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-            os.fsync(file.fileno())  # a network file system shows it to other machines only then
+            os.fsync(file.fileno())  # needed for other machines on a network file system
         return file
     raise HeldError(
         f"{path.parent} is being {use} by {holder(path.parent, path.name) or 'another process'}: wait until it has "

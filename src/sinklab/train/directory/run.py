@@ -1,19 +1,19 @@
-"""A run directory: self-contained, named by the hash of recipe and data, resumed rather than trained again.
+"""Run directories: self-contained, named by the hash of recipe and data, resumable.
 
 env.json           the run's hash, its data, versions, device
 recipe.yaml        the resolved recipe, defaults included
 tokenizer.json     the tokenizer of its text
 metrics.jsonl      one object per evaluation
 checkpoints/       step_N folders
-failed.json        step and message, where the last call ended with an error
-lock               held by the process that trains
-measurement.json, measurement.npz, when the run is done
+failed.json        step and message of an error that ended the last call
+lock               lock file of the training process
+measurement.json, measurement.npz    measurement of the finished run
 
-Extension: a run with more `train.steps` continues a shorter one where the two agree so far. The number of steps is part
-of the run's hash, because the learning rate may depend on it. Where the rates of all steps so far are those of the
-longer run (a flat schedule; wsd before its decay; any during its warm-up), the shorter run is the beginning of the
-longer one, bit for bit, and the directory becomes the longer run's. env.json records it: `hash` is the longer run's,
-and `continues` lists hash and steps of the earlier ones.
+Extension: the number of steps is part of the run's hash, because the learning rate may depend on it. A run with more
+`train.steps` can continue a shorter one if both have the same learning rate at all steps so far (a flat schedule; wsd
+before its decay; any during its warm-up): the shorter run is then exactly the beginning of the longer one. The
+directory becomes the longer run's: in env.json, `hash` is the longer run's, and `continues` lists hash and steps of the
+earlier ones.
 """
 
 import shutil
@@ -54,12 +54,12 @@ class Run:
     """An opened run directory.
 
     Attributes:
-        directory: of all its files.
-        recipe: resolved, with the vocabulary size set.
-        dataset: its tokens.
-        hash: of recipe and data; two runs with the same hash are the same run.
-        earlier: hashes of the shorter runs that it extends.
-        shorter: steps of a shorter run in the directory that this run will extend; None without such a run.
+        directory: run directory.
+        recipe: resolved recipe, with the vocabulary size set.
+        dataset: tokenized dataset.
+        hash: hash of recipe and data; identifies the run.
+        earlier: hashes of the shorter runs that this run extends.
+        shorter: steps of a shorter run in the directory that this run will extend; None if there is no such run.
     """
 
     directory: Path
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """Hashes of the runs whose checkpoints it can continue."""
+        """Hashes of the runs whose checkpoints this run can continue."""
         return (self.hash, *self.earlier)
 
     @property
@@ -87,7 +87,7 @@ class Run:
         return self.directory / "failed.json"
 
     def loader(self, split: Literal["train", "valid"]) -> Loader:
-        """Batches of the training or validation tokens under the recipe's data interventions."""
+        """Return the loader of the training or validation tokens, with the recipe's data interventions applied."""
         recipe = self.recipe
         return Loader.of(
             self.dataset,
@@ -100,10 +100,10 @@ class Run:
 
 
 def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
-    """The recipe with its open values set: vocabulary size and EOS from the data, precision from the device.
+    """Set the unset values of a recipe: vocabulary size and EOS from the data, precision from the device.
 
     Raises:
-        InputError: the model's vocabulary is smaller than the tokenizer's.
+        InputError: if the model's vocabulary is smaller than the tokenizer's.
     """
     size, attention = recipe.model.vocab_size, recipe.model.attention
     if size is not None and size < dataset.vocab_size:
@@ -123,22 +123,21 @@ def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
 
 
 def resolved_precision(name: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
-    """`train.precision` with auto replaced by the precision for a device."""
+    """Replace the precision "auto" by the one for a device."""
     if name == "auto":
         return "bf16" if multiplies_natively(torch.bfloat16, device) else "fp32"
     return name
 
 
 def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """The run of a recipe on data: new, existing, or extending a shorter one. Nothing is written (see `establish`).
+    """Open the run of a recipe on data: new, existing, or extending a shorter one. Writes nothing (see `establish`).
 
     Args:
-        out: default `runs/NAME-HASH`.
+        out: run directory; default: `runs/NAME-HASH`.
 
     Raises:
-        InputError: `out` holds another run, also one with fewer steps that this one does not extend, or files that no
-            run has written.
-        SinklabError: its env.json is damaged.
+        InputError: if `out` holds another run that this one does not extend, or files that no run writes.
+        SinklabError: if env.json is damaged.
     """
     recipe = resolve(recipe, dataset)
     run_hash = recipe.content_hash(dataset.fingerprint)
@@ -153,7 +152,7 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
         raise InputError(f"{reason}. Choose another --out") from error
     found = recorded_hash(run.directory)
     if found is None and (strange := [name for name in OWN if (run.directory / name).exists()]):
-        raise InputError(f"{run.directory} holds {strange[0]}, which no run has written: choose another --out")
+        raise InputError(f"{run.directory} has a file that no run writes, {strange[0]}: choose another --out")
     earlier = earlier_hashes(run.directory)
     if found in (None, run_hash):
         return replace(run, earlier=earlier)
@@ -167,25 +166,25 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
 
 
 def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """The run of `open_run`, which must have been started.
+    """Open a run that has been started; see `open_run`.
 
     Raises:
-        InputError: there is no such run, or `out` holds another one.
+        InputError: if there is no such run, or `out` holds another one.
     """
     run = open_run(recipe, dataset, out)
     if recorded_hash(run.directory) is None:
-        raise InputError(f"{run.directory} holds no run: train it first, or give its --out")
+        raise InputError(f"{run.directory} holds no run: train it first, or pass its --out")
     return run
 
 
 def establish(run: Run) -> None:
-    """Write the missing ones of env.json, recipe.yaml and the tokenizer's files; needs the run's lock.
+    """Write env.json, recipe.yaml and the tokenizer's files if they are missing; needs the run's lock.
 
-    env.json is first: a directory that has it belongs to the run, and files that a kill left out are written next time.
+    env.json is written first: it marks the directory as the run's, and the next call adds any missing files.
 
     Raises:
-        InputError: another run has been started there meanwhile.
-        SinklabError: a file cannot be written.
+        InputError: if another run was started in the directory since `open_run`.
+        SinklabError: if a file cannot be written.
     """
     open_run(run.recipe, run.dataset, run.directory)
     if (run.directory / ENVIRONMENT).exists():
@@ -203,7 +202,7 @@ def establish(run: Run) -> None:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished or interrupted run at one of its checkpoints."""
+    """A model and its run, loaded from a checkpoint."""
 
     model: Transformer
     recipe: Recipe
@@ -212,71 +211,69 @@ class TrainedRun:
 
 
 def load_run(directory: Path, step: int | None = None) -> TrainedRun:
-    """The model of a run directory at its newest valid checkpoint, in evaluation mode.
-
-    The run may be in progress.
+    """Load the model of a run directory from a checkpoint, in evaluation mode. The run may be in progress.
 
     Args:
-        step: of the checkpoint; the newest unless given.
+        step: step of the checkpoint; default: the newest valid one.
 
     Raises:
-        InputError: not a run directory, nothing has been saved there yet, or no valid checkpoint of that step is kept.
-        SinklabError: none of its checkpoints is valid, or its env.json is damaged.
+        InputError: if this is not a run directory, or it has no checkpoint, or no valid one of that step.
+        SinklabError: if none of the checkpoints is valid, or env.json is damaged.
     """
     if not (directory / RECIPE).is_file():
         raise InputError(f"{directory} is not a run directory: it has no {RECIPE}")
     recipe = load_recipe(str(directory / RECIPE))
     if recipe.model.vocab_size is None:
         raise InputError(
-            f"{directory} is not a run directory: its {RECIPE} has no model.vocab_size, so no run has written it"
+            f"{directory} is not a run directory: its {RECIPE} has no model.vocab_size, so it was not written by a run"
         )
     model = Transformer(recipe.model)
     recorded = recorded_hash(directory)
     hashes = None if recorded is None else (recorded, *earlier_hashes(directory))
     found = take_newest(directory / "checkpoints", model, lambda path: load_weights(path, model), hashes, at_most=step)
     if step is not None and (found is None or found[1].step != step):
-        raise InputError(f"{directory} has no valid checkpoint of step {step:,}: give a step that it has kept")
+        raise InputError(f"{directory} has no valid checkpoint of step {step:,}: choose a step with a checkpoint")
     if found is None:
         raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
     return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", found[1].step)
 
 
 def validation_tokens(directory: Path) -> TokenFile:
-    """The validation tokens of a run; its data is prepared again where it is not in the cache.
+    """Open the validation tokens of a run; the data is prepared again if it is not in the cache.
 
     Raises:
-        InputError: its text cannot be read, or has changed since the run was trained.
+        InputError: if the text cannot be read, or has changed since the run was trained.
     """
     recipe = load_recipe(str(directory / RECIPE))
     dataset = prepared(recipe.data)
     if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
         raise InputError(
             f"the text of {directory} ({recipe.data.source}) or its recipe has changed since the run was trained: "
-            "give another text"
+            "use another text"
         )
     return dataset.valid
 
 
 MEASURED = ("measurement.json", "measurement.npz", "record.json")
-"""Final results of a run, removed when a longer one extends it."""
+"""Final results of a run; removed when a longer run extends it."""
 
 
 def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int | None:
-    """The steps of a directory's run where `recipe` is the same run with more steps, else None.
+    """Return the number of steps of a directory's run if `recipe` is the same run with more steps, else None.
 
     Args:
-        recipe: resolved.
-        data: fingerprint of its data.
+        recipe: resolved recipe.
+        data: fingerprint of the recipe's data.
         found: hash of the directory's run.
 
     Raises:
-        InputError: the longer run has another learning rate at a step that was made.
+        InputError: if the longer run has a different learning rate at a step that is already done.
     """
     steps, longer = _steps(directory), recipe.train.steps
     if steps is None or steps >= longer or with_steps(recipe, steps).content_hash(data) != found:
         return None
     reached = max(steps_saved(directory / "checkpoints"), default=0)
-    for step in range(min(reached + 1, steps)):  # metrics have the rate of the next update
+    for step in range(min(reached + 1, steps)):  # metrics contain the learning rate of the next update
         peak, schedule = recipe.optim.lr, recipe.schedule
         if learning_rate(step, steps, peak, schedule) != learning_rate(step, longer, peak, schedule):
             raise InputError(
@@ -288,12 +285,12 @@ def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int |
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe with another number of steps."""
+    """Copy the recipe with another number of steps."""
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
 
 
 def _extend(run: Run) -> None:
-    """Make the directory of a shorter run that of the longer one; the next call completes an interrupted one."""
+    """Turn the directory of a shorter run into that of the longer one. Repeatable after an interruption."""
     found, steps = read_environment(run.directory), _steps(run.directory)
     if found["hash"] != run.hash:
         earlier = [*found.get("continues", ()), {"hash": found["hash"], "steps": steps}]
@@ -305,7 +302,7 @@ def _extend(run: Run) -> None:
 
 
 def _steps(directory: Path) -> int | None:
-    """`train.steps` of the recipe in a run directory; None if it cannot be read."""
+    """Read `train.steps` of a directory's recipe; None if it cannot be read."""
     try:
         return load_recipe(str(directory / RECIPE)).train.steps
     except InputError:

@@ -1,12 +1,12 @@
-"""Tensors of a checkpoint: safetensors files written and read through torch.distributed.checkpoint.
+"""Read and write a checkpoint's tensors as safetensors files through torch.distributed.checkpoint.
 
-Each process writes its own shards, with their place in the whole tensor in the file's header; any number of processes
-reads them again, each its own part. Nothing is pickled.
+Each process writes its own shards; the file header stores each shard's offset in the full tensor. Any number of
+processes can read them again. Nothing is pickled.
 
 Names: `model/WEIGHT` and `optimizer/WEIGHT/KEY`.
 
-torch.distributed.checkpoint is imported where files are written or read: it takes half as long to load as all of torch,
-and many commands only list checkpoints.
+torch.distributed.checkpoint is imported lazily: its import takes half as long as that of torch, and many commands only
+list checkpoints.
 """
 
 import warnings
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 SUFFIX = ".safetensors"
-"""Every file with this suffix in a folder is read."""
+"""Suffix of the tensor files; every file with it is read."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by their stored names; writing into them writes into the model."""
+    """Return the model's weights (no copies) by their stored names."""
     return {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state by stored names; writing into it writes into the optimiser."""
+    """Return the optimiser's state tensors (no copies) by their stored names."""
     return {
         f"{OPTIMIZER}{name}/{key}": value.detach()
         for name, parameter in model.named_parameters()
@@ -46,10 +46,10 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -
     """Write the tensors into an existing folder.
 
     Args:
-        together: all processes of the world call this; otherwise this one writes alone.
+        together: True if all processes call this function, False if one process writes alone.
 
     Raises:
-        SinklabError: a process could not write.
+        SinklabError: if a process could not write.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -64,10 +64,10 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> None:
-    """Read these tensors, or this process's shards of them, in place.
+    """Read tensors, or this process's shards of them, in place.
 
     Raises:
-        SinklabError: a process could not read.
+        SinklabError: if a process could not read.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -82,11 +82,11 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> No
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every stored tensor, all shards together.
+    """Return the full shape of every stored tensor.
 
     Raises:
-        ValueError: shards do not make up their tensor.
-        OSError, safetensors.SafetensorError: a file cannot be read.
+        ValueError: if the shards of a tensor are incomplete.
+        OSError, safetensors.SafetensorError: if a file cannot be read.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -101,9 +101,9 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> None:
-    """Have a new optimiser create its stored tensors, by an update with rate and gradients of zero.
+    """Create the state tensors of a new optimiser by an update with learning rate and gradients 0.
 
-    The optimiser itself chooses their dtypes, devices and shards; the weights do not change.
+    The optimiser chooses their dtypes, devices and shards; the weights do not change.
     """
     for name, parameter in model.named_parameters():
         kept = any(key.startswith(f"{OPTIMIZER}{name}/") for key in stored)
@@ -119,7 +119,7 @@ def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, s
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """torch warns where one process saves by itself, even with no_dist."""
+    """Silence torch's warning about a save by a single process, which appears even with no_dist."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,4 +1,4 @@
-"""The engines by name, and their options from `--engine-option KEY=VALUE`. Engines are imported lazily."""
+"""Engines by name, and their options (`--engine-option KEY=VALUE`). Engines are imported lazily."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -17,7 +17,7 @@ OptionsOfEngine = TypeVar("OptionsOfEngine", bound=Part)
 
 
 class EngineName(StrEnum):
-    """The engines that train the runs of a sweep."""
+    """Names of the engines that train the runs of a sweep."""
 
     local = "local"
     slurm = "slurm"
@@ -25,10 +25,10 @@ class EngineName(StrEnum):
 
 
 def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str] = ()) -> "Engine":
-    """Open an engine that is ready for runs.
+    """Create an engine.
 
     Args:
-        jobs: number of concurrent runs, for local.
+        jobs: number of concurrent runs of the local engine.
         sweep: directory of the sweep, in which slurm and ray create a folder.
         settings: options of slurm or ray, as KEY=VALUE.
 

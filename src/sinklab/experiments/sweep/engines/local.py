@@ -1,9 +1,8 @@
-"""Concurrent runs on this machine, one process each; processes are asked to stop rather than killed.
+"""Engine that trains runs concurrently on this machine, one process per run.
 
-Processes are forked from a server that has imported everything once, so that a run begins within a fraction of a second
-and no two runs share memory. Each is assigned its own cores or GPUs. On Ctrl-C, SIGTERM or SIGUSR1 the parent asks the
-processes to stop; each saves a checkpoint, and the same call resumes the runs later. A process whose parent has died
-stops by itself.
+Processes are forked from a server with all imports done, so that a run starts in a fraction of a second. Each process
+has its own cores or GPUs. On Ctrl-C, SIGTERM or SIGUSR1 the parent asks the processes to stop; each saves a checkpoint,
+and the same call resumes the runs later. A process whose parent has died stops by itself.
 """
 
 import contextlib
@@ -25,12 +24,12 @@ HELD_BACK = {signal.SIGINT, *PREEMPTING}
 
 @dataclass(frozen=True)
 class MachineShare:
-    """The cores and GPUs assigned to one run.
+    """Cores and GPUs assigned to a run.
 
     Attributes:
-        cores: cores that the run is pinned to; None for all.
+        cores: cores to which the run is pinned; None for all.
         threads: number of PyTorch threads.
-        cards: value of CUDA_VISIBLE_DEVICES; None leaves it unchanged.
+        cards: value of CUDA_VISIBLE_DEVICES; None leaves the variable unchanged.
     """
 
     cores: frozenset[int] | None
@@ -54,17 +53,17 @@ def shares(jobs: int) -> list[MachineShare]:
 
 
 def cores_here() -> int:
-    """Number of cores available to this process."""
+    """Count the cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def jobs_for(runs: int, cores: int) -> int:
-    """Number of concurrent runs: all of them up to two per core (sharing the cores evenly), else one per core."""
+    """Choose the number of concurrent runs: all runs if at most two per core, else one per core."""
     return max(1, runs if runs <= 2 * cores else cores)
 
 
 def _cards(jobs: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each share; GPUs are shared if there are fewer GPUs than shares."""
+    """Return CUDA_VISIBLE_DEVICES for each share; GPUs are shared if there are fewer GPUs than shares."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(number) for number in range(cards_here())]
     if given == "" or len(names) < 2:
@@ -73,7 +72,7 @@ def _cards(jobs: int) -> list[str | None]:
 
 
 def cards_here() -> int:
-    """Number of CUDA devices visible to this process."""
+    """Count the CUDA devices visible to this process."""
     import torch
 
     return torch.cuda.device_count()
@@ -81,7 +80,7 @@ def cards_here() -> int:
 
 @dataclass(frozen=True)
 class _Running:
-    """A training process, its share of the machine, and the parent's end of its pipe."""
+    """A training process with its share of the machine and the parent's end of its pipe."""
 
     process: BaseProcess
     share: MachineShare
@@ -89,7 +88,7 @@ class _Running:
 
 
 class LocalEngine:
-    """Trains up to `jobs` runs concurrently on this machine.
+    """Engine that trains up to `jobs` runs concurrently on this machine.
 
     Args:
         jobs: number of concurrent runs, at least 1.
@@ -103,7 +102,7 @@ class LocalEngine:
         self._stopping = False
 
     def room(self) -> int:
-        """Number of free shares of the machine."""
+        """Return the number of free shares of the machine."""
         return 0 if self._stopping else len(self._free)
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
@@ -114,11 +113,11 @@ class LocalEngine:
             process = self._context.Process(target=_train, args=(run, share, dict(os.environ), theirs), daemon=True)
             with _signals_held_back():
                 process.start()
-            theirs.close()  # so that the pipe ends with the process
+            theirs.close()  # so that the pipe closes when the process ends
             self._running[run.name] = _Running(process, share, ours)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """Collect the events of the processes; a process that died has failed."""
+        """Collect the events of the processes; a process that died counts as failed."""
         ready = wait([one.pipe for one in self._running.values()], timeout) if self._running else []
         found: list[Event] = []
         for name, one in list(self._running.items()):
@@ -130,7 +129,7 @@ class LocalEngine:
         return found
 
     def _over(self, name: str, said: Sequence[Event]) -> list[Event]:
-        """Remove a process; returns a last event for it if it has not sent one."""
+        """Remove a process; return a last event if it has not sent one."""
         one = self._running.pop(name)
         one.process.join()
         one.pipe.close()
@@ -138,14 +137,14 @@ class LocalEngine:
         return [] if any(event.is_last for event in said) else [Event(name, "failed", message=_death(one.process))]
 
     def processes(self) -> list[int]:
-        """Ids of the training processes."""
+        """Return the ids of the training processes."""
         return [one.process.pid for one in self._running.values() if one.process.pid is not None]
 
     def stop(self) -> None:
         """Ask all processes to save and end."""
         self._stopping = True
         for one in self._running.values():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 one.pipe.send(None)
 
     def close(self) -> None:
@@ -156,7 +155,7 @@ class LocalEngine:
 
 
 def _received(pipe: Connection) -> tuple[list[Event], bool]:
-    """The events in a pipe, and whether they include the last one, after which the process ends."""
+    """Read the events in a pipe; also return True if the last event is among them."""
     found: list[Event] = []
     try:
         while pipe.poll():
@@ -170,9 +169,9 @@ def _received(pipe: Connection) -> tuple[list[Event], bool]:
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Block signals within the context; processes started in it inherit the block until they unblock the signals.
+    """Block signals in the `with` block; processes started in it inherit the mask until they unblock the signals.
 
-    A terminal sends Ctrl-C, and a scheduler SIGTERM, to all processes of a command: only the parent should receive
+    A terminal sends Ctrl-C, and a scheduler SIGTERM, to all processes of a command, but only the parent should receive
     Ctrl-C, and the fork server must survive both.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
@@ -190,10 +189,10 @@ def _death(process: BaseProcess) -> str:
 
 
 def _train(run: PlannedRun, share: MachineShare, environment: Mapping[str, str], pipe: Connection) -> None:
-    """Main function of a process. Any message in the pipe, or its end, is a request to stop."""
+    """Main function of a process. Any message in the pipe, or its closing, is a request to stop."""
     from sinklab.experiments.sweep.worker import train_cell
 
-    os.environ.clear()  # the server's is that of the first run
+    os.environ.clear()  # the fork server has the first run's environment
     os.environ.update(environment)
     if share.cards is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = share.cards

@@ -1,4 +1,4 @@
-"""Runs as tasks of an existing Ray cluster.
+"""Engine that trains runs as tasks of an existing Ray cluster.
 
 If a node dies, Ray restarts its tasks elsewhere (`retries`), and each run resumes from its newest checkpoint. A worker
 that receives SIGTERM saves and exits, which Ray treats as a failed task. Tasks end with the command that submitted
@@ -6,7 +6,7 @@ them; the same command resumes their runs.
 """
 
 # pyright: reportMissingImports=false
-# Ray is an extra, which `dev` leaves out.
+# Ray is an optional dependency that the extra `dev` does not contain.
 
 import logging
 import os
@@ -33,14 +33,14 @@ ANSWERS_WITHIN_S = 10.0
 
 
 class RayOptions(Part):
-    """The cluster, and the resources of a run.
+    """Address of the cluster, and resources per run.
 
     Attributes:
-        address: HOST:PORT, ray://HOST:PORT, or auto: RAY_ADDRESS, else the cluster of this machine.
-        cpus: number of cores, and of PyTorch threads.
-        gpus: number of GPUs; several train the run together.
+        address: HOST:PORT, ray://HOST:PORT, or auto (RAY_ADDRESS, else the cluster of this machine).
+        cpus: number of cores and of PyTorch threads.
+        gpus: number of GPUs; several GPUs train a run with torchrun.
         memory_gb: memory to reserve; default: none.
-        retries: maximum number of restarts after the node or process of a run has died.
+        retries: maximum number of restarts after the death of a node or process.
     """
 
     address: str = "auto"
@@ -52,10 +52,10 @@ class RayOptions(Part):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Working directory and environment of the command, applied to its tasks.
+    """Working directory and environment of the command, which its tasks adopt.
 
     Attributes:
-        folder: working directory, the base of relative paths in recipes.
+        folder: working directory, to which relative paths in recipes refer.
         environment: environment variables that sinklab reads.
     """
 
@@ -64,20 +64,20 @@ class Surroundings:
 
     @classmethod
     def of_this_process(cls) -> "Surroundings":
-        """Capture them from the calling process."""
+        """Read working directory and environment from the calling process."""
         return cls(Path.cwd(), {key: value for key, value in os.environ.items() if key.startswith("SINKLAB_")})
 
     def adopt(self) -> None:
-        """Apply them to this process."""
+        """Set working directory and environment of this process."""
         os.chdir(self.folder)
         os.environ.update(self.environment)
 
 
 class RayEngine:
-    """Runs as tasks of a Ray cluster.
+    """Engine that trains runs as tasks of a Ray cluster.
 
     Args:
-        folder: shared folder for the files that ask runs to stop.
+        folder: shared folder for stop files.
 
     Raises:
         InputError: if Ray is not installed here, or no cluster answers at the address.
@@ -92,7 +92,7 @@ class RayEngine:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def room(self) -> int:
-        """Unlimited: Ray queues them."""
+        """Return an unlimited number, as Ray has a queue."""
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
@@ -128,13 +128,13 @@ class RayEngine:
         return found
 
     def stop(self) -> None:
-        """Ask all runs to save and end; runs that start later find the request and end at once."""
+        """Ask all runs to save and end; runs that start later end at once."""
         self._stopping = True
         for run in self._tasks.values():
             StopFile(self._folder, run).ask()
 
     def close(self) -> None:
-        """Disconnect from the cluster, which ends the tasks of this command."""
+        """Disconnect from the cluster, which ends this command's tasks."""
         import ray
 
         ray.shutdown()
@@ -155,7 +155,7 @@ class RayEngine:
 
 
 def train_in_task(run: PlannedRun, folder: Path, threads: int, around: Surroundings) -> Event:
-    """Main function of a task; returns the last event. On a signal, the run saves and the process exits."""
+    """Main function of a task; return the last event. On a signal, the run is saved and the process exits."""
     around.adopt()
     try:
         return train_remotely(run, folder, threads)
@@ -181,7 +181,7 @@ def _connect(address: str) -> None:
 
 
 def _require_answer(address: str) -> None:
-    """Ray itself retries an address for minutes, and then ends the process."""
+    """Check the address, because Ray retries a wrong address for minutes and then ends the process."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), ANSWERS_WITHIN_S).close()

@@ -1,27 +1,26 @@
-"""Runs as jobs of a Slurm cluster, submitted as arrays by submitit.
+"""Engine that trains runs as jobs of a Slurm cluster, submitted as job arrays by submitit.
 
-Events that end a job, and their effect:
+Events that end a job:
 
 | event | signal to the run | effect on its job |
 |---|---|---|
-| preemption, `scontrol requeue` | SIGTERM; after KillWait, SIGKILL | Slurm requeues it by itself (`--requeue`) |
-| a node is lost | none | the same; the run resumes from its newest checkpoint |
-| the time limit is near | SIGUSR1 (`--signal`) | exits with status 75; the script requeues the job |
-| `scancel --signal=TERM` or `=USR1` | that | the same |
-| `scancel` | SIGTERM; after KillWait, SIGKILL | is cancelled, as the script has received SIGTERM as well |
+| preemption, `scontrol requeue` | SIGTERM; after KillWait, SIGKILL | requeued by Slurm (`--requeue`) |
+| a node is lost | none | requeued by Slurm; the run resumes from its newest checkpoint |
+| the time limit is near | SIGUSR1 (`--signal`) | exits with status 75; requeued by the script |
+| `scancel --signal=TERM` or `=USR1` | SIGTERM or SIGUSR1 | exits with status 75; requeued by the script |
+| `scancel` | SIGTERM; after KillWait, SIGKILL | cancelled, because the script receives SIGTERM, too |
 | the sweep is stopped | SIGTERM, and `HASH.stop` exists | exits with status 0; a pending job is cancelled |
 
-On any signal the run saves. Status 75 (`signals.CALL_AGAIN`) means requeue; the script requeues only where Slurm does
-not by itself. submitit's own mechanism, SIGUSR2 and `checkpoint()`, is not used, because it saves within a signal
-handler, in the middle of an update.
+On any signal the run is saved. Status 75 (`signals.CALL_AGAIN`) requests a requeue by the script. submitit's mechanism
+(SIGUSR2 and `checkpoint()`) is not used, because it saves within a signal handler, during an update.
 
-If the command is killed, its jobs keep running. The next call finds the queued jobs by `HASH.job` and reports their
-ends. A job whose run is done, or held by another process, reports that and ends. The queue is read with Slurm commands
-that every cluster has; `sacct` would also need a database.
+If the command is killed, its jobs keep running. The next call finds them by `HASH.job` and reports their ends. A job
+whose run is done, or locked by another process, reports that and ends. The queue is read with Slurm commands that every
+cluster has; `sacct` would need a database.
 """
 
 # pyright: reportMissingImports=false
-# submitit is an extra, which `dev` leaves out.
+# submitit is an optional dependency that the extra `dev` does not contain.
 
 import logging
 import os
@@ -52,16 +51,16 @@ if TYPE_CHECKING:
 
 ENDED = ("", "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 ENDED += ("REVOKED", "TIMEOUT")
-"""Final states of a job; empty for a job that the queue no longer lists."""
+"""Final states of a job."""
 
 ANSWERS_WITHIN_S = 60
 
 NAME = "sinklab"
-LARGEST_ARRAY = 1000  # Slurm's own default
+LARGEST_ARRAY = 1000  # Slurm's default limit
 SAVES_WITHIN_S = 120
-"""A run is asked to save this long before its time limit."""
+"""Time between the request to save and the time limit, seconds."""
 
-UNHANDLED = [128 + number for number in PREEMPTING]  # status of a process that died of the signal while starting
+UNHANDLED = [128 + number for number in PREEMPTING]  # status of a process killed by a signal during its start
 REQUEUE = [
     "status=$?",
     f'case $status in {"|".join(map(str, [CALL_AGAIN, *UNHANDLED]))}) scontrol requeue "$SLURM_JOB_ID" ;; esac',
@@ -70,16 +69,16 @@ REQUEUE = [
 
 
 class SlurmOptions(Part):
-    """The resources of a run.
+    """Resources per run.
 
     Attributes:
-        partition, account, qos: default: the cluster's own.
-        cpus: number of cores, and of PyTorch threads.
-        gpus: number of GPUs; several train the run together.
-        memory_gb: memory of a job; default: the cluster's own.
-        hours: time limit, after which a run is asked to save and is requeued.
-        at_once: maximum number of concurrent runs; default: limited by the cluster only.
-        poll_seconds: interval between two queries of the queue.
+        partition, account, qos: options of sbatch; default: the cluster's.
+        cpus: number of cores and of PyTorch threads.
+        gpus: number of GPUs; several GPUs train a run with torchrun.
+        memory_gb: memory of a job; default: the cluster's.
+        hours: time limit of a job, at which the run is saved and requeued.
+        at_once: maximum number of concurrent runs; default: unlimited.
+        poll_seconds: interval between queries of the queue.
     """
 
     partition: str | None = None
@@ -95,11 +94,11 @@ class SlurmOptions(Part):
 
 @dataclass
 class _Submitted:
-    """A submitted run and its job.
+    """A submitted run with its job.
 
     Attributes:
         state: state in the queue; empty if the job is not listed.
-        ended: time at which the end was first observed.
+        ended: time when the end was first observed.
     """
 
     run: PlannedRun
@@ -110,10 +109,10 @@ class _Submitted:
 
 
 class SlurmEngine:
-    """Trains runs as jobs of the Slurm cluster that this machine submits to.
+    """Engine that trains runs as jobs of a Slurm cluster.
 
     Args:
-        folder: shared folder for scripts, output and results of the jobs.
+        folder: shared folder for scripts, outputs and results of the jobs.
 
     Raises:
         InputError: if submitit or Slurm is not installed here, or no cluster answers.
@@ -129,11 +128,11 @@ class SlurmEngine:
         self._executor = _executor(self._folder, options)
 
     def room(self) -> int:
-        """Unlimited: Slurm queues them."""
+        """Return an unlimited number, as Slurm has a queue."""
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Submit job arrays of the runs that are not in the queue yet."""
+        """Submit the runs that are not in the queue as job arrays."""
         queue = states(self._folder)
         new = []
         for run in runs:
@@ -159,11 +158,11 @@ class SlurmEngine:
         for one in self._submitted.values():
             one.stop.ask()
         self._cancel("--state=PENDING")
-        self._cancel("--signal=TERM", "--state=RUNNING")  # at once, also where files become visible late
+        self._cancel("--signal=TERM", "--state=RUNNING")  # in addition to the stop files, which may become visible late
         self._polled = 0.0
 
     def close(self) -> None:
-        """Nothing to release: the jobs keep running."""
+        """Do nothing; the jobs keep running."""
 
     def _submit_array(self, runs: Sequence[PlannedRun]) -> None:
         from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -185,7 +184,7 @@ class SlurmEngine:
         return self._folder / f"{run.hash}.job"
 
     def _job_of(self, run: PlannedRun) -> "Job[Event] | None":
-        """The job that an earlier call submitted for a run."""
+        """Return the job that an earlier call submitted for a run."""
         from submitit import SlurmJob
 
         try:
@@ -197,14 +196,14 @@ class SlurmEngine:
         if ids := [one.job.job_id for one in self._submitted.values()]:
             subprocess.run(
                 ["scancel", "--quiet", *options, *ids], capture_output=True, check=False
-            )  # ended ones: no error
+            )  # no error for jobs that have ended
 
     def _poll(self) -> list[Event]:
         found = new_rows(self._tails)
         if self._submitted and time.monotonic() - self._polled >= self._options.poll_seconds:
             try:
                 queue = states(self._folder)
-            except SinklabError as error:  # it may answer later; the jobs run without it
+            except SinklabError as error:  # temporary failure of Slurm; the jobs keep running
                 logging.getLogger(__name__).warning("%s", error)
                 queue = None
             self._polled = time.monotonic()
@@ -213,7 +212,7 @@ class SlurmEngine:
         return found
 
     def _end_of(self, name: str, queue: dict[str, str]) -> Event | None:
-        """The last event of a run that has ended."""
+        """Return the last event of a run; None if it has not ended."""
         one = self._submitted[name]
         one.state = queue.get(one.job.job_id, "")
         if one.state not in ENDED:
@@ -252,10 +251,10 @@ class Body:
         self._run, self._folder, self._threads = run, folder, threads
 
     def __call__(self) -> Event:
-        """Train the run; returns its last event.
+        """Train the run; return its last event.
 
         Raises:
-            SystemExit: with status 75, if a signal rather than the command has stopped the run.
+            SystemExit: with status 75, if a signal stopped the run without a request by the command.
         """
         try:
             return train_remotely(self._run, self._folder, self._threads)
@@ -276,7 +275,7 @@ def _executor(folder: Path, options: SlurmOptions) -> "SlurmExecutor":
         account=options.account,
         qos=options.qos,
         cpus_per_task=options.cpus,
-        srun_args=[f"--cpus-per-task={options.cpus}"],  # which srun does not inherit from sbatch since 22.05
+        srun_args=[f"--cpus-per-task={options.cpus}"],  # not inherited from sbatch since Slurm 22.05
         time=round(options.hours * 60),
         array_parallelism=options.at_once or LARGEST_ARRAY,
         additional_parameters={"requeue": True, "signal": f"USR1@{SAVES_WITHIN_S}"},
@@ -288,7 +287,7 @@ def _executor(folder: Path, options: SlurmOptions) -> "SlurmExecutor":
 
 
 def _result(job: "Job[Event]") -> Event | None:
-    """The value returned by the job; None if there is none or its file is not visible yet."""
+    """Return the job's result; None if there is none or its file is not visible yet."""
     with suppress(OSError):
         outcome, value = pickle.loads(job.paths.result_pickle.read_bytes())
         if outcome == "success":
@@ -337,6 +336,6 @@ def _output_of(*command: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The last line of a command's output, which contains the reason."""
+    """Return the last line of a command's output, which contains the error."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if lines else "nothing"

@@ -1,4 +1,4 @@
-"""Shared parts of the engines that train on other machines and communicate through a shared folder.
+"""Shared code of the engines that train on other machines and communicate through a shared folder.
 
 HASH.stop    asks the run to save and end
 HASH.log     a line per start, evaluation and end, with time, machine and process
@@ -19,9 +19,9 @@ STOP_POLL_S = 1.0
 
 
 class StopFile:
-    """A file that asks a run to save and end. Calling the object returns whether it was seen; once True, always True.
+    """A file that asks a run to save and end. Calling the object returns True once the file has been seen.
 
-    The file is polled once a second, so that a thousand runs do not overload a shared file system.
+    The file is checked at most once a second, to limit the load on a shared file system.
 
     Args:
         folder: shared folder.
@@ -38,7 +38,7 @@ class StopFile:
         return self._asked
 
     def exists(self) -> bool:
-        """Whether the file exists now."""
+        """True if the file exists now."""
         return self._path.exists()
 
     def ask(self) -> None:
@@ -46,24 +46,24 @@ class StopFile:
         self._path.touch()
 
     def withdraw(self) -> None:
-        """Remove the request, before the run is trained again."""
+        """Remove the file, before the run is trained again."""
         self._path.unlink(missing_ok=True)
 
 
 def new_rows(tails: Mapping[str, MetricsTail]) -> list[Event]:
-    """New evaluations of the runs since the last call, by name."""
+    """Return the new evaluations of the runs since the last call as events."""
     return [Event(name, "row", row["step"], row) for name, one in tails.items() for row in one.new_rows()]
 
 
 def train_remotely(run: PlannedRun, folder: Path, threads: int) -> Event:
-    """Train a run in this process, on any machine; returns its last event.
+    """Train a run in this process; return its last event.
 
     Args:
         folder: folder of the engine.
         threads: number of PyTorch threads.
 
     Raises:
-        PreemptedError: if a signal stopped the run without a request in `folder`; the run has to be resumed.
+        PreemptedError: if a signal stopped the run without a request in `folder`; the run must be resumed.
     """
     from sinklab.experiments.sweep.worker import train_cell
 

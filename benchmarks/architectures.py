@@ -1,0 +1,175 @@
+"""Which architectures of the installed transformers can be measured: a small random model of every causal one.
+
+    python -m benchmarks.architectures [MODEL_TYPE ...] [--save]
+
+The importance of every position, layer and head is compared with the same number from the attention matrices that the
+model returns with `output_attentions`. A model agrees if the largest difference is at most 1e-4. It is refused if
+sinklab says why it cannot be measured. Sink logits are set to -30, since some models (GraniteSWA) return matrices from
+before they are applied. Architectures without a small configuration, or without matrices to compare with, are counted
+as not compared.
+"""
+
+import argparse
+import inspect
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+import transformers as hf
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import sinklab
+from benchmarks.timing import RESULTS, environment
+from sinklab.errors import SinklabError
+from sinklab.files import write_json
+
+SEQUENCES, LENGTH, LAYERS, HEADS = 3, 16, 4, 4
+CLOSE = 1e-4
+MOST_PARAMETERS = 20e6
+NO_SINK = -30.0
+
+SMALL: dict[str, Any] = {
+    name: value
+    for value, names in (
+        (32, "hidden_size n_embd d_model embedding_size lru_width word_embed_proj_dim"),
+        (48, "intermediate_size ffn_dim d_ff ffn_hidden_size decoder_ffn_dim encoder_ffn_dim"),
+        (64, "vocab_size vocab_size_per_layer_input max_position_embeddings n_positions"),
+        (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"),
+        (HEADS, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads"),
+        (HEADS, "encoder_attention_heads linear_num_value_heads mamba_n_heads mamba_num_heads"),
+        (2, "num_key_value_heads num_experts_per_tok linear_num_key_heads index_n_heads eos_token_id mamba_expand"),
+        (8, "head_dim linear_key_head_dim linear_value_head_dim qk_nope_head_dim v_head_dim index_topk index_head_dim"),
+        (8, "hidden_size_per_layer_input mamba_d_state state_size ssm_state_size attention_window_size"),
+        (4, "num_local_experts num_experts n_routed_experts qk_rope_head_dim rotary_dim"),
+        (16, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size q_lora_rank kv_lora_rank"),
+        (16, "mamba_d_head mamba_head_dim"),
+        (5, "sliding_window"),
+        (1, "bos_token_id n_group topk_group first_k_dense_replace mamba_n_groups n_shared_experts"),
+        (0, "pad_token_id"),
+        (0.3, "initializer_range init_std"),
+        (True, "is_decoder"),
+    )
+    for name in names.split()
+}
+"""Values of configurations by the names of their fields."""
+
+LATENT: dict[str, Any] = {"head_dim": None, "num_key_value_heads": HEADS}  # its widths are qk_*_head_dim
+HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * (LAYERS // 2)},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 5, "num_layers": LAYERS},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    **{name: LATENT | {"layer_types": HYBRID} for name in ("kimi_linear", "bailing_hybrid")},
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "axk1", "axk2"), LATENT
+    ),
+    "minicpm3": LATENT,
+}
+"""Fields of single architectures."""
+
+
+def small_config(model_type: str) -> Any:
+    """A configuration of a small model; fields that the architecture refuses are left at their default."""
+    config_class = CONFIG_MAPPING[model_type]
+    known = set(inspect.signature(config_class.__init__).parameters) | set(config_class.__dataclass_fields__)
+    renamed = set(config_class.attribute_map)
+    fields = {name: value for name, value in SMALL.items() if name in known - renamed} | SPECIAL.get(model_type, {})
+    fields = {name: value for name, value in fields.items() if value is not None}
+    while True:
+        try:
+            return config_class(**fields)
+        except Exception as error:
+            refused = [name for name in fields if f"`{name}`" in str(error) or f"'{name}'" in str(error)]
+            if not refused:
+                raise
+            del fields[refused[0]]
+
+
+def small_model(model_type: str) -> Any:
+    """A small random model with eager attention.
+
+    Raises:
+        ValueError: if it has too many parameters.
+    """
+    config = small_config(model_type)
+    with torch.device("meta"):
+        size = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").num_parameters()
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size / 1e6:.0f} million parameters")
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.fill_(NO_SINK)
+    return model
+
+
+def importance_by_matrices(model: Any, tokens_NT: torch.Tensor) -> torch.Tensor:
+    """Importance (L, H, T) from the returned attention matrices: for each key, the mean over the queries from it on.
+
+    Raises:
+        ValueError: if the model returns no matrices (N, H, T, T).
+    """
+    with torch.no_grad():
+        matrices = model(tokens_NT, output_attentions=True, use_cache=False).attentions or ()
+    square = [one.float() for one in matrices if one is not None and one.ndim == 4]
+    if not square or any(one.shape[-2] != LENGTH or one.shape[-1] < LENGTH for one in square):
+        raise ValueError("the model returns no attention matrices")
+    queries_T = torch.arange(LENGTH, 0, -1)
+    return torch.stack([(one[..., -LENGTH:].sum(2) / queries_T).mean(0) for one in square])
+
+
+def outcome(model_type: str) -> dict[str, Any]:
+    """Whether the measurement of a small model of this type agrees with its matrices."""
+    tokens_NT = torch.randint(3, 64, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(1))
+    try:
+        model = small_model(model_type)
+        with torch.no_grad():
+            model(tokens_NT)
+    except Exception as error:
+        return {"outcome": "not compared", "why": f"no small model: {_line(error)}"}
+    try:
+        ours_LHT = torch.from_numpy(sinklab.measure(model, tokens_NT).importance)
+    except SinklabError as error:
+        return {"outcome": "refused", "why": _line(error)}
+    except Exception as error:
+        return {"outcome": "fails", "why": f"{type(error).__name__}: {_line(error)}"}
+    try:
+        theirs_LHT = importance_by_matrices(model, tokens_NT)
+    except Exception as error:
+        return {"outcome": "not compared", "why": _line(error)}
+    if theirs_LHT.shape != ours_LHT.shape:
+        return {"outcome": "not compared", "why": f"{len(theirs_LHT)} matrices for {len(ours_LHT)} layers"}
+    difference = float((ours_LHT - theirs_LHT).abs().max())
+    return {"outcome": "agrees" if difference <= CLOSE else "differs", "largest_difference": difference}
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_types", nargs="*", help="default: every causal architecture")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/architectures.json")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    hf.logging.set_verbosity_error()
+    found = {}
+    for model_type in given.model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        found[model_type] = outcome(model_type)
+        print(model_type, *found[model_type].values(), flush=True)
+    counts = Counter(one["outcome"] for one in found.values())
+    print(", ".join(f"{count} {name}" for name, count in counts.most_common()))
+    if given.save:
+        document = {"environment": environment(), "transformers": hf.__version__, "counts": counts, "models": found}
+        write_json(RESULTS / "architectures.json", document)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The commands that the README, the docs and the help show are run, in the order of their page, with real text and a
+real model. The tables say with which words and options they run here, and which of them do not run."""
+
+import re
+import shlex
+import shutil
+from glob import glob
+from itertools import product
+from pathlib import Path
+
+import pytest
+from conftest import Run
+from test_docs import ROOT, shown
+
+INSTEAD = {
+    "streaming,quantisation,..": "streaming,quantisation",
+    "--parts ..": "--parts streaming",
+    "A --model B ..": "A --model B",
+    "table_7 --model MODEL": "table_7 --model runs/learned_positions",
+    "FOLDER --by-checkpoint": "runs/k --by-checkpoint",
+    "RECIPE ... --out": "RECIPE --set KEY=VALUE --out",
+    "model.init_from=MODEL": "model.init_from=TinyStories-656K",
+    "data.source=FILE": "data.source=stories.txt",
+    "MODEL": "TinyStories-656K",
+    "BASE": "runs/k",
+    "CHAT": "runs/tiny-0",
+    "A": "runs/k",
+    "B": "runs/tiny-0",
+    "RUN": "runs/k",
+    "RECIPE": "tiny",
+    "KEY=VALUE": "model.gate=head",
+    "STEP": "1",
+    "FILE": "stories.txt",
+    "corpus.jsonl": "chats.jsonl",
+    "FOLDER": "domains",
+    "DIR": "made",
+    "12.3": "2.3",
+    "64,512": "16",
+    "train.steps=500": "train.steps=2",
+    "train.steps=1500": "train.steps=2",
+    "train.steps=6000": "train.steps=3",
+    "runs/tiny-HASH": "runs/k",
+    "report runs/lab": "report runs/k",
+    "reproduce all --packed": "reproduce table_2 --packed",
+}
+"""What is shown, and what is run."""
+
+ADDED = {
+    "measure": "--sequences 4 --length 32",
+    "compare": "--sequences 4 --length 32",
+    "parity": "--sequences 2 --length 16",
+    "assess": "--sequences 2 --length 32 --stream-length 64",
+    "lab": "--steps 2",
+    "train": "--set train.eval_sequences=8 --set metric.sequences=4",
+    "reproduce": "--seeds 1",
+}
+"""Options that make a command last seconds."""
+
+NOT_RUN = {
+    "eval ": "needs the extra eval: tests/evaluating",
+    "reproduce figure_10 ": "needs the extra eval: tests/evaluating",
+    "sft ": "needs the extra sft: tests/tuning",
+    "train RECIPE --track ": "needs the extra track: tests/train/test_track.py",
+    "measure MODEL --text FILE --out DIR --revision ": "needs the network",
+    "measure MODEL --text FILE --out DIR --device map": "needs the extra quantised: test_measure_placed.py",
+    "measure EleutherAI/": "needs the network",
+    "measure --family ": "needs published models: tests/survey",
+    "train 1b --dry-run": "needs several processes: tests/train",
+    "data prepare hf:": "needs the network",
+    "train 60m --set ": "days, and a corpus from the network",
+    "reproduce all --scale ": "hundreds of runs, two of them on a cluster: tests/experiments",
+}
+"""Beginnings of commands that are not run, and why not."""
+
+SLOW = (
+    *("reproduce table", "reproduce figure", "reproduce prop", "reproduce poly", "reproduce all", "reproduce mine"),
+    *("verify", "report runs/tiny", "parity MODEL ["),
+)
+"""Beginnings of commands that take longer than some seconds."""
+
+
+def with_options() -> list[tuple[str, str]]:
+    """The command of howto_measure.md with each of the options in its table."""
+    page = "docs/howto_measure.md"
+    (command,) = (command for where, command in shown() if where == page)
+    rows = re.findall(r"^\|.+\|(.+)\|$", (ROOT / page).read_text(encoding="utf-8"), re.M)
+    return [(page, f"{command} {option}") for row in rows for option in re.findall(r"`(--[^`]+)`", row)]
+
+
+def is_run(command: str) -> bool:
+    return not command.startswith(tuple(NOT_RUN))
+
+
+def run_here() -> dict[str, list[str]]:
+    """The commands that are run, by page; those of the help are a page."""
+    pages: dict[str, list[str]] = {}
+    for page, command in [*shown(), *with_options()]:
+        if is_run(command):
+            pages.setdefault("help" if "--help" in page else page, []).append(command)
+    return pages
+
+
+def words(command: str) -> list[str]:
+    """The arguments with which a command runs here."""
+    text = re.sub(r"\[(--[^\]]*)\](\.\.\.)?", r" \1 ", command)
+    for one, other in INSTEAD.items():
+        text = re.sub(rf"(?<!\S){re.escape(one)}(?!\S)", other, text)
+    found = shlex.split(text, comments=True)
+    added = ADDED.get(found[0], "")
+    if found[0] == "reproduce" and "--model" not in found:
+        added += " --steps 2"
+    if found[0] == "train" and "train.steps" not in text:
+        added += " --set train.steps=2"
+    return [*found, *shlex.split(added)]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text, once for all pages."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def desk(run: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Run:
+    """`sinklab ARGS` in a folder with the files that the pages name."""
+    monkeypatch.setenv("SINKLAB_CACHE", str(cache))
+    (tmp_path / "TinyStories-656K").symlink_to(data_dir / "models" / "TinyStories-656K")
+    (tmp_path / "domains").mkdir()
+    for name in ("tinystories.jsonl", "europarl.jsonl"):
+        (tmp_path / "domains" / name).symlink_to(data_dir / "domains" / name)
+    shutil.copy(data_dir / "domains" / "tinystories.jsonl", tmp_path / "stories.txt")
+    conversations = (data_dir / "chat" / "messages.jsonl").read_text(encoding="utf-8").splitlines()[:200]
+    (tmp_path / "chats.jsonl").write_text("\n".join(conversations), encoding="utf-8")
+    experiment = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/howto_experiment.md").read_text("utf-8"), re.S)[0]
+    for name in ("gates.yaml", "mine.yaml"):
+        (tmp_path / name).write_text(experiment, encoding="utf-8")
+    for name in ("k", "tiny-0"):
+        called(run, ["train", "tiny", *shlex.split(ADDED["train"]), "--set", "train.steps=2", "--out", f"runs/{name}"])
+    return run
+
+
+def called(run: Run, arguments: list[str]) -> None:
+    """Run a command; as in a shell, patterns of files are expanded. Every command has DIR for itself, or it trains."""
+    if arguments[0] != "train":
+        shutil.rmtree("made", ignore_errors=True)
+    expanded = [path for one in arguments for path in (sorted(glob(one)) if "*" in one else [one])]
+    status, _, said = run(*expanded)
+    assert status == 0, f"sinklab {shlex.join(expanded)}: {said}"
+
+
+def pages_with(slow: bool) -> list[str]:
+    return [page for page, all_of in run_here().items() if any(one.startswith(SLOW) == slow for one in all_of)]
+
+
+@pytest.mark.parametrize("page", pages_with(slow=False))
+def test_the_commands_of_a_page_run(page: str, desk: Run) -> None:
+    for command in run_here()[page]:
+        if not command.startswith(SLOW):
+            called(desk, words(command))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with(slow=True))
+def test_the_slow_commands_of_a_page_run(page: str, desk: Run) -> None:
+    called(desk, words("reproduce gates.yaml --jobs 2"))  # a sweep in runs/tiny, where the pages have one
+    if page == "docs/measuring.md":
+        called(desk, words("train tiny --set model.position=learnable --out runs/learned_positions"))
+    if page == "docs/experiments.md":
+        for seed, step in product(range(1, 6), (1000, 16000, 143000)):
+            Path(f"seed{seed}").mkdir(exist_ok=True)
+            Path(f"seed{seed}/step{step}").symlink_to(Path("TinyStories-656K").resolve())
+    if page == "help":
+        called(desk, words("report runs/tiny --pack results/tiny"))
+    for command in run_here()[page]:
+        called(desk, words(command))
+
+
+def test_what_is_not_run_is_still_shown() -> None:
+    everything = [command for _, command in [*shown(), *with_options()]]
+    assert [one for one in (*NOT_RUN, *SLOW) if not any(command.startswith(one) for command in everything)] == []
