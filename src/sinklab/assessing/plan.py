@@ -47,7 +47,7 @@ def _names(given: object) -> object:
 
 
 class AssessOptions(CommandSettings, frozen=True):
-    """Settings of an assessment; None is replaced by a default derived from the model's context.
+    """Settings of an assessment; None stands for a default that is derived from the model's context.
 
     Attributes:
         where_possible: whether to skip requested parts that do not apply to the model.
@@ -135,8 +135,8 @@ class AssessSettings(AssessOptions, frozen=True):
     """Settings with all derived values for one model.
 
     Attributes:
-        stream_sequences: N of the streaming part.
-        long_length: T of the length part; None if the model cannot read beyond its context.
+        stream_sequences: number of sequences N of the streaming part.
+        long_length: tokens per sequence T of the length part; None if the model cannot read beyond its context.
     """
 
     sequences: int = Field(default=...)
@@ -148,7 +148,7 @@ class AssessSettings(AssessOptions, frozen=True):
 
 
 def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
-    """The options, with defaults derived from the model's context.
+    """Complete the options with defaults derived from the model's context.
 
     Raises:
         InputError: if an option is invalid for the model or the length of the sequences.

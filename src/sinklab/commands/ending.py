@@ -1,4 +1,4 @@
-"""The end of a command: exit status, and errors as one sentence on stderr, from one process."""
+"""Run a command: set the exit status, and print errors as one sentence on stderr, from one process only."""
 
 import errno
 import os
@@ -97,5 +97,5 @@ def say_on(console: Console, message: str) -> None:
 
 
 def stderr() -> Console:
-    """The console for everything except results."""
+    """Open the console for everything except results."""
     return Console(stderr=True)

@@ -54,13 +54,13 @@ from sinklab.tuning.tune import check_extra, check_tuned, tune
 
 MODELS = Path("runs/models")
 NAMED = "named"
-"""Folder of the results of experiments that name their models."""
+"""Folder for the results of experiments with fixed models."""
 
 SUMMARISED_EVERY_S = 60.0
-"""Interval between summaries during training, so that a power cut leaves one."""
+"""Interval in seconds between summaries during training, so that one exists after a power cut."""
 
 LOOKS_EVERY_S = 2.0
-"""Between two looks at runs that other processes assess."""
+"""Interval in seconds between two checks for runs that other processes assess or tune."""
 
 SCHEMA = Summary.model_fields["schema_version"].default
 

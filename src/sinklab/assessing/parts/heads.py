@@ -118,7 +118,7 @@ class Heads(AssessPart):
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of one layer over sequences: (H,), and the Gram matrices of the outputs (H, V, V)."""
+    """Sums of one layer over the sequences, (H,), and the Gram matrices of the outputs, (H, V, V)."""
 
     share_H: Tensor
     value_H: Tensor

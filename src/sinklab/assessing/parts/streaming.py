@@ -83,7 +83,7 @@ class Streaming(AssessPart):
         return PartJob((1 + readings) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """The smallest cache, with the fewest and the most first tokens kept."""
+        """List the added loss of the smallest cache, with the fewest and the most first tokens kept."""
         size = min((one.cache for one in self.caches), default=0)
         by_first = {one.first: one for one in self.caches if one.cache == size}
         for first in sorted({min(by_first), max(by_first)} if by_first else ()):
@@ -99,7 +99,7 @@ class Streaming(AssessPart):
             yield PartRow(f"cache {one.cache}, first {one.first} kept", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Added losses: by N for the largest cache, above most kept; for the smallest, above the unchanged model."""
+        """List the losses of the largest cache by N, and the added losses of the smallest cache."""
         if not self.caches:
             return
         sizes = {one.cache for one in self.caches}
@@ -194,7 +194,7 @@ class RollingCache:
             raise InputError(f"a cache of {self.size} keys cannot keep the first {self.first}: keep fewer keys")
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call with the rolling cache."""
+        """Apply the rolling cache to the call."""
         layer = layer.masked(Kept(self.size, self.first))
         if self.in_cache and layer.length > self.size and (self.first or layer.call.key_HD is not None):
             return self._placed(layer)

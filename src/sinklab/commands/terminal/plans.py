@@ -97,7 +97,7 @@ def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
 
 
 def hours_line(ahead: Preview) -> str:
-    """The expected duration as a sentence."""
+    """Describe the missing runs and their expected duration in a sentence."""
     if not ahead.missing:
         return f"all {ahead.runs} runs are done"
     trained = f"{ahead.missing} of {ahead.runs} runs are to be trained"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sinklab.train.replay import Replay
     from sinklab.tuning.tuned_directory import Tuning
 
-PROBLEMS = 20  # of a check that are listed
+PROBLEMS = 20  # maximum number of problems listed per check
 GRADIENTS = 12
 """Parameters that a replay lists."""
 VERDICT = 16, 30  # characters of a verdict in a line: below 100 columns, and from there on
