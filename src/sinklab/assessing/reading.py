@@ -127,6 +127,11 @@ class PairedReader:
                 self.whole = self._against(self._read(tokens_NT) if whole_NTE is None else whole_NTE)
                 self._passed()
 
+    def result_fields(self) -> dict[str, Any]:
+        """The fields that the results of all parts share: `sequences`, `length` and `unchanged`."""
+        N, T = self.tokens_NT.shape
+        return {"sequences": N, "length": T, "unchanged": self.unchanged.effect()}
+
     def under(
         self,
         edit: Edit | None = None,

@@ -212,9 +212,7 @@ def assess_budgets(
         ):
             policies.append(HeadBudget(policy=policy, full=share, keys=keys, **mean_effect(effects)))
     return Budgets(
-        sequences=len(tokens_NT),
-        length=T,
-        unchanged=reader.unchanged.effect(),
+        **reader.result_fields(),
         size=size,
         first=first,
         heads=heads,

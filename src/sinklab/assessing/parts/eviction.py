@@ -220,5 +220,4 @@ def assess_eviction(
         for policy, edit in policies.items():
             effect = reader.under(edit).effect()
             found.append(Evicted(policy=policy, budget=budget, **effect.model_dump()))
-    N, T = tokens_NT.shape
-    return Eviction(sequences=N, length=T, unchanged=reader.unchanged.effect(), first=first, policies=found)
+    return Eviction(**reader.result_fields(), first=first, policies=found)

@@ -306,8 +306,7 @@ def ablate_keys(
         _ablated(reader, selection, total / max(rows, 1), shifts)
         for selection, total, rows in zip(shares.selections, shares.totals, shares.rows, strict=True)
     ]
-    N, T = tokens_NT.shape
-    return KeyAblations(sequences=N, length=T, unchanged=reader.unchanged.effect(), sink_keys=sink_keys, keys=found)
+    return KeyAblations(**reader.result_fields(), sink_keys=sink_keys, keys=found)
 
 
 def _ablated(reader: PairedReader, selection: SelectedKeys, share: float, shifts: Sequence[float]) -> AblatedKeys:

@@ -194,7 +194,4 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -
             continue
         kinds.append(removed(f"all {kind}", [chosen]))
         kinds.append(removed(f"as many random as {kind}", [draw.sample(roles, len(chosen)) for _ in range(DRAWS)]))
-    N, T = tokens_NT.shape
-    return Pruning(
-        sequences=N, length=T, unchanged=reader.unchanged.effect(), total=len(roles), orders=orders, kinds=kinds
-    )
+    return Pruning(**reader.result_fields(), total=len(roles), orders=orders, kinds=kinds)

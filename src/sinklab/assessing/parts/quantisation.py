@@ -193,11 +193,8 @@ def assess_quantisation(
                 destroyed=everything.loss >= DESTROYED * before.loss,
             )
         )
-    N, T = tokens_NT.shape
     outliers = outliers_by_block(adapter, tokens_NT)
-    return Quantisation(
-        sequences=N, length=T, unchanged=before, sink_positions=spared, settings=found, outliers=outliers
-    )
+    return Quantisation(**reader.result_fields(), sink_positions=spared, settings=found, outliers=outliers)
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:

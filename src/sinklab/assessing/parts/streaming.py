@@ -148,13 +148,7 @@ def assess_streaming(
             effect = reader.under(RollingCache(size, first, in_cache=positions == "cache")).effect()
             perplexity = math.exp(effect.loss) if effect.loss < 700 else None
             caches.append(CachedReading(cache=size, first=first, perplexity=perplexity, **effect.model_dump()))
-    return Streaming(
-        sequences=len(tokens_NT),
-        length=tokens_NT.shape[1],
-        unchanged=reader.unchanged.effect(),
-        positions=positions,
-        caches=caches,
-    )
+    return Streaming(**reader.result_fields(), positions=positions, caches=caches)
 
 
 @dataclass(frozen=True)

@@ -360,9 +360,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
     if chosen.expert is None and len(maps) == 1:
         rule = (int(out_E.abs().argmax()), int(here.activation.abs().argmax())) == (channel, chosen.neuron)
     return Writer(
-        sequences=len(tokens_NT),
-        length=tokens_NT.shape[1],
-        unchanged=reader.unchanged.effect(),
+        **reader.result_fields(),
         channel=channel,
         block=block,
         value=value,
