@@ -48,14 +48,14 @@ class AssessText:
         special = len(self.model.special)
         body = length - special
         if body < 2:
-            raise InputError(f"sequences of {length} tokens, {special} of them special: give longer ones")
+            raise InputError(f"sequences of {length} tokens, {special} of them special: use longer ones")
         stream = self._stream(most * body)
         count = min(most, len(stream) // body)
         if count < fewest:
             raise InputError(
                 f"{self._text or 'the validation text of the run'} has {len(stream):,} tokens, and {fewest * body:,} "
-                f"are needed ({fewest} of {body:,} tokens): give more text, or shorter sequences and caches (--length, "
-                "--stream-length, --cache)"
+                f"are needed ({fewest} of {body:,} tokens): pass more text, or use shorter sequences and caches "
+                "(--length, --stream-length, --cache)"
             )
         return self.model.arrange(torch.tensor(stream[: count * body]).view(count, body), special > 0, None)
 

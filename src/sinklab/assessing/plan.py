@@ -36,7 +36,7 @@ class DefaultSizes:
 
 FULL = DefaultSizes(2**10, 2**11, 2**12, KEPT)
 QUICK = DefaultSizes(2**8, 2**9, 2**10, (0, 4))
-TWO_KEYS = "a cache holds 2 keys or more, the query's own included"
+TWO_KEYS = "a cache must hold 2 keys or more, including the query's own"
 
 
 def _names(given: object) -> object:
@@ -115,7 +115,7 @@ class AssessOptions(CommandSettings, frozen=True):
     @field_validator("caches", "budgets", "kept")
     @classmethod
     def _are_possible(cls, sizes: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        least, expected = (0, "give 0 or more") if info.field_name == "kept" else (2, TWO_KEYS)
+        least, expected = (0, "must be 0 or more") if info.field_name == "kept" else (2, TWO_KEYS)
         for size in sizes:
             if size < least:
                 raise InputError(f"{option_name(cls, str(info.field_name))} {size}: {expected}")
@@ -126,7 +126,7 @@ class AssessOptions(CommandSettings, frozen=True):
     def _is_of_groups(cls, residual: int) -> int:
         if residual % CACHE_GROUP:
             raise InputError(
-                f"--residual {residual}: keys are rounded in groups of {CACHE_GROUP} tokens; give a multiple of it"
+                f"--residual {residual}: keys are rounded in groups of {CACHE_GROUP} tokens; use a multiple of it"
             )
         return residual
 
@@ -176,7 +176,7 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
             if number > tokens:
                 raise InputError(
                     f"{option} {number}: the sequences have {tokens} tokens, fewer than the cache holds, so it would "
-                    f"never be full: give at most {option} {tokens}, or a longer {given}"
+                    f"never be full: set at most {option} {tokens}, or a longer {given}"
                 )
     for first in options.kept:
         if first >= min(caches):
@@ -187,7 +187,7 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
         raise InputError(f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, a quarter of the sequences")
     if options.residual >= length:
         raise InputError(
-            f"--residual {options.residual}: the sequences have {length} tokens, so that no key would be rounded: give "
+            f"--residual {options.residual}: the sequences have {length} tokens, so that no key would be rounded: set "
             f"--residual below {length}, or a longer --length"
         )
     decided = {

@@ -29,7 +29,7 @@ METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "
 
 
 def _no_type(ctx: Any) -> None:
-    """Type of an argument in the help: its name says what it is."""
+    """Show no type for an argument in the help."""
 
 
 class PlainGroup(TyperGroup):

@@ -118,7 +118,9 @@ def folders_with(folder: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
         found = holds(folder)
         children = [] if found else [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     except OSError as error:
-        raise InputError(f"cannot read {folder}: {error.strerror}. Make it readable, or name others only.") from error
+        raise InputError(
+            f"cannot read {folder}: {error.strerror}. Make it readable, or pass other directories only."
+        ) from error
     if found:
         yield folder
     for child in sorted(path for path in children if not path.name.startswith(".")):
@@ -190,7 +192,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}. Repair it or leave its folder out.") from error
     if not isinstance(document, dict):
-        raise InputError(f"{path} should hold a mapping of keys to values. Repair it or leave its folder out.")
+        raise InputError(f"{path} must contain a mapping of keys to values. Repair it or leave its folder out.")
     return document
 
 
@@ -205,7 +207,7 @@ def _read_summary(path: Path) -> Summary:
     try:
         return Summary.model_validate(document)
     except ValidationError as error:
-        raise InputError(f"{path} should hold `cells` (a mapping) and `claims` (a list). Write it again.") from error
+        raise InputError(f"{path} must contain `cells` (a mapping) and `claims` (a list). Write it again.") from error
 
 
 def _read_suites(top: Path) -> Iterator[Suite]:
@@ -216,9 +218,7 @@ def _read_suites(top: Path) -> Iterator[Suite]:
         try:
             document = kind.model_validate(parse_json(path.read_text(encoding="utf-8")))
         except ValueError as error:
-            raise InputError(
-                f"{path} is damaged: run the command that wrote it again, or take the file out."
-            ) from error
+            raise InputError(f"{path} is damaged: repeat the command that wrote it, or remove the file.") from error
         yield Suite(top, document)
 
 

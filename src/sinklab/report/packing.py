@@ -61,12 +61,14 @@ def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
     top = dirs[0]
     sweeps = collect([top]).sweeps
     if not sweeps:
-        raise InputError(f"{top} holds no sweep: expected a {SUMMARY} that names experiments, as reproduce writes it")
+        raise InputError(
+            f"{top} has no sweep: expected a {SUMMARY} that lists experiments, as written by sinklab reproduce"
+        )
     if out.resolve().is_relative_to(top.resolve()) or top.resolve().is_relative_to(out.resolve()):
-        raise InputError(f"--pack {out} and the sweep in {top} lie within each other: choose a folder elsewhere")
+        raise InputError(f"--pack {out} and the sweep in {top} contain each other: choose a folder outside the sweep")
     sweep = sweeps[0]
     if out.is_dir() and any(out.iterdir()) and not (out / SUMMARY).is_file():
-        raise InputError(f"{out} is not empty and holds no {SUMMARY} of an earlier copy: choose a new --pack folder")
+        raise InputError(f"{out} is not empty and has no {SUMMARY} of an earlier copy: choose a new --pack folder")
     check_results(out, (SUMMARY, REPORT))
     _check_paths(sweep)
     packed = _packed_runs(sweep)

@@ -1,5 +1,5 @@
-"""The figures of a sweep: the paper beside ours; of each experiment its numbers by cell, one number against another,
-curves over training."""
+"""Figures of a sweep: our values compared with the paper's; per experiment the values by cell, one quantity against
+another, and curves over training."""
 
 import os
 import re
