@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from sinklab.assessing.part import AssessPart, PartAnswer, PartRow
+from sinklab.assessing.part import AssessPart, PartAnswer
 from sinklab.assessing.parts import PARTS, PartName
 from sinklab.errors import InputError
 from sinklab.files import parse_json
@@ -108,12 +108,6 @@ class Assessment(ReadDocument):
             size = next((words for least, words in LOSSES if most >= least), "Hardly any loss")
             said = [f"{size} without the sink: {_nats(lost)}."]
         return [*said, *([f"The sink itself costs {_nats(gained)}."] if gained else [])]
-
-    def rows(self) -> Iterator[tuple[str, PartRow]]:
-        """List the rows of the result table, as pairs of part and row."""
-        for name, part in self.results.items():
-            for row in part.rows():
-                yield name, row
 
     def remarks(self) -> list[str]:
         """List the notes below the table."""
