@@ -68,6 +68,7 @@ def _assess(
     settings = settings_for(source.model, options)
     jobs, skipped = _jobs(source, settings, options)
     found = _resumed(ledger, _new(source, text, settings, options))
+    skipped = {part: why for part, why in skipped.items() if part not in found.results}
     if skipped:
         found = found.model_copy(update={"skipped": {**found.skipped, **skipped}})
         ledger.save(found)

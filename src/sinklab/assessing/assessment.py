@@ -88,7 +88,9 @@ class Assessment(ReadDocument):
         """Return a copy with the result of one more part."""
         results = {**self.results, done.name: done}
         ordered = {name: results[name] for name in PARTS if name in results}
-        return self.model_copy(update={"results": ordered, "seconds": {**self.seconds, done.name: seconds}})
+        skipped = {name: why for name, why in self.skipped.items() if name != done.name}
+        took = {**self.seconds, done.name: seconds}
+        return self.model_copy(update={"results": ordered, "skipped": skipped, "seconds": took})
 
     def answers(self) -> Iterator[tuple[str, PartAnswer]]:
         """List the answers of all parts, as pairs of question and answer."""

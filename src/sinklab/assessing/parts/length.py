@@ -13,6 +13,7 @@ from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
+LONGEST_UNASKED = 2**14  # tokens per sequence; where more are needed the part runs only if it is named
 EDGES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 7 / 4, 2, 3, 4)
 """Edges of the buckets, in contexts."""
 
@@ -58,6 +59,11 @@ class LossByLength(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        if adapter.ends is None and cls.name not in settings.parts and (settings.long_length or 0) > LONGEST_UNASKED:
+            return (
+                f"beyond its context of {adapter.context:,} tokens it would read {settings.long_length:,} at once, "
+                f"which takes long: --parts {cls.name} does so"
+            )
         return adapter.ends
 
     @classmethod

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -177,22 +178,24 @@ def assess_quantisation(
                 step()
     before = reader.unchanged.effect()
     found = []
-    for name, weights, activations in SETTINGS:
-        everything, without = (
-            reader.under(surgery=quantised(maps, weights, activations, maxima[skipped], skipped)).effect()
-            for skipped in (0, spared)
-        )
-        found.append(
-            Quantised(
-                name=name,
-                weights=weights,
-                activations=activations,
-                everything=everything,
-                without_sink=without,
-                due_to_sink=everything.loss - without.loss,
-                destroyed=everything.loss >= DESTROYED * before.loss,
-            )
-        )
+    for weights, settings in groupby(SETTINGS, key=lambda setting: setting[1]):
+        with quantised_weights(maps, weights) as exact:
+            for name, _, activations in settings:
+                everything, without = (
+                    reader.under(surgery=quantised_inputs(maps, exact, activations, maxima[skipped], skipped)).effect()
+                    for skipped in (0, spared)
+                )
+                found.append(
+                    Quantised(
+                        name=name,
+                        weights=weights,
+                        activations=activations,
+                        everything=everything,
+                        without_sink=without,
+                        due_to_sink=everything.loss - without.loss,
+                        destroyed=everything.loss >= DESTROYED * before.loss,
+                    )
+                )
     outliers = outliers_by_block(adapter, tokens_NT)
     return Quantisation(**reader.result_fields(), sink_positions=spared, settings=found, outliers=outliers)
 
@@ -296,40 +299,83 @@ def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
 def quantised(
     maps: Sequence[LinearMap], weights: Weights, activations: Activations, maxima: Maxima, spared: int
 ) -> Iterator[None]:
-    """Quantise weights and inputs of the maps within the context; on exit the weights are restored exactly.
+    """Quantise weights and inputs of the maps within the context (see `quantised_weights`, `quantised_inputs`)."""
+    with quantised_weights(maps, weights) as exact, quantised_inputs(maps, exact, activations, maxima, spared):
+        yield
+
+
+@contextmanager
+def quantised_weights(maps: Sequence[LinearMap], weights: Weights) -> Iterator[dict[nn.Module, Tensor]]:
+    """Quantise the weights within the context, which gives the exact ones; on exit they are restored exactly."""
+    exact = {one.module: one.weight.clone() for one in maps}
+    try:
+        for one in maps:
+            one.weight.copy_(one.quantised(weights))
+        yield exact
+    finally:
+        for one in maps:
+            one.weight.copy_(exact[one.module])
+
+
+@contextmanager
+def quantised_inputs(
+    maps: Sequence[LinearMap], weights: dict[nn.Module, Tensor], activations: Activations, maxima: Maxima, spared: int
+) -> Iterator[None]:
+    """Quantise the inputs of the maps within the context.
 
     Args:
+        weights: exact weights, for the spared positions.
         maxima: maximum of every map's input, for static scales.
         spared: number of first positions in full precision and excluded from dynamic scales.
     """
-    by_module = {one.module: (one, one.weight.clone()) for one in maps}
+    by_module = {one.module: one for one in maps}
     exact: dict[nn.Module, Tensor] = {}
     shape = _SequenceShape()
+    last: list[_RoundedInput] = []
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_BTI = shape.unflattened(args[0])
+        x, largest = args[0], maxima.get(module)
+        x_BTI = shape.unflattened(x)
         exact[module] = x_BTI[:, :spared]
-        rounded_BTI = _rounded(x_BTI[:, spared:], activations, maxima.get(module))
-        return (torch.cat((exact[module], rounded_BTI), 1).view_as(args[0]),)
+        if not (last and last[0].of(x, largest)):  # queries, keys and values often have one input, as have gate and up
+            rounded_BTI = _rounded(x_BTI[:, spared:], activations, largest)
+            rounded = torch.cat((exact[module], rounded_BTI), 1).view_as(x)
+            last[:] = [_RoundedInput(x, x._version, largest, rounded)]
+        return (last[0].rounded,)
 
     def leaving(module: nn.Module, _: tuple[Any, ...], output: Tensor) -> Tensor | None:
         first = exact.pop(module)
         if not spared:
             return None
-        one, weight = by_module[module]
         rest = shape.unflattened(output)[:, spared:]
-        return torch.cat((one.apply(first, weight), rest), 1).view_as(output)
+        return torch.cat((by_module[module].apply(first, weights[module]), rest), 1).view_as(output)
 
-    try:
-        for one in maps:
-            one.weight.copy_(one.quantised(weights))
-        hooks = [one.module.register_forward_pre_hook(entering) for one in maps]
-        hooks += [one.module.register_forward_hook(leaving) for one in maps]
-        with shape.watched(maps), hooked(hooks):
-            yield
-    finally:
-        for one, weight in by_module.values():
-            one.weight.copy_(weight)
+    hooks = [one.module.register_forward_pre_hook(entering) for one in maps]
+    hooks += [one.module.register_forward_hook(leaving) for one in maps]
+    with shape.watched(maps), hooked(hooks):
+        yield
+
+
+@dataclass(frozen=True)
+class _RoundedInput:
+    """The latest input of a map, and its rounded values.
+
+    Attributes:
+        version: number of changes in place, at the time of rounding.
+    """
+
+    x: Tensor
+    version: int
+    largest: Tensor | None
+    rounded: Tensor
+
+    def of(self, x: Tensor, largest: Tensor | None) -> bool:
+        """Whether these are the rounded values of an input with this maximum."""
+        if x is not self.x or x._version != self.version:
+            return False
+        if largest is None or self.largest is None:
+            return largest is self.largest
+        return bool(largest == self.largest)
 
 
 class _SequenceShape:
