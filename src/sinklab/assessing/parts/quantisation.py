@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -178,7 +179,7 @@ def assess_quantisation(
                 step()
     before = reader.unchanged.effect()
     found = []
-    for weights, settings in groupby(SETTINGS, key=lambda setting: setting[1]):
+    for weights, settings in groupby(SETTINGS, key=itemgetter(1)):
         with quantised_weights(maps, weights) as exact:
             for name, _, activations in settings:
                 everything, without = (
