@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.statistics.highest import sink_elsewhere
@@ -263,32 +263,15 @@ def sparkline(values: Sequence[float], highest: float | None = None, width: int 
     return "".join(BARS[min(len(BARS) - 1, max(0, int(value / top * len(BARS))))] for value in picked)
 
 
-class OverSeeds(TypedDict):
-    """Mean, minimum and maximum of a quantity over the runs of a cell, and the number of runs."""
+def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | None], where: str) -> list[dict[str, Any]]:
+    """Average a value of the evaluations by cell and step, over the seeds that reached the step.
 
-    mean: float
-    low: float
-    high: float
-    runs: int
+    Args:
+        where: name of the position or of the data, the same in all rows.
 
-
-class CurvePoint(OverSeeds):
-    """A quantity of a cell at a training step; `where` names the position or the data."""
-
-    cell: str
-    where: str
-    step: int
-
-
-class LayerPoint(OverSeeds):
-    """A quantity of a cell in a layer, or after a block (0 is the embedding)."""
-
-    cell: str
-    layer: int
-
-
-def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | None], where: str) -> list[CurvePoint]:
-    """Average a value of the evaluations by cell and step, over the seeds that reached the step."""
+    Returns:
+        Rows `cell, where, step` with the fields of `over_seeds`.
+    """
     found = by_key(
         ((run.cell, one.step), number) for run in runs for one in run.history if (number := value(one)) is not None
     )
@@ -297,11 +280,11 @@ def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | Non
     ]
 
 
-def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[LayerPoint], bool]:
+def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[dict[str, Any]], bool]:
     """Average the last norm ratio of the first token by block.
 
     Returns:
-        The rows, and whether infinite ratios were omitted.
+        Rows `cell, layer` (0 is the embedding) with the fields of `over_seeds`; whether infinite ratios were omitted.
     """
     found = by_key(
         ((run.cell, layer), ratio)
@@ -331,8 +314,8 @@ def by_key(pairs: Iterable[tuple[K, float]]) -> dict[K, list[float]]:
     return found
 
 
-def over_seeds(numbers: Sequence[float]) -> OverSeeds:
-    """Compute mean, minimum, maximum and count of the values at several seeds."""
+def over_seeds(numbers: Sequence[float]) -> dict[str, float]:
+    """Compute mean, minimum (low), maximum (high) and count (runs) of the values at several seeds."""
     return {"mean": statistics.fmean(numbers), "low": min(numbers), "high": max(numbers), "runs": len(numbers)}
 
 

@@ -10,7 +10,7 @@ from sinklab.assessing.part import LOSS_ADDED
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.plots import PlotAxis
-from sinklab.report.cells import CurvePoint, cell_rows, curve, norm_ratios
+from sinklab.report.cells import cell_rows, curve, norm_ratios
 from sinklab.report.charts import Drawing, Figure, Side, Width, heatmaps, layer_axis, lines, scale_over, scatter
 from sinklab.report.data import Assessed, ReportData, ReportedRun
 from sinklab.report.measurement_figures import details_figures, importance_figures
@@ -44,7 +44,7 @@ def figures(data: ReportData, width: Width = "container") -> list[Figure]:
 
 def _sink_by_step(data: ReportData, width: Width) -> Figure | None:
     elsewhere = sorted({row.sink_elsewhere[0] for row in cell_rows(data) if row.sink_elsewhere})
-    rows: list[CurvePoint] = []
+    rows: list[dict[str, Any]] = []
     for position in [1, *elsewhere][:3]:
         where = "first token" if position == 1 else f"position {position}"
         rows += curve(data.runs, lambda one, k=position: dict(enumerate(one.sink_rate, 1)).get(k), where)
@@ -79,7 +79,7 @@ def _loss(data: ReportData, width: Width) -> Figure | None:
     return Figure("loss-by-step", "Loss while the model trains", caption, [chart])
 
 
-def _over_steps(rows: Sequence[CurvePoint], data: ReportData, y: PlotAxis, width: Width) -> Drawing:
+def _over_steps(rows: Sequence[dict[str, Any]], data: ReportData, y: PlotAxis, width: Width) -> Drawing:
     return lines(
         rows,
         PlotAxis("Training step", "step", "step", whole=True, precision=",d"),
