@@ -232,6 +232,21 @@ def test_a_model_without_rotary_positions_streams_by_those_of_the_text(run: Run,
     assert any("the streaming part uses positions in the text" in note for note in found.notes)
 
 
+def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
+    made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sinklab.assessing.parts.length.LONGEST_UNASKED", 16)
+    (directory, text), out = made, tmp_path / "a"
+    small = {"sequences": 2, "stream_length": 24, "caches": (8,), "length": 16, "budgets": (6,)}
+    unasked = assess(str(directory), text, AssessOptions(**small), out=out)
+    assert {*unasked.results, "length"} == set(USUAL)
+    assert unasked.skipped["length"].endswith("at once, which takes long: --parts length does so")
+    for parts in (("length",), ()):
+        named = assess(str(directory), text, AssessOptions(parts=parts, **small), out=out)
+        assert set(named.results) == set(USUAL)
+        assert named.skipped == {}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -1,5 +1,6 @@
 """The quantiser by hand and against PyTorch's, and what it leaves alone."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -84,6 +85,32 @@ def test_a_map_computes_what_its_quantised_parts_give(activations: Any, spared: 
         assert_close(found[n, spared:], rounded @ weight.T + linear.bias, 1e-12)
         assert_close(found[n, :spared], plain[n, :spared], 1e-12)
     assert torch.equal(linear.weight, before)
+
+
+@pytest.mark.parametrize("activations", ["dynamic per tensor", "static per tensor"])
+@torch.no_grad()
+def test_one_input_of_several_maps_is_rounded_for_each_by_its_own_scale_and_anew_after_a_change(
+    activations: Any,
+) -> None:
+    linears = [torch.nn.Linear(32, 5) for _ in range(4)]
+    maps = [LinearMap(linear, transposed=False) for linear in linears]
+    x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(2))
+    maxima = dict(zip(linears, map(torch.tensor, (1.0, 1.0, 2.0, 2.0)), strict=True))
+
+    def outputs(together: bool) -> list[torch.Tensor]:
+        here, found = x.clone(), []
+        for number, one in enumerate(maps):
+            if number == 3:
+                here.mul_(0.5)
+            alone = quantised([one], "int8 per channel", activations, maxima, 1)
+            with nullcontext() if together else alone:
+                found.append(one.module(here))
+        return found
+
+    with quantised(maps, "int8 per channel", activations, maxima, 1):
+        found = outputs(together=True)
+    for one, alone in zip(found, outputs(together=False), strict=True):
+        assert torch.equal(one, alone)
 
 
 def test_all_maps_of_the_blocks_are_quantised_and_put_back() -> None:

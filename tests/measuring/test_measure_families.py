@@ -149,15 +149,29 @@ def test_attention_that_cannot_be_recorded_is_an_error_and_never_a_zero() -> Non
 
     model, _ = pair_of("llama")
     model.model.layers[1].self_attn = Own()
-    with pytest.raises(SinklabError, match=r"1 of 2 layers.*llama"):
+    with pytest.raises(SinklabError, match=r"1 attention calls were recorded in 2 layers.*llama"):
         measure(model, family_tokens())
     assert hooks_on(model) == 0
 
 
-def test_a_model_without_attention_is_an_error() -> None:
-    config = hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (
+            hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
+            "no layer of a 'mamba' model",
+        ),
+        (hf.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "no layer of a 'rwkv' model"),
+        (
+            hf.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4),
+            "0 attention matrices and the keys of 0 layers",
+        ),
+        (hf.DiffLlamaConfig(**GROUPED), "4 attention calls were recorded in 2 layers"),
+    ],
+)
+def test_a_model_whose_attention_cannot_be_read_is_refused_with_the_reason(config: Any, why: str) -> None:
     model: Any = hf.AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(SinklabError, match="no layer of a 'mamba' model"):
+    with pytest.raises(SinklabError, match=why):
         measure(model, family_tokens())
 
 

@@ -221,7 +221,10 @@ def test_where_every_later_query_sees_a_key_there_is_one_number(width: int | Non
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("mistral", "a sliding window of 4 tokens in all layers"), ("gemma3", "a sliding window of 6 tokens in layers 1, 3")],
+    [
+        ("mistral", "a sliding window of 4 tokens in all layers"),
+        ("gemma3", "a sliding window of 6 tokens in layers 1, 3"),
+    ],
 )
 def test_a_note_says_which_layers_have_a_window_and_its_width(name: str, said: str) -> None:
     model, _, _ = family(name)

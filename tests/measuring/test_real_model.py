@@ -1,22 +1,17 @@
 """SmolLM2-135M-Instruct, measured by `sinklab measure FILE.gguf` and by an eager loop written from the definitions.
 
-The reference shares nothing with sinklab: transformers reads the file, the text is cut here, and attention is computed
-here as whole matrices, from which alpha[l, h, k] = mean over t = k .. T of A[l, h, t, k].
+The reference (`support/real_models.py`) shares nothing with sinklab: it has transformers read the file, cuts the text,
+and computes attention as whole matrices.
 """
 
-import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers as hf
-from tiny_gguf import needed
+from real_models import Reference, eager_model, first_to_rest, first_tokens, model_file, reference
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
 
 import sinklab
 from sinklab.measuring.measurement import Measurement
@@ -25,85 +20,14 @@ from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
 
 pytestmark = pytest.mark.real
-EPS, SEQUENCES, LENGTH = 0.3, 100, 64
+SEQUENCES, LENGTH = 100, 64
 FLIPPED = 4 / (SEQUENCES * 30 * 9) * 100
 """Percent: so many of the 27,000 shares may lie within rounding of eps."""
 
 
-@dataclass
-class Reference:
-    """By layer, as the calls come: alpha (N, H, T), cosines (N, H, T), |k| (N, T); and hidden states (N, T, width)."""
-
-    alpha: list[Tensor] = field(default_factory=list)
-    cosine: list[Tensor] = field(default_factory=list)
-    key_norm: list[Tensor] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    loss: float = 0.0
-
-    def attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
-        """Softmax attention, whole matrices; q is (N, H, T, d), k and v have fewer heads, each for a group of q's."""
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        T = q.shape[2]
-        seen = torch.ones(T, T, dtype=torch.bool).tril()
-        A = (q @ k.transpose(-1, -2) * scaling).masked_fill(~seen, -torch.inf).softmax(-1)
-        cosines = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).transpose(-1, -2)
-        self.alpha.append(torch.stack([A[:, :, t:, t].mean(-1) for t in range(T)], -1))
-        self.cosine.append(torch.stack([cosines[:, :, t:, t].mean(-1) for t in range(T)], -1))
-        self.key_norm.append(k.norm(dim=-1).mean(1))
-        return (A @ v).transpose(1, 2), None
-
-    def rates(self) -> Tensor:
-        """(T,) percent of (sequence, layer, head) with alpha above eps."""
-        return 100 * (torch.stack(self.alpha) > EPS).float().mean((0, 1, 2))
-
-    def secondary(self) -> float:
-        """Percent of them with alpha above eps at some position 5 .. T / 2."""
-        alpha = torch.stack(self.alpha)
-        return 100 * float((alpha[..., 4 : alpha.shape[-1] // 2] > EPS).any(-1).float().mean())
-
-
-def reference(model: Any, tokens: Tensor) -> Reference:
-    """All sequences, few at a time: the logits of a sequence take 12 MB."""
-    parts = [few(model, part) for part in tokens.split(10)]
-
-    def joined(name: str) -> list[Tensor]:
-        return [torch.cat(layer) for layer in zip(*(getattr(part, name) for part in parts), strict=True)]
-
-    loss = sum(part.loss * len(part.hidden[0]) for part in parts) / len(tokens)
-    return Reference(joined("alpha"), joined("cosine"), joined("key_norm"), joined("hidden"), loss)
-
-
-@torch.no_grad()
-def few(model: Any, tokens: Tensor) -> Reference:
-    found = Reference()
-    AttentionInterface.register("by_hand", found.attention)  # type: ignore[arg-type]
-    AttentionMaskInterface.register("by_hand", eager_mask)
-    model.set_attn_implementation("by_hand")
-    try:
-        output = model(tokens, use_cache=False, output_hidden_states=True)
-    finally:
-        model.set_attn_implementation("eager")
-        AttentionInterface._global_mapping.pop("by_hand")
-        AttentionMaskInterface._global_mapping.pop("by_hand")
-    found.hidden = list(output.hidden_states[:-1])  # the last one has passed the final norm
-    log_p = output.logits[:, :-1].log_softmax(-1)
-    found.loss = -float(log_p.gather(-1, tokens[:, 1:, None]).double().mean())
-    return found
-
-
-def first_to_rest(norm_NT: Tensor) -> float:
-    """The norm of position 1 over the mean of the others', each a mean over sequences."""
-    norm_T = norm_NT.mean(0)
-    return float(norm_T[0] / norm_T[1:].mean())
-
-
 @pytest.fixture(scope="module")
 def file(data_dir: Path) -> Path:
-    needed()
-    found = sorted((data_dir / "models" / "SmolLM2-135M-Instruct").glob("*.gguf"))
-    if not found:
-        pytest.skip(f"no SmolLM2-135M-Instruct in {data_dir / 'models'}: put its .gguf file there")
-    return found[0]
+    return model_file(data_dir, "SmolLM2-135M-Instruct")
 
 
 @pytest.fixture(scope="module")
@@ -112,18 +36,18 @@ def text(data_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(file: Path) -> Any:
-    options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32, "attn_implementation": "eager"}
-    return hf.AutoModelForCausalLM.from_pretrained(file.parent, **options).eval()
+def read(file: Path) -> tuple[Any, Any]:
+    return eager_model(file)
 
 
 @pytest.fixture(scope="module")
-def natural(file: Path, text: Path) -> Tensor:
-    """The first LENGTH tokens of the first documents that have so many."""
-    tokenizer = hf.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    rows = (json.loads(line)["text"] for line in text.open(encoding="utf-8"))
-    ids = (tokenizer(row, add_special_tokens=False).input_ids for row in rows)
-    return torch.tensor([row[:LENGTH] for row in ids if len(row) >= LENGTH][:SEQUENCES])
+def model(read: tuple[Any, Any]) -> Any:
+    return read[0]
+
+
+@pytest.fixture(scope="module")
+def natural(read: tuple[Any, Any], text: Path) -> Tensor:
+    return first_tokens(read[1], text, SEQUENCES, LENGTH)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from sinklab.assessing.part import AssessPart, PartAnswer, ResultRow
+from sinklab.assessing.part import AssessPart, PartAnswer, PartRow
 from sinklab.assessing.parts import PARTS, PartName
 from sinklab.errors import InputError
 from sinklab.files import parse_json
@@ -88,7 +88,9 @@ class Assessment(ReadDocument):
         """A copy with one more part."""
         results = {**self.results, done.name: done}
         ordered = {name: results[name] for name in PARTS if name in results}
-        return self.model_copy(update={"results": ordered, "seconds": {**self.seconds, done.name: seconds}})
+        skipped = {name: why for name, why in self.skipped.items() if name != done.name}
+        took = {**self.seconds, done.name: seconds}
+        return self.model_copy(update={"results": ordered, "skipped": skipped, "seconds": took})
 
     def answers(self) -> Iterator[tuple[str, PartAnswer]]:
         """The answers of every part, as pairs of question and answer."""
@@ -109,7 +111,7 @@ class Assessment(ReadDocument):
             said = [f"{size} without the sink: {_nats(lost)}."]
         return [*said, *([f"The sink itself costs {_nats(gained)}."] if gained else [])]
 
-    def rows(self) -> Iterator[tuple[str, ResultRow]]:
+    def rows(self) -> Iterator[tuple[str, PartRow]]:
         """The rows of the result table, as pairs of part and row."""
         for name, part in self.results.items():
             for row in part.rows():

@@ -24,7 +24,8 @@ from sinklab.opening import Model
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
-GROWTH = "Loss above the unchanged model's (nats per token)"
+LOSS_ADDED = "Loss above the unchanged model's (nats per token)"
+ADDED_AXIS = PlotAxis(LOSS_ADDED, "y", "nats added")
 
 
 class AssessText:
@@ -57,6 +58,16 @@ class AssessText:
                 "--stream-length, --cache)"
             )
         return self.model.arrange(torch.tensor(stream[: count * body]).view(count, body), special > 0, None)
+
+    def split(self, most: int, others: int, length: int) -> tuple[Tensor, Tensor]:
+        """At most `most` sequences (N, T), and `others` more of the same text (M, T), of a short text fewer.
+
+        Raises:
+            InputError: if the text is too short for two sequences.
+        """
+        both_NT = self.sequences(most + others, length, fewest=2)
+        N = max(1, len(both_NT) - others)
+        return both_NT[:N], both_NT[N:]
 
     def _stream(self, tokens: int) -> list[int]:
         """At least this many tokens of the text, or all of it."""
@@ -103,7 +114,7 @@ class PartJob:
 
 
 @dataclass(frozen=True)
-class ResultRow:
+class PartRow:
     """A row of the result table: one change, or the unchanged model.
 
     Attributes:
@@ -164,19 +175,20 @@ class PartFigure:
     """A figure as data; `report` draws it.
 
     Attributes:
+        rows: values by field, including the fields of `colour` and of the axes.
+        y: vertical axis; by default that of the added loss.
         kind: a line per series, joined dots per category of y, or a scatter plot.
-        rows: values by field, including those of `colour` and the axes.
         colour: field of the series; `series` is their order in the legend.
-        reference: a dashed line at this value of y (for dots, of x).
+        reference: position of a dashed line on the y axis (for dots, on the x axis).
         tooltip: further fields, each with its title and format.
     """
 
-    kind: Literal["lines", "dots", "scatter"]
     title: str
     caption: str
     rows: Sequence[Mapping[str, object]]
     x: PlotAxis
-    y: PlotAxis
+    y: PlotAxis = ADDED_AXIS
+    kind: Literal["lines", "dots", "scatter"] = "lines"
     reference: float | None = None
     colour: str = "series"
     series: Sequence[str] = ()
@@ -196,7 +208,8 @@ class AssessPart(ReadDocument, ABC):
         long_text: skip the part if the text is too short for it; other parts then raise an error.
         on_request: run the part only if it is named, as it takes long.
         in_quick: run the part with --quick, too, unless some are named.
-        numbers: its single numbers.
+        numbers: single numbers of the part.
+        loss_axis: title of an axis of the added loss.
         sequences, length: N and T.
         unchanged: the unchanged model on the same text, within its context.
     """
@@ -208,6 +221,7 @@ class AssessPart(ReadDocument, ABC):
     on_request: ClassVar[bool] = False
     in_quick: ClassVar[bool] = True
     numbers: ClassVar[tuple[PartNumber, ...]] = ()
+    loss_axis: ClassVar[str] = LOSS_ADDED
 
     sequences: int
     length: int
@@ -231,7 +245,7 @@ class AssessPart(ReadDocument, ABC):
     def answers(self) -> Iterator[PartAnswer]:
         """The answers to the question, shown before all rows."""
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         """The rows of the table of every change."""
         yield from ()
 
@@ -247,24 +261,24 @@ class AssessPart(ReadDocument, ABC):
         """The figure of the report."""
         return None
 
-    def unchanged_row(self) -> ResultRow:
+    def unchanged_row(self) -> PartRow:
         """The row of the unchanged model."""
-        return ResultRow("unchanged", self.unchanged, f"{self.sequences} x {self.length:,} tokens")
+        return PartRow("unchanged", self.unchanged, f"{self.sequences} x {self.length:,} tokens")
 
     def added(self, effect: Effect) -> float:
         """The loss of a change above that of the unchanged model."""
         return effect.loss - self.unchanged.loss
 
-    def added_by(self, row: ResultRow) -> float:
+    def added_by(self, row: PartRow) -> float:
         """The loss that the change of a row adds."""
         return self.added(row.effect) if row.added is None else row.added
 
+    def point(self, effect: Effect, series: str, x: object, y: object = None) -> dict[str, object]:
+        """A row of a figure, with loss and divergence for the tooltip; `y` is the added loss unless it is given."""
+        y = self.added(effect) if y is None else y
+        return {"series": series, "x": x, "loss": effect.loss, "kl": effect.kl, "y": y}
 
-def plot_row(effect: Effect, y: float | None, series: str, x: object) -> dict[str, object]:
-    """A row of a figure, with the tooltip's loss and divergence."""
-    return {"series": series, "x": x, "loss": effect.loss, "kl": effect.kl, "y": y}
-
-
-def counted(count: int, noun: str) -> str:
-    """ "key", "3 keys"."""
-    return noun if count == 1 else f"{count} {noun}s"
+    @staticmethod
+    def counted(count: int, noun: str) -> str:
+        """A noun with its number, which is left out if it is 1: `key`, `3 keys`."""
+        return noun if count == 1 else f"{count} {noun}s"

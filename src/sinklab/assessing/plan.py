@@ -9,7 +9,6 @@ from sinklab.errors import InputError
 from sinklab.settings import ADVANCED, INPUT, MEASURED, MOST, CommandSettings, Flag, Seed, Several, option_name
 
 if TYPE_CHECKING:
-    from sinklab.models.adapter import Adapter
     from sinklab.opening import Model
 
 Placed = Literal["cache", "text"]
@@ -161,7 +160,8 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
         raise InputError(f"--length {length} exceeds the context of {model.name}: set at most --length {context}")
     if options.positions == "cache" and fixed:
         raise InputError(f"{model.name} cannot use positions in a cache, as {fixed}: set --positions text")
-    stream_length = options.stream_length or _stream_length(adapter, length)
+    longest = min(4 * length, context) if adapter.ends else 4 * length
+    stream_length = options.stream_length or longest
     if adapter.ends and stream_length > context:
         raise InputError(
             f"--stream-length {stream_length}: {model.name} cannot read beyond {context} tokens, as {adapter.ends}"
@@ -202,7 +202,3 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
         "long_length": None if adapter.ends else max(min(2 * context, LONGEST), context + context // 4),
     }
     return AssessSettings(**{**dict(options), **decided})
-
-
-def _stream_length(adapter: "Adapter", length: int) -> int:
-    return min(4 * length, adapter.context) if adapter.ends else 4 * length

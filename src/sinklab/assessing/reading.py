@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -244,11 +245,11 @@ def first_importance(layer: LayerCall) -> Tensor:
     return alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
 
 
-def mean_effect(effects: Sequence[Effect]) -> Effect:
-    """The mean effect over several draws on the same targets."""
-    return Effect(
-        loss=fmean(one.loss for one in effects), kl=fmean(one.kl for one in effects), targets=effects[0].targets
-    )
+def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
+    """The fields of the mean effect over several draws on the same targets, with the loss of each draw."""
+    losses = [one.loss for one in effects]
+    kl = fmean(one.kl for one in effects)
+    return {"loss": fmean(losses), "kl": kl, "targets": effects[0].targets, "losses": losses}
 
 
 def key_heads(adapter: Adapter) -> KeyHeads:

@@ -8,17 +8,10 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
+from sinklab import signals
 from sinklab.commands.terminal.tables import printable
 from sinklab.errors import SinklabError, is_out_of_memory
 from sinklab.files import FULL
-from sinklab.signals import (
-    CALL_AGAIN,
-    INTERRUPTED,
-    PreemptedError,
-    ignore_signals,
-    left_on_signals,
-    was_kept,
-)
 
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 SHOWN = 80  # characters of a name that is too long
@@ -33,15 +26,15 @@ _OUT_OF_MEMORY = (
 def end(app: typer.Typer) -> NoReturn:
     """Run the command that the process was called with, and exit with its status."""
     try:
-        with left_on_signals():
+        with signals.left_on_signals():
             status = _status(app)
     except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
-    except PreemptedError:
-        status = CALL_AGAIN
-    kept = was_kept()
-    if status in (INTERRUPTED, CALL_AGAIN):
-        ignore_signals()
+        status = signals.INTERRUPTED
+    except signals.PreemptedError:
+        status = signals.CALL_AGAIN
+    kept = signals.was_kept()
+    if status in (signals.INTERRUPTED, signals.CALL_AGAIN):
+        signals.ignore_signals()
         if _is_first():
             stderr().print(_KEPT if kept else _NOT_KEPT, soft_wrap=True)
     if _has_others():  # see joined_world

@@ -135,9 +135,14 @@ def _shown(name: str, option: OptionInfo, annotation: Any) -> OptionInfo:
 
 def _element(annotation: Any) -> Any:
     """The element type of an option that may be absent or repeated."""
-    if NoneType in get_args(annotation):
-        (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
+    annotation = _present(annotation)
     return get_args(annotation)[0] if get_origin(annotation) is list else annotation
+
+
+def _present(annotation: Any) -> Any:
+    """The type of an option that may be absent, without None."""
+    kinds = [one for one in get_args(annotation) if one is not NoneType]
+    return kinds[0] if NoneType in get_args(annotation) else annotation
 
 
 def _check(name: str, option: OptionInfo, value: Any) -> None:
@@ -182,9 +187,7 @@ def _options(kind: type[CommandSettings], default: CommandSettings | None) -> di
 def _option(kind: type[CommandSettings], name: str, value: Any) -> inspect.Parameter:
     """Build the option of a field, with a default."""
     field, flag = kind.model_fields[name], flag_of(kind, name)
-    annotation = field.annotation
-    if NoneType in get_args(annotation):
-        (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
+    annotation = _present(field.annotation)
     if flag.text is not None:
         annotation, value = flag.text, REQUIRED if value is REQUIRED else flag.default
     elif get_origin(annotation) is tuple and get_args(annotation)[1] is ...:  # repeatable

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sinklab.commands.ending import PLAIN
-from sinklab.commands.terminal.progress import RunBoard, data_progress
+from sinklab.commands.terminal.progress import DataBoard, RunBoard
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.device import keep_freed_memory
@@ -163,5 +163,5 @@ def _check_fits(recipe: Recipe, world: World, console: Console) -> None:
 
 
 def _data(recipe: Recipe, console: Console) -> TokenDataset:
-    with data_progress(console) as progress:
+    with DataBoard(console) as progress:
         return prepared(recipe.data, progress=progress)

@@ -50,8 +50,8 @@ def token_norms(x: Tensor) -> Tensor:
 
 
 def hidden_states(output: Any) -> Tensor:
-    """Return the hidden states (B, T, C) from the output of a block, which may be a tuple."""
-    return output[0] if isinstance(output, tuple) else output
+    """Return the hidden states (B, T, C) from the output of a block, which may be a tuple or a list."""
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def residual_norms(blocks: Sequence[nn.Module]) -> AbstractContextManager[list[Tensor]]:

@@ -11,7 +11,7 @@ from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.statistics.highest import sink_elsewhere
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
-from sinklab.tables import INFINITE, SINK_1, Table, TableCell, TableColumn, Value, counted
+from sinklab.tables import INFINITE, SINK_1, Table, TableCell, TableColumn, Value, counted, table_of
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def cell_rows(data: ReportData) -> list[CellRow]:
 
 def _cell_row(data: ReportData, cell: str) -> CellRow:
     runs, summary = data.runs_of(cell), data.summary_cells.get(cell, CellSummary())
-    unfinished = [how for run in runs if (how := run.progress if run.in_progress else run.measured_early)]
+    unfinished = [run.unfinished for run in runs if run.unfinished]
     stored = Evaluation(
         step=0,
         sink_rate=summary.sink_rate,
@@ -231,8 +231,7 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
         spread("Time", "seconds", ".0f", lambda row: row.seconds),
         (TableColumn("Sink", "by step"), lambda row: grown[row.cell]),
     ]
-    heads = [head for head, _ in columns]
-    table = Table(f"{title}s", heads, [[value(row) for _, value in columns] for row in rows], key="cells")
+    table = table_of(f"{title}s", rows, columns, key="cells")
     notes = [
         "Rates are percent of (sequence, layer, head) triples whose importance exceeds ε."
         + (" Mean ± sample standard deviation over seeds." if any(row.seeds > 1 for row in rows) else "")

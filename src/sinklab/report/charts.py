@@ -125,15 +125,14 @@ def lines(
     if chosen is not None:
         shown = {"opacity": alt.condition(chosen, alt.value(0.75 if apart else 1.0), alt.value(0.12))}
     detail = [f"{field}:N" for field in apart]
+    dashed = [*detail, f"{dash}:N"] if dash else detail
     layers: list[alt.Chart] = [*_rules(reference, "y")]
     if curves:
         gray = alt.Chart(alt.Data(values=list(curves))).encode(x=across, y=up, detail="of:N")
         said = [_tip("of", "", ""), _tip(x.field, x.name, x.precision), _tip(y.field, y.name, y.precision)]
         layers.append(gray.mark_line(**_DASHED).encode(tooltip=said))
     if band is not None:
-        spread = base.encode(
-            y=_channel(alt.Y, y, rows, fields, band[0]), y2=f"{band[1]}:Q", detail=[*detail, *_dashed(dash)]
-        )
+        spread = base.encode(y=_channel(alt.Y, y, rows, fields, band[0]), y2=f"{band[1]}:Q", detail=dashed)
         faint = alt.value(0.16) if chosen is None else alt.condition(chosen, alt.value(0.16), alt.value(0.02))
         layers.append(spread.mark_area(strokeWidth=0).encode(opacity=faint))
     drawn = base.mark_line(strokeWidth=1.4 if apart else 2).encode(detail=detail, **shown)
@@ -147,9 +146,9 @@ def lines(
                 legend=legend(2) if len(places) > 1 else None,
             )
         )
-    told = [_tip(field, field, "") for field in (colour, *_only(dash), *apart) if field]
+    told = [_tip(field, field, "") for field in (colour, dash, *apart) if field]
     told += [_tip_of(x), _tip_of(y), *(_tip(*tip) for tip in tips)]
-    points = base.mark_point(size=18 if apart else 32).encode(tooltip=told, detail=[*detail, *_dashed(dash)], **shown)
+    points = base.mark_point(size=18 if apart else 32).encode(tooltip=told, detail=dashed, **shown)
     layers += [drawn, points if chosen is None else points.add_params(chosen)]
     return _titled(alt.layer(*layers).properties(width=width, height=height), title)
 
@@ -183,30 +182,18 @@ def scatter(
     across, up = _channel(alt.X, x, both, ends_x), _channel(alt.Y, y, both, ends_y)
     base = alt.Chart(alt.Data(values=list(rows))).encode(x=across, y=up)
     coloured = base.encode(color=colour_of(order, colour) if len(order) > 1 else alt.value(OURS))
-    told = [
-        *(_tip(*tip) for tip in tips if not tip[2]),
-        _tip_of(x),
-        _tip_of(y),
-        *(_tip(*tip) for tip in tips if tip[2]),
-    ]
-    if len(order) > 1:
-        told.insert(0, _tip(colour, colour, ""))
+    series = [(colour, colour, "")] if len(order) > 1 else []
+    texts, numbers = [*series, *(tip for tip in tips if not tip[2])], [tip for tip in tips if tip[2]]
+    told = [*(_tip(*tip) for tip in texts), _tip_of(x), _tip_of(y), *(_tip(*tip) for tip in numbers)]
     layers: list[alt.Chart] = [*_rules(reference, "x" if y.order is not None else "y")]
     if join is not None:
         joined: Any = colour_of(order, colour) if join == colour else alt.value("currentColor")
         layers.append(base.mark_line(strokeWidth=1.2).encode(detail=f"{join}:N", opacity=alt.value(0.4), color=joined))
-    if any(f"{x.field}_low" in row for row in rows):
-        layers.append(
-            coloured.mark_rule(opacity=0.5).encode(
-                x=_channel(alt.X, x, both, ends_x, f"{x.field}_low"), x2=f"{x.field}_high:Q"
-            )
-        )
-    if any(f"{y.field}_low" in row for row in rows):
-        layers.append(
-            coloured.mark_rule(opacity=0.5).encode(
-                y=_channel(alt.Y, y, both, ends_y, f"{y.field}_low"), y2=f"{y.field}_high:Q"
-            )
-        )
+    bars = coloured.mark_rule(opacity=0.5)
+    if any(ends_x[1] in row for row in rows):
+        layers.append(bars.encode(x=_channel(alt.X, x, both, ends_x, ends_x[1]), x2=f"{ends_x[2]}:Q"))
+    if any(ends_y[1] in row for row in rows):
+        layers.append(bars.encode(y=_channel(alt.Y, y, both, ends_y, ends_y[1]), y2=f"{ends_y[2]}:Q"))
     layers.append(coloured.mark_point(size=56, filled=True, opacity=0.9).encode(tooltip=told))
     if published:
         paper = alt.Chart(alt.Data(values=list(published))).encode(x=across, y=up, color=colour_of(order, colour))
@@ -217,109 +204,92 @@ def scatter(
     return alt.layer(*layers).properties(width=width, height=height)
 
 
-@dataclass(frozen=True)
-class Dots:
-    """The rows of a `dots` chart.
-
-    Attributes:
-        cells: in display order.
-        labels: of the cells, `at` in the rows.
-        seeds: rows `cell, at, seed, value, run, link`.
-        middles: rows `cell, at, never_reached`, with `median`, `smallest` and `largest` if known; if some seeds never
-            reached the step, also `beyond`, the largest step reached, which gets an arrow.
-        paper: rows `cell, at, value`.
-        decimals: of a value.
-    """
-
-    cells: Sequence[str]
-    labels: Sequence[str]
-    seeds: ChartRows
-    middles: ChartRows
-    paper: ChartRows
-    decimals: int
-
-
 _FIELDS = ("value", "median", "smallest", "largest")
 _SEEDS, _MIDDLES, _PAPER = (alt.NamedData(name) for name in ("seeds", "middles", "paper"))
 """Named datasets, as Altair copies the data of every layer while building a chart."""
 
 
 def dots(
-    shown: Dots, values: PlotAxis, varied: str | None = None, *, width: Width = 420, label_width: int = 150
+    labels: Mapping[str, str],
+    seeds: ChartRows,
+    middles: ChartRows,
+    paper: ChartRows,
+    values: PlotAxis,
+    decimals: int,
+    varied: str | None = None,
+    *,
+    width: Width = 420,
+    label_width: int = 150,
 ) -> Drawing:
     """Seeds of each cell as points, with their median, smallest and largest, and the paper's number as a diamond.
 
     Args:
+        labels: label of every cell by its name, in display order.
+        seeds: rows `cell, seed, value, run, link`.
+        middles: rows `cell, never_reached`, with `median`, `smallest` and `largest` if they are known; if some seeds
+            never reached the step, also `beyond`, the largest step reached, which gets an arrow.
+        paper: rows `cell, value`.
+        decimals: number of decimals of a value in the tooltips.
         varied: the quantity by which cells are ordered: they run from left to right, their medians connected. Without
             an order each cell is a row.
-        label_width: pixels of the cell names.
+        label_width: width of the cell names in pixels.
     """
-    upright = varied is not None
-    everything = [*shown.seeds, *shown.middles, *shown.paper]
-    named = PlotAxis(varied or "", "at" if upright else "cell", order=shown.labels if upright else shown.cells)
+    upright, seeds = varied is not None, _apart(seeds)
+    everything = [*seeds, *middles, *paper]
+    names = PlotAxis(varied or "", "at" if upright else "cell", order=list(labels.values() if upright else labels))
+    cell = _channel(alt.X if upright else alt.Y, names, [], [], label_width=label_width)
 
     def placed(mark: alt.Chart, field: str, end: str | None = None) -> alt.Chart:
-        if upright:
-            mark = mark.encode(x=_channel(alt.X, named, [], []), y=_channel(alt.Y, values, everything, _FIELDS, field))
-            return mark if end is None else mark.encode(y2=end)
-        cell = _channel(alt.Y, named, [], [], label_width=label_width)
-        mark = mark.encode(x=_channel(alt.X, values, everything, _FIELDS, field), y=cell)
-        return mark if end is None else mark.encode(x2=end)
+        number = _channel(alt.Y if upright else alt.X, values, everything, _FIELDS, field)
+        ends = {} if end is None else {"y2" if upright else "x2": end}
+        return mark.encode(**{"x": cell, "y": number} if upright else {"x": number, "y": cell}, **ends)
 
+    def said(mark: alt.Chart, *tips: Tip) -> alt.Chart:
+        return mark.encode(tooltip=[_tip("cell", "cell", ""), *(_tip(*tip) for tip in tips)])
+
+    known = {field for row in middles for field in row}
     layers: list[alt.Chart] = []
-    if upright and shown.paper:
+    if upright and paper:
         layers.append(placed(alt.Chart(_PAPER).mark_line(strokeWidth=1.2, strokeDash=[4, 3], color=PAPER), "value"))
-    if upright and _have(shown, "median"):
+    if upright and "median" in known:
         layers.append(placed(alt.Chart(_MIDDLES).mark_line(strokeWidth=1.8, color=OURS), "median"))
-    if _have(shown, "smallest"):
+    if "smallest" in known:
         rule = alt.Chart(_MIDDLES).mark_rule(strokeWidth=2, opacity=0.55, color=OURS)
         layers.append(placed(rule.transform_filter("isValid(datum.smallest)"), "smallest", "largest:Q"))
-    form = f",.{shown.decimals}f"
-    if _have(shown, "median"):
-        said = [("median", "median over seeds", form), ("smallest", "smallest", form), ("largest", "largest", form)]
+    form = f",.{decimals}f"
+    if "median" in known:
         tick = alt.Chart(_MIDDLES).mark_tick(thickness=2.5, size=15, color=OURS)
-        layers.append(_said(placed(tick.transform_filter("isValid(datum.median)"), "median"), said))
-    if _have(shown, "beyond"):
+        tick = placed(tick.transform_filter("isValid(datum.median)"), "median")
+        ends = (("smallest", "smallest", form), ("largest", "largest", form))
+        layers.append(said(tick, ("median", "median over seeds", form), *ends))
+    if "beyond" in known:
         shape = "triangle-up" if upright else "triangle-right"
         arrow = alt.Chart(_MIDDLES).mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
         arrow = placed(arrow.transform_filter("isValid(datum.beyond)"), "beyond")
-        layers.append(_said(arrow, [("never_reached", "seeds that did not reach it", "d")]))
-    if shown.paper:
+        layers.append(said(arrow, ("never_reached", "seeds that did not reach it", "d")))
+    if paper:
         diamond = alt.Chart(_PAPER).mark_point(shape="diamond", color=PAPER, **_OPEN)
-        layers.append(_said(placed(diamond, "value"), [("value", "the paper's", f",.{max(shown.decimals, 2)}f")]))
-    if shown.seeds:
+        layers.append(said(placed(diamond, "value"), ("value", "the paper's", f",.{max(decimals, 2)}f")))
+    if seeds:
         point = alt.Chart(_SEEDS).mark_point(size=38, opacity=0.85, color=OURS, cursor="pointer").encode(href="link:N")
-        most = max(2.0, *(abs(row["place"]) for row in _apart(shown.seeds)))
-        offset = alt.Scale(domain=[-2 * most, 2 * most] if upright else [-most, most])
+        most = max(2.0, *(abs(row["place"]) for row in seeds))
         if upright:
-            point = point.encode(xOffset=alt.XOffset("place:Q", scale=offset))
+            offset = alt.XOffset("place:Q", scale=alt.Scale(domain=[-2 * most, 2 * most]))
+            point = point.encode(xOffset=offset)
         else:
-            point = point.encode(yOffset=alt.YOffset("place:Q", scale=offset))
-        said = [("seed", "seed", "d"), ("value", "value", f",.{shown.decimals + 1}f"), ("run", "run", "")]
-        layers.append(_said(placed(point, "value"), said))
-    rows = {"seeds": _apart(shown.seeds), "middles": list(shown.middles), "paper": list(shown.paper)}
-    height = SHORT if upright else _row_height(shown, label_width) * len(shown.cells)
-    filled = {name: found for name, found in rows.items() if found}
-    return alt.layer(*layers, width=width, height=height, datasets=filled)
-
-
-def _row_height(shown: Dots, label_width: int) -> int:
-    """Pixels of a row, in which the seeds of a cell lie below each other."""
-    most = max(Counter(row["cell"] for row in shown.seeds).values(), default=1)
-    return max(_listed_height(shown.cells, label_width), SEED_HEIGHT * (most + 1))
+            point = point.encode(yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[-most, most])))
+        value = ("value", "value", f",.{decimals + 1}f")
+        layers.append(said(placed(point, "value"), ("seed", "seed", "d"), value, ("run", "run", "")))
+    most_seeds = max(Counter(row["cell"] for row in seeds).values(), default=1)  # below each other in a row
+    row_height = max(_listed_height([*labels], label_width), SEED_HEIGHT * (most_seeds + 1))
+    rows = {"seeds": seeds, "middles": middles, "paper": paper}
+    data = {name: [{**row, "at": labels[row["cell"]]} for row in found] for name, found in rows.items() if found}
+    return alt.layer(*layers, width=width, height=SHORT if upright else row_height * len(labels), datasets=data)
 
 
 def _listed_height(labels: Sequence[Any], label_width: int) -> int:
     """Pixels of a row with its label, which may have several lines."""
     return ROW_HEIGHT + LINE_HEIGHT * max(len(str(one)) * LETTER // label_width for one in labels)
-
-
-def _have(shown: Dots, field: str) -> bool:
-    return any(field in row for row in shown.middles)
-
-
-def _said(mark: alt.Chart, tips: Sequence[Tip]) -> alt.Chart:
-    return mark.encode(tooltip=[_tip("cell", "cell", ""), *(_tip(*tip) for tip in tips)])
 
 
 def _apart(seeds: ChartRows) -> ChartRows:
@@ -571,14 +541,6 @@ def _rules(value: float | None, channel: str) -> list[alt.Chart]:
     if value is None:
         return []
     return [alt.Chart(alt.Data(values=[{"at": value}])).mark_rule(**_DASHED).encode(**{channel: "at:Q"})]
-
-
-def _only(name: str | None) -> list[str]:
-    return [] if name is None else [name]
-
-
-def _dashed(dash: str | None) -> list[str]:
-    return [f"{name}:N" for name in _only(dash)]
 
 
 def _tip(field: str, title: str, form: str) -> alt.Tooltip:

@@ -123,15 +123,12 @@ class ReportedRun:
         return self.trained and (self.steps_done or 0) < (self.planned_steps or 0)
 
     @property
-    def progress(self) -> str:
-        """The last evaluated step of an unfinished run."""
-        return f"step {self.steps_done or 0} of {self.planned_steps}"
-
-    @property
-    def measured_early(self) -> str | None:
-        """The step at which an unfinished run was measured; None for finished runs and other models."""
+    def unfinished(self) -> str:
+        """The step that an unfinished run has reached, or at which it was measured; empty for all others."""
+        if self.in_progress:
+            return f"step {self.steps_done or 0} of {self.planned_steps}"
         step, planned = (self.measurement.step, self.measurement.planned_steps) if self.measurement else (None, None)
-        return f"step {step:,} of {planned:,}" if step is not None and planned and step < planned else None
+        return f"step {step:,} of {planned:,}" if step is not None and planned and step < planned else ""
 
     @property
     def eps(self) -> float:
@@ -139,16 +136,6 @@ class ReportedRun:
         if self.measurement:
             return self.measurement.eps
         return float((self.recipe and self.recipe.eps) or 0.3)
-
-    @property
-    def details(self) -> "Details | None":
-        """The results of --details."""
-        return self.measurement.details if self.measurement else None
-
-    @property
-    def notes(self) -> list[str]:
-        """The notes of its measurement."""
-        return self.measurement.notes if self.measurement else []
 
     @property
     def latest(self) -> Evaluation:
@@ -264,7 +251,7 @@ class ReportData:
     @property
     def notes(self) -> list[tuple[str, str]]:
         """The notes of measurements by run, and failed measurements with the reason."""
-        return [*((self.label(run), note) for run in self.runs for note in run.notes), *self.failures]
+        return [*((self.label(run), note) for run, one in self.measured for note in one.notes), *self.failures]
 
     @property
     def measured(self) -> "list[tuple[ReportedRun, Measurement]]":

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from sinklab.assessing.assessment import Assessment
-from sinklab.assessing.part import GROWTH
+from sinklab.assessing.part import LOSS_ADDED
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.plots import PlotAxis
@@ -14,13 +14,7 @@ from sinklab.report.cells import CurvePoint, cell_rows, curve, norm_ratios
 from sinklab.report.charts import Drawing, Figure, Side, Width, heatmaps, layer_axis, lines, scale_over, scatter
 from sinklab.report.data import Assessed, ReportData, ReportedRun
 from sinklab.report.measurement_figures import details_figures, importance_figures
-from sinklab.survey.suites import (
-    CheckpointsDocument,
-    ComparisonDocument,
-    DomainsDocument,
-    FamiliesDocument,
-    MeasuredCheckpoint,
-)
+from sinklab.survey import suites
 from sinklab.tables import SINK_1
 
 SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs", "runs", "d"))
@@ -167,14 +161,14 @@ def suite_figures(data: ReportData, width: Width) -> list[Figure]:
     for number, suite in enumerate(data.suites):
         measured = [(run, run.measurement) for _, run in suite.runs(data) if run.measurement]
         match suite.document:
-            case FamiliesDocument() as document if document.measured:
+            case suites.FamiliesDocument() as document if document.measured:
                 found.append(_families(document, width, number))
-            case DomainsDocument() if measured:
+            case suites.DomainsDocument() if measured:
                 found.append(_domains(measured, width, number))
-            case ComparisonDocument() if measured:
+            case suites.ComparisonDocument() if measured:
                 found.append(_comparison(measured, data.cells, width, number))
-            case CheckpointsDocument() as document if measured:
-                found += _checkpoints(document.measured, measured[0][1].eps, width, number)
+            case suites.CheckpointsDocument() as document if measured:
+                found += _checkpoints(document, measured[0][1].eps, width, number)
     return found
 
 
@@ -236,7 +230,7 @@ def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: 
     return Figure(f"comparison-layers-{number}", "The sink by layer", caption, [chart])
 
 
-def _families(document: FamiliesDocument, width: Width, number: int) -> Figure:
+def _families(document: suites.FamiliesDocument, width: Width, number: int) -> Figure:
     found = document.measured
     about = {name: {"model": name, "family": one.family, "parameters": one.parameters} for name, one in found.items()}
     chart = scatter(
@@ -258,7 +252,7 @@ def _families(document: FamiliesDocument, width: Width, number: int) -> Figure:
     return Figure(f"families-{number}", "Measured and published", caption, [chart])
 
 
-CURVES: tuple[tuple[str, Callable[[MeasuredCheckpoint], float | None]], ...] = (
+CURVES: tuple[tuple[str, Callable[[suites.MeasuredCheckpoint], float | None]], ...] = (
     (f"{SINK_1} (percent of heads)", lambda one: one.sink_1),
     ("Sink on the bias (percent of heads)", lambda one: one.sink_bias),
     ("First token, times uniform attention", lambda one: one.uniform_ratio),
@@ -267,7 +261,9 @@ CURVES: tuple[tuple[str, Callable[[MeasuredCheckpoint], float | None]], ...] = (
 )
 
 
-def _checkpoints(checkpoints: Mapping[str, MeasuredCheckpoint], eps: float, width: Width, number: int) -> list[Figure]:
+def _checkpoints(
+    checkpoints: Mapping[str, suites.MeasuredCheckpoint], eps: float, width: Width, number: int
+) -> list[Figure]:
     """Curves over steps, and the sink rate by layer and step."""
     found = sorted(checkpoints.values(), key=lambda one: one.step)
     small = width if width == "container" else SMALL
@@ -353,7 +349,7 @@ def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure
         return None
     rows.sort(key=lambda row: kinds.index(row["kind"]))
     changes = PlotAxis("", "change", order=list(dict.fromkeys(row["change"] for row in rows)))
-    added = PlotAxis(GROWTH, "added", "loss added, nats per token", format="+~g", precision="+.4f")
+    added = PlotAxis(LOSS_ADDED, "added", "loss added, nats per token", format="+~g", precision="+.4f")
     chart = scatter(
         rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")], width=width
     )

@@ -15,36 +15,14 @@ import torch
 from sinklab.errors import InputError
 from sinklab.measuring import metrics
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.statistics import plot_specs
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.plot_specs import (
-    BlockLines,
-    BucketLines,
-    HeadMap,
-    Heatmap,
-    MatrixMap,
-    PositionMap,
-    SequenceLines,
-    Shown,
-)
+from sinklab.measuring.statistics.plot_specs import BucketLines, Heatmap, Shown
 from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
 from sinklab.plots import PlotAxis
 from sinklab.report import charts, theme
 from sinklab.report.cells import by_key, over_seeds
-from sinklab.report.charts import (
-    SHORT,
-    ChartRows,
-    ColourScale,
-    Drawing,
-    Figure,
-    Named,
-    Width,
-    heatmap,
-    heatmaps,
-    layer_axis,
-    lines,
-    pooled,
-    scale_over,
-)
+from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure, Named, Width
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.result_tables import layers_table, mixing_table, secondary_table
 from sinklab.tables import SINK_1, Table, TableColumn, names
@@ -102,7 +80,7 @@ def _by_head(data: ReportData, width: Width) -> Figure | None:
     references = tuple(first for _, first in firsts)
     scale = _importance_scale(maps, data)
     scale = replace(scale, outlined=data.runs[0].eps, references=references)
-    return heatmaps("importance-heads", "Which heads have the sink", caption, maps, scale, width)
+    return charts.heatmaps("importance-heads", "Which heads have the sink", caption, maps, scale, width)
 
 
 def _by_layer(data: ReportData, width: Width) -> Figure | None:
@@ -120,7 +98,7 @@ def _by_layer(data: ReportData, width: Width) -> Figure | None:
     )
     scale = _importance_scale(maps, data)
     drawn = [
-        heatmap(
+        charts.heatmap(
             matrix, scale, name, columns=charts.POSITIONS, width=width, own_legend=width != "container", lowest=lowest
         )
         for (name, matrix), lowest in zip(maps, uniform, strict=True)
@@ -174,7 +152,7 @@ def _by_position(data: ReportData, width: Width) -> Figure | None:
         for k, value in enumerate(uniform_importance(length)[:shown])
     ]
     positions = [1, *range(8, shown + 1, 8)] if shown > 12 else list(range(1, shown + 1))
-    chart = lines(
+    chart = charts.lines(
         rows,
         PlotAxis(
             "Position of the key (the first token is 1)",
@@ -211,8 +189,8 @@ def _row_sums(data: ReportData, width: Width) -> Figure | None:
         "not sum to one. There importance is that of the proxy scores |sim| / Σ |sim|, which hide the total "
         "attention that this figure shows. For softmax it is 1."
     )
-    scale = scale_over("row sum", [matrix for _, matrix in maps])
-    return heatmaps("row-sums", "Sum of raw scores", caption, maps, scale, width)
+    scale = charts.scale_over("row sum", [matrix for _, matrix in maps])
+    return charts.heatmaps("row-sums", "Sum of raw scores", caption, maps, scale, width)
 
 
 NORMS: dict[str, Callable[[Measurement], np.ndarray | None]] = {
@@ -277,7 +255,7 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
         table = layers_table([(data.label(run), one) for run, one, _ in data.detailed])
         drawn["angles-cosine"] = replace(drawn["angles-cosine"], table=table)
     if table := secondary_table([(data.label(run), one) for run, one, _ in data.detailed]):
-        shown = HeadMap(
+        shown = plot_specs.HeadMap(
             "secondary",
             "Sinks other than the first token",
             f"Percent of sequences in which a head has an importance above ε = {data.runs[0].eps:g} at some position "
@@ -301,13 +279,13 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, smal
     match shown:
         case Heatmap():
             return _heatmaps(data, name, shown, small)
-        case BlockLines():
+        case plot_specs.BlockLines():
             of_layers = STATISTICS[name].axes == "LHT"
             arrays = ((run.cell, array.mean(1) if of_layers else array) for run, _, _, array in found)
             rows = _first_and_rest(arrays, first_layer=int(of_layers))
             chart = _layer_lines(rows, data.cells, "Layer" if of_layers else AFTER_BLOCK, shown.what, width)
             return Figure(shown.key, shown.title, shown.caption, [chart]) if rows else None
-        case SequenceLines():
+        case plot_specs.SequenceLines():
             panels = [
                 (shown.what, AFTER_BLOCK, [(run.cell, array_M) for run, _, _, array_M in found]),
                 (
@@ -345,27 +323,27 @@ def _heatmaps(data: ReportData, name: str, shown: Heatmap, width: Width) -> Figu
     for run, _, details, array in _found(data, name):
         label = data.label(run)
         match shown:
-            case MatrixMap():
+            case plot_specs.MatrixMap():
                 for (layer, head), map_TT in zip(details.maps, array, strict=True):
                     later = np.triu(np.ones_like(map_TT, dtype=bool), 1)
-                    thin = pooled(np.where(later, np.nan, map_TT), MAP_CELLS)
+                    thin = charts.pooled(np.where(later, np.nan, map_TT), MAP_CELLS)
                     maps.append((f"{label}: layer {layer}, head {head}", thin))
-            case PositionMap():
+            case plot_specs.PositionMap():
                 maps.append((label, (array.mean(1) if array.ndim == 3 else array)[:, :SHOWN_POSITIONS]))
             case _:
                 maps.append((label, array[..., 0] if array.ndim == 3 else array))
     match shown:
-        case MatrixMap():
+        case plot_specs.MatrixMap():
             how = "; maps of long sequences are thinned by means over squares of positions, which the axes count."
             caption += how if lengths[-1] > MAP_CELLS else "."
             sides, height = (charts.QUERIES, charts.KEYS), 260
-        case PositionMap():
+        case plot_specs.PositionMap():
             sides = (charts.BLOCKS if STATISTICS[name].axes == "MT" else charts.LAYERS, charts.POSITIONS)
-        case HeadMap() if shown.uniform:
+        case plot_specs.HeadMap() if shown.uniform:
             means = ", ".join(f"{shown.uniform(length):.2f} for T = {length}" for length in lengths)
             caption += f" Attention that is uniform over all keys has {means}."
-    scale = scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
-    return heatmaps(shown.key, shown.title, caption, maps, scale, width, *sides, height=height)
+    scale = charts.scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
+    return charts.heatmaps(shown.key, shown.title, caption, maps, scale, width, *sides, height=height)
 
 
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: Width) -> Figure:
@@ -376,7 +354,7 @@ def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: Widt
     x = PlotAxis(shown.x_title, "bucket", order=_bucket_order(drawn))
     scale = "log" if shown.logarithmic else "linear"
     y = PlotAxis(shown.y_title, "value", "value", scale=scale, format="~g", precision=".4f")
-    chart = lines(drawn, x, y, order=data.cells, dash="where", width=width, height=SHORT)
+    chart = charts.lines(drawn, x, y, order=data.cells, dash="where", width=width, height=charts.SHORT)
     series = list(dict.fromkeys((row["cell"], row["where"]) for row in rows))
     values = {(row["cell"], row["where"], row["bucket"]): row["value"] for row in rows}
     columns = [*names(shown.bucket), *(TableColumn(cell, where, ".4f") for cell, where in series)]
@@ -448,7 +426,9 @@ def _layer_lines(
 ) -> Drawing:
     """A quantity by layer."""
     y = PlotAxis(y_title, "value", "value", scale="auto", precision=".4f")
-    return lines(rows, layer_axis(rows, at), y, order=cells, dash="where", width=width, height=SHORT, title=title)
+    return charts.lines(
+        rows, charts.layer_axis(rows, at), y, order=cells, dash="where", width=width, height=charts.SHORT, title=title
+    )
 
 
 def chart(measurement: Measurement, what: str = "heads") -> Any:

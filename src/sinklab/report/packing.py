@@ -31,7 +31,7 @@ from sinklab.outputs import REPORT, check_results
 from sinklab.report.collect import collect
 from sinklab.report.page import export_charts, render
 from sinklab.report.sections import glance_of
-from sinklab.report.sweeps import Sweep
+from sinklab.report.sweeps import Sweep, with_runs
 from sinklab.schema import leaves
 from sinklab.tables import NOTHING, Table, counted, escaped, markdown, names
 from sinklab.train.directory.environment import read_environment
@@ -156,11 +156,7 @@ def _pack_documents(sweep: Sweep, out: Path) -> None:
         edited = [name for name in run.edited if name in CHECKED]
         return run.model_copy(update={"message": _relative(run.message, sweep), "edited": edited})
 
-    cells = {
-        name: cell.model_copy(update={"runs": [packed(run) for run in cell.runs]})
-        for name, cell in sweep.summary.cells.items()
-    }
-    summary = sweep.summary.model_copy(update={"cells": cells})
+    summary = with_runs(sweep.summary, packed)
     summary.save(out)
     for path in _manifests(sweep):
         write_text(out / MANIFESTS / path.name, path.read_text(encoding="utf-8"))

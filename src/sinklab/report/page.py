@@ -15,7 +15,6 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
@@ -303,18 +302,8 @@ def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int
     return [(scale, verdict_counts([claim for claim in claims if claim.scale == scale])) for scale in scales]
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """The provenance of a run: its directory, recipe, seed, versions and machine, as texts."""
-
-    name: str
-    path: str
-    settings: dict[str, str]
-    environment: dict[str, str]
-    recipe: str
-
-
-def _provenance(data: ReportData, run: ReportedRun, page: Path) -> Provenance:
+def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, object]:
+    """The provenance of a run for the template: directory, recipe, seed, versions and machine."""
     one, env = run.measurement, run.env
     settings: dict[str, object] = {}
     if one is not None:
@@ -331,7 +320,8 @@ def _provenance(data: ReportData, run: ReportedRun, page: Path) -> Provenance:
     recipe = yaml.safe_dump(run.recipe.values, sort_keys=False, allow_unicode=True) if run.recipe else ""
     # Relative to the page for runs below it: both may be moved together.
     path = run.path.relative_to(page) if run.path != page and run.path.is_relative_to(page) else run.path
-    return Provenance(data.label(run), str(path), _plain_values(settings), _plain_values(run.env), recipe)
+    texts = {"settings": _plain_values(settings), "environment": _plain_values(run.env), "recipe": recipe}
+    return {"name": data.label(run), "path": str(path), **texts}
 
 
 def _plain_values(values: Mapping[str, object]) -> dict[str, str]:

@@ -1,10 +1,9 @@
 """Tables of measurements, comparisons and assessments, for the page and the terminal; a measurement in a notebook."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import chain, repeat
 
 import jinja2
 from markupsafe import Markup
@@ -12,13 +11,13 @@ from markupsafe import Markup
 from sinklab.assessing.assessment import Assessment
 from sinklab.experiments.documents import VERDICTS
 from sinklab.measuring.answer import answer
-from sinklab.measuring.findings import Propositions
+from sinklab.measuring.findings import Ablation, Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each, stretches
 from sinklab.report.data import ReportData
 from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
-from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers
+from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers, table_of
 
 BREAKS = re.compile(r"(?<=[_/])(?=\w)")
 POSITIONS = 6  # listed one by one in the table of a measurement
@@ -64,27 +63,15 @@ def ablations_table(measured: Labelled) -> Table | None:
     found = [(label, one) for label, m in measured for one in m.ablations or ()]
     if not found:
         return None
-    columns = [
-        *names("Model", "Without"),
-        TableColumn("Loss", "nats / token", ".4f"),
-        TableColumn("Ablated", "nats / token", ".4f"),
-        TableColumn("Change", "nats / token", "+.4f"),
-        TableColumn(SINK_1, "% of heads", ".2f"),
-        TableColumn("Ablated", "% of heads", ".2f"),
-        TableColumn("Highest sink, ablated", "% at position"),
-    ]
-    rows = [
-        (
-            label,
-            one.name,
-            one.loss_before,
-            one.loss_after,
-            one.loss_change,
-            one.sink_rate_before,
-            one.sink_rate_after,
-            one.highest_after,
-        )
-        for label, one in found
+    columns: Sequence[tuple[TableColumn, Callable[[tuple[str, Ablation]], Value]]] = [
+        (TableColumn("Model", text=True), lambda pair: pair[0]),
+        (TableColumn("Without", text=True), lambda pair: pair[1].name),
+        (TableColumn("Loss", "nats / token", ".4f"), lambda pair: pair[1].loss_before),
+        (TableColumn("Ablated", "nats / token", ".4f"), lambda pair: pair[1].loss_after),
+        (TableColumn("Change", "nats / token", "+.4f"), lambda pair: pair[1].loss_change),
+        (TableColumn(SINK_1, "% of heads", ".2f"), lambda pair: pair[1].sink_rate_before),
+        (TableColumn("Ablated", "% of heads", ".2f"), lambda pair: pair[1].sink_rate_after),
+        (TableColumn("Highest sink, ablated", "% at position"), lambda pair: pair[1].highest_after),
     ]
     notes = [
         "Both losses of an ablation are over the same targets.",
@@ -94,7 +81,7 @@ def ablations_table(measured: Labelled) -> Table | None:
             for label, one in found
         ),
     ]
-    return _without_model(Table("Ablations: loss and sink without something", columns, rows, notes, "ablations"))
+    return _without_model(table_of("Ablations: loss and sink without something", found, columns, notes, "ablations"))
 
 
 def propositions_table(measured: Labelled) -> Table | None:
@@ -351,19 +338,11 @@ def assessment_table(document: Assessment, title: str = "Costs and benefits of t
         TableColumn("KL", "from the unchanged model", ".4f"),
         *names("Remark"),
     ]
-    rows = [
-        (
-            part.name if first else "",
-            row.what,
-            row.effect.loss,
-            part.added_by(row),
-            row.perplexity,
-            row.effect.kl,
-            row.more,
-        )
-        for part in document.results.values()
-        for first, row in zip(chain([True], repeat(False)), part.rows(), strict=False)
-    ]
+    rows = []
+    for part in document.results.values():
+        for number, row in enumerate(part.rows()):
+            loss, kl, name = row.effect.loss, row.effect.kl, "" if number else part.name
+            rows.append((name, row.what, loss, part.added_by(row), row.perplexity, kl, row.more))
     notes = [
         *(f"{remark}." for remark in document.remarks()),
         *document.errors(),

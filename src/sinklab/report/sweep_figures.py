@@ -13,7 +13,7 @@ from sinklab.experiments.paper import statements
 from sinklab.experiments.quantities import Quantity
 from sinklab.experiments.verdicts.wording import number
 from sinklab.plots import PlotAxis
-from sinklab.report.charts import Dots, Drawing, Figure, Width, dots, lines, scatter
+from sinklab.report.charts import Drawing, Figure, Width, dots, lines, scatter
 from sinklab.report.sweeps import Sweep, quantity_of
 from sinklab.schema import finite_or_none
 from sinklab.tables import NOTHING, SINK_1, Table, TableColumn, names
@@ -90,12 +90,8 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Wid
             "of several."
         )
         made.append(Figure(f"{key}-against", f"{experiment.title}: {second} against {first}", caption, [chart]))
-    growth = [
-        _curve(sweep, cells, title, value, from_zero)
-        for quantities, title, value, from_zero in CURVES
-        if quantities & asked
-    ]
-    if charts := [_drawn_curve(rows, y, list(cells), width) for rows, y in growth if rows]:
+    growth = [_curve(sweep, cells, *curve, width) for quantities, *curve in CURVES if quantities & asked]
+    if charts := [chart for chart in growth if chart is not None]:
         title = f"{experiment.title}: while the models train"
         made.append(Figure(f"{key}-growth", title, "A line per seed.", charts))
     if any(one.startswith(LAYER_NUMBERS) for one in asked):
@@ -115,23 +111,16 @@ def _numbers(
         if not estimates:
             continue
         bounds = bounds or any(one.never_reached for one in estimates.values())
-        rows = Dots(
-            cells=list(labels),
-            labels=list(labels.values()),
-            seeds=[
-                {"cell": cell, "at": label, **_point(sweep, run, value, page)}
-                for cell, label in labels.items()
-                for run, value in cells[cell].by_seed(shown.name)
-            ],
-            middles=[{"cell": cell, "at": labels[cell], **_middle(one)} for cell, one in estimates.items()],
-            paper=[
-                {"cell": cell, "at": label, "value": experiment.published[cell][shown.name]}
-                for cell, label in labels.items()
-                if shown.name in experiment.published.get(cell, {})
-            ],
-            decimals=shown.decimals,
-        )
-        drawn.append(dots(rows, _values_axis(_title(shown), shown.unit in ("%", "steps")), varied, width=width))
+        seeds = [
+            {"cell": cell, **_point(sweep, run, value, page)}
+            for cell in labels
+            for run, value in cells[cell].by_seed(shown.name)
+        ]
+        middles = [{"cell": cell, **_middle(one)} for cell, one in estimates.items()]
+        printed = {cell: experiment.published.get(cell, {}).get(shown.name) for cell in labels}
+        paper = [{"cell": cell, "value": value} for cell, value in printed.items() if value is not None]
+        axis = _values_axis(_title(shown), shown.unit in ("%", "steps"))
+        drawn.append(dots(labels, seeds, middles, paper, axis, shown.decimals, varied, width=width))
     if not drawn:
         return None
     if experiment.replicate == "seed":
@@ -188,8 +177,9 @@ def _curve(
     title: str,
     value: Callable[[Evaluation], float | None],
     from_zero: bool,
-) -> tuple[list[dict[str, Any]], PlotAxis]:
-    """A quantity of every evaluation that has it, with its axis."""
+    width: Width,
+) -> Drawing | None:
+    """A quantity of every evaluation that has it; None if none has it."""
     rows = [
         {"cell": cell, "seed": run.seed, "step": one.step, "value": found}
         for cell, summary in cells.items()
@@ -197,11 +187,10 @@ def _curve(
         for one in sweep.history(run)
         if (found := value(one)) is not None
     ]
-    return rows, PlotAxis(title, "value", zero=from_zero, at_least=1.0 if from_zero else None, precision=".2f")
-
-
-def _drawn_curve(rows: list[dict[str, Any]], y: PlotAxis, cells: list[str], width: Width) -> Drawing:
+    if not rows:
+        return None
     known = {row["cell"] for row in rows}
+    y = PlotAxis(title, "value", zero=from_zero, at_least=1.0 if from_zero else None, precision=".2f")
     return lines(rows, STEPS, y, order=[cell for cell in cells if cell in known], apart=["seed"], width=width)
 
 
@@ -247,13 +236,13 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
         label, of = f"{place} {statement.says}", quantity_of(shown.value)
         cell = summary.cell(claims[place][0].experiment, shown.cell) if claims[place] else CellSummary(seeds=0)
         values = cell.by_seed(shown.value)
-        seeds += [{"cell": label, "at": label, **_point(sweep, run, value, page)} for run, value in values]
+        seeds += [{"cell": label, **_point(sweep, run, value, page)} for run, value in values]
         estimate = estimated(cell.runs, shown.value)
-        middles += [{"cell": label, "at": label, **_middle(estimate)}] if estimate else []
-        paper.append({"cell": label, "at": label, "value": shown.paper})
+        middles += [{"cell": label, **_middle(estimate)}] if estimate else []
+        paper.append({"cell": label, "value": shown.paper})
         ours = ", ".join(number(value, of) for _, value in values) or NOTHING
         rows.append([label, shown.cell, of.label, ours, shown.paper])
-    labels = [row[0] for row in rows]
+    labels = {row[0]: row[0] for row in rows}
     exploratory = [str(place) for place, found in claims.items() if found and found[0].analysis == "exploratory"]
     caption = (
         "Every point is a run of one seed, and leads to its recipe; the bar is the median over seeds, the line from "
@@ -265,7 +254,7 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
     table = Table("", [*columns, TableColumn("The paper’s", "%", ".2f")], rows)
     scale = f" at {summary.scale}" if summary.scale else ""
     axis = _values_axis("Percent of heads", True)
-    chart = dots(Dots(labels, labels, seeds, middles, paper, 1), axis, width=width, label_width=STATEMENT_PIXELS)
+    chart = dots(labels, seeds, middles, paper, axis, 1, width=width, label_width=STATEMENT_PIXELS)
     return Figure(key, f"Ours{scale} beside the paper's", caption, [chart], small=True, table=table)
 
 

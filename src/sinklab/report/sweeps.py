@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -110,14 +110,19 @@ def read_sweep(top: Path, summary: Summary) -> Sweep:
             return run
         return run.model_copy(update={"edited": edited(files / run.directory, record)})
 
-    cells = {
-        name: cell.model_copy(update={"runs": [with_edits(run) for run in cell.runs]})
-        for name, cell in summary.cells.items()
-    }
-    sweep = Sweep(top, summary.model_copy(update={"cells": cells}), files, packed)
+    sweep = Sweep(top, with_runs(summary, with_edits), files, packed)
     if files != top:
         weakref.finalize(sweep, shutil.rmtree, files, ignore_errors=True)
     return sweep
+
+
+def with_runs(summary: Summary, changed: Callable[[CellRun], CellRun]) -> Summary:
+    """A copy of a summary with every run changed."""
+    cells = {
+        name: cell.model_copy(update={"runs": [changed(run) for run in cell.runs]})
+        for name, cell in summary.cells.items()
+    }
+    return summary.model_copy(update={"cells": cells})
 
 
 @dataclass(frozen=True)

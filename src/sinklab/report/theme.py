@@ -36,18 +36,21 @@ def colours(cells: list[str]) -> dict[str, str]:
 
 def config(ink: str = "currentColor", background: str | None = None, font: str = FONT) -> dict[str, Any]:
     """The Vega-Lite `config` shared by all charts, with text and axes in the colour `ink`."""
-    axis = {
+    text = {
         "labelColor": ink,
         "titleColor": ink,
+        "labelFontSize": 12,
+        "titleFontSize": 12,
+        "titleFontWeight": 500,
+    }
+    axis = {
+        **text,
         "gridColor": ink,
         "gridOpacity": 0.13,
         "domainColor": ink,
         "domainOpacity": 0.5,
         "tickColor": ink,
         "tickOpacity": 0.5,
-        "labelFontSize": 12,
-        "titleFontSize": 12,
-        "titleFontWeight": 500,
         "titlePadding": 8,
         "labelPadding": 4,
         "labelOpacity": 0.85,
@@ -58,11 +61,7 @@ def config(ink: str = "currentColor", background: str | None = None, font: str =
         "view": {"stroke": None},
         "axis": axis,
         "legend": {
-            "labelColor": ink,
-            "titleColor": ink,
-            "labelFontSize": 12,
-            "titleFontSize": 12,
-            "titleFontWeight": 500,
+            **text,
             "labelLimit": 260,
             "titleLimit": 320,
             "symbolStrokeWidth": 2.5,

@@ -23,20 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import (
-    GROWTH,
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    counted,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, changed_attention, refused
 from sinklab.attention.layer_call import LayerCall
@@ -44,6 +31,7 @@ from sinklab.attention.masks import Dense
 from sinklab.attention.operations.call import Call
 from sinklab.attention.scores import Score, compose
 from sinklab.models.adapter import Adapter
+from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 LAYERS_KEPT, KEYS_KEPT = 64, 2**19  # random keys are kept for the next change: of so many layers, so many of a layer
@@ -121,15 +109,15 @@ class KeyAblations(AssessPart):
                 yield PartAnswer(f"attention to the {name} spread over others", self.added(one.spread), lost=clause)
                 yield PartAnswer(f"value of the {name} zeroed", self.added(one.value_zeroed))
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         for one in self.keys:
-            yield ResultRow(f"{one.keys}: value zeroed", one.value_zeroed, f"share {100 * one.share:.1f} %")
-            yield ResultRow(f"{one.keys}: hidden", one.hidden)
-            yield ResultRow(f"{one.keys}: spread", one.spread)
+            yield PartRow(f"{one.keys}: value zeroed", one.value_zeroed, f"share {100 * one.share:.1f} %")
+            yield PartRow(f"{one.keys}: hidden", one.hidden)
+            yield PartRow(f"{one.keys}: spread", one.spread)
             for shift in one.shifted:
                 if shift.by is not None:
-                    yield ResultRow(f"{one.keys}: logit {shift.by:+g}", shift)
+                    yield PartRow(f"{one.keys}: logit {shift.by:+g}", shift)
 
     def values(self) -> Iterator[tuple[str, float]]:
         """The added loss with the bias hidden, or else the first tokens."""
@@ -140,19 +128,15 @@ class KeyAblations(AssessPart):
 
     def figure(self) -> PartFigure:
         rows = [
-            plot_row(shift, self.added(shift), one.keys, shift.by)
-            for one in self.keys
-            for shift in one.shifted
-            if shift.by is not None
+            self.point(shift, one.keys, shift.by) for one in self.keys for shift in one.shifted if shift.by is not None
         ]
         return PartFigure(
-            "lines",
             "Ablation of the sink",
             f"Loss added to {self.unchanged.loss:.3f} by shifting the logits of the sink's "
-            f"{counted(self.sink_keys, 'key')}, from nearly hidden to strong, and of as many recent and random keys.",
+            f"{self.counted(self.sink_keys, 'key')}, from nearly hidden to strong, and of as many recent and random "
+            "keys.",
             rows,
             PlotAxis("Shift of the logits", "x", "shift", format="+~g"),
-            PlotAxis(GROWTH, "y", "nats added"),
         )
 
 

@@ -14,34 +14,23 @@ precision; SmoothQuant (2211.10438) leaves out the first three.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinklab.assessing.part import (
-    GROWTH,
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    counted,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
 from sinklab.measuring.statistics.details import kurtosis
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, hooked, residual_stream, token_norms
+from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 INT8, INT4 = 8, 4
@@ -128,10 +117,9 @@ class Quantisation(AssessPart):
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         calibrated = min(settings.sequences, CALIBRATED)
-        both_NT = text.sequences(settings.sequences + calibrated, settings.length, fewest=2)
-        N = max(1, len(both_NT) - calibrated)
-        run = partial(assess_quantisation, text.model.adapter, both_NT[:N], both_NT[N:], settings.sink_tokens)
-        return PartJob((1 + 2 * len(SETTINGS)) * N + 2 * (len(both_NT) - N), run)
+        tokens_NT, calibration_NT = text.split(settings.sequences, calibrated, settings.length)
+        run = partial(assess_quantisation, text.model.adapter, tokens_NT, calibration_NT, settings.sink_tokens)
+        return PartJob((1 + 2 * len(SETTINGS)) * len(tokens_NT) + 2 * len(calibration_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
         for one in self.settings:
@@ -139,11 +127,11 @@ class Quantisation(AssessPart):
             if one.name == STATIC:
                 yield PartAnswer("of it due to the sink", one.due_to_sink, gained="in static int8")
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         for one in self.settings:
             due = f"due to the sink {one.due_to_sink:+.4f}" + (", destroyed" if one.destroyed else "")
-            yield ResultRow(one.name, one.everything, due)
+            yield PartRow(one.name, one.everything, due)
 
     def values(self) -> Iterator[tuple[str, float]]:
         """The added losses in int8 with static scales per tensor."""
@@ -154,18 +142,18 @@ class Quantisation(AssessPart):
 
     def figure(self) -> PartFigure:
         rows = [
-            {**plot_row(effect, None, series, self.added(effect)), "y": one.name}
+            self.point(effect, series, self.added(effect), one.name)
             for one in self.settings
             for series, effect in (("everything", one.everything), ("sink positions spared", one.without_sink))
         ]
         return PartFigure(
-            "dots",
             "Quantisation with and without the sink",
             f"Loss added to {self.unchanged.loss:.3f} by simulated quantisation of everything, and with the first "
-            f"{counted(self.sink_positions, 'token')} in full precision and outside the scales.",
+            f"{self.counted(self.sink_positions, 'token')} in full precision and outside the scales.",
             rows,
-            PlotAxis(GROWTH, "x", "nats per token"),
+            PlotAxis(self.loss_axis, "x", "nats per token"),
             PlotAxis("", "y", "setting", order=[one.name for one in self.settings]),
+            kind="dots",
             reference=0.0,
         )
 
@@ -182,25 +170,32 @@ def assess_quantisation(
     spared = adapter.leading + sink_tokens
     maps = linear_maps(adapter.blocks)
     reader = PairedReader(adapter, tokens_NT, step)
-    maxima = {skipped: _calibrated(adapter, calibration_NT, skipped, step) for skipped in (0, spared)}
+    maxima: dict[int, Maxima] = {}
+    for skipped in (0, spared):
+        with evaluating(adapter.module), watched_maxima(maps, skipped) as maxima[skipped]:
+            for tokens_T in calibration_NT:
+                adapter.hidden(tokens_T[None].to(adapter.device))
+                step()
     before = reader.unchanged.effect()
     found = []
-    for name, weights, activations in SETTINGS:
-        everything, without = (
-            reader.under(surgery=quantised(maps, weights, activations, maxima[skipped], skipped)).effect()
-            for skipped in (0, spared)
-        )
-        found.append(
-            Quantised(
-                name=name,
-                weights=weights,
-                activations=activations,
-                everything=everything,
-                without_sink=without,
-                due_to_sink=everything.loss - without.loss,
-                destroyed=everything.loss >= DESTROYED * before.loss,
-            )
-        )
+    for weights, settings in groupby(SETTINGS, key=lambda setting: setting[1]):
+        with quantised_weights(maps, weights) as exact:
+            for name, _, activations in settings:
+                everything, without = (
+                    reader.under(surgery=quantised_inputs(maps, exact, activations, maxima[skipped], skipped)).effect()
+                    for skipped in (0, spared)
+                )
+                found.append(
+                    Quantised(
+                        name=name,
+                        weights=weights,
+                        activations=activations,
+                        everything=everything,
+                        without_sink=without,
+                        due_to_sink=everything.loss - without.loss,
+                        destroyed=everything.loss >= DESTROYED * before.loss,
+                    )
+                )
     N, T = tokens_NT.shape
     outliers = outliers_by_block(adapter, tokens_NT)
     return Quantisation(
@@ -208,19 +203,9 @@ def assess_quantisation(
     )
 
 
-def _calibrated(adapter: Adapter, tokens_NT: Tensor, skipped: int, step: Step) -> dict[torch.nn.Module, Tensor]:
-    with evaluating(adapter.module), watched_maxima(linear_maps(adapter.blocks), skipped) as maxima:
-        for tokens_T in tokens_NT:
-            adapter.hidden(tokens_T[None].to(adapter.device))
-            step()
-    return maxima
-
-
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
     """Measure outliers in the residual stream of the first sequence, after each block."""
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(adapter.module))
-        found = stack.enter_context(residual_stream(adapter.blocks, _outliers))
+    with evaluating(adapter.module), residual_stream(adapter.blocks, _outliers) as found:
         adapter.hidden(tokens_NT[:1].to(adapter.device))
     return [one.model_copy(update={"layer": number}) for number, one in enumerate(found) if number]
 
@@ -317,38 +302,83 @@ def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
 def quantised(
     maps: Sequence[LinearMap], weights: Weights, activations: Activations, maxima: Maxima, spared: int
 ) -> Iterator[None]:
-    """Quantise weights and inputs of the maps within the context; on exit the weights are restored exactly.
+    """Quantise weights and inputs of the maps within the context (see `quantised_weights`, `quantised_inputs`)."""
+    with quantised_weights(maps, weights) as exact, quantised_inputs(maps, exact, activations, maxima, spared):
+        yield
+
+
+@contextmanager
+def quantised_weights(maps: Sequence[LinearMap], weights: Weights) -> Iterator[dict[nn.Module, Tensor]]:
+    """Quantise the weights within the context, which gives the exact ones; on exit they are restored exactly."""
+    exact = {one.module: one.weight.clone() for one in maps}
+    try:
+        for one in maps:
+            one.weight.copy_(one.quantised(weights))
+        yield exact
+    finally:
+        for one in maps:
+            one.weight.copy_(exact[one.module])
+
+
+@contextmanager
+def quantised_inputs(
+    maps: Sequence[LinearMap], weights: dict[nn.Module, Tensor], activations: Activations, maxima: Maxima, spared: int
+) -> Iterator[None]:
+    """Quantise the inputs of the maps within the context.
 
     Args:
+        weights: exact weights, for the spared positions.
         maxima: maximum of every map's input, for static scales.
         spared: number of first positions in full precision and excluded from dynamic scales.
     """
-    by_module = {one.module: (one, one.weight.clone()) for one in maps}
+    by_module = {one.module: one for one in maps}
     exact: dict[nn.Module, Tensor] = {}
     shape = _SequenceShape()
+    last: list[_RoundedInput] = []
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_BTI = shape.unflattened(args[0])
+        x, largest = args[0], maxima.get(module)
+        x_BTI = shape.unflattened(x)
         exact[module] = x_BTI[:, :spared]
-        rounded_BTI = _rounded(x_BTI[:, spared:], activations, maxima.get(module))
-        return (torch.cat((exact[module], rounded_BTI), 1).view_as(args[0]),)
+        if not (last and last[0].of(x, largest)):  # queries, keys and values often have one input, as have gate and up
+            rounded_BTI = _rounded(x_BTI[:, spared:], activations, largest)
+            rounded = torch.cat((exact[module], rounded_BTI), 1).view_as(x)
+            last[:] = [_RoundedInput(x, x._version, largest, rounded)]
+        return (last[0].rounded,)
 
     def leaving(module: nn.Module, _: tuple[Any, ...], output: Tensor) -> Tensor | None:
         first = exact.pop(module)
         if not spared:
             return None
-        one, weight = by_module[module]
         rest = shape.unflattened(output)[:, spared:]
-        return torch.cat((one.apply(first, weight), rest), 1).view_as(output)
+        return torch.cat((by_module[module].apply(first, weights[module]), rest), 1).view_as(output)
 
-    try:
-        for one in maps:
-            one.weight.copy_(one.quantised(weights))
-        with shape.watched(maps), hooked(_around(maps, entering, leaving)):
-            yield
-    finally:
-        for one, weight in by_module.values():
-            one.weight.copy_(weight)
+    hooks = [one.module.register_forward_pre_hook(entering) for one in maps]
+    hooks += [one.module.register_forward_hook(leaving) for one in maps]
+    with shape.watched(maps), hooked(hooks):
+        yield
+
+
+@dataclass(frozen=True)
+class _RoundedInput:
+    """The latest input of a map, and its rounded values.
+
+    Attributes:
+        version: number of changes in place, at the time of rounding.
+    """
+
+    x: Tensor
+    version: int
+    largest: Tensor | None
+    rounded: Tensor
+
+    def of(self, x: Tensor, largest: Tensor | None) -> bool:
+        """Whether these are the rounded values of an input with this maximum."""
+        if x is not self.x or x._version != self.version:
+            return False
+        if largest is None or self.largest is None:
+            return largest is self.largest
+        return bool(largest == self.largest)
 
 
 class _SequenceShape:
@@ -368,12 +398,6 @@ class _SequenceShape:
 
     def _read(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
-
-
-def _around(maps: Sequence[LinearMap], entering: Any, leaving: Any) -> Iterator[Any]:
-    for one in maps:
-        yield one.module.register_forward_pre_hook(entering)
-        yield one.module.register_forward_hook(leaving)
 
 
 def _rounded(x_BTI: Tensor, activations: Activations, largest: Tensor | None) -> Tensor:

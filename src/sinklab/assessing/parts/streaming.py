@@ -19,18 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import (
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings, Placed
 from sinklab.assessing.reading import PairedReader, Step, refused
 from sinklab.attention.layer_call import LayerCall
@@ -38,6 +27,7 @@ from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
+from sinklab.plots import PlotAxis
 
 
 class CachedReading(Effect):
@@ -103,10 +93,10 @@ class Streaming(AssessPart):
             due = by_first[0].loss - by_first[max(by_first)].loss
             yield PartAnswer("difference of the two", due, lost=f"in streaming through {size:,} keys")
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         for one in self.caches:
-            yield ResultRow(f"cache {one.cache}, first {one.first} kept", one)
+            yield PartRow(f"cache {one.cache}, first {one.first} kept", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
         """Added losses: by N for the largest cache, above most kept; for the smallest, above the unchanged model."""
@@ -124,13 +114,12 @@ class Streaming(AssessPart):
 
     def figure(self) -> PartFigure:
         rows = [
-            plot_row(one, one.perplexity, f"first {one.first} kept", one.cache)
+            self.point(one, f"first {one.first} kept", one.cache, one.perplexity)
             for one in self.caches
             if one.perplexity is not None
         ]
         where = "in the cache" if self.positions == "cache" else "in the text"
         return PartFigure(
-            "lines",
             "Streaming through a rolling cache",
             f"Perplexity of {self.sequences} x {self.length:,} tokens with a cache of the first and the most recent "
             f"tokens, with positions {where} (2309.17453). The dashed line is the unchanged model, which reads the "

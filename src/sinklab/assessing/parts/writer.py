@@ -35,23 +35,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sinklab.assessing.part import (
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, first_importance
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, hidden_states, hooked, residual_stream
 from sinklab.models.intercept import intercept
+from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 MIXES_POSITIONS = re.compile("attn|attention|mamba|mixer|conv|temporal")
@@ -184,10 +175,10 @@ class Writer(AssessPart):
         for one in self.zeroed[1:]:
             yield PartAnswer(f"{one.what} zeroed", self.added(one))
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         for one in self.zeroed:
             more = f"channel {self.channel}: {one.channel:,.0f}, all: {one.largest:,.0f}, sink {one.sink:.1f} %"
-            yield ResultRow(one.what, one, more)
+            yield PartRow(one.what, one, more)
 
     def remark(self) -> str:
         one, expert = self.weight, "" if self.weight.expert is None else f", expert {self.weight.expert}"
@@ -205,7 +196,6 @@ class Writer(AssessPart):
 
     def figure(self) -> PartFigure:
         return PartFigure(
-            "lines",
             "Who writes the massive activation",
             f"What each block's attention and feed-forward part add to channel {self.channel} at the first position, "
             f"which is {self.value:,.4g} after block {self.block} (the median of |x| there is {self.median:.3g}).",
@@ -354,12 +344,15 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
     here = by_name[chosen.name]
     reader = PairedReader(adapter, tokens_NT, step)
     everywhere = slice(None)
+    magnitude = here.weight.detach().abs().clone()
+    magnitude.movedim(here.axis, 0)[channel] = 0
+    largest = torch.unravel_index(magnitude.argmax(), magnitude.shape)
     changes: dict[str, AbstractContextManager[None]] = {
         "nothing zeroed": nullcontext(),
         WEIGHT: zeroed_entries(here.weight, here.entry(chosen.expert, chosen.neuron, channel)),
         "neuron": zeroed_entries(here.weight, here.entry(chosen.expert, chosen.neuron, everywhere)),
         "feed-forward at the first position": silenced(part, S),
-        "largest weight to others": zeroed_entries(here.weight, _largest_to_others(here)),
+        "largest weight to others": zeroed_entries(here.weight, tuple(map(int, largest))),
     }
     if chosen.expert is not None:
         changes["expert"] = zeroed_entries(here.weight, (chosen.expert,))
@@ -424,12 +417,6 @@ def _experts(maps: Sequence[DownMap], behind: float, sign: int) -> list[ExpertWr
         if adds
     ]
     return sorted(found, key=lambda expert: -sign * expert.adds)
-
-
-def _largest_to_others(one: DownMap) -> tuple[int, ...]:
-    magnitude = one.weight.detach().abs().clone()
-    magnitude.movedim(one.axis, 0)[one.channel] = 0
-    return tuple(int(place) for place in torch.unravel_index(magnitude.argmax(), magnitude.shape))
 
 
 def _zeroed(

@@ -255,10 +255,10 @@ class CallRecords(Recorder):
     def unrecorded(self) -> SinklabError:
         """Build the error for layers whose attention was not recorded."""
         return SinklabError(
-            f"the attention of only {self._calls} of {self._expected} layers was recorded: the model type "
-            f"{self._model.config.model_type!r} does not pass all of its attention through transformers' attention "
-            "interface, so sinks in it cannot be measured. Measure a model of another type, or try a newer version "
-            "of transformers."
+            f"{self._calls} attention calls were recorded in {self._expected} layers: the model type "
+            f"{self._model.config.model_type!r} does not pass the attention of each layer through transformers' "
+            "attention interface in one call, so sinks in it cannot be measured. Measure a model of another type, or "
+            "try a newer version of transformers."
         )
 
 

@@ -86,14 +86,14 @@ class MatrixRecords(Recorder):
     def _leaving(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if self._paused:
             return
-        cache, real = output.past_key_values, self._real
+        cache, real = getattr(output, "past_key_values", None), self._real
         stored = getattr(cache, "layers", [])
         if real is None or not len(self._importance) == len(stored) == self._expected:
             raise SinklabError(
-                f"the attention of only {len(self._importance)} of {self._expected} layers was recorded: the model "
-                f"type {self._model.config.model_type!r} neither passes its attention through transformers' attention "
-                "interface nor returns its attention matrices, so sinks in it cannot be measured. Measure a model of "
-                "another type, or try a newer version of transformers."
+                f"the model type {self._model.config.model_type!r} does not pass its attention through transformers' "
+                f"attention interface, and it returns {len(self._importance)} attention matrices and the keys of "
+                f"{len(stored)} layers where there are {self._expected}, so sinks in it cannot be measured. Measure a "
+                "model of another type, or try a newer version of transformers."
             )
         if self._details is not None:
             for kept in stored:

@@ -20,7 +20,8 @@ def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
     text = config.get_text_config(decoder=True)
     kinds = first_named(text, LAYER_KINDS)
     if not kinds:
-        return LayerKinds(text.num_hidden_layers, tuple(range(1, text.num_hidden_layers + 1)))
+        everywhere = tuple(range(1, text.num_hidden_layers + 1))
+        return LayerKinds(text.num_hidden_layers, everywhere if hasattr(text, "num_attention_heads") else ())
     both = [n for n, kind in enumerate(kinds, 1) if kind.startswith("hybrid")]
     attention = [n for n, kind in enumerate(kinds, 1) if ("attention" in kind and "linear" not in kind) or n in both]
     carrying = [
@@ -112,7 +113,7 @@ def check_length(config: "PretrainedConfig", length: int) -> None:
     """
     text = config.get_text_config(decoder=True)
     context = getattr(text, "max_position_embeddings", None)
-    if not context:
+    if not context or context < 0:  # -1 in XLNet: no limit
         return
     for rope in rotary_parameters(config):
         if rope.get("rope_type") in ("linear", "dynamic", "yarn"):

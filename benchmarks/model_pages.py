@@ -1,0 +1,154 @@
+"""The table of results/models/README.md: measured and assessed models side by side, from their committed documents.
+
+    python -m benchmarks.model_pages results/models/SmolLM2-135M-Instruct results/models/gemma-3-270m
+
+Prints Markdown. A folder has measurement.json (natural text), and may have measurements in `no_bos/`, `random/` and
+`repeat/`, and `assess/assessment.json`. Losses are nats per token; "±" is the standard error that the assessment has.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
+from sinklab.assessing.part import AssessPart, Effect
+from sinklab.assessing.parts.heads import Heads
+from sinklab.assessing.parts.key_ablations import KeyAblations
+from sinklab.assessing.parts.kv_cache import KVCache
+from sinklab.assessing.parts.quantisation import STATIC, Quantisation
+from sinklab.assessing.parts.streaming import Streaming
+from sinklab.assessing.parts.writer import WEIGHT, Writer
+from sinklab.measuring.answer import percent
+from sinklab.measuring.measurement import Measurement
+
+NONE = "–"
+Rows = dict[str, str]
+
+
+def measured_rows(folder: Path) -> Rows:
+    """Sink and massive activation, on each kind of tokens."""
+    text = Measurement.load(folder)
+    others = {
+        name: Measurement.load(folder / name) for name in ("no_bos", "random", "repeat") if (folder / name).is_dir()
+    }
+    above_L = (text.importance[:, :, 0] > text.eps).mean(1) > 0.5
+
+    def sink_1(name: str) -> str:
+        return percent(others[name].sink_rate[0]) if name in others else NONE
+
+    found = {
+        "tokens measured": f"{text.sequences} x {text.length}, {'BOS first' if text.bos else 'no BOS'}",
+        f"Sink_1 at eps {text.eps:g}": percent(text.sink_rate[0]),
+        "layers in which most heads have it": f"{above_L.sum()} of {text.layers}",
+        "Sink_1 without BOS": sink_1("no_bos"),
+        "Sink_1 of random tokens": sink_1("random"),
+        "Sink_1 of one token, repeated": sink_1("repeat"),
+        "loss": NONE if text.loss is None else f"{text.loss:.3f}",
+        "bits per byte": NONE if text.bits_per_byte is None else f"{text.bits_per_byte:.3f}",
+        "loss without BOS": f"{others['no_bos'].loss:.3f}" if "no_bos" in others else NONE,
+    }
+    if text.massive_activations:
+        top = text.massive_activations[0]
+        found["massive activation"] = f"channel {top.dimension}, position {top.position}, after layer {top.layer}"
+        found["its value, times the median"] = f"{top.value:,.0f}, {top.ratio_to_median:,.0f}"
+    return found
+
+
+def added(part: AssessPart, effect: Effect) -> str:
+    """`+0.402 ± 0.051`."""
+    error = "" if effect.error is None else f" ± {effect.error:.2g}"
+    return f"{part.added(effect):+.3f}{error}"
+
+
+def streaming_rows(part: Streaming) -> Rows:
+    smallest = min(one.cache for one in part.caches)
+    kept = {one.first: one for one in part.caches if one.cache == smallest}
+    tokens = f"{part.sequences} x {part.length}"
+    return {"tokens streamed": tokens} | {
+        f"streaming through {smallest} keys, first {n} kept": added(part, kept[n]) for n in (min(kept), max(kept))
+    }
+
+
+def quantisation_rows(part: Quantisation) -> Rows:
+    static = next(one for one in part.settings if one.name == STATIC)
+    return {"static int8": added(part, static.everything), "static int8, sink spared": added(part, static.without_sink)}
+
+
+def cache_rows(part: KVCache) -> Rows:
+    fewest = min(part.settings, key=lambda one: one.bits)
+    name = f"KV cache in {fewest.bits} bits"
+    return {
+        name: added(part, fewest.everything),
+        f"{name}, first key spared": added(part, fewest.first_spared),
+        f"{name}, outlier tokens spared": added(part, fewest.found_spared),
+    }
+
+
+def ablation_rows(part: KeyAblations) -> Rows:
+    sink = next(one for one in part.keys if one.keys == "sink")
+    return {
+        "attention on the first key": percent(100 * sink.share),
+        "first key hidden": added(part, sink.hidden),
+        "attention to it spread over others": added(part, sink.spread),
+        "its value zeroed": added(part, sink.value_zeroed),
+    }
+
+
+def head_rows(part: Heads) -> Rows:
+    kinds = Counter(one.kind for one in part.heads)
+    return {"heads": ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))}
+
+
+def writer_rows(part: Writer) -> Rows:
+    zeroed = {one.what: one for one in part.zeroed}
+    return {
+        "massive activation written by": f"{part.sublayer} of layer {part.layer}",
+        "single weight that writes most zeroed": added(part, zeroed[WEIGHT]),
+        "that layer's feed-forward zeroed at position 1": added(part, zeroed["feed-forward at the first position"]),
+    }
+
+
+KINDS: Mapping[type[AssessPart], Callable[..., Rows]] = {
+    Streaming: streaming_rows,
+    Quantisation: quantisation_rows,
+    KVCache: cache_rows,
+    KeyAblations: ablation_rows,
+    Heads: head_rows,
+    Writer: writer_rows,
+}
+
+
+def assessed_rows(found: Assessment) -> Rows:
+    """Losses that changes add, of the parts in `KINDS`."""
+    rows: Rows = {}
+    for kind, of in KINDS.items():
+        for part in found.results.values():
+            if isinstance(part, kind):
+                if kind is not Streaming and "tokens assessed" not in rows:
+                    rows["tokens assessed"] = f"{part.sequences} x {part.length}"
+                    rows["loss of the unchanged model"] = f"{part.unchanged.loss:.3f}"
+                rows |= of(part)
+    return rows
+
+
+def table(folders: list[Path]) -> list[str]:
+    """The lines of the table, a column per folder."""
+    columns = []
+    for folder in folders:
+        path = folder / "assess" / ASSESSMENT
+        columns.append(measured_rows(folder) | (assessed_rows(load_assessment(path)) if path.is_file() else {}))
+    names = dict.fromkeys(name for rows in columns for name in rows)
+    lines = [["", *(folder.name for folder in folders)], ["---"] * (len(folders) + 1)]
+    lines += [[name, *(rows.get(name, NONE) for rows in columns)] for name in names]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+", help="folders of results/models")
+    print("\n".join(table(parser.parse_args().folders)))
+
+
+if __name__ == "__main__":
+    main()
