@@ -19,16 +19,16 @@ from sinklab.tables import SINK_1
 
 SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs", "runs", "d"))
 SMALL = 300
-"""Pixels of a chart beside others, outside a page."""
+"""Width in pixels of a small chart outside a page."""
 FAR = 100
 """The last step over the first one after 0: from here on the axis is logarithmic, as public runs save their first
 steps at powers of two."""
 FEWEST = 2
-"""Lengths that a line joins."""
+"""Minimum number of lengths for a line."""
 
 
 def figures(data: ReportData, width: Width = "container") -> list[Figure]:
-    """All figures with data, in reading order. `width` is in pixels, or "container" inside a page."""
+    """Draw all figures that have data, in reading order; `width` is in pixels, or "container" inside a page."""
     made = [
         *suite_figures(data, width),
         length_figure(data.summary_cells, width),
@@ -124,10 +124,10 @@ def _band(data: ReportData) -> str:
 
 
 def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | None:
-    """Sink_1 of cells with an eps and a length (figure 3 of the paper); None without several lengths.
+    """Draw Sink_1 of cells with an eps and a length (figure 3 of the paper); None without several lengths.
 
     Args:
-        cells: of a summary, by name.
+        cells: cells of a summary by name.
     """
     rows: list[dict[str, Any]] = []
     for name, cell in cells.items():
@@ -156,7 +156,7 @@ def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | No
 
 
 def suite_figures(data: ReportData, width: Width) -> list[Figure]:
-    """The figures of each suite, in the order of the directories."""
+    """Draw the figures of each suite, in the order of the directories."""
     found: list[Figure] = []
     for number, suite in enumerate(data.suites):
         measured = [(run, run.measurement) for _, run in suite.runs(data) if run.measurement]
@@ -261,11 +261,9 @@ CURVES: tuple[tuple[str, Callable[[suites.MeasuredCheckpoint], float | None]], .
 )
 
 
-def _checkpoints(
-    checkpoints: Mapping[str, suites.MeasuredCheckpoint], eps: float, width: Width, number: int
-) -> list[Figure]:
-    """Curves over steps, and the sink rate by layer and step."""
-    found = sorted(checkpoints.values(), key=lambda one: one.step)
+def _checkpoints(document: suites.CheckpointsDocument, eps: float, width: Width, number: int) -> list[Figure]:
+    """Draw curves over steps, and the sink rate by layer and step."""
+    found = sorted(document.measured.values(), key=lambda one: one.step)
     small = width if width == "container" else SMALL
     steps = [one.step for one in found if one.step > 0]
     far = bool(steps) and steps[-1] >= FAR * steps[0]
@@ -312,7 +310,7 @@ def _checkpoints(
 
 
 def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figure]:
-    """The figures of every assessment; titles of several name the model."""
+    """Draw the figures of every assessment; with several assessments, titles name the model."""
     found = []
     for number, one in enumerate(assessed):
         of = f": {one.name}" if len(assessed) > 1 else ""
@@ -333,7 +331,7 @@ def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figur
 
 
 def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure | None:
-    """The loss that each answer of the assessment adds."""
+    """Draw the loss that each answer of the assessment adds."""
     kinds = ("lost without the sink", "cost of the sink", "other changes")
     rows = [
         {

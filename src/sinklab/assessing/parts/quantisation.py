@@ -134,7 +134,7 @@ class Quantisation(AssessPart):
             yield PartRow(one.name, one.everything, due)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added losses in int8 with static scales per tensor."""
+        """List the added losses in int8 with static scales per tensor."""
         for one in self.settings:
             if one.name == STATIC:
                 yield "int8_added", self.added(one.everything)
@@ -196,11 +196,8 @@ def assess_quantisation(
                         destroyed=everything.loss >= DESTROYED * before.loss,
                     )
                 )
-    N, T = tokens_NT.shape
     outliers = outliers_by_block(adapter, tokens_NT)
-    return Quantisation(
-        sequences=N, length=T, unchanged=before, sink_positions=spared, settings=found, outliers=outliers
-    )
+    return Quantisation(**reader.result_fields(), sink_positions=spared, settings=found, outliers=outliers)
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
@@ -225,7 +222,7 @@ def _outliers(x_BTC: Tensor) -> Outliers:
 
 
 def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
-    """q(x) with the scale for the maximum `largest` (broadcast); zero remains zero."""
+    """Compute q(x) with the scale for the maximum `largest` (broadcast); zero remains zero."""
     steps = 2 ** (bits - 1) - 1
     scale = largest / steps
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -233,7 +230,7 @@ def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
 
 
 def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
-    """The quantised weight, output channels in rows; a last group may be shorter."""
+    """Quantise a weight with output channels in rows; the last group may be shorter."""
     if kind == "int8 per channel":
         return on_grid(weight_OI, INT8, weight_OI.abs().amax(1, keepdim=True))
     width = weight_OI.shape[1]
@@ -261,7 +258,7 @@ class LinearMap:
         return found.data
 
     def quantised(self, kind: Weights) -> Tensor:
-        """The quantised weight, in the layout of the parameter."""
+        """Quantise the weight, in the layout of the parameter."""
         return quantised_weight(self.weight.T, kind).T if self.transposed else quantised_weight(self.weight, kind)
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -271,7 +268,7 @@ class LinearMap:
 
 
 def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
-    """The linear maps of the blocks in order, gates included."""
+    """List the linear maps of the blocks in order, gates included."""
     found = []
     for block in blocks:
         for module in block.modules():
