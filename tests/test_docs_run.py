@@ -74,7 +74,7 @@ NOT_RUN = {
 
 SLOW = (
     *("reproduce table", "reproduce figure", "reproduce prop", "reproduce poly", "reproduce all", "reproduce mine"),
-    *("verify", "report runs/tiny", "parity MODEL ["),
+    *("reproduce mitigations", "verify", "report runs/tiny", "parity MODEL ["),
 )
 """Beginnings of commands that take longer than some seconds."""
 
@@ -167,12 +167,18 @@ def test_the_slow_commands_of_a_page_run(page: str, desk: Run) -> None:
         called(desk, words("train tiny --set model.position=learnable --out runs/learned_positions"))
     if page == "docs/experiments.md":
         for seed, step in product(range(1, 6), (1000, 16000, 143000)):
-            Path(f"seed{seed}").mkdir(exist_ok=True)
-            Path(f"seed{seed}/step{step}").symlink_to(Path("TinyStories-656K").resolve())
+            shutil.copytree("TinyStories-656K", f"seed{seed}/step{step}")
     if page == "help":
         called(desk, words("report runs/tiny --pack results/tiny"))
     for command in run_here()[page]:
         called(desk, words(command))
+
+
+def test_the_snippet_of_the_readme_runs(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+    model = data_dir / "models" / "TinyStories-656K"
+    exec(snippet.replace("HuggingFaceTB/SmolLM2-135M", str(model)).replace("layers[12]", "layers[1]"), {})
+    assert re.fullmatch(r"Sink_1: \d+\.\d %\ntensor\(\[.+\]\)\n", capsys.readouterr().out, re.S)
 
 
 def test_what_is_not_run_is_still_shown() -> None:

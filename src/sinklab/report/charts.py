@@ -444,7 +444,8 @@ def _thinned(count: int, first: int, more: Sequence[str] | None = None, **settin
         more: labels of further cells; if they are given, all labels are strings.
     """
     every = -(-count // 12)
-    values = [at for at in range(first, first + count) if every == 1 or at == first or at % every == 0]
+    begins = [first] if more is None else []  # a further cell is beside the first
+    values = [at for at in range(first, first + count) if every == 1 or at in begins or at % every == 0]
     labels = values if more is None else [*map(str, values), *more]
     return alt.Axis(values=labels, grid=False, ticks=False, domain=False, **settings)
 

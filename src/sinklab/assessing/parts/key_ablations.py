@@ -240,13 +240,15 @@ class ShiftedLogits:
         return layer.changed(position=compose(layer.call.position, self._added(layer)))
 
     def _added(self, layer: LayerCall) -> Score:
-        selected_HLL = self.selection.matrix(layer)
-        by, heads = self.by, len(selected_HLL)
+        selected_HLL, by = self.selection.matrix(layer), self.by
 
         def shifted(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, selected_HLL: Tensor) -> Tensor:
-            return z + by * selected_HLL[h if heads > 1 else torch.zeros_like(h), q, k].to(z.dtype)
+            return z + by * selected_HLL[h, q, k].to(z.dtype)
 
-        return Score(shifted, (selected_HLL,))
+        def alike(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, selected_LL: Tensor) -> Tensor:
+            return z + by * selected_LL[q, k].to(z.dtype)  # the same for all heads
+
+        return Score(alike, (selected_HLL[0],)) if len(selected_HLL) == 1 else Score(shifted, (selected_HLL,))
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -179,9 +177,9 @@ def assess_quantisation(
                 step()
     before = reader.unchanged.effect()
     found = []
-    for weights, settings in groupby(SETTINGS, key=itemgetter(1)):
+    for weights in dict.fromkeys(kind for _, kind, _ in SETTINGS):
         with quantised_weights(maps, weights) as exact:
-            for name, _, activations in settings:
+            for name, activations in ((name, inputs) for name, kind, inputs in SETTINGS if kind == weights):
                 everything, without = (
                     reader.under(surgery=quantised_inputs(maps, exact, activations, maxima[skipped], skipped)).effect()
                     for skipped in (0, spared)
