@@ -45,10 +45,11 @@ def shown() -> list[tuple[str, str]]:
         if page.name in HISTORY:
             continue
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        fenced = re.findall(r"^```(?:bash|sh|text|console)?\n(.*?)^```", text, re.M | re.S)
+        fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+        fenced = [block for language, block in fences if language in ("", "bash", "sh", "text", "console")]
         blocks = [*fenced, *re.findall(r"^(?: {4}.*\n)+", text, re.M)]
         for line in "".join(blocks).splitlines():
-            if called := re.match(r"\s*(?:\w+=\S+ )*(?:\S*/)?(?:python -m )?sinklab (.+)", line):
+            if called := re.match(r"\s*(?:\w+=\S+ )*(?:\S*/)?(?:(?:python|torchrun .+?) -m )?sinklab (.+)", line):
                 found.append((str(page.relative_to(ROOT)), called[1]))
     return found
 

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 from glob import glob
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ INSTEAD = {
     "streaming,quantisation,..": "streaming,quantisation",
     "--parts ..": "--parts streaming",
     "A --model B ..": "A --model B",
-    "seed1 --model seed2 --model seed3 --model seed4 --model seed5": "runs/k --model runs/tiny-0 --model runs/k",
-    "...": "--set KEY=VALUE",
+    "table_7 --model MODEL": "table_7 --model runs/learned_positions",
+    "FOLDER --by-checkpoint": "runs/k --by-checkpoint",
+    "RECIPE ... --out": "RECIPE --set KEY=VALUE --out",
+    "model.init_from=MODEL": "model.init_from=TinyStories-656K",
+    "data.source=FILE": "data.source=stories.txt",
     "MODEL": "TinyStories-656K",
     "BASE": "runs/k",
     "CHAT": "runs/tiny-0",
@@ -59,6 +63,9 @@ NOT_RUN = {
     "train RECIPE --track ": "needs the extra track: tests/train/test_track.py",
     "measure MODEL --text FILE --out DIR --revision ": "needs the network",
     "measure MODEL --text FILE --out DIR --device map": "needs the extra quantised: test_measure_placed.py",
+    "measure EleutherAI/": "needs the network",
+    "measure --family ": "needs published models: tests/survey",
+    "train 1b --dry-run": "needs several processes: tests/train",
     "data prepare hf:": "needs the network",
     "train 60m --set ": "days, and a corpus from the network",
     "reproduce all --scale ": "hundreds of runs, two of them on a cluster: tests/experiments",
@@ -67,7 +74,7 @@ NOT_RUN = {
 
 SLOW = (
     *("reproduce table", "reproduce figure", "reproduce prop", "reproduce poly", "reproduce all", "reproduce mine"),
-    *("verify", "report runs/tiny"),
+    *("reproduce mitigations", "verify", "report runs/tiny", "parity MODEL ["),
 )
 """Beginnings of commands that take longer than some seconds."""
 
@@ -95,7 +102,7 @@ def run_here() -> dict[str, list[str]]:
 
 def words(command: str) -> list[str]:
     """The arguments with which a command runs here."""
-    text = re.sub(r"\[(--[^\]]*)\]", r" \1 ", command)
+    text = re.sub(r"\[(--[^\]]*)\](\.\.\.)?", r" \1 ", command)
     for one, other in INSTEAD.items():
         text = re.sub(rf"(?<!\S){re.escape(one)}(?!\S)", other, text)
     found = shlex.split(text, comments=True)
@@ -133,8 +140,8 @@ def desk(run: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def called(run: Run, arguments: list[str]) -> None:
-    """Run a command; as in a shell, patterns of files are expanded. Every command has DIR for itself."""
-    if "--replay" not in arguments:
+    """Run a command; as in a shell, patterns of files are expanded. Every command has DIR for itself, or it trains."""
+    if arguments[0] != "train":
         shutil.rmtree("made", ignore_errors=True)
     expanded = [path for one in arguments for path in (sorted(glob(one)) if "*" in one else [one])]
     status, _, said = run(*expanded)
@@ -156,10 +163,22 @@ def test_the_commands_of_a_page_run(page: str, desk: Run) -> None:
 @pytest.mark.parametrize("page", pages_with(slow=True))
 def test_the_slow_commands_of_a_page_run(page: str, desk: Run) -> None:
     called(desk, words("reproduce gates.yaml --jobs 2"))  # a sweep in runs/tiny, where the pages have one
+    if page == "docs/measuring.md":
+        called(desk, words("train tiny --set model.position=learnable --out runs/learned_positions"))
+    if page == "docs/experiments.md":
+        for seed, step in product(range(1, 6), (1000, 16000, 143000)):
+            shutil.copytree("TinyStories-656K", f"seed{seed}/step{step}")
     if page == "help":
         called(desk, words("report runs/tiny --pack results/tiny"))
     for command in run_here()[page]:
         called(desk, words(command))
+
+
+def test_the_snippet_of_the_readme_runs(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+    model = data_dir / "models" / "TinyStories-656K"
+    exec(snippet.replace("HuggingFaceTB/SmolLM2-135M", str(model)).replace("layers[12]", "layers[1]"), {})
+    assert re.fullmatch(r"Sink_1: \d+\.\d %\ntensor\(\[.+\]\)\n", capsys.readouterr().out, re.S)
 
 
 def test_what_is_not_run_is_still_shown() -> None:

@@ -5,9 +5,11 @@ Cells contain numbers; the column's format converts them to the same text in eve
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+T = TypeVar("T")
 NOTHING = "–"
 INFINITE = "∞"
 SINK_1 = "Sink₁"
@@ -122,6 +124,18 @@ class Table:
 
 def _value(value: Value) -> float | str | None:
     return value.value if isinstance(value, TableCell) else value
+
+
+def table_of(
+    title: str,
+    items: Iterable[T],
+    columns: Sequence[tuple[TableColumn, Callable[[T], Value]]],
+    notes: Sequence[str] = (),
+    key: str = "",
+) -> Table:
+    """A table with a row per item; each column is paired with the function that reads its value from an item."""
+    rows = [[value(item) for _, value in columns] for item in items]
+    return Table(title, [column for column, _ in columns], rows, notes, key)
 
 
 def names(*titles: str) -> list[TableColumn]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from conftest import Run
 from rich.console import Console
-from rich.progress import Progress
 from tiny_models import text_file, tiny_model
 
 from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard, elapsed
@@ -48,7 +47,7 @@ def survey(console: Console, clock: Clock) -> Callable[[int], Any]:
 
 
 def data(console: Console, clock: Clock) -> Callable[[int], Any]:
-    board = DataBoard(console, Progress(console=console, disable=True), clock)
+    board = DataBoard(console, clock)
     board("tokens", 0, 100 * 10**6)
     return lambda second: board("tokens", second * 10**6, 100 * 10**6)
 
@@ -92,7 +91,7 @@ def silent_step(console: Console, clock: Clock) -> Any:
 
 
 def silent_data(console: Console, clock: Clock) -> Any:
-    return DataBoard(console, Progress(console=console, disable=True), clock).lines
+    return DataBoard(console, clock).lines
 
 
 def silent_runs(console: Console, clock: Clock) -> Any:

@@ -248,7 +248,7 @@ def run(run: Run, tmp_path: Path) -> Run:
         (["--text", "text.jsonl", "--ablate", f"mask_first:{'9' * 5000}"], "use 1 to 62"),
         (["--text", "text.jsonl", "--lengths", "65"], "use increasing lengths from 1 to 63"),
         (["--text", "text.jsonl", "--map", "0.1"], "expected LAYER.HEAD"),
-        (["--text", "text.jsonl", "--swap-position", "0", "3"], "counted from 1"),
+        (["--text", "text.jsonl", "--swap-position", "0", "3"], "positions start at 1"),
         (["--text", "text.jsonl", "--swap-position", "3", "3"], "changes nothing"),
         (["--text", "text.jsonl", "--replace-position", "65", "3"], "have 64 tokens"),
     ],

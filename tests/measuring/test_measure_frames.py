@@ -147,7 +147,7 @@ def test_the_public_names_are_listed_and_have_signatures() -> None:
 def test_help_says_what_measure_takes() -> None:
     page = pydoc.plain(pydoc.render_doc(sinklab.measure))
     assert "measure(model:" in page
-    assert "tokens: ids (sequences, length)" in page
+    assert "tokens: token ids (sequences, length)" in page
     assert "Raises:" in page
 
 

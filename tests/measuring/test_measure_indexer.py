@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 from closeness import assert_close
-from families import SMALL
+from families import LATENT
 from torch import Tensor
 
 from sinklab.measuring.api import measure
@@ -21,19 +21,7 @@ def model() -> Any:
         pytest.skip("this version of transformers has no DeepSeek-V3.2")
     torch.manual_seed(0)
     config = hf.DeepseekV32Config(
-        **SMALL,
-        num_key_value_heads=4,
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=8,
-        q_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
+        **LATENT,
         index_topk=CHOSEN,
         index_head_dim=8,
         index_n_heads=2,

@@ -184,7 +184,7 @@ def test_a_cache_of_an_exported_model_is_followed_or_refused(tokenizer: Path) ->
     for change, says in (
         (lambda past: past.reorder_cache(torch.tensor([1, 0, 2])), "cached sequences were replaced or reordered"),
         (lambda past: past.batch_select_indices(torch.tensor([0, 1])), "cached sequences were replaced or reordered"),
-        (lambda past: past.crop(5), "cut to 5 of the 6 tokens"),
+        (lambda past: past.crop(5), "cropped to 5 of the 6 tokens"),
     ):
         with sinklab.probe(model):
             past = model(tokens_BT[:, :6], use_cache=True).past_key_values

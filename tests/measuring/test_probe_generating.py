@@ -120,10 +120,10 @@ def test_a_cache_that_was_changed_between_passes_is_refused(family: str, model: 
     if family == "mistral":  # which keeps the last few tokens only
         model = hf.MistralForCausalLM(hf.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4)).eval()
     for change, says in (
-        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), "in another order"),
-        (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), "in another order"),
-        (lambda cache: cache.batch_repeat_interleave(2), "other sequences"),
-        (lambda cache: cache.batch_select_indices(torch.tensor([1])), "other sequences"),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), "replaced or reordered"),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), "replaced or reordered"),
+        (lambda cache: cache.batch_repeat_interleave(2), "replaced or reordered"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), "replaced or reordered"),
     ):
         cache: Any = hf.DynamicCache(config=model.config)
         with sinklab.probe(model):
@@ -141,7 +141,7 @@ def test_a_cache_that_was_cut_or_is_an_earlier_one_is_refused(model: Any) -> Non
         model(PROMPTS, past_key_values=cache)
         earlier = copy.deepcopy(cache)
         model(PROMPTS[:, :2], past_key_values=cache)
-        with pytest.raises(SinklabError, match="cut to 5 of the 7 tokens"):
+        with pytest.raises(SinklabError, match="cropped to 5 of the 7 tokens"):
             model(PROMPTS[:, :1], past_key_values=earlier)
 
 

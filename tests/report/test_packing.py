@@ -170,7 +170,7 @@ def test_what_cannot_be_packed_is_refused_and_stays_as_it_is(sweep_folder: Path,
         pack_sweep([sweep_folder], full)
     with pytest.raises(InputError, match="within each other"):
         pack_sweep([sweep_folder], sweep_folder / "packed")
-    with pytest.raises(InputError, match="holds no sweep"):
+    with pytest.raises(InputError, match="has no sweep"):
         pack_sweep([make_lab(tmp_path / "lab")], tmp_path / "out")
     with pytest.raises(InputError, match="2 directories"):
         pack_sweep([sweep_folder, full], tmp_path / "out")

@@ -135,6 +135,12 @@ def test_a_model_without_a_sink_is_dark_and_uniform_attention_is_marked(tmp_path
     assert [row["value"] for row in lines[0]["data"]["values"]] == pytest.approx(uniform_importance(LENGTH).tolist())
 
 
+def test_the_row_of_uniform_attention_is_labelled_apart_from_those_of_thirty_layers() -> None:
+    values_YX, lowest = np.zeros((30, 8)), np.zeros(8)
+    drawn = heatmap(values_YX, ColourScale("importance", 0, 1), "", lowest=lowest).to_dict()
+    assert drawn["layer"][0]["encoding"]["y"]["axis"]["values"] == [*map(str, range(3, 31, 3)), "uniform"]
+
+
 def test_what_a_window_dilutes_is_drawn_a_second_time(tmp_path: Path) -> None:
     path = make_measurement(tmp_path / "m")
     before = figures(collect([path]), width=600)

@@ -26,6 +26,22 @@ SMALL: dict[str, Any] = {
 GROUPED: dict[str, Any] = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
 
 
+LATENT: dict[str, Any] = SMALL | {  # multi-head latent attention, with experts after the first layer
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+}
+
+
 MULTI_QUERY: dict[str, Any] = GROUPED | {"num_key_value_heads": 1}
 
 
@@ -89,21 +105,7 @@ FAMILIES: dict[str, Any] = {
     ),
     "gemma3, window 5": lambda: hf.Gemma3TextConfig(**GROUPED, sliding_window=5, query_pre_attn_scalar=8),
     "phi3": lambda: hf.Phi3Config(**SMALL, num_key_value_heads=2),
-    "deepseek-v3, other value width": lambda: hf.DeepseekV3Config(
-        **SMALL,
-        num_key_value_heads=4,
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=8,
-        q_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
-    ),
+    "deepseek-v3, other value width": lambda: hf.DeepseekV3Config(**LATENT),
     "jamba, one attention layer of two": lambda: hf.JambaConfig(
         **SMALL,
         num_key_value_heads=2,

@@ -189,8 +189,12 @@ def saved(wanted: Recipe) -> int:
     model, found = Transformer(wanted.model), dict[int, torch.Tensor]()
     outputs: list[torch.Tensor] = []
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def observe(module: torch.nn.Module, args: object, output: torch.Tensor) -> None:
+        outputs.append(output)
+
     for block in model.blocks:
-        block.register_forward_hook(lambda module, args, output: outputs.append(output))
+        block.register_forward_hook(observe)
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         found[tensor.untyped_storage().data_ptr()] = tensor

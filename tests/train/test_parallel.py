@@ -264,7 +264,7 @@ def test_every_process_uses_its_own_card_only(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sinklab.train.world.pick_device", lambda name: touched.append(name) or torch.device(name))
     assert [World(5, 8, 1).device(name).index for name in ("auto", "cuda")] == [1, 1]
     assert set(touched) == {"cuda:1"}
-    with pytest.raises(InputError, match="cuda:0 names one card, but there are 8 processes"):
+    with pytest.raises(InputError, match="cuda:0 names one GPU, but there are 8 processes"):
         World(5, 8, 1).device("cuda:0")
 
 

@@ -189,7 +189,7 @@ def test_impossible_starts_are_refused_in_a_sentence(checkpoint: Path, text: Pat
     other = tiny_model(tmp_path / "gpt2")
     for changes, said in (
         (["model.init_from=nowhere/at/all"], "nowhere/at/all is not a directory"),
-        ([f"model.init_from={other}"], "is a gpt2: give a Llama, or a run directory of sinklab"),
+        ([f"model.init_from={other}"], "is a gpt2: use a Llama, or a run directory of sinklab"),
         (
             [f"model.init_from={checkpoint}", "model.layers=3", "model.ffn_width=7"],
             "model.layers is 3 here and 2 there, model.ffn_width is 7 here and 96 there. Leave these keys out",

@@ -102,11 +102,11 @@ def open_separable(name: str, loading: Loading) -> Model:
 
 def _new(text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions) -> Assessment:
     """Create an assessment without results."""
-    model = text.model
+    model, tokens_NT = text.model, text.sequences(settings.sequences, settings.length)
     asked = {
         "model": model.name,
         "files": model.files,
-        "text": _hash(text, settings),
+        "text": hashlib.sha256(tokens_NT.numpy().tobytes()).hexdigest(),
         **settings.model_dump(mode="json"),
         **({HELD_OUT: True} if given is None else {}),
         "dtype": model.loading.dtype,
@@ -121,7 +121,7 @@ def _new(text: AssessText, given: Path | None, settings: AssessSettings, options
 
 
 def _resumed(ledger: Ledger[Assessment], new: Assessment) -> Assessment:
-    """The assessment of an earlier call with the same request, or the new one."""
+    """Load the assessment of an earlier call with the same request; else return the new one."""
     before = ledger.earlier(load_assessment)
     if before is None or ledger.path is None:
         return new
@@ -133,7 +133,7 @@ def _resumed(ledger: Ledger[Assessment], new: Assessment) -> Assessment:
 def _jobs(
     text: AssessText, settings: AssessSettings, options: AssessOptions
 ) -> tuple[dict[str, PartJob], dict[str, str]]:
-    """The parts that apply, and the reasons why others do not; every requested part must apply."""
+    """Prepare the parts that apply, and collect the reasons why others do not; requested parts must apply."""
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}
     for name in options.parts or (IN_QUICK if options.quick else USUAL):
@@ -158,23 +158,14 @@ def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -
     kinds, step, planned = model.adapter.kinds, model.step, model.planned_steps
     notes = [*model.notes] if step == planned else [f"the run is at step {step} of {planned}", *model.notes]
     if settings.quick:
-        notes.insert(0, _quick_note(settings, options))
+        without = "" if options.parts else f", without {', '.join(part for part in USUAL if part not in IN_QUICK)}"
+        quick = (
+            f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "
+            f"{settings.stream_length:,} for streaming{without}; for numbers to be cited assess the model without "
+            "--quick"
+        )
+        notes.insert(0, quick)
     notes += [*text.conversations.notes(), *kinds.notes(), *kinds.notes_on_hidden_keys()]
     if settings.positions == "text" and options.positions is None:
         notes.append(f"the streaming part uses positions in the text, as {model.adapter.fixed_positions()}")
     return notes
-
-
-def _quick_note(settings: AssessSettings, options: AssessOptions) -> str:
-    """A note on the amount of text under --quick, and the omitted parts."""
-    out = "" if options.parts else f", without {', '.join(part for part in USUAL if part not in IN_QUICK)}"
-    return (
-        f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "
-        f"{settings.stream_length:,} for streaming{out}; for numbers to be cited assess the model without --quick"
-    )
-
-
-def _hash(text: AssessText, settings: AssessSettings) -> str:
-    """SHA-256 of the first tokens of the text."""
-    tokens_NT = text.sequences(settings.sequences, settings.length)
-    return hashlib.sha256(tokens_NT.numpy().tobytes()).hexdigest()

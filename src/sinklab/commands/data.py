@@ -64,7 +64,7 @@ def prepare(
     RAYON_NUM_THREADS of them.
     """
     from sinklab.commands.terminal.plans import print_estimate
-    from sinklab.commands.terminal.progress import JobProgress, data_progress
+    from sinklab.commands.terminal.progress import DataBoard, JobProgress
     from sinklab.data.prepare import prepare_settings, settings_of
     from sinklab.data.texts import estimate
 
@@ -81,7 +81,7 @@ def prepare(
             found = estimate(settings)
         print_result(as_json, found.document, lambda out: print_estimate(found, out))
         return
-    with keeping_what_is_finished(), data_progress(stderr()) as board:
+    with keeping_what_is_finished(), DataBoard(stderr()) as board:
         dataset = prepare_settings(settings, out, board, board.counted)
     if as_json:
         print((out / "data.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The end of a command: exit status, and errors as one sentence on stderr, from one process."""
+"""Run a command: set the exit status, and print errors as one sentence on stderr, from one process only."""
 
 import errno
 import os
@@ -8,22 +8,15 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
+from sinklab import signals
 from sinklab.commands.terminal.tables import printable
 from sinklab.errors import SinklabError, is_out_of_memory
 from sinklab.files import FULL
-from sinklab.signals import (
-    CALL_AGAIN,
-    INTERRUPTED,
-    PreemptedError,
-    ignore_signals,
-    left_on_signals,
-    was_kept,
-)
 
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 SHOWN = 80  # characters of a name that is too long
 _KEPT = "interrupted; finished work is kept. Run the same command again to continue."
-_NOT_KEPT = "interrupted; nothing was written. Run the same command again to begin anew."
+_NOT_KEPT = "interrupted; nothing was written. Run the same command again to start over."
 _OUT_OF_MEMORY = (
     "out of memory: use a smaller model, shorter sequences or fewer at a time "
     "(train.micro_batch, --batch-size). Files saved before are untouched"
@@ -33,15 +26,15 @@ _OUT_OF_MEMORY = (
 def end(app: typer.Typer) -> NoReturn:
     """Run the command that the process was called with, and exit with its status."""
     try:
-        with left_on_signals():
+        with signals.left_on_signals():
             status = _status(app)
     except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
-    except PreemptedError:
-        status = CALL_AGAIN
-    kept = was_kept()
-    if status in (INTERRUPTED, CALL_AGAIN):
-        ignore_signals()
+        status = signals.INTERRUPTED
+    except signals.PreemptedError:
+        status = signals.CALL_AGAIN
+    kept = signals.was_kept()
+    if status in (signals.INTERRUPTED, signals.CALL_AGAIN):
+        signals.ignore_signals()
         if _is_first():
             stderr().print(_KEPT if kept else _NOT_KEPT, soft_wrap=True)
     if _has_others():  # see joined_world
@@ -63,7 +56,7 @@ def _status(app: typer.Typer) -> int:
         return leaving.exit_code
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # of whatever was given as a path
-            _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; give a shorter one")
+            _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; use a shorter one")
             return 2
         if error.errno not in FULL or error.filename is not None:
             raise
@@ -104,5 +97,5 @@ def say_on(console: Console, message: str) -> None:
 
 
 def stderr() -> Console:
-    """The console for everything except results."""
+    """Open the console for everything except results."""
     return Console(stderr=True)

@@ -25,6 +25,7 @@ from sinklab.survey.measure_many import Outcome, domain_files, measure_domains
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.open_models import models_of
 from sinklab.survey.request import Request
+from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
 
 FAMILIES_OUT = Path("runs/families")
 
@@ -64,7 +65,7 @@ class Invocation:
             self.console.print(f"report: {path}", highlight=False, soft_wrap=True)
 
     def survey(self, what: str, total: int, measured: Callable[..., Any], show: Show[Any]) -> None:
-        """Run many measurements with one progress bar, and print them; a result that cannot be saved is printed too.
+        """Run many measurements with one progress bar and print the result, even if it cannot be saved.
 
         Raises:
             SinklabError: if some could not be measured; the others are printed and saved.
@@ -151,7 +152,7 @@ def domains_command(model: str, given: Invocation) -> None:
         SinklabError: if a domain could not be measured; the others are printed and saved.
     """
     total = len(domain_files(given.text)) if given.text is not None and given.text.is_dir() else 0
-    given.survey("domains", total, partial(measure_domains, model), results.print_domains)
+    given.survey("domains", total, partial(measure_domains, model), partial(results.print_survey, DomainsDocument))
 
 
 def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation) -> None:
@@ -162,7 +163,7 @@ def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation)
         SinklabError: if a checkpoint could not be measured; the others are printed and saved.
     """
     total, measured = len(saved_models(model, revisions)), partial(measure_checkpoints, model, revisions)
-    given.survey("checkpoints", total, measured, results.print_checkpoints)
+    given.survey("checkpoints", total, measured, partial(results.print_survey, CheckpointsDocument))
 
 
 def compare_command(models: Sequence[str], given: Invocation) -> None:
@@ -215,4 +216,4 @@ def families_command(names: Sequence[str], models_dir: Path | None, given: Invoc
     """
     given = replace(given, out=given.out or FAMILIES_OUT)
     measured = partial(measure_families, names, models_dir=models_dir)
-    given.survey("models", len(models_of(names)), measured, results.print_families)
+    given.survey("models", len(models_of(names)), measured, partial(results.print_survey, FamiliesDocument))

@@ -93,8 +93,8 @@ def reproduce(
         list[str],
         typer.Argument(
             metavar="EXPERIMENT...",
-            help="Ids (see sinklab experiments), your own .yaml files, or all: every experiment at the scale, without "
-            "--data except those that tune.",
+            help="Ids (see sinklab experiments), your own .yaml files, or all: every experiment at the scale, with "
+            "--data also those that tune.",
         ),
     ],
     settings: ReproduceSettings,
@@ -108,6 +108,8 @@ def reproduce(
     measure a --model; polypythias, smollm2_checkpoints, outlier_safe and gated_attention have fixed models.
 
     Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
+
+    figure_30 trains its models and tunes them on conversations: --data CHATS.jsonl.
 
     Prints our numbers next to the paper's and the verdict of each claim, and writes summary.json and report.html. Runs
     already trained below the directory are not trained again. Several calls, also on different machines that share the

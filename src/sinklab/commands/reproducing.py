@@ -17,7 +17,7 @@ from sinklab.assessing.plan import AssessOptions
 from sinklab.commands.ending import PLAIN
 from sinklab.commands.options import ReproduceSettings, print_result
 from sinklab.commands.terminal.plans import print_passes
-from sinklab.commands.terminal.progress import JobProgress, RunBoard, data_progress
+from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard
 from sinklab.commands.terminal.results import print_summary
 from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents
@@ -27,6 +27,7 @@ from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import SUMMARY, Summary, record_of
 from sinklab.experiments.measured import MeasuredResults, downstream_tasks, measure_experiment
 from sinklab.experiments.passes import Pass, of_given_models, passes_of, subjects_of
+from sinklab.experiments.sweep import store
 from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
@@ -40,18 +41,6 @@ from sinklab.experiments.sweep.plan import (
     plan_sweep,
 )
 from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview
-from sinklab.experiments.sweep.store import (
-    SweepManifest,
-    TuningRequest,
-    Unassessed,
-    found_runs,
-    manifest_of,
-    merged_manifests,
-    read_manifests,
-    summary_of,
-    tuning_requests,
-    unassessed,
-)
 from sinklab.files import parse_json
 from sinklab.jobs.progress import Observer
 from sinklab.models.huggingface.loading import Loading
@@ -65,13 +54,13 @@ from sinklab.tuning.tune import check_extra, check_tuned, tune
 
 MODELS = Path("runs/models")
 NAMED = "named"
-"""Folder of the results of experiments that name their models."""
+"""Folder for the results of experiments with fixed models."""
 
 SUMMARISED_EVERY_S = 60.0
-"""Interval between summaries during training, so that a power cut leaves one."""
+"""Interval in seconds between summaries during training, so that one exists after a power cut."""
 
 LOOKS_EVERY_S = 2.0
-"""Between two looks at runs that other processes assess."""
+"""Interval in seconds between two checks for runs that other processes assess or tune."""
 
 SCHEMA = Summary.model_fields["schema_version"].default
 
@@ -103,8 +92,8 @@ def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Pr
     with TemporaryDirectory() as folder:
         if settings.packed is not None:
             unpack(settings.packed, Path(folder))
-        own = found_runs(out)
-        found = found_runs(Path(folder)) | own
+        own = store.found_runs(out)
+        found = store.found_runs(Path(folder)) | own
         if settings.engine != EngineName.local:
             return preview(plan, out, found, settings.engine, pace_of_runs(own.values()), None)
         jobs = _jobs(settings, len(plan.order))
@@ -128,7 +117,7 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
         if chats is not None:
             raise InputError(
                 f"--data {chats} is for experiments on existing models and for those with `tune`, and "
-                f"{experiments[0].id} trains its own: leave it out"
+                f"{experiments[0].id} trains its own: remove it"
             )
         return
     first, *others = tuned
@@ -141,7 +130,7 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
         raise InputError(f"{first.id} and {different[0]} have different `tune`: run them in different directories")
     check_extra()
     if next(read_conversations(chats), None) is None:
-        raise InputError(f"{chats} holds no conversation")
+        raise InputError(f"{chats} has no conversation")
 
 
 def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: Console) -> SweepEnding:
@@ -158,19 +147,19 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
     _check_version(out / SUMMARY)
     if settings.packed is not None:
         take_up(settings.packed, out)
-    before = read_manifests(out)
+    before = store.read_manifests(out)
     plan = plan_sweep(questions, overlay)
     engine = open_engine(settings.engine, _jobs(settings, len(plan.order)), out, settings.engine_options)
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
-    with data_progress(console) as progress:
+    with DataBoard(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
     with JobProgress(console, phase=f"looking for runs in {out}"):
-        planned = place_sweep(plan, data, out, found_runs(out))
-    now = {one.experiment.id: manifest_of(one, planned, overlay) for one in questions}
-    manifests = merged_manifests(before, now)
+        planned = place_sweep(plan, data, out, store.found_runs(out))
+    now = {one.experiment.id: store.manifest_of(one, planned, overlay) for one in questions}
+    manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
         console.print(f"not in this summary, as their scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
-    for tuning in tuning_requests([manifests[name] for name in now], out):
+    for tuning in store.tuning_requests([manifests[name] for name in now], out):
         if tuning.document.is_file() and settings.data is not None:
             check_tuned(tuning.document, tuning.options, settings.data)
     for name in now:
@@ -221,7 +210,7 @@ def _check_version(path: Path) -> None:
 
 
 def _assess_and_tune(
-    manifests: Sequence[SweepManifest], out: Path, chats: Path | None, console: Console
+    manifests: Sequence[store.SweepManifest], out: Path, chats: Path | None, console: Console
 ) -> dict[str, str]:
     """Run the missing parts of `assess` and the missing tunings that the experiments request.
 
@@ -242,7 +231,7 @@ def _assess_and_tune(
             for number, run in enumerate(free, 1):
                 progress.say(f"{run.doing} {run.name}, {number} of {len(free)}")
                 try:
-                    if isinstance(run, Unassessed):
+                    if isinstance(run, store.Unassessed):
                         _assess_run(run, progress)
                     else:
                         assert chats is not None  # see check_chats
@@ -255,16 +244,19 @@ def _assess_and_tune(
     return left
 
 
-def _missing(manifests: Sequence[SweepManifest], out: Path) -> list[Unassessed | TuningRequest]:
-    return [*unassessed(manifests, out), *(run for run in tuning_requests(manifests, out) if not run.is_finished)]
+def _missing(manifests: Sequence[store.SweepManifest], out: Path) -> list[store.Unassessed | store.TuningRequest]:
+    return [
+        *store.unassessed(manifests, out),
+        *(run for run in store.tuning_requests(manifests, out) if not run.is_finished),
+    ]
 
 
-def _undone(run: Unassessed | TuningRequest) -> str:
+def _undone(run: store.Unassessed | store.TuningRequest) -> str:
     return f"{run.name} was not {run.done}"
 
 
-def _tune_run(run: TuningRequest, chats: Path, observe: Observer) -> None:
-    """Tune a run, with its results beside its directory.
+def _tune_run(run: store.TuningRequest, chats: Path, observe: Observer) -> None:
+    """Tune a run and save the results next to its directory.
 
     Raises:
         InputError: if its weights are missing, or a conversation cannot be used.
@@ -275,7 +267,7 @@ def _tune_run(run: TuningRequest, chats: Path, observe: Observer) -> None:
         raise KeyboardInterrupt if ended.exit_status == INTERRUPTED else PreemptedError
 
 
-def _assess_run(run: Unassessed, observe: Observer) -> None:
+def _assess_run(run: store.Unassessed, observe: Observer) -> None:
     """Assess a run on its own validation text; parts that do not apply to it are skipped.
 
     Raises:
@@ -291,9 +283,9 @@ def _assess_run(run: Unassessed, observe: Observer) -> None:
     assess(str(run.directory), None, options, out=run.directory, observe=observe)
 
 
-def _summarised(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
+def _summarised(manifests: Mapping[str, store.SweepManifest], out: Path) -> Summary:
     """Write and return the summary."""
-    summary = summary_of(manifests, out)
+    summary = store.summary_of(manifests, out)
     summary.save(out)
     return summary
 
@@ -331,7 +323,7 @@ def measure_experiments(
     passes = _passes(experiments, settings)
     if data is not None and not any(downstream_tasks(one) for one in experiments):
         raise InputError(
-            f"--data {data} is the file of a downstream task, and {experiments[0].id} uses none: leave it out"
+            f"--data {data} is the file of a downstream task, and {experiments[0].id} uses none: remove it"
         )
     given = "+".join(label.replace("/", "_") for label in labels(models)) if models else NAMED
     top = settings.out or MODELS / given

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sinklab.commands.ending import PLAIN
-from sinklab.commands.terminal.progress import RunBoard, data_progress
+from sinklab.commands.terminal.progress import DataBoard, RunBoard
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.device import keep_freed_memory
@@ -86,7 +86,7 @@ def _trained(
     run: Run, world: World, console: Console, should_stop: Callable[[], bool], trackers: Sequence[TrackerName]
 ) -> RunOutcome:
     name = run.recipe.name
-    longer = "" if run.shorter is None else f", which goes on from that of {run.shorter} steps"
+    longer = "" if run.shorter is None else f", which continues the run of {run.shorter} steps"
     console.print(f"run {run.hash} in {run.directory}{longer}", **PLAIN)
     needs = memory_line(run.recipe, world.device(run.recipe.train.device), world.size)
     console.print(needs, **PLAIN)
@@ -163,5 +163,5 @@ def _check_fits(recipe: Recipe, world: World, console: Console) -> None:
 
 
 def _data(recipe: Recipe, console: Console) -> TokenDataset:
-    with data_progress(console) as progress:
+    with DataBoard(console) as progress:
         return prepared(recipe.data, progress=progress)

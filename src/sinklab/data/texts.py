@@ -30,7 +30,7 @@ SAMPLE_CHARACTERS = 2**19
 """Size of the sample from the start of each domain for its tokens per byte, characters."""
 
 BPE_SAMPLE_BYTES = 8 * 2**20
-"""Approximate maximum size of the text on which a tokenizer is trained: every n-th document."""
+"""Approximate maximum size of the sample on which a tokenizer is trained, bytes; every n-th document is sampled."""
 
 StageProgress = Callable[[str, int, int | None], None]
 """Callback, called with the stage ("tokenizer", "tokens"), the bytes of text done and the total (None if unknown)."""
@@ -248,10 +248,10 @@ class Amount:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated amounts of a preparation.
+    """Estimated size of prepared data.
 
     Attributes:
-        amounts: amount by domain.
+        amounts: size of each domain.
         tokens: number of tokens that would be prepared; None if the size of the text is unknown and there is no limit.
         shard_bytes: total size of the two shards.
     """

@@ -22,15 +22,15 @@ ChartRows = Sequence[Mapping[str, Any]]
 Width = int | str
 Drawing = alt.LayerChart | alt.FacetChart
 Tip = tuple[str, str, str]
-"""A field in a tooltip, its title and its format; an empty format is for text."""
+"""A field of a tooltip with its title and number format; the format is empty for text."""
 Channel = TypeVar("Channel", alt.X, alt.Y)
 
 HEIGHT, SHORT, ROW_HEIGHT, LINE_HEIGHT, SEED_HEIGHT = 260, 220, 26, 12, 6
 LABEL_WIDTH = 220
 LETTER = 7
-"""Pixels of a letter of an axis label, on average."""
+"""Mean width of a letter of an axis label in pixels."""
 TITLE_LETTERS = 36
-"""Letters in a line of the title of a chart beside others."""
+"""Maximum number of letters in a line of the title of a small chart."""
 WIDE = 30
 """Ratio of the extremes above which an `auto` scale is logarithmic."""
 DASHES = ([1, 0], [6, 4], [2, 3], [8, 3, 2, 3])
@@ -44,11 +44,11 @@ class ColourScale:
     """The colour scale shared by a figure's heatmaps.
 
     Attributes:
-        what: the quantity, its label.
-        low, high: its ends.
-        outlined: threshold ε above which cells are outlined; None for no outlines.
+        what: label of the quantity.
+        low, high: ends of the scale.
+        outlined: threshold ε above which cells are outlined; None for no outline.
         diverging: whether zero is the centre of the scale (cosines).
-        references: values marked on the scale, those of uniform attention.
+        references: values of uniform attention, marked on the scale.
     """
 
     what: str
@@ -59,7 +59,7 @@ class ColourScale:
     references: tuple[float, ...] = ()
 
     def place(self, value: float) -> float:
-        """The position of a value on the scale, percent."""
+        """The position of a value on the scale, in percent of its length."""
         return 100 * (value - self.low) / (self.high - self.low)
 
 
@@ -68,11 +68,11 @@ class Figure:
     """One or more charts under one title.
 
     Attributes:
-        key: of its files and its anchor in the page.
-        caption: content and method.
-        scale: the colour scale shared by its charts, which are then small and side by side; None if there is none.
-        small: whether its charts are side by side without a shared scale.
-        table: the same numbers as a table.
+        key: name of its chart files and of its anchor in the page.
+        caption: description of content and method.
+        scale: colour scale shared by the charts, which are then small and side by side; None without a shared scale.
+        small: whether the charts are side by side although they share no scale.
+        table: the plotted numbers as a table.
     """
 
     key: str
@@ -101,16 +101,16 @@ def lines(
     height: int = HEIGHT,
     title: str | None = None,
 ) -> Drawing:
-    """A line per value of `colour`, `dash` and `apart`, with points and a band; a click on the legend selects a line.
+    """Draw a line per value of `colour`, `dash` and `apart`, with points and a band.
 
     Args:
-        rows: with all of these fields and those of the axes.
-        colour: the field of the colour; None for a single line.
-        order: the values of `colour`, in the order of the palette; None for numbers on a sequential scale.
-        apart: further fields with a thinner line per value.
-        band: fields of its lower and upper end.
+        rows: values by field, including the fields of the axes.
+        colour: field that determines the colour; None for a single line. A click on the legend selects a line.
+        order: values of `colour`, in the order of the palette; None for numbers on a sequential scale.
+        apart: further fields; each of their values has its own, thinner line.
+        band: fields of the lower and upper ends of the band.
         reference: position of a dashed horizontal line.
-        curves: rows `x.field`, `y.field` and `of` of dashed grey curves.
+        curves: rows `x.field`, `y.field` and `of` (the name) of dashed grey curves.
     """
     fields = [y.field, *(band or ())]
     across = _channel(alt.X, x, rows, [x.field])
@@ -125,15 +125,14 @@ def lines(
     if chosen is not None:
         shown = {"opacity": alt.condition(chosen, alt.value(0.75 if apart else 1.0), alt.value(0.12))}
     detail = [f"{field}:N" for field in apart]
+    dashed = [*detail, f"{dash}:N"] if dash else detail
     layers: list[alt.Chart] = [*_rules(reference, "y")]
     if curves:
         gray = alt.Chart(alt.Data(values=list(curves))).encode(x=across, y=up, detail="of:N")
         said = [_tip("of", "", ""), _tip(x.field, x.name, x.precision), _tip(y.field, y.name, y.precision)]
         layers.append(gray.mark_line(**_DASHED).encode(tooltip=said))
     if band is not None:
-        spread = base.encode(
-            y=_channel(alt.Y, y, rows, fields, band[0]), y2=f"{band[1]}:Q", detail=[*detail, *_dashed(dash)]
-        )
+        spread = base.encode(y=_channel(alt.Y, y, rows, fields, band[0]), y2=f"{band[1]}:Q", detail=dashed)
         faint = alt.value(0.16) if chosen is None else alt.condition(chosen, alt.value(0.16), alt.value(0.02))
         layers.append(spread.mark_area(strokeWidth=0).encode(opacity=faint))
     drawn = base.mark_line(strokeWidth=1.4 if apart else 2).encode(detail=detail, **shown)
@@ -147,9 +146,9 @@ def lines(
                 legend=legend(2) if len(places) > 1 else None,
             )
         )
-    told = [_tip(field, field, "") for field in (colour, *_only(dash), *apart) if field]
+    told = [_tip(field, field, "") for field in (colour, dash, *apart) if field]
     told += [_tip_of(x), _tip_of(y), *(_tip(*tip) for tip in tips)]
-    points = base.mark_point(size=18 if apart else 32).encode(tooltip=told, detail=[*detail, *_dashed(dash)], **shown)
+    points = base.mark_point(size=18 if apart else 32).encode(tooltip=told, detail=dashed, **shown)
     layers += [drawn, points if chosen is None else points.add_params(chosen)]
     return _titled(alt.layer(*layers).properties(width=width, height=height), title)
 
@@ -168,13 +167,13 @@ def scatter(
     tips: Sequence[Tip] = (),
     width: Width = 640,
 ) -> Drawing:
-    """A point per row; for a categorical y, a line of points per category.
+    """Draw a point per row; for a categorical y axis, a line of points per category.
 
     Args:
-        rows: with the fields of the axes, of `colour`, `join` and `label`; `FIELD_low` and `FIELD_high` of an axis are
-            the ends of an error bar.
+        rows: values by field, including those of the axes, `colour`, `join` and `label`; FIELD_low and FIELD_high are
+            the ends of an error bar along the axis of FIELD.
         join: field by whose values points are connected.
-        label: field with the text of each point.
+        label: field with the text beside each point.
         published: rows drawn as open diamonds.
         reference: a dashed line at this value of y, or of x for a categorical y.
     """
@@ -183,30 +182,18 @@ def scatter(
     across, up = _channel(alt.X, x, both, ends_x), _channel(alt.Y, y, both, ends_y)
     base = alt.Chart(alt.Data(values=list(rows))).encode(x=across, y=up)
     coloured = base.encode(color=colour_of(order, colour) if len(order) > 1 else alt.value(OURS))
-    told = [
-        *(_tip(*tip) for tip in tips if not tip[2]),
-        _tip_of(x),
-        _tip_of(y),
-        *(_tip(*tip) for tip in tips if tip[2]),
-    ]
-    if len(order) > 1:
-        told.insert(0, _tip(colour, colour, ""))
+    series = [(colour, colour, "")] if len(order) > 1 else []
+    texts, numbers = [*series, *(tip for tip in tips if not tip[2])], [tip for tip in tips if tip[2]]
+    told = [*(_tip(*tip) for tip in texts), _tip_of(x), _tip_of(y), *(_tip(*tip) for tip in numbers)]
     layers: list[alt.Chart] = [*_rules(reference, "x" if y.order is not None else "y")]
     if join is not None:
         joined: Any = colour_of(order, colour) if join == colour else alt.value("currentColor")
         layers.append(base.mark_line(strokeWidth=1.2).encode(detail=f"{join}:N", opacity=alt.value(0.4), color=joined))
-    if any(f"{x.field}_low" in row for row in rows):
-        layers.append(
-            coloured.mark_rule(opacity=0.5).encode(
-                x=_channel(alt.X, x, both, ends_x, f"{x.field}_low"), x2=f"{x.field}_high:Q"
-            )
-        )
-    if any(f"{y.field}_low" in row for row in rows):
-        layers.append(
-            coloured.mark_rule(opacity=0.5).encode(
-                y=_channel(alt.Y, y, both, ends_y, f"{y.field}_low"), y2=f"{y.field}_high:Q"
-            )
-        )
+    bars = coloured.mark_rule(opacity=0.5)
+    if any(ends_x[1] in row for row in rows):
+        layers.append(bars.encode(x=_channel(alt.X, x, both, ends_x, ends_x[1]), x2=f"{ends_x[2]}:Q"))
+    if any(ends_y[1] in row for row in rows):
+        layers.append(bars.encode(y=_channel(alt.Y, y, both, ends_y, ends_y[1]), y2=f"{ends_y[2]}:Q"))
     layers.append(coloured.mark_point(size=56, filled=True, opacity=0.9).encode(tooltip=told))
     if published:
         paper = alt.Chart(alt.Data(values=list(published))).encode(x=across, y=up, color=colour_of(order, colour))
@@ -217,113 +204,98 @@ def scatter(
     return alt.layer(*layers).properties(width=width, height=height)
 
 
-@dataclass(frozen=True)
-class Dots:
-    """The rows of a `dots` chart.
-
-    Attributes:
-        cells: in display order.
-        labels: of the cells, `at` in the rows.
-        seeds: rows `cell, at, seed, value, run, link`.
-        middles: rows `cell, at, never_reached`, with `median`, `smallest` and `largest` if known; if some seeds never
-            reached the step, also `beyond`, the largest step reached, which gets an arrow.
-        paper: rows `cell, at, value`.
-        decimals: of a value.
-    """
-
-    cells: Sequence[str]
-    labels: Sequence[str]
-    seeds: ChartRows
-    middles: ChartRows
-    paper: ChartRows
-    decimals: int
-
-
 _FIELDS = ("value", "median", "smallest", "largest")
 _SEEDS, _MIDDLES, _PAPER = (alt.NamedData(name) for name in ("seeds", "middles", "paper"))
-"""Named datasets, as Altair copies the data of every layer while building a chart."""
+"""Datasets are named because Altair copies inline data for every layer."""
 
 
 def dots(
-    shown: Dots, values: PlotAxis, varied: str | None = None, *, width: Width = 420, label_width: int = 150
+    labels: Mapping[str, str],
+    seeds: ChartRows,
+    middles: ChartRows,
+    paper: ChartRows,
+    values: PlotAxis,
+    decimals: int,
+    varied: str | None = None,
+    *,
+    width: Width = 420,
+    label_width: int = 150,
 ) -> Drawing:
     """Seeds of each cell as points, with their median, smallest and largest, and the paper's number as a diamond.
 
     Args:
+        labels: label of every cell by its name, in display order.
+        seeds: rows `cell, seed, value, run, link`.
+        middles: rows `cell, never_reached`, with `median`, `smallest` and `largest` if they are known; if some seeds
+            never reached the step, also `beyond`, the largest step reached, which gets an arrow.
+        paper: rows `cell, value`.
+        decimals: number of decimals of a value in the tooltips.
         varied: the quantity by which cells are ordered: they run from left to right, their medians connected. Without
             an order each cell is a row.
-        label_width: pixels of the cell names.
+        label_width: width of the cell names in pixels.
     """
-    upright = varied is not None
-    everything = [*shown.seeds, *shown.middles, *shown.paper]
-    named = PlotAxis(varied or "", "at" if upright else "cell", order=shown.labels if upright else shown.cells)
+    upright, seeds = varied is not None, _apart(seeds)
+    everything = [*seeds, *middles, *paper]
+    names = PlotAxis(varied or "", "at" if upright else "cell", order=list(labels.values() if upright else labels))
 
     def placed(mark: alt.Chart, field: str, end: str | None = None) -> alt.Chart:
         if upright:
-            mark = mark.encode(x=_channel(alt.X, named, [], []), y=_channel(alt.Y, values, everything, _FIELDS, field))
+            mark = mark.encode(x=_channel(alt.X, names, [], []), y=_channel(alt.Y, values, everything, _FIELDS, field))
             return mark if end is None else mark.encode(y2=end)
-        cell = _channel(alt.Y, named, [], [], label_width=label_width)
+        cell = _channel(alt.Y, names, [], [], label_width=label_width)
         mark = mark.encode(x=_channel(alt.X, values, everything, _FIELDS, field), y=cell)
         return mark if end is None else mark.encode(x2=end)
 
+    def said(mark: alt.Chart, *tips: Tip) -> alt.Chart:
+        return mark.encode(tooltip=[_tip("cell", "cell", ""), *(_tip(*tip) for tip in tips)])
+
+    known = {field for row in middles for field in row}
     layers: list[alt.Chart] = []
-    if upright and shown.paper:
+    if upright and paper:
         layers.append(placed(alt.Chart(_PAPER).mark_line(strokeWidth=1.2, strokeDash=[4, 3], color=PAPER), "value"))
-    if upright and _have(shown, "median"):
+    if upright and "median" in known:
         layers.append(placed(alt.Chart(_MIDDLES).mark_line(strokeWidth=1.8, color=OURS), "median"))
-    if _have(shown, "smallest"):
+    if "smallest" in known:
         rule = alt.Chart(_MIDDLES).mark_rule(strokeWidth=2, opacity=0.55, color=OURS)
         layers.append(placed(rule.transform_filter("isValid(datum.smallest)"), "smallest", "largest:Q"))
-    form = f",.{shown.decimals}f"
-    if _have(shown, "median"):
-        said = [("median", "median over seeds", form), ("smallest", "smallest", form), ("largest", "largest", form)]
+    form = f",.{decimals}f"
+    if "median" in known:
         tick = alt.Chart(_MIDDLES).mark_tick(thickness=2.5, size=15, color=OURS)
-        layers.append(_said(placed(tick.transform_filter("isValid(datum.median)"), "median"), said))
-    if _have(shown, "beyond"):
+        tick = placed(tick.transform_filter("isValid(datum.median)"), "median")
+        ends = (("smallest", "smallest", form), ("largest", "largest", form))
+        layers.append(said(tick, ("median", "median over seeds", form), *ends))
+    if "beyond" in known:
         shape = "triangle-up" if upright else "triangle-right"
         arrow = alt.Chart(_MIDDLES).mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
         arrow = placed(arrow.transform_filter("isValid(datum.beyond)"), "beyond")
-        layers.append(_said(arrow, [("never_reached", "seeds that did not reach it", "d")]))
-    if shown.paper:
+        layers.append(said(arrow, ("never_reached", "seeds that did not reach it", "d")))
+    if paper:
         diamond = alt.Chart(_PAPER).mark_point(shape="diamond", color=PAPER, **_OPEN)
-        layers.append(_said(placed(diamond, "value"), [("value", "the paper's", f",.{max(shown.decimals, 2)}f")]))
-    if shown.seeds:
+        layers.append(said(placed(diamond, "value"), ("value", "the paper's", f",.{max(decimals, 2)}f")))
+    if seeds:
         point = alt.Chart(_SEEDS).mark_point(size=38, opacity=0.85, color=OURS, cursor="pointer").encode(href="link:N")
-        most = max(2.0, *(abs(row["place"]) for row in _apart(shown.seeds)))
-        offset = alt.Scale(domain=[-2 * most, 2 * most] if upright else [-most, most])
+        most = max(2.0, *(abs(row["place"]) for row in seeds))
         if upright:
-            point = point.encode(xOffset=alt.XOffset("place:Q", scale=offset))
+            offset = alt.XOffset("place:Q", scale=alt.Scale(domain=[-2 * most, 2 * most]))
+            point = point.encode(xOffset=offset)
         else:
-            point = point.encode(yOffset=alt.YOffset("place:Q", scale=offset))
-        said = [("seed", "seed", "d"), ("value", "value", f",.{shown.decimals + 1}f"), ("run", "run", "")]
-        layers.append(_said(placed(point, "value"), said))
-    rows = {"seeds": _apart(shown.seeds), "middles": list(shown.middles), "paper": list(shown.paper)}
-    height = SHORT if upright else _row_height(shown, label_width) * len(shown.cells)
-    filled = {name: found for name, found in rows.items() if found}
-    return alt.layer(*layers, width=width, height=height, datasets=filled)
-
-
-def _row_height(shown: Dots, label_width: int) -> int:
-    """Pixels of a row, in which the seeds of a cell lie below each other."""
-    most = max(Counter(row["cell"] for row in shown.seeds).values(), default=1)
-    return max(_listed_height(shown.cells, label_width), SEED_HEIGHT * (most + 1))
+            point = point.encode(yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[-most, most])))
+        value = ("value", "value", f",.{decimals + 1}f")
+        layers.append(said(placed(point, "value"), ("seed", "seed", "d"), value, ("run", "run", "")))
+    most_seeds = max(Counter(row["cell"] for row in seeds).values(), default=1)  # below each other in a row
+    row_height = max(_listed_height([*labels], label_width), SEED_HEIGHT * (most_seeds + 1))
+    rows = {"seeds": seeds, "middles": middles, "paper": paper}
+    data = {name: [{**row, "at": labels[row["cell"]]} for row in found] for name, found in rows.items() if found}
+    return alt.layer(*layers, width=width, height=SHORT if upright else row_height * len(labels), datasets=data)
 
 
 def _listed_height(labels: Sequence[Any], label_width: int) -> int:
-    """Pixels of a row with its label, which may have several lines."""
+    """The height in pixels of a row whose label may have several lines."""
     return ROW_HEIGHT + LINE_HEIGHT * max(len(str(one)) * LETTER // label_width for one in labels)
 
 
-def _have(shown: Dots, field: str) -> bool:
-    return any(field in row for row in shown.middles)
-
-
-def _said(mark: alt.Chart, tips: Sequence[Tip]) -> alt.Chart:
-    return mark.encode(tooltip=[_tip("cell", "cell", ""), *(_tip(*tip) for tip in tips)])
-
-
 def _apart(seeds: ChartRows) -> ChartRows:
-    """The seeds of a cell, each with an offset against overlap."""
+    """Add to every seed its offset within its cell, so that points do not overlap."""
     count = {row["cell"]: 0 for row in seeds}
     placed = []
     for row in seeds:
@@ -361,7 +333,7 @@ def heatmaps(
     columns: Side = HEADS,
     height: int | None = None,
 ) -> Figure:
-    """Heatmaps that share a colour scale, which a page draws only once."""
+    """Draw heatmaps that share a colour scale, which a page shows only once."""
     own = width != "container"
     drawn = [heatmap(matrix, scale, name, rows, columns, width, height, own) for name, matrix in named]
     return Figure(key, title, caption, drawn, scale)
@@ -378,14 +350,14 @@ def heatmap(
     own_legend: bool = True,
     lowest: np.ndarray | None = None,
 ) -> Drawing:
-    """A matrix as coloured cells; NaN and infinities are left out.
+    """Draw a matrix as coloured cells; NaN and infinite entries are left blank.
 
     Args:
         values_YX: one row of cells for each row of the matrix.
-        scale: of the colours, shared by comparable heatmaps.
-        height: total, in pixels; by default proportional to the rows.
-        own_legend: draw the colour scale below the cells.
-        lowest: an additional lowest row of cells (X,): causal uniform attention.
+        scale: colour scale, shared by comparable heatmaps.
+        height: total height in pixels; by default proportional to the number of rows.
+        own_legend: whether to draw the colour scale below the cells.
+        lowest: values of an additional lowest row, (X,): uniform causal attention.
     """
     Y, X = values_YX.shape
     numbers = range(rows.first, rows.first + Y)
@@ -430,7 +402,7 @@ def heatmap(
 
 
 def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
-    """A scale over all values, from zero if none is negative; a diverging scale is symmetric."""
+    """Choose a scale over all values, from zero if none is negative; a diverging scale is symmetric."""
     values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
     low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
     if diverging:
@@ -441,7 +413,7 @@ def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = Fals
 
 
 def pooled(matrix_TT: np.ndarray, cells: int) -> np.ndarray:
-    """A square matrix downsampled to at most `cells` x `cells` by means over squares, ignoring NaN."""
+    """Downsample a square matrix to at most `cells` x `cells` entries by means over squares, ignoring NaN."""
     size = -(-len(matrix_TT) // cells)
     if size == 1:
         return matrix_TT
@@ -460,19 +432,20 @@ def _scale_title(scale: ColourScale) -> str:
 
 
 def _rounded_up(value: float) -> float:
-    """Rounded up to one significant digit: 0.37 is 0.4, 23 is 30."""
+    """Round up to one significant digit: 0.37 to 0.4, 23 to 30."""
     step = 10.0 ** math.floor(math.log10(value))
     return float(f"{math.ceil(value / step - 1e-9) * step:.12g}")
 
 
 def _thinned(count: int, first: int, more: Sequence[str] | None = None, **settings: Any) -> alt.Axis:
-    """An axis over `count` cells from `first` with at most a dozen labels, which therefore never overlap.
+    """Make an axis over `count` cells, numbered from `first`, with at most a dozen labels so that none overlap.
 
     Args:
-        more: labels of further cells; all labels are then strings.
+        more: labels of further cells; if they are given, all labels are strings.
     """
     every = -(-count // 12)
-    values = [at for at in range(first, first + count) if every == 1 or at == first or at % every == 0]
+    begins = [first] if more is None else []  # a further cell is beside the first
+    values = [at for at in range(first, first + count) if every == 1 or at in begins or at % every == 0]
     labels = values if more is None else [*map(str, values), *more]
     return alt.Axis(values=labels, grid=False, ticks=False, domain=False, **settings)
 
@@ -482,14 +455,14 @@ _OPEN: dict[str, Any] = {"size": 85, "filled": False, "strokeWidth": 2}
 
 
 def layer_axis(rows: ChartRows, title: str) -> PlotAxis:
-    """The axis of layers, with a tick each if they are few."""
+    """Make an axis of layers, with a tick for each of up to 14 layers."""
     found = sorted({row["layer"] for row in rows})
     ticks = found if len(found) <= 14 else None
     return PlotAxis(title, "layer", whole=True, precision="d", ticks=ticks, zero=False)
 
 
 def colour_of(order: Sequence[str] | None, field: str = "cell") -> alt.Color:
-    """The colour of each cell, the same in every chart, with a legend above; a sequential scale for numbers."""
+    """Encode the colour of each cell, the same in every chart; a sequential scale for numbers."""
     if order is None:
         return alt.Color(f"{field}:O", title=field, scale=alt.Scale(scheme=theme.HEAT_SCHEME))
     palette = theme.colours(list(order))
@@ -504,7 +477,7 @@ def colour_of(order: Sequence[str] | None, field: str = "cell") -> alt.Color:
 
 
 def legend(columns: int) -> alt.Legend:
-    """A legend above the chart."""
+    """Make a legend above the chart."""
     return alt.Legend(orient="top", direction="horizontal", columns=columns, offset=6, symbolOpacity=1)
 
 
@@ -516,10 +489,10 @@ def _channel(
     field: str = "",
     label_width: int = LABEL_WIDTH,
 ) -> Channel:
-    """An axis as an encoding: ordered categories, or a continuous scale over all values of `fields`.
+    """Encode an axis: ordered categories, or a continuous scale over all values of `fields`.
 
     Args:
-        field: the encoded field; that of the axis unless given.
+        field: the encoded field; by default the field of the axis.
     """
     field, across = field or axis.field, kind is alt.X
     if axis.order is not None:
@@ -562,7 +535,7 @@ def _channel(
 
 
 def _in_lines(width: int) -> str:
-    """The label of an axis in lines of at most `width` pixels, broken after spaces and underscores."""
+    """The Vega expression that breaks a label into lines of at most `width` pixels, after spaces and underscores."""
     pattern = f"(.{{1,{width // LETTER - 1}}}(?:[ _]|$)|.{{{width // LETTER}}})"
     return f"split(trim(replace(datum.label, regexp('{pattern}', 'g'), '$1\\n')), '\\n')"
 
@@ -571,14 +544,6 @@ def _rules(value: float | None, channel: str) -> list[alt.Chart]:
     if value is None:
         return []
     return [alt.Chart(alt.Data(values=[{"at": value}])).mark_rule(**_DASHED).encode(**{channel: "at:Q"})]
-
-
-def _only(name: str | None) -> list[str]:
-    return [] if name is None else [name]
-
-
-def _dashed(dash: str | None) -> list[str]:
-    return [f"{name}:N" for name in _only(dash)]
 
 
 def _tip(field: str, title: str, form: str) -> alt.Tooltip:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from sinklab.assessing.assessment import Assessment
-from sinklab.assessing.part import GROWTH
+from sinklab.assessing.part import LOSS_ADDED
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.plots import PlotAxis
@@ -14,27 +14,21 @@ from sinklab.report.cells import CurvePoint, cell_rows, curve, norm_ratios
 from sinklab.report.charts import Drawing, Figure, Side, Width, heatmaps, layer_axis, lines, scale_over, scatter
 from sinklab.report.data import Assessed, ReportData, ReportedRun
 from sinklab.report.measurement_figures import details_figures, importance_figures
-from sinklab.survey.suites import (
-    CheckpointsDocument,
-    ComparisonDocument,
-    DomainsDocument,
-    FamiliesDocument,
-    MeasuredCheckpoint,
-)
+from sinklab.survey import suites
 from sinklab.tables import SINK_1
 
 SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs", "runs", "d"))
 SMALL = 300
-"""Pixels of a chart beside others, outside a page."""
+"""Width in pixels of a small chart outside a page."""
 FAR = 100
 """The last step over the first one after 0: from here on the axis is logarithmic, as public runs save their first
 steps at powers of two."""
 FEWEST = 2
-"""Lengths that a line joins."""
+"""Minimum number of lengths for a line."""
 
 
 def figures(data: ReportData, width: Width = "container") -> list[Figure]:
-    """All figures with data, in reading order. `width` is in pixels, or "container" inside a page."""
+    """Draw all figures that have data, in reading order; `width` is in pixels, or "container" inside a page."""
     made = [
         *suite_figures(data, width),
         length_figure(data.summary_cells, width),
@@ -130,10 +124,10 @@ def _band(data: ReportData) -> str:
 
 
 def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | None:
-    """Sink_1 of cells with an eps and a length (figure 3 of the paper); None without several lengths.
+    """Draw Sink_1 of cells with an eps and a length (figure 3 of the paper); None without several lengths.
 
     Args:
-        cells: of a summary, by name.
+        cells: cells of a summary by name.
     """
     rows: list[dict[str, Any]] = []
     for name, cell in cells.items():
@@ -162,19 +156,19 @@ def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | No
 
 
 def suite_figures(data: ReportData, width: Width) -> list[Figure]:
-    """The figures of each suite, in the order of the directories."""
+    """Draw the figures of each suite, in the order of the directories."""
     found: list[Figure] = []
     for number, suite in enumerate(data.suites):
         measured = [(run, run.measurement) for _, run in suite.runs(data) if run.measurement]
         match suite.document:
-            case FamiliesDocument() as document if document.measured:
+            case suites.FamiliesDocument() as document if document.measured:
                 found.append(_families(document, width, number))
-            case DomainsDocument() if measured:
+            case suites.DomainsDocument() if measured:
                 found.append(_domains(measured, width, number))
-            case ComparisonDocument() if measured:
+            case suites.ComparisonDocument() if measured:
                 found.append(_comparison(measured, data.cells, width, number))
-            case CheckpointsDocument() as document if measured:
-                found += _checkpoints(document.measured, measured[0][1].eps, width, number)
+            case suites.CheckpointsDocument() as document if measured:
+                found += _checkpoints(document, measured[0][1].eps, width, number)
     return found
 
 
@@ -236,7 +230,7 @@ def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: 
     return Figure(f"comparison-layers-{number}", "The sink by layer", caption, [chart])
 
 
-def _families(document: FamiliesDocument, width: Width, number: int) -> Figure:
+def _families(document: suites.FamiliesDocument, width: Width, number: int) -> Figure:
     found = document.measured
     about = {name: {"model": name, "family": one.family, "parameters": one.parameters} for name, one in found.items()}
     chart = scatter(
@@ -258,7 +252,7 @@ def _families(document: FamiliesDocument, width: Width, number: int) -> Figure:
     return Figure(f"families-{number}", "Measured and published", caption, [chart])
 
 
-CURVES: tuple[tuple[str, Callable[[MeasuredCheckpoint], float | None]], ...] = (
+CURVES: tuple[tuple[str, Callable[[suites.MeasuredCheckpoint], float | None]], ...] = (
     (f"{SINK_1} (percent of heads)", lambda one: one.sink_1),
     ("Sink on the bias (percent of heads)", lambda one: one.sink_bias),
     ("First token, times uniform attention", lambda one: one.uniform_ratio),
@@ -267,9 +261,9 @@ CURVES: tuple[tuple[str, Callable[[MeasuredCheckpoint], float | None]], ...] = (
 )
 
 
-def _checkpoints(checkpoints: Mapping[str, MeasuredCheckpoint], eps: float, width: Width, number: int) -> list[Figure]:
-    """Curves over steps, and the sink rate by layer and step."""
-    found = sorted(checkpoints.values(), key=lambda one: one.step)
+def _checkpoints(document: suites.CheckpointsDocument, eps: float, width: Width, number: int) -> list[Figure]:
+    """Draw curves over steps, and the sink rate by layer and step."""
+    found = sorted(document.measured.values(), key=lambda one: one.step)
     small = width if width == "container" else SMALL
     steps = [one.step for one in found if one.step > 0]
     far = bool(steps) and steps[-1] >= FAR * steps[0]
@@ -316,7 +310,7 @@ def _checkpoints(checkpoints: Mapping[str, MeasuredCheckpoint], eps: float, widt
 
 
 def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figure]:
-    """The figures of every assessment; titles of several name the model."""
+    """Draw the figures of every assessment; with several assessments, titles name the model."""
     found = []
     for number, one in enumerate(assessed):
         of = f": {one.name}" if len(assessed) > 1 else ""
@@ -337,7 +331,7 @@ def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figur
 
 
 def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure | None:
-    """The loss that each answer of the assessment adds."""
+    """Draw the loss that each answer of the assessment adds."""
     kinds = ("lost without the sink", "cost of the sink", "other changes")
     rows = [
         {
@@ -353,7 +347,7 @@ def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure
         return None
     rows.sort(key=lambda row: kinds.index(row["kind"]))
     changes = PlotAxis("", "change", order=list(dict.fromkeys(row["change"] for row in rows)))
-    added = PlotAxis(GROWTH, "added", "loss added, nats per token", format="+~g", precision="+.4f")
+    added = PlotAxis(LOSS_ADDED, "added", "loss added, nats per token", format="+~g", precision="+.4f")
     chart = scatter(
         rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")], width=width
     )

@@ -15,36 +15,14 @@ import torch
 from sinklab.errors import InputError
 from sinklab.measuring import metrics
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.statistics import plot_specs
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.plot_specs import (
-    BlockLines,
-    BucketLines,
-    HeadMap,
-    Heatmap,
-    MatrixMap,
-    PositionMap,
-    SequenceLines,
-    Shown,
-)
+from sinklab.measuring.statistics.plot_specs import BucketLines, Heatmap, Shown
 from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
 from sinklab.plots import PlotAxis
 from sinklab.report import charts, theme
 from sinklab.report.cells import by_key, over_seeds
-from sinklab.report.charts import (
-    SHORT,
-    ChartRows,
-    ColourScale,
-    Drawing,
-    Figure,
-    Named,
-    Width,
-    heatmap,
-    heatmaps,
-    layer_axis,
-    lines,
-    pooled,
-    scale_over,
-)
+from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure, Named, Width
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.result_tables import layers_table, mixing_table, secondary_table
 from sinklab.tables import SINK_1, Table, TableColumn, names
@@ -65,7 +43,7 @@ LAST = ("secondary", "map-attention", "map-cosine", "map-norms")
 
 
 def importance_figures(data: ReportData, width: Width) -> list[Figure | None]:
-    """The figures in reading order; None for a figure without the required data."""
+    """Draw the figures of importance and norms in reading order; None for a figure without data."""
     small = width if width == "container" else 300
     return [
         _by_head(data, small),
@@ -102,7 +80,7 @@ def _by_head(data: ReportData, width: Width) -> Figure | None:
     references = tuple(first for _, first in firsts)
     scale = _importance_scale(maps, data)
     scale = replace(scale, outlined=data.runs[0].eps, references=references)
-    return heatmaps("importance-heads", "Which heads have the sink", caption, maps, scale, width)
+    return charts.heatmaps("importance-heads", "Which heads have the sink", caption, maps, scale, width)
 
 
 def _by_layer(data: ReportData, width: Width) -> Figure | None:
@@ -120,7 +98,7 @@ def _by_layer(data: ReportData, width: Width) -> Figure | None:
     )
     scale = _importance_scale(maps, data)
     drawn = [
-        heatmap(
+        charts.heatmap(
             matrix, scale, name, columns=charts.POSITIONS, width=width, own_legend=width != "container", lowest=lowest
         )
         for (name, matrix), lowest in zip(maps, uniform, strict=True)
@@ -129,7 +107,7 @@ def _by_layer(data: ReportData, width: Width) -> Figure | None:
 
 
 def uniform_importance(length: int) -> np.ndarray:
-    """alpha of every position, (T,), where each query attends to all tokens so far alike (metrics.py)."""
+    """Importance of every position, (T,), under causal attention that is uniform (metrics.py)."""
     return metrics.uniform_importance(torch.tensor([length]), length)[0].numpy()
 
 
@@ -143,7 +121,7 @@ def _masks_note(data: ReportData) -> str:
 
 
 def _importance_scale(maps: list[Named], data: ReportData) -> ColourScale:
-    """A colour scale from 0 to at least eps, so that a model without a sink shows no strong colours."""
+    """Choose a colour scale from 0 to at least ε, so that a model without a sink has no strong colours."""
     highest = max(float(matrix.max()) for _, matrix in maps)
     return ColourScale("importance", 0, max(*(run.eps for run in data.runs), math.ceil(highest * 10) / 10))
 
@@ -174,7 +152,7 @@ def _by_position(data: ReportData, width: Width) -> Figure | None:
         for k, value in enumerate(uniform_importance(length)[:shown])
     ]
     positions = [1, *range(8, shown + 1, 8)] if shown > 12 else list(range(1, shown + 1))
-    chart = lines(
+    chart = charts.lines(
         rows,
         PlotAxis(
             "Position of the key (the first token is 1)",
@@ -211,8 +189,8 @@ def _row_sums(data: ReportData, width: Width) -> Figure | None:
         "not sum to one. There importance is that of the proxy scores |sim| / Σ |sim|, which hide the total "
         "attention that this figure shows. For softmax it is 1."
     )
-    scale = scale_over("row sum", [matrix for _, matrix in maps])
-    return heatmaps("row-sums", "Sum of raw scores", caption, maps, scale, width)
+    scale = charts.scale_over("row sum", [matrix for _, matrix in maps])
+    return charts.heatmaps("row-sums", "Sum of raw scores", caption, maps, scale, width)
 
 
 NORMS: dict[str, Callable[[Measurement], np.ndarray | None]] = {
@@ -266,7 +244,7 @@ def _mixing(data: ReportData, width: Width) -> Figure | None:
 
 
 def details_figures(data: ReportData, width: Width) -> list[Figure]:
-    """In reading order: `FIRST` and `LAST` at the ends, the others in the order of their statistics."""
+    """Draw the figures of --details: `FIRST`, then the others in the order of their statistics, then `LAST`."""
     small = width if width == "container" else 300
     declared: dict[str, list[tuple[str, Shown]]] = {}
     for name, statistic in STATISTICS.items():
@@ -277,7 +255,7 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
         table = layers_table([(data.label(run), one) for run, one, _ in data.detailed])
         drawn["angles-cosine"] = replace(drawn["angles-cosine"], table=table)
     if table := secondary_table([(data.label(run), one) for run, one, _ in data.detailed]):
-        shown = HeadMap(
+        shown = plot_specs.HeadMap(
             "secondary",
             "Sinks other than the first token",
             f"Percent of sequences in which a head has an importance above ε = {data.runs[0].eps:g} at some position "
@@ -293,7 +271,7 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
 
 
 def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, small: Width) -> Figure | None:
-    """The figure that statistics declare under one key; None without a measurement that has them."""
+    """Draw the figure that statistics declare under one key; None without a measurement that has them."""
     name, shown = parts[0]
     found = _found(data, name)
     if not found:
@@ -301,13 +279,13 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, smal
     match shown:
         case Heatmap():
             return _heatmaps(data, name, shown, small)
-        case BlockLines():
+        case plot_specs.BlockLines():
             of_layers = STATISTICS[name].axes == "LHT"
             arrays = ((run.cell, array.mean(1) if of_layers else array) for run, _, _, array in found)
             rows = _first_and_rest(arrays, first_layer=int(of_layers))
             chart = _layer_lines(rows, data.cells, "Layer" if of_layers else AFTER_BLOCK, shown.what, width)
             return Figure(shown.key, shown.title, shown.caption, [chart]) if rows else None
-        case SequenceLines():
+        case plot_specs.SequenceLines():
             panels = [
                 (shown.what, AFTER_BLOCK, [(run.cell, array_M) for run, _, _, array_M in found]),
                 (
@@ -332,51 +310,51 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, smal
 
 
 def _found(data: ReportData, name: str) -> list[tuple[ReportedRun, Measurement, Details, np.ndarray]]:
-    """Every run that has the statistic, with its array."""
+    """Collect the runs that have a statistic, with its array."""
     found = [(run, measured, details, getattr(details, name)) for run, measured, details in data.detailed]
     return [one for one in found if one[-1] is not None and one[-1].size]
 
 
 def _heatmaps(data: ReportData, name: str, shown: Heatmap, width: Width) -> Figure:
-    """A map per run, or per chosen head of a run; position maps are means over heads."""
+    """Draw a map per run, or per chosen head of a run; position maps are means over heads."""
     maps: list[Named] = []
     sides, height, caption = (charts.LAYERS, charts.HEADS), None, shown.caption
     lengths = sorted({measured.length for _, measured, _ in data.detailed})
     for run, _, details, array in _found(data, name):
         label = data.label(run)
         match shown:
-            case MatrixMap():
+            case plot_specs.MatrixMap():
                 for (layer, head), map_TT in zip(details.maps, array, strict=True):
                     later = np.triu(np.ones_like(map_TT, dtype=bool), 1)
-                    thin = pooled(np.where(later, np.nan, map_TT), MAP_CELLS)
+                    thin = charts.pooled(np.where(later, np.nan, map_TT), MAP_CELLS)
                     maps.append((f"{label}: layer {layer}, head {head}", thin))
-            case PositionMap():
+            case plot_specs.PositionMap():
                 maps.append((label, (array.mean(1) if array.ndim == 3 else array)[:, :SHOWN_POSITIONS]))
             case _:
                 maps.append((label, array[..., 0] if array.ndim == 3 else array))
     match shown:
-        case MatrixMap():
+        case plot_specs.MatrixMap():
             how = "; maps of long sequences are thinned by means over squares of positions, which the axes count."
             caption += how if lengths[-1] > MAP_CELLS else "."
             sides, height = (charts.QUERIES, charts.KEYS), 260
-        case PositionMap():
+        case plot_specs.PositionMap():
             sides = (charts.BLOCKS if STATISTICS[name].axes == "MT" else charts.LAYERS, charts.POSITIONS)
-        case HeadMap() if shown.uniform:
+        case plot_specs.HeadMap() if shown.uniform:
             means = ", ".join(f"{shown.uniform(length):.2f} for T = {length}" for length in lengths)
             caption += f" Attention that is uniform over all keys has {means}."
-    scale = scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
-    return heatmaps(shown.key, shown.title, caption, maps, scale, width, *sides, height=height)
+    scale = charts.scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
+    return charts.heatmaps(shown.key, shown.title, caption, maps, scale, width, *sides, height=height)
 
 
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: Width) -> Figure:
-    """A line per statistic."""
+    """Draw a line per statistic."""
     rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
     shown = parts[0][1]
     drawn = [row for row in rows if not shown.logarithmic or row["value"] > 0]
     x = PlotAxis(shown.x_title, "bucket", order=_bucket_order(drawn))
     scale = "log" if shown.logarithmic else "linear"
     y = PlotAxis(shown.y_title, "value", "value", scale=scale, format="~g", precision=".4f")
-    chart = lines(drawn, x, y, order=data.cells, dash="where", width=width, height=SHORT)
+    chart = charts.lines(drawn, x, y, order=data.cells, dash="where", width=width, height=charts.SHORT)
     series = list(dict.fromkeys((row["cell"], row["where"]) for row in rows))
     values = {(row["cell"], row["where"], row["bucket"]): row["value"] for row in rows}
     columns = [*names(shown.bucket), *(TableColumn(cell, where, ".4f") for cell, where in series)]
@@ -389,7 +367,7 @@ def _bucket_order(rows: ChartRows) -> list[str]:
 
 
 def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any]]:
-    """Mean over layers, heads and runs of a cell, by bucket."""
+    """Average a statistic over layers, heads and runs of a cell, by bucket."""
     shares: list[tuple[tuple[str, int, str], float]] = []
     for run, measured, details, shares_LHX in _found(data, name):
         of_queries = STATISTICS[name].axes == "LHQ"
@@ -404,10 +382,10 @@ def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any
 
 
 def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
-    """The first position and the mean of the others, mean over the runs of a cell.
+    """Average the value of the first position, and the mean of the others, over the runs of a cell.
 
     Args:
-        arrays: (layers, positions) of each run, with its cell; those of one position are left out.
+        arrays: pairs of cell and array (layers, positions), one per run; arrays with a single position are omitted.
         first_layer: number of the first layer.
     """
     return _mean_rows(
@@ -420,10 +398,10 @@ def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int =
 
 
 def _means(arrays: Iterable[tuple[str, Iterable[float]]], first_layer: int = 0) -> ChartRows:
-    """One finite value per layer, mean over the runs of a cell.
+    """Average the finite values of each layer over the runs of a cell.
 
     Args:
-        arrays: (layers,) of each run, with its cell.
+        arrays: pairs of cell and values (layers,), one per run.
         first_layer: number of the first layer.
     """
     return _mean_rows(
@@ -435,7 +413,7 @@ def _means(arrays: Iterable[tuple[str, Iterable[float]]], first_layer: int = 0) 
 
 
 def _mean_rows(values: Iterable[tuple[str, str, int, float]]) -> ChartRows:
-    """Means over the values of the same (cell, where, layer)."""
+    """Average the values with the same (cell, where, layer)."""
     found = by_key((tuple(key), value) for *key, value in values)
     return [
         {"cell": cell, "where": where, "layer": layer, "value": fmean(numbers)}
@@ -446,19 +424,21 @@ def _mean_rows(values: Iterable[tuple[str, str, int, float]]) -> ChartRows:
 def _layer_lines(
     rows: ChartRows, cells: Sequence[str], at: str, y_title: str, width: Width, title: str | None = None
 ) -> Drawing:
-    """A quantity by layer."""
+    """Draw a quantity by layer."""
     y = PlotAxis(y_title, "value", "value", scale="auto", precision=".4f")
-    return lines(rows, layer_axis(rows, at), y, order=cells, dash="where", width=width, height=SHORT, title=title)
+    return charts.lines(
+        rows, charts.layer_axis(rows, at), y, order=cells, dash="where", width=width, height=charts.SHORT, title=title
+    )
 
 
 def chart(measurement: Measurement, what: str = "heads") -> Any:
-    """One of the figures of the report as an Altair chart, for a notebook.
+    """Return one of the figures of the report as an Altair chart, for a notebook.
 
     Args:
         what: "heads", "layers", "positions" or "norms".
 
     Raises:
-        InputError: there is no such figure, or the measurement has no data for it.
+        InputError: if there is no such figure, or the measurement has no data for it.
     """
     if what not in CHARTS:
         raise InputError(f"there is no chart {what!r}: choose from {', '.join(CHARTS)}")

@@ -49,7 +49,7 @@ class World:
         device = pick_device(name)
         if self.size > 1 and device.type == "cuda":
             raise InputError(
-                f"train.device {name} names one card, but there are {self.size} processes: use cuda or auto"
+                f"train.device {name} names one GPU, but there are {self.size} processes: use cuda or auto"
             )
         return device
 

@@ -1,6 +1,5 @@
 """The parts of an assessment, one per file of this folder; new files are discovered automatically."""
 
-from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Annotated
@@ -9,22 +8,17 @@ from pydantic import AfterValidator
 
 from sinklab.assessing.part import AssessPart
 
+for file in iter_modules(__path__):
+    import_module(f"{__name__}.{file.name}")
 
-def _declared() -> Iterator[type[AssessPart]]:
-    for file in iter_modules(__path__):
-        for value in vars(import_module(f"{__name__}.{file.name}")).values():
-            if isinstance(value, type) and issubclass(value, AssessPart) and value is not AssessPart:
-                yield value
-
-
-PARTS = {part.name: part for part in sorted(_declared(), key=lambda part: part.rank)}
-"""By name, in the order in which they run and are shown."""
+PARTS = {part.name: part for part in sorted(AssessPart.__subclasses__(), key=lambda part: part.rank)}
+"""The parts by name, in the order of execution and display."""
 
 USUAL = tuple(name for name, part in PARTS.items() if not part.on_request)
 """The parts that run unless some are named."""
 
 IN_QUICK = tuple(name for name in USUAL if PARTS[name].in_quick)
-"""Those of them that --quick runs."""
+"""The parts that --quick runs unless some are named."""
 
 NUMBERS = tuple(number for part in PARTS.values() for number in part.numbers)
 

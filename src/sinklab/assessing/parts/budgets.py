@@ -26,19 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import (
-    GROWTH,
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.streaming import Kept, RollingCache
 from sinklab.assessing.plan import KEPT, AssessSettings
 from sinklab.assessing.reading import (
@@ -56,6 +44,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.models.adapter import Adapter
 from sinklab.models.intercept import intercept
+from sinklab.plots import PlotAxis
 
 FULL = (0.125, 0.25, 0.5)
 SHOWN_FULL = 0.25  # of the single numbers, and of the retrieval heads that are named
@@ -123,25 +112,24 @@ class Budgets(AssessPart):
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        both_NT = text.sequences(settings.sequences + settings.head_sequences, settings.length, fewest=2)
-        N = max(1, len(both_NT) - settings.head_sequences)
+        tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
         adapter, size = text.model.adapter, min(settings.budgets)
         first = min(max(settings.kept) or max(KEPT), size - 1)
-        run = partial(assess_budgets, adapter, both_NT[:N], both_NT[N:], size, first, settings.seed)
-        passes = (2 + len(FULL) * (3 + BUDGET_DRAWS)) * N + (2 + len(key_heads(adapter))) * (len(both_NT) - N)
-        return PartJob(passes, run)
+        run = partial(assess_budgets, adapter, tokens_NT, others_MT, size, first, settings.seed)
+        passes, passes_by_head = 2 + len(FULL) * (3 + BUDGET_DRAWS), 2 + len(key_heads(adapter))
+        return PartJob(passes * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """Budgets by policy, with all keys for a quarter of the heads."""
+        """List the added loss of every policy with all keys for a quarter of the heads."""
         for one in self.policies:
             if one.full == SHOWN_FULL:
                 yield PartAnswer(f"{one.keys:,.0f} of {self.length:,} keys, {one.policy}", self.added(one))
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
-        yield ResultRow(f"{self.size} keys, first {self.first} kept", self.restricted)
+        yield PartRow(f"{self.size} keys, first {self.first} kept", self.restricted)
         for one in self.policies:
-            yield ResultRow(f"{one.policy}, {100 * one.full:g} % full", one, f"{one.keys:g} keys of a head at the end")
+            yield PartRow(f"{one.policy}, {100 * one.full:g} % full", one, f"{one.keys:g} keys of a head at the end")
 
     def remark(self) -> str:
         dearest = ", ".join(f"{layer}.{head}" for layer, head in self.retrieval[:8])
@@ -153,26 +141,21 @@ class Budgets(AssessPart):
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added losses with all keys for a quarter of the heads."""
+        """List the added losses with all keys for a quarter of the heads, by head and for all heads."""
         quarter = {one.policy: one for one in self.policies if one.full == SHOWN_FULL}
         if quarter:
             yield "budget_by_head_added", self.added(quarter[BY_COST])
             yield "budget_for_all_added", self.added(quarter[FOR_ALL])
 
     def figure(self) -> PartFigure:
-        none = [
-            plot_row(self.restricted, self.added(self.restricted), policy, self.size)
-            for policy in (BY_COST, BY_SINK, ANY, FOR_ALL)
-        ]
+        none = [self.point(self.restricted, policy, self.size) for policy in (BY_COST, BY_SINK, ANY, FOR_ALL)]
         return PartFigure(
-            "lines",
             "Budgets by head",
             f"Loss added to {self.unchanged.loss:.3f} when some key heads keep all {self.length:,} keys and the others "
             f"{self.size}, of them the first {self.first} (DuoAttention, 2410.10819), and when all heads keep equally "
             "many.",
-            [*none, *(plot_row(one, self.added(one), one.policy, one.keys) for one in self.policies)],
+            [*none, *(self.point(one, one.policy, one.keys) for one in self.policies)],
             PlotAxis("Keys of a head at the end of the text, mean", "x", "keys"),
-            PlotAxis(GROWTH, "y", "nats added"),
             series=(BY_COST, BY_SINK, ANY, FOR_ALL),
         )
 
@@ -186,7 +169,7 @@ class RestrictedHeads:
     heads: KeyHeads
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call with the restricted mask."""
+        """Restrict the mask of the call."""
         chosen_G = chosen_heads(layer, self.heads)
         if not chosen_G.any():
             return layer
@@ -227,13 +210,9 @@ def assess_budgets(
             (ANY, [restricted(full) for full in drawn]),
             (FOR_ALL, [reader.under(RollingCache(round(keys), first, in_cache=False)).effect()]),
         ):
-            losses = [one.loss for one in effects]
-            mean = mean_effect(effects).model_dump()
-            policies.append(HeadBudget(policy=policy, full=share, keys=keys, losses=losses, **mean))
+            policies.append(HeadBudget(policy=policy, full=share, keys=keys, **mean_effect(effects)))
     return Budgets(
-        sequences=len(tokens_NT),
-        length=T,
-        unchanged=reader.unchanged.effect(),
+        **reader.result_fields(),
         size=size,
         first=first,
         heads=heads,
@@ -245,7 +224,7 @@ def assess_budgets(
 
 
 def _sink_shares(reader: PairedReader) -> dict[tuple[int, int], float]:
-    """Importance of the first position, or of learned tokens in front, by key head."""
+    """Measure the importance of the first position, or of learned tokens before it, by key head."""
     found: dict[tuple[int, int], list[Tensor]] = {}
 
     def observe(layer: LayerCall) -> None:

@@ -18,19 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import (
-    GROWTH,
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.plan import KEPT, AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, refused
@@ -38,13 +26,14 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.models.adapter import Adapter
 from sinklab.models.intercept import Edit
+from sinklab.plots import PlotAxis
 
 POLICIES = 5
 LEAST_SHARE = 1e-20  # of the attention on all keys that is on those in the cache
 
 
 class Evicted(Effect):
-    """The effect of a cache with `budget` keys, on text within the context."""
+    """Effect of a cache with `budget` keys, on text within the context."""
 
     policy: str
     budget: int
@@ -80,32 +69,30 @@ class Eviction(AssessPart):
         return PartJob((1 + POLICIES * len(settings.budgets)) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """Every policy at the smallest budget."""
+        """List the added loss of every policy at the smallest budget."""
         smallest = min((one.budget for one in self.policies), default=0)
         for one in self.policies:
             if one.budget == smallest:
                 yield PartAnswer(f"{one.policy}, {one.budget:,} keys", self.added(one))
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         for one in self.policies:
-            yield ResultRow(f"{one.policy}, {one.budget} keys", one)
+            yield PartRow(f"{one.policy}, {one.budget} keys", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added loss at the smallest budget."""
+        """List the added loss of recent keys at the smallest budget."""
         recent = [one for one in self.policies if one.policy == "recent"]
         if recent:
             yield "recent_keys_added", self.added(min(recent, key=lambda one: one.budget))
 
     def figure(self) -> PartFigure:
         return PartFigure(
-            "lines",
             "Evicting keys",
             f"Loss added to {self.unchanged.loss:.3f} by evicting keys ({self.sequences} x {self.length:,} tokens), by "
             "policy and budget; random keys are the control.",
-            [plot_row(one, self.added(one), one.policy, one.budget) for one in self.policies],
+            [self.point(one, one.policy, one.budget) for one in self.policies],
             PlotAxis("Keys kept", "x", "keys", order=sorted({one.budget for one in self.policies})),
-            PlotAxis(GROWTH, "y", "nats added"),
         )
 
 
@@ -233,5 +220,4 @@ def assess_eviction(
         for policy, edit in policies.items():
             effect = reader.under(edit).effect()
             found.append(Evicted(policy=policy, budget=budget, **effect.model_dump()))
-    N, T = tokens_NT.shape
-    return Eviction(sequences=N, length=T, unchanged=reader.unchanged.effect(), first=first, policies=found)
+    return Eviction(**reader.result_fields(), first=first, policies=found)

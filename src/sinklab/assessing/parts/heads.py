@@ -22,11 +22,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, PartAnswer, PartFigure, PartJob, PlotAxis
+from sinklab.assessing.part import AssessPart, AssessText, PartAnswer, PartFigure, PartJob
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, refused
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
+from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 HeadKind = Literal["no sink", "nop", "between", "broadcast"]
@@ -78,20 +79,17 @@ class Heads(AssessPart):
         return PartJob(2 * len(tokens_NT), partial(assess_heads, text.model.adapter, tokens_NT))
 
     def answers(self) -> Iterator[PartAnswer]:
-        yield PartAnswer(self._counted(), None)
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
+        yield PartAnswer(counts, None)
 
     def remark(self) -> str:
-        return f"heads ({self.sink}): {self._counted()}"
-
-    def _counted(self) -> str:
-        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
+        return f"heads ({self.sink}): {next(self.answers()).change}"
 
     def figure(self) -> PartFigure:
         kinds = [kind for kind in get_args(HeadKind) if self.counts.get(kind)]
         counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds)
         logarithmic = all(head.value_norm > 0 for head in self.heads)
         return PartFigure(
-            "scatter",
             "Roles of the heads",
             f"One point per head; the sink is the {self.sink}. In a nop head the value of the sink is negligible; in a "
             "broadcast head it is large, and the head's output has a low rank (2606.08105). "
@@ -105,6 +103,7 @@ class Heads(AssessPart):
                 scale="log" if logarithmic else "linear",
                 format="~g",
             ),
+            kind="scatter",
             reference=1.0,
             colour="kind",
             series=kinds,
@@ -119,7 +118,7 @@ class Heads(AssessPart):
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of one layer over sequences: (H,), and the Gram matrices of the outputs (H, V, V)."""
+    """Sums of one layer over the sequences, (H,), and the Gram matrices of the outputs, (H, V, V)."""
 
     share_H: Tensor
     value_H: Tensor
@@ -162,13 +161,10 @@ class _Watch:
             after_BHLV.norm(dim=-1).mean(-1).double().sum(0),
             torch.einsum("bhlv,bhlw->hvw", after_BHLV.double(), after_BHLV.double()),
         )
-        before = self.layers.get(layer.index)
-        self.layers[layer.index] = sums if before is None else _added(before, sums)
+        if before := self.layers.get(layer.index):
+            sums = _Sums(*(getattr(before, name) + getattr(sums, name) for name in vars(sums)))
+        self.layers[layer.index] = sums
         return out_BHLV
-
-
-def _added(one: _Sums, other: _Sums) -> _Sums:
-    return _Sums(*(getattr(one, name) + getattr(other, name) for name in vars(one)))
 
 
 def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
@@ -199,11 +195,8 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
                     kind=kind_of(share, value_norm, output_share, rank / width),
                 )
             )
-    N, T = tokens_NT.shape
     return Heads(
-        sequences=N,
-        length=T,
-        unchanged=reader.unchanged.effect(),
+        **reader.result_fields(),
         sink="bias" if watch.bias else "first position",
         width=width,
         heads=roles,

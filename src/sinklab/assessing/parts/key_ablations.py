@@ -23,20 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import (
-    GROWTH,
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    counted,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, changed_attention, refused
 from sinklab.attention.layer_call import LayerCall
@@ -44,6 +31,7 @@ from sinklab.attention.masks import Dense
 from sinklab.attention.operations.call import Call
 from sinklab.attention.scores import Score, compose
 from sinklab.models.adapter import Adapter
+from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 LAYERS_KEPT, KEYS_KEPT = 64, 2**19  # random keys are kept for the next change: of so many layers, so many of a layer
@@ -105,7 +93,7 @@ class KeyAblations(AssessPart):
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """The three ablations of the sink; for the controls, hiding the keys."""
+        """List the three ablations of the sink and, for the controls, the loss with the keys hidden."""
         names = {
             "bias": "learned bias",
             "sink": "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys",
@@ -121,18 +109,18 @@ class KeyAblations(AssessPart):
                 yield PartAnswer(f"attention to the {name} spread over others", self.added(one.spread), lost=clause)
                 yield PartAnswer(f"value of the {name} zeroed", self.added(one.value_zeroed))
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         for one in self.keys:
-            yield ResultRow(f"{one.keys}: value zeroed", one.value_zeroed, f"share {100 * one.share:.1f} %")
-            yield ResultRow(f"{one.keys}: hidden", one.hidden)
-            yield ResultRow(f"{one.keys}: spread", one.spread)
+            yield PartRow(f"{one.keys}: value zeroed", one.value_zeroed, f"share {100 * one.share:.1f} %")
+            yield PartRow(f"{one.keys}: hidden", one.hidden)
+            yield PartRow(f"{one.keys}: spread", one.spread)
             for shift in one.shifted:
                 if shift.by is not None:
-                    yield ResultRow(f"{one.keys}: logit {shift.by:+g}", shift)
+                    yield PartRow(f"{one.keys}: logit {shift.by:+g}", shift)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added loss with the bias hidden, or else the first tokens."""
+        """List the added loss with the bias hidden; without a bias, with the first tokens hidden."""
         hidden = {one.keys: one.hidden for one in self.keys}
         effect = hidden.get("bias", hidden.get("sink"))
         if effect is not None:
@@ -140,25 +128,21 @@ class KeyAblations(AssessPart):
 
     def figure(self) -> PartFigure:
         rows = [
-            plot_row(shift, self.added(shift), one.keys, shift.by)
-            for one in self.keys
-            for shift in one.shifted
-            if shift.by is not None
+            self.point(shift, one.keys, shift.by) for one in self.keys for shift in one.shifted if shift.by is not None
         ]
         return PartFigure(
-            "lines",
             "Ablation of the sink",
             f"Loss added to {self.unchanged.loss:.3f} by shifting the logits of the sink's "
-            f"{counted(self.sink_keys, 'key')}, from nearly hidden to strong, and of as many recent and random keys.",
+            f"{self.counted(self.sink_keys, 'key')}, from nearly hidden to strong, and of as many recent and random "
+            "keys.",
             rows,
             PlotAxis("Shift of the logits", "x", "shift", format="+~g"),
-            PlotAxis(GROWTH, "y", "nats added"),
         )
 
 
 @dataclass(frozen=True)
 class SelectedKeys:
-    """The selected keys of every query.
+    """Selection of keys for every query.
 
     Attributes:
         count: number n of keys.
@@ -236,7 +220,7 @@ class HiddenKeys:
     selection: SelectedKeys
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call without the selected keys."""
+        """Remove the selected keys from the call."""
         if self.selection.keys == "bias":
             return layer.changed(key_HD=None, logit_H=None, value_HV=None)
         return layer.masked(Dense(~self.selection.matrix(layer)[None], later=True))
@@ -250,7 +234,7 @@ class ShiftedLogits:
     by: float
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call with shifted scores."""
+        """Shift the scores of the call."""
         if self.selection.keys == "bias":
             return replace(layer, call=_WithShiftedBias(**vars(layer.call), by=self.by), library=None)
         return layer.changed(position=compose(layer.call.position, self._added(layer)))
@@ -313,7 +297,7 @@ def ablate_keys(
         sink_keys: number n of first keys, a learned sink token included.
 
     Raises:
-        InputError: an operation without separate scores.
+        InputError: if the attention operation has no separate scores.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     others: tuple[Keys, ...] = ("sink", "recent", "random")
@@ -324,8 +308,7 @@ def ablate_keys(
         _ablated(reader, selection, total / max(rows, 1), shifts)
         for selection, total, rows in zip(shares.selections, shares.totals, shares.rows, strict=True)
     ]
-    N, T = tokens_NT.shape
-    return KeyAblations(sequences=N, length=T, unchanged=reader.unchanged.effect(), sink_keys=sink_keys, keys=found)
+    return KeyAblations(**reader.result_fields(), sink_keys=sink_keys, keys=found)
 
 
 def _ablated(reader: PairedReader, selection: SelectedKeys, share: float, shifts: Sequence[float]) -> AblatedKeys:

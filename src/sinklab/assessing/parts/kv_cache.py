@@ -38,20 +38,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from sinklab.assessing.part import (
-    GROWTH,
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    counted,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import CACHE_GROUP, AssessSettings
 from sinklab.assessing.reading import (
     LOG_PROBABILITIES_KEPT,
@@ -70,6 +57,7 @@ from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
 from sinklab.models.families import LATENT_WIDTH
 from sinklab.models.hooks import evaluating, residual_stream
+from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 BITS = (8, 4, 3, 2)
@@ -142,19 +130,20 @@ class KVCache(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        if _latent(adapter):
+        config: Any = adapter.module.config
+        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        if getattr(text, "latent", None) or getattr(text, LATENT_WIDTH, None):
             return "its cache holds one latent for all heads, not keys and values"
         return refused(adapter, compute=RoundedCache(HEAD_BITS, residual=settings.residual).output)
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        both_NT = text.sequences(settings.sequences + settings.head_sequences, settings.length, fewest=2)
-        N = max(1, len(both_NT) - settings.head_sequences)
+        tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
         adapter = text.model.adapter
         given = (settings.sink_tokens, settings.seed, settings.residual)
-        run = partial(assess_kv_cache, adapter, both_NT[:N], both_NT[N:], *given)
-        by_head = (1 + len(key_heads(adapter))) * (len(both_NT) - N)
-        return PartJob((3 + 3 * len(BITS)) * N + by_head, run)
+        run = partial(assess_kv_cache, adapter, tokens_NT, others_MT, *given)
+        passes_by_head = 1 + len(key_heads(adapter))
+        return PartJob((3 + 3 * len(BITS)) * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
         fewest = min(self.settings, key=lambda one: one.bits)
@@ -163,23 +152,24 @@ class KVCache(AssessPart):
         words = f"with a cache in {fewest.bits} bits"
         yield PartAnswer(f"of {fewest.bits} bits due to the sink", fewest.due_to_sink, gained=words)
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
+        spared = f"first {self.counted(self.sink_positions, 'token')}"
         for one in self.settings:
             due = f"due to the sink {one.due_to_sink:+.4f}"
-            yield ResultRow(f"{one.bits} bits", one.everything, due)
-            yield ResultRow(f"{one.bits} bits, first {counted(self.sink_positions, 'token')} spared", one.first_spared)
-            yield ResultRow(f"{one.bits} bits, outliers spared", one.found_spared)
+            yield PartRow(f"{one.bits} bits", one.everything, due)
+            yield PartRow(f"{one.bits} bits, {spared} spared", one.first_spared)
+            yield PartRow(f"{one.bits} bits, outliers spared", one.found_spared)
         heads = f"key head{'s' * (len(self.exempt) > 1)}"
-        yield ResultRow(f"{self.head_bits} bits but {len(self.exempt)} dearest {heads}", self.without_exempt)
-        yield ResultRow(f"{self.head_bits} bits but {len(self.exempt)} random {heads}", self.without_random)
+        yield PartRow(f"{self.head_bits} bits but {len(self.exempt)} dearest {heads}", self.without_exempt)
+        yield PartRow(f"{self.head_bits} bits but {len(self.exempt)} random {heads}", self.without_random)
 
     def remark(self) -> str:
         found = sum(map(len, self.found))
         named = ", ".join(f"{layer}.{head}" for layer, head in self.exempt[:8])
         return (
-            f"kv_cache: {found} outlier tokens in {counted(len(self.found), 'sequence')}; the key heads (layer.head) "
-            f"that cost most in {self.head_bits} bits: {named}{self._recent}"
+            f"kv_cache: {found} outlier tokens in {self.counted(len(self.found), 'sequence')}; the key heads "
+            f"(layer.head) that cost most in {self.head_bits} bits: {named}{self._recent}"
         )
 
     @property
@@ -187,7 +177,7 @@ class KVCache(AssessPart):
         return f"; up to {self.residual} recent tokens are in full precision" if self.residual else ""
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added losses with all positions rounded, and the part due to the sink."""
+        """List the added losses with all positions rounded, and the part that is due to the sink."""
         for one in self.settings:
             yield f"cache_{one.bits}_bits_added", self.added(one.everything)
         fewest = min(self.settings, key=lambda one: one.bits)
@@ -196,7 +186,7 @@ class KVCache(AssessPart):
 
     def figure(self) -> PartFigure:
         rows = [
-            plot_row(effect, self.added(effect), series, one.bits)
+            self.point(effect, series, one.bits)
             for one in self.settings
             for series, effect in (
                 ("every position", one.everything),
@@ -205,19 +195,17 @@ class KVCache(AssessPart):
             )
         ]
         return PartFigure(
-            "lines",
             "Rounding the KV cache",
             f"Loss added to {self.unchanged.loss:.3f} by rounding keys per channel and values per token, in groups of "
             f"{CACHE_GROUP} (KIVI, 2402.02750): at every position, without the first "
-            f"{counted(self.sink_positions, 'position')}, and without outlier tokens (2410.05265){self._recent}.",
+            f"{self.counted(self.sink_positions, 'position')}, and without outlier tokens (2410.05265){self._recent}.",
             rows,
             PlotAxis("Bits", "x", "bits", order=sorted({one.bits for one in self.settings})),
-            PlotAxis(GROWTH, "y", "nats added"),
         )
 
 
 def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
-    """q(x) in groups along an axis; spared entries (bool, broadcast) are unchanged and excluded from the scales."""
+    """Compute q(x) in groups along an axis; spared entries (bool, broadcast) are unchanged and not in the scales."""
     x_XI, spared_XI = x.movedim(axis, -1), spared.expand_as(x).movedim(axis, -1)
     width = x_XI.shape[-1]
     padding = (0, -width % CACHE_GROUP)
@@ -365,7 +353,7 @@ def joined(read: Sequence[ByPosition]) -> ByPosition:
 
 
 def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
-    """Boolean mask (N, S) of positions that are outliers after some block, learned tokens in front included."""
+    """Find the positions that are outliers after some block: (N, S) bool, learned tokens in front included."""
     found = []
     with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_BSC: x_BSC.abs().amax(-1)) as largest:
         for tokens_1T in tokens_NT.split(1):
@@ -374,10 +362,3 @@ def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
             ratio_LS = M_LS / M_LS.median(-1, keepdim=True).values
             found.append((ratio_LS > OUTLIER).any(0).cpu())
     return torch.stack(found)
-
-
-def _latent(adapter: Adapter) -> bool:
-    """Whether the model has latent attention (MLA)."""
-    config: Any = adapter.module.config
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    return bool(getattr(text, "latent", None) or getattr(text, LATENT_WIDTH, None))

@@ -6,21 +6,11 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from sinklab.assessing.part import (
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
 from sinklab.models.adapter import Adapter
+from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 LONGEST_UNASKED = 2**14  # tokens per sequence; where more are needed the part runs only if it is named
@@ -83,25 +73,24 @@ class LossByLength(AssessPart):
         return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
 
     def answers(self) -> Iterator[PartAnswer]:
-        """The last positions, compared with the same targets within the context."""
+        """List the added loss of the last positions, compared with the same targets within the context."""
         for _, added in self.values():
             yield PartAnswer(f"positions {self.buckets[-1].positions} read at once", added)
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         for one in self.buckets:
             within = f"within the context {one.within.loss:.4f}" if one.start > self.context else ""
-            yield ResultRow(f"positions {one.positions}", one.whole, within, one.whole.loss - one.within.loss)
+            yield PartRow(f"positions {one.positions}", one.whole, within, one.whole.loss - one.within.loss)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added loss of the last positions beyond the context."""
+        """List the added loss of the last positions, if they are beyond the context."""
         if self.buckets and (last := self.buckets[-1]).start > self.context:
             yield "beyond_context_added", last.whole.loss - last.within.loss
 
     def figure(self) -> PartFigure:
-        rows = [plot_row(one.whole, one.whole.loss, "read at once", one.positions) for one in self.buckets]
-        rows += [plot_row(one.within, one.within.loss, "within the context", one.positions) for one in self.buckets]
+        rows = [self.point(one.whole, "read at once", one.positions, one.whole.loss) for one in self.buckets]
+        rows += [self.point(one.within, "within the context", one.positions, one.within.loss) for one in self.buckets]
         return PartFigure(
-            "lines",
             "Loss beyond the context",
             "Loss by position of the same tokens, read in one piece and in windows of the context of "
             f"{self.context:,}. Both have the same targets in every bucket.",

@@ -24,25 +24,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import (
-    GROWTH,
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    counted,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.heads import HeadRole, Heads, assess_heads
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, mean_effect
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
+from sinklab.plots import PlotAxis
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
 SHOWN_SHARE = 0.1  # of the single numbers
@@ -115,17 +103,17 @@ class Pruning(AssessPart):
     def answers(self) -> Iterator[PartAnswer]:
         for one in self.orders:
             if one.share == SHOWN_SHARE:
-                yield PartAnswer(f"{counted(one.heads, 'head')} removed, {one.order}", self.added(one))
+                yield PartAnswer(f"{self.counted(one.heads, 'head')} removed, {one.order}", self.added(one))
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         for one in self.orders:
-            yield ResultRow(f"{one.order}, {100 * one.share:.0f} % removed", one, _spread(one))
+            yield PartRow(f"{one.order}, {100 * one.share:.0f} % removed", one, _spread(one))
         for one in self.kinds:
-            yield ResultRow(f"{one.order}, {counted(one.heads, 'head')} removed", one, _spread(one))
+            yield PartRow(f"{one.order}, {self.counted(one.heads, 'head')} removed", one, _spread(one))
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added losses with a tenth of the heads removed."""
+        """List the added losses with a tenth of the heads removed."""
         tenth = {one.order: one for one in self.orders if one.share == SHOWN_SHARE}
         if tenth:
             yield "sink_heads_pruned_added", self.added(tenth[SINK_FIRST])
@@ -133,14 +121,12 @@ class Pruning(AssessPart):
 
     def figure(self) -> PartFigure:
         return PartFigure(
-            "lines",
             "Removing heads",
             f"Loss added to {self.unchanged.loss:.3f} when some of {self.total} heads are removed: those with the "
             f"largest or smallest share of attention on the sink first (2601.06787), or random ones (mean of {DRAWS} "
             "draws), of all layers or of the same layers.",
-            [plot_row(one, self.added(one), one.order, 100 * one.share) for one in self.orders],
+            [self.point(one, one.order, 100 * one.share) for one in self.orders],
             PlotAxis("Heads removed (percent)", "x", "percent"),
-            PlotAxis(GROWTH, "y", "nats added"),
             series=(SINK_FIRST, SINK_LAST, RANDOM, SAME_LAYERS),
         )
 
@@ -151,7 +137,7 @@ def _spread(one: RemovedHeads) -> str:
 
 @dataclass(frozen=True)
 class WithoutHeads:
-    """Compute function: the output of these heads is zero."""
+    """Compute function that sets the output of these heads to zero."""
 
     heads: QueryHeads
 
@@ -176,9 +162,8 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -
         for chosen in choices:
             heads = frozenset((role.layer, role.head) for role in chosen)
             effects.append(reader.under(compute=WithoutHeads(heads)).effect())
-        count, losses = len(choices[0]), [one.loss for one in effects]
-        mean = mean_effect(effects).model_dump()
-        return RemovedHeads(order=order, share=count / len(roles), heads=count, losses=losses, **mean)
+        count = len(choices[0])
+        return RemovedHeads(order=order, share=count / len(roles), heads=count, **mean_effect(effects))
 
     def alike(chosen: Sequence[HeadRole]) -> list[HeadRole]:
         layers = [role.layer for role in chosen]
@@ -209,7 +194,4 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -
             continue
         kinds.append(removed(f"all {kind}", [chosen]))
         kinds.append(removed(f"as many random as {kind}", [draw.sample(roles, len(chosen)) for _ in range(DRAWS)]))
-    N, T = tokens_NT.shape
-    return Pruning(
-        sequences=N, length=T, unchanged=reader.unchanged.effect(), total=len(roles), orders=orders, kinds=kinds
-    )
+    return Pruning(**reader.result_fields(), total=len(roles), orders=orders, kinds=kinds)

@@ -14,7 +14,7 @@ precision; SmoothQuant (2211.10438) leaves out the first three.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -23,25 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinklab.assessing.part import (
-    GROWTH,
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    counted,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
 from sinklab.measuring.statistics.details import kurtosis
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, hooked, residual_stream, token_norms
+from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 INT8, INT4 = 8, 4
@@ -128,10 +116,9 @@ class Quantisation(AssessPart):
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         calibrated = min(settings.sequences, CALIBRATED)
-        both_NT = text.sequences(settings.sequences + calibrated, settings.length, fewest=2)
-        N = max(1, len(both_NT) - calibrated)
-        run = partial(assess_quantisation, text.model.adapter, both_NT[:N], both_NT[N:], settings.sink_tokens)
-        return PartJob((1 + 2 * len(SETTINGS)) * N + 2 * (len(both_NT) - N), run)
+        tokens_NT, calibration_NT = text.split(settings.sequences, calibrated, settings.length)
+        run = partial(assess_quantisation, text.model.adapter, tokens_NT, calibration_NT, settings.sink_tokens)
+        return PartJob((1 + 2 * len(SETTINGS)) * len(tokens_NT) + 2 * len(calibration_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
         for one in self.settings:
@@ -139,14 +126,14 @@ class Quantisation(AssessPart):
             if one.name == STATIC:
                 yield PartAnswer("of it due to the sink", one.due_to_sink, gained="in static int8")
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         for one in self.settings:
             due = f"due to the sink {one.due_to_sink:+.4f}" + (", destroyed" if one.destroyed else "")
-            yield ResultRow(one.name, one.everything, due)
+            yield PartRow(one.name, one.everything, due)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added losses in int8 with static scales per tensor."""
+        """List the added losses in int8 with static scales per tensor."""
         for one in self.settings:
             if one.name == STATIC:
                 yield "int8_added", self.added(one.everything)
@@ -154,18 +141,18 @@ class Quantisation(AssessPart):
 
     def figure(self) -> PartFigure:
         rows = [
-            {**plot_row(effect, None, series, self.added(effect)), "y": one.name}
+            self.point(effect, series, self.added(effect), one.name)
             for one in self.settings
             for series, effect in (("everything", one.everything), ("sink positions spared", one.without_sink))
         ]
         return PartFigure(
-            "dots",
             "Quantisation with and without the sink",
             f"Loss added to {self.unchanged.loss:.3f} by simulated quantisation of everything, and with the first "
-            f"{counted(self.sink_positions, 'token')} in full precision and outside the scales.",
+            f"{self.counted(self.sink_positions, 'token')} in full precision and outside the scales.",
             rows,
-            PlotAxis(GROWTH, "x", "nats per token"),
+            PlotAxis(self.loss_axis, "x", "nats per token"),
             PlotAxis("", "y", "setting", order=[one.name for one in self.settings]),
+            kind="dots",
             reference=0.0,
         )
 
@@ -182,7 +169,12 @@ def assess_quantisation(
     spared = adapter.leading + sink_tokens
     maps = linear_maps(adapter.blocks)
     reader = PairedReader(adapter, tokens_NT, step)
-    maxima = {skipped: _calibrated(adapter, calibration_NT, skipped, step) for skipped in (0, spared)}
+    maxima: dict[int, Maxima] = {}
+    for skipped in (0, spared):
+        with evaluating(adapter.module), watched_maxima(maps, skipped) as maxima[skipped]:
+            for tokens_T in calibration_NT:
+                adapter.hidden(tokens_T[None].to(adapter.device))
+                step()
     before = reader.unchanged.effect()
     found = []
     for weights in dict.fromkeys(kind for _, kind, _ in SETTINGS):
@@ -203,26 +195,13 @@ def assess_quantisation(
                         destroyed=everything.loss >= DESTROYED * before.loss,
                     )
                 )
-    N, T = tokens_NT.shape
     outliers = outliers_by_block(adapter, tokens_NT)
-    return Quantisation(
-        sequences=N, length=T, unchanged=before, sink_positions=spared, settings=found, outliers=outliers
-    )
-
-
-def _calibrated(adapter: Adapter, tokens_NT: Tensor, skipped: int, step: Step) -> dict[torch.nn.Module, Tensor]:
-    with evaluating(adapter.module), watched_maxima(linear_maps(adapter.blocks), skipped) as maxima:
-        for tokens_T in tokens_NT:
-            adapter.hidden(tokens_T[None].to(adapter.device))
-            step()
-    return maxima
+    return Quantisation(**reader.result_fields(), sink_positions=spared, settings=found, outliers=outliers)
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
     """Measure outliers in the residual stream of the first sequence, after each block."""
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(adapter.module))
-        found = stack.enter_context(residual_stream(adapter.blocks, _outliers))
+    with evaluating(adapter.module), residual_stream(adapter.blocks, _outliers) as found:
         adapter.hidden(tokens_NT[:1].to(adapter.device))
     return [one.model_copy(update={"layer": number}) for number, one in enumerate(found) if number]
 
@@ -242,7 +221,7 @@ def _outliers(x_BTC: Tensor) -> Outliers:
 
 
 def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
-    """q(x) with the scale for the maximum `largest` (broadcast); zero remains zero."""
+    """Compute q(x) with the scale for the maximum `largest` (broadcast); zero remains zero."""
     steps = 2 ** (bits - 1) - 1
     scale = largest / steps
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -250,7 +229,7 @@ def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
 
 
 def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
-    """The quantised weight, output channels in rows; a last group may be shorter."""
+    """Quantise a weight with output channels in rows; the last group may be shorter."""
     if kind == "int8 per channel":
         return on_grid(weight_OI, INT8, weight_OI.abs().amax(1, keepdim=True))
     width = weight_OI.shape[1]
@@ -278,7 +257,7 @@ class LinearMap:
         return found.data
 
     def quantised(self, kind: Weights) -> Tensor:
-        """The quantised weight, in the layout of the parameter."""
+        """Quantise the weight, in the layout of the parameter."""
         return quantised_weight(self.weight.T, kind).T if self.transposed else quantised_weight(self.weight, kind)
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -288,7 +267,7 @@ class LinearMap:
 
 
 def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
-    """The linear maps of the blocks in order, gates included."""
+    """List the linear maps of the blocks in order, gates included."""
     found = []
     for block in blocks:
         for module in block.modules():
@@ -370,7 +349,9 @@ def quantised_inputs(
         rest = shape.unflattened(output)[:, spared:]
         return torch.cat((by_module[module].apply(first, weights[module]), rest), 1).view_as(output)
 
-    with shape.watched(maps), hooked(_around(maps, entering, leaving)):
+    hooks = [one.module.register_forward_pre_hook(entering) for one in maps]
+    hooks += [one.module.register_forward_hook(leaving) for one in maps]
+    with shape.watched(maps), hooked(hooks):
         yield
 
 
@@ -413,12 +394,6 @@ class _SequenceShape:
 
     def _read(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
-
-
-def _around(maps: Sequence[LinearMap], entering: Any, leaving: Any) -> Iterator[Any]:
-    for one in maps:
-        yield one.module.register_forward_pre_hook(entering)
-        yield one.module.register_forward_hook(leaving)
 
 
 def _rounded(x_BTI: Tensor, activations: Activations, largest: Tensor | None) -> Tensor:

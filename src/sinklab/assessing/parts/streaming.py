@@ -19,18 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import (
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-    plot_row,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings, Placed
 from sinklab.assessing.reading import PairedReader, Step, refused
 from sinklab.attention.layer_call import LayerCall
@@ -38,6 +27,7 @@ from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
+from sinklab.plots import PlotAxis
 
 
 class CachedReading(Effect):
@@ -93,7 +83,7 @@ class Streaming(AssessPart):
         return PartJob((1 + readings) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """The smallest cache, with the fewest and the most first tokens kept."""
+        """List the added loss of the smallest cache, with the fewest and the most first tokens kept."""
         size = min((one.cache for one in self.caches), default=0)
         by_first = {one.first: one for one in self.caches if one.cache == size}
         for first in sorted({min(by_first), max(by_first)} if by_first else ()):
@@ -103,13 +93,13 @@ class Streaming(AssessPart):
             due = by_first[0].loss - by_first[max(by_first)].loss
             yield PartAnswer("difference of the two", due, lost=f"in streaming through {size:,} keys")
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         for one in self.caches:
-            yield ResultRow(f"cache {one.cache}, first {one.first} kept", one)
+            yield PartRow(f"cache {one.cache}, first {one.first} kept", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Added losses: by N for the largest cache, above most kept; for the smallest, above the unchanged model."""
+        """List the losses of the largest cache by N, and the added losses of the smallest cache."""
         if not self.caches:
             return
         sizes = {one.cache for one in self.caches}
@@ -124,13 +114,12 @@ class Streaming(AssessPart):
 
     def figure(self) -> PartFigure:
         rows = [
-            plot_row(one, one.perplexity, f"first {one.first} kept", one.cache)
+            self.point(one, f"first {one.first} kept", one.cache, one.perplexity)
             for one in self.caches
             if one.perplexity is not None
         ]
         where = "in the cache" if self.positions == "cache" else "in the text"
         return PartFigure(
-            "lines",
             "Streaming through a rolling cache",
             f"Perplexity of {self.sequences} x {self.length:,} tokens with a cache of the first and the most recent "
             f"tokens, with positions {where} (2309.17453). The dashed line is the unchanged model, which reads the "
@@ -159,13 +148,7 @@ def assess_streaming(
             effect = reader.under(RollingCache(size, first, in_cache=positions == "cache")).effect()
             perplexity = math.exp(effect.loss) if effect.loss < 700 else None
             caches.append(CachedReading(cache=size, first=first, perplexity=perplexity, **effect.model_dump()))
-    return Streaming(
-        sequences=len(tokens_NT),
-        length=tokens_NT.shape[1],
-        unchanged=reader.unchanged.effect(),
-        positions=positions,
-        caches=caches,
-    )
+    return Streaming(**reader.result_fields(), positions=positions, caches=caches)
 
 
 @dataclass(frozen=True)
@@ -205,7 +188,7 @@ class RollingCache:
             raise InputError(f"a cache of {self.size} keys cannot keep the first {self.first}: keep fewer keys")
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call with the rolling cache."""
+        """Apply the rolling cache to the call."""
         layer = layer.masked(Kept(self.size, self.first))
         if self.in_cache and layer.length > self.size and (self.first or layer.call.key_HD is not None):
             return self._placed(layer)

@@ -35,23 +35,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sinklab.assessing.part import (
-    AssessPart,
-    AssessText,
-    Effect,
-    PartAnswer,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PlotAxis,
-    ResultRow,
-)
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, first_importance
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, hidden_states, hooked, residual_stream
 from sinklab.models.intercept import intercept
+from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 MIXES_POSITIONS = re.compile("attn|attention|mamba|mixer|conv|temporal")
@@ -184,10 +175,10 @@ class Writer(AssessPart):
         for one in self.zeroed[1:]:
             yield PartAnswer(f"{one.what} zeroed", self.added(one))
 
-    def rows(self) -> Iterator[ResultRow]:
+    def rows(self) -> Iterator[PartRow]:
         for one in self.zeroed:
             more = f"channel {self.channel}: {one.channel:,.0f}, all: {one.largest:,.0f}, sink {one.sink:.1f} %"
-            yield ResultRow(one.what, one, more)
+            yield PartRow(one.what, one, more)
 
     def remark(self) -> str:
         one, expert = self.weight, "" if self.weight.expert is None else f", expert {self.weight.expert}"
@@ -198,14 +189,13 @@ class Writer(AssessPart):
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added loss without the single weight."""
+        """List the added loss without the single weight."""
         for one in self.zeroed:
             if one.what == WEIGHT:
                 yield "single_weight_added", self.added(one)
 
     def figure(self) -> PartFigure:
         return PartFigure(
-            "lines",
             "Who writes the massive activation",
             f"What each block's attention and feed-forward part add to channel {self.channel} at the first position, "
             f"which is {self.value:,.4g} after block {self.block} (the median of |x| there is {self.median:.3g}).",
@@ -221,7 +211,7 @@ class Writer(AssessPart):
 
 
 def feed_forward(block: nn.Module) -> nn.Module | None:
-    """The last child of a block that has weight matrices and is not attention, recurrence or convolution."""
+    """Find the last child of a block that has weight matrices and is not attention, recurrence or convolution."""
     found = [
         child
         for name, child in block.named_children()
@@ -282,13 +272,13 @@ class DownMap:
         return self.weight.detach().movedim(self.axis, 0)[self.channel]
 
     def entry(self, expert: int | None, neuron: int | slice, channel: int | slice) -> tuple[Any, ...]:
-        """The index of weights."""
+        """The index of the selected weights in `weight`."""
         rest = (neuron,) if expert is None else (expert, neuron)
         return (*rest[: self.axis], channel, *rest[self.axis :])
 
 
 def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int) -> tuple[list[DownMap], Tensor]:
-    """The maps of a feed-forward part that write to the stream, and its mean output (E,) at the first position."""
+    """Find the maps of a feed-forward part that write to the stream, and its mean output (E,) at the first position."""
     outputs: list[Tensor] = []
     weights = {name: weight for name, weight in part.named_parameters() if weight.ndim > 1}
     asked = {name: weight.requires_grad for name, weight in weights.items()}
@@ -354,12 +344,15 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
     here = by_name[chosen.name]
     reader = PairedReader(adapter, tokens_NT, step)
     everywhere = slice(None)
+    magnitude = here.weight.detach().abs().clone()
+    magnitude.movedim(here.axis, 0)[channel] = 0
+    largest = torch.unravel_index(magnitude.argmax(), magnitude.shape)
     changes: dict[str, AbstractContextManager[None]] = {
         "nothing zeroed": nullcontext(),
         WEIGHT: zeroed_entries(here.weight, here.entry(chosen.expert, chosen.neuron, channel)),
         "neuron": zeroed_entries(here.weight, here.entry(chosen.expert, chosen.neuron, everywhere)),
         "feed-forward at the first position": silenced(part, S),
-        "largest weight to others": zeroed_entries(here.weight, _largest_to_others(here)),
+        "largest weight to others": zeroed_entries(here.weight, tuple(map(int, largest))),
     }
     if chosen.expert is not None:
         changes["expert"] = zeroed_entries(here.weight, (chosen.expert,))
@@ -367,9 +360,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
     if chosen.expert is None and len(maps) == 1:
         rule = (int(out_E.abs().argmax()), int(here.activation.abs().argmax())) == (channel, chosen.neuron)
     return Writer(
-        sequences=len(tokens_NT),
-        length=tokens_NT.shape[1],
-        unchanged=reader.unchanged.effect(),
+        **reader.result_fields(),
         channel=channel,
         block=block,
         value=value,
@@ -388,14 +379,14 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
 
 
 def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:
-    """The residual stream at the first position, before the first block and after each: (M, N, E)."""
+    """Read the residual stream at the first position, before the first block and after each: (M, N, E)."""
     with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_NSE: x_NSE[:, 0]) as found:
         adapter.hidden(tokens_N1.to(adapter.device))
     return torch.stack(found).float()
 
 
 def _neurons(maps: Sequence[DownMap], behind: float, sign: int) -> list[NeuronWrites]:
-    """The neurons with the largest additions, over all maps."""
+    """List the neurons with the largest additions, over all maps."""
     found = []
     for one in maps:
         adds = behind * (one.activation * one.written).float()
@@ -424,12 +415,6 @@ def _experts(maps: Sequence[DownMap], behind: float, sign: int) -> list[ExpertWr
         if adds
     ]
     return sorted(found, key=lambda expert: -sign * expert.adds)
-
-
-def _largest_to_others(one: DownMap) -> tuple[int, ...]:
-    magnitude = one.weight.detach().abs().clone()
-    magnitude.movedim(one.axis, 0)[one.channel] = 0
-    return tuple(int(place) for place in torch.unravel_index(magnitude.argmax(), magnitude.shape))
 
 
 def _zeroed(

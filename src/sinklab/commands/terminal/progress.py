@@ -2,8 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -142,21 +142,30 @@ class Lines:
             self.beat()
 
 
-def bars(console: Console) -> Progress:
-    """Bars with counts and the time left; none without a terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+class Board:
+    """Context with a live display: bars in a terminal, progress lines otherwise.
+
+    Args:
+        phase: name of the first phase of the work.
+        columns: columns of the bars.
+        settings: further settings of rich's `Progress`.
+    """
+
+    def __init__(self, console: Console, phase: str, clock: Clock, *columns: ProgressColumn, **settings: Any) -> None:
+        self.console, self.clock, self.lines = console, clock, Lines(console, phase, clock)
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal, **settings)
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        self.lines.__enter__()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.lines.__exit__()
+        self.progress.stop()
 
 
-class RunBoard:
+class RunBoard(Board):
     """Live display of a line per run (steps, losses, sink rate) and the time left; of many runs, only active ones.
 
     Without a terminal: a line per evaluation, and one after a longer time without events. Failures are printed at once.
@@ -167,41 +176,20 @@ class RunBoard:
         clock: clock in seconds.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        lengths: Mapping[str, int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.console, self.lengths, self.clock = console, lengths, clock
-        self.progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[latest]}", markup=False),
-            console=console,
-            disable=not console.is_terminal,
-            get_time=clock,
-            speed_estimate_period=SPEED_OVER,
-        )
+    def __init__(self, console: Console, lengths: Mapping[str, int], clock: Clock = time.monotonic) -> None:
+        names, latest = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[latest]}"))
+        columns = (names, BarColumn(bar_width=24), MofNCompleteColumn(), latest)
+        super().__init__(console, "starting", clock, *columns, get_time=clock, speed_estimate_period=SPEED_OVER)
+        self.lengths = lengths
         self.many = len(lengths) > MANY
         self.tasks = {
             name: self.progress.add_task(name, total=length, latest="waiting", visible=not self.many)
             for name, length in lengths.items()
         }
         self.steps = dict.fromkeys(lengths, 0)
-        self.lines, self.looked = Lines(console, "starting", clock), clock()
+        self.looked = clock()
         self.ended, self.given_up = 0, 0
         self.whole = self.progress.add_task("all", total=sum(lengths.values()), latest="")
-
-    def __enter__(self) -> "RunBoard":
-        self.progress.start()
-        self.lines.__enter__()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.lines.__exit__()
-        self.progress.stop()
 
     def watch(self, event: "Event") -> None:
         """Show an event."""
@@ -261,11 +249,13 @@ def describe(row: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-class DataBoard:
+class DataBoard(Board):
     """A progress bar over the bytes of text during data preparation, with the rate of tokens written."""
 
-    def __init__(self, console: Console, progress: Progress, clock: Clock = time.monotonic) -> None:
-        self._console, self._progress, self.lines = console, progress, Lines(console, "reading the text", clock)
+    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
+        name, rate = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[rate]}")
+        columns = (name, BarColumn(bar_width=24), TaskProgressColumn(), DownloadColumn(), rate)
+        super().__init__(console, "reading the text", clock, *columns, transient=True)
         self._tasks: dict[str, Any] = {}
         self._start: tuple[float, int] | None = None
         self._rate = ""
@@ -274,11 +264,11 @@ class DataBoard:
         """Show the progress of a stage; the `progress` of `prepare`."""
         name = {"tokenizer": "training the tokenizer", "tokens": "preparing tokens"}.get(stage, stage)
         if stage not in self._tasks:
-            self._tasks[stage] = self._progress.add_task(name, total=total, rate="")
-            if not self._console.is_terminal:
+            self._tasks[stage] = self.progress.add_task(name, total=total, rate="")
+            if not self.console.is_terminal:
                 self.lines.say(f"{name} ...")
             self.lines.begin(name)
-        self._progress.update(self._tasks[stage], completed=done, total=total, rate=self._rate)
+        self.progress.update(self._tasks[stage], completed=done, total=total, rate=self._rate)
         self.lines.reached(name, done / 1e6, total and total / 1e6, self._rate, unit="MB")
 
     def counted(self, tokens: int) -> None:
@@ -290,23 +280,7 @@ class DataBoard:
             self._rate = f"{(tokens - self._start[1]) / (now - self._start[0]):,.0f} tokens/s"
 
 
-@contextmanager
-def data_progress(console: Console) -> Iterator[DataBoard]:
-    """Context with a live display during data preparation; without a terminal, a line per stage."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[rate]}"),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        board = DataBoard(console, progress)
-        with board.lines:
-            yield board
-
-
-class JobProgress:
+class JobProgress(Board):
     """Displays the events of a job: a bar for the current step, one for all steps if their number is known, and lines.
 
     Args:
@@ -325,24 +299,17 @@ class JobProgress:
         phase: str = "",
         clock: Clock = time.monotonic,
     ) -> None:
-        self._console, self.lines, self._bars = console, Lines(console, phase, clock), bars(console)
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), *times)
+        super().__init__(console, phase, clock, *columns, transient=True)
         self._phase = phase
-        self._all = None if steps is None else self._bars.add_task(what, total=steps)
-        self._step = self._bars.add_task(escape(printable(phase)), total=None)
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        self.lines.__enter__()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.lines.__exit__()
-        self._bars.stop()
+        self._all = None if steps is None else self.progress.add_task(what, total=steps)
+        self._step = self.progress.add_task(escape(printable(phase)), total=None)
 
     def begin(self, phase: str, total: int | None = None, done: float = 0) -> None:
         """Begin a phase; for a phase without events, name and duration are shown."""
         self._phase = phase
-        self._bars.reset(self._step, description=escape(printable(phase)), total=total, completed=int(done))
+        self.progress.reset(self._step, description=escape(printable(phase)), total=total, completed=int(done))
         self.lines.begin(phase)
 
     def say(self, text: str) -> None:
@@ -354,13 +321,13 @@ class JobProgress:
         match event.kind:
             case "started":
                 self.begin(event.step, event.total, event.done)
-                if event.text and not self._console.is_terminal:
+                if event.text and not self.console.is_terminal:
                     self.say(f"{event.step}: {event.text}")
             case "advanced":
                 if event.step != self._phase:
                     self.begin(event.step, event.total, event.done)
                 name = escape(printable(event.text or event.step))
-                self._bars.update(self._step, description=name, total=event.total, completed=event.done)
+                self.progress.update(self._step, description=name, total=event.total, completed=event.done)
                 self.lines.reached(event.step, event.done, event.total, event.text)
             case "noted":
                 self.say(event.text)
@@ -373,6 +340,6 @@ class JobProgress:
 
     def _end(self, event: "JobEvent", text: str) -> None:
         if self._all is not None:
-            self._bars.advance(self._all)
+            self.progress.advance(self._all)
         self.say(f"{event.step}: {text}")
         self.begin("working")

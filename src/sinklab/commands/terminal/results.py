@@ -16,20 +16,13 @@ from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.measuring.answer import answer
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
+from sinklab.report import result_tables
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData
-from sinklab.report.result_tables import (
-    answers_table,
-    assessment_table,
-    comparison_table,
-    measurement_facts,
-    measurement_tables,
-    suite_tables,
-)
 from sinklab.report.sweeps import claims_table, experiment_table, grid_tables, paper_models
 from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
-from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers
+from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers, table_of
 from sinklab.train.directory.history import read_history
 
 if TYPE_CHECKING:
@@ -46,7 +39,7 @@ if TYPE_CHECKING:
     from sinklab.train.replay import Replay
     from sinklab.tuning.tuned_directory import Tuning
 
-PROBLEMS = 20  # of a check that are listed
+PROBLEMS = 20  # maximum number of problems listed per check
 GRADIENTS = 12
 """Parameters that a replay lists."""
 VERDICT = 16, 30  # characters of a verdict in a line: below 100 columns, and from there on
@@ -56,7 +49,7 @@ SHARES = ("acc", "exact_match")
 
 def print_report(data: ReportData, console: Console) -> None:
     """Print the tables of the report with notes, then the experiments, then other claims."""
-    for table in [*([cells_table(data, curves=True)] if data.cells else []), *suite_tables(data)]:
+    for table in [*([cells_table(data, curves=True)] if data.cells else []), *result_tables.suite_tables(data)]:
         print_table(table, console)
     print_notes([f"{name}: {note}" for name, note in data.notes], console)
     for sweep in data.sweeps:
@@ -105,46 +98,34 @@ def print_assessment(assessment: "Assessment", console: Console, full: bool = Fa
     """Print the conclusion, a table of questions, and with `full` a table of all changes."""
     print_title(f"{assessment.model}: {assessment.layers} layers, context {assessment.context:,}", console)
     console.print(" ".join(assessment.answer()), markup=False, highlight=False)
-    print_table(answers_table(assessment), console)
+    print_table(result_tables.answers_table(assessment), console)
     if full:
-        print_table(assessment_table(assessment), console)
+        print_table(result_tables.assessment_table(assessment), console)
 
 
 def print_measurement(measurement: "Measurement", console: Console) -> None:
     """Print the conclusion of one measurement, then its tables and notes."""
     m = measurement
     model = (m.model or "model") + (f" at {m.revision}" if m.revision else "")
-    print_title(
-        f"{model}: {m.sequences} sequences of {m.length} tokens, {m.inputs}", console, measurement_facts(measurement)
-    )
+    title = f"{model}: {m.sequences} sequences of {m.length} tokens, {m.inputs}"
+    print_title(title, console, result_tables.measurement_facts(m))
     console.print(" ".join(answer(m)), markup=False, highlight=False)
-    for table in measurement_tables(measurement):
+    for table in result_tables.measurement_tables(m):
         print_table(table, console)
     print_notes(m.notes, console)
 
 
-def print_domains(domains: "Domains", console: Console) -> None:
-    """Print a line per domain."""
-    document = DomainsDocument(model=domains.model, domains={name: {} for name in domains.outcome.measured})
-    _print_survey(ReportData.of_suite(document, domains.outcome.measured), console)
-
-
-def print_families(families: "Families", console: Console) -> None:
-    """Print a line per model, with measured and published values."""
-    if families.outcome.measured:
-        document = FamiliesDocument.model_validate({**families.document(), "failed": {}})
-        _print_survey(ReportData.of_suite(document, families.outcome.measured), console)
-
-
-def print_checkpoints(checkpoints: "Checkpoints", console: Console) -> None:
-    """Print a line per checkpoint, in the order of the steps."""
-    document = CheckpointsDocument(model=checkpoints.model, checkpoints=checkpoints.rows())
-    _print_survey(ReportData.of_suite(document, checkpoints.outcome.measured), console)
-
-
-def _print_survey(data: ReportData, console: Console) -> None:
-    print_title(" ".join(headline(data)), console)
-    print_report(data, console)
+def print_survey(
+    kind: type[DomainsDocument | FamiliesDocument | CheckpointsDocument],
+    survey: "Domains | Families | Checkpoints",
+    console: Console,
+) -> None:
+    """Print a line per domain, model or checkpoint; nothing if none was measured."""
+    if measured := survey.outcome.measured:
+        document = kind.model_validate({**survey.document(), "failed": {}})
+        data = ReportData.of_suite(document, measured)
+        print_title(" ".join(headline(data)), console)
+        print_report(data, console)
 
 
 def print_comparison(comparison: "Comparison", console: Console) -> None:
@@ -155,7 +136,7 @@ def print_comparison(comparison: "Comparison", console: Console) -> None:
     )
     for model, measured in comparison.measured.items():
         console.print(Text(f"{printable(model)}: {answer(measured)[0]}"))
-    print_table(comparison_table(comparison.rows(), list(comparison.measured)), console)
+    print_table(result_tables.comparison_table(comparison.rows(), list(comparison.measured)), console)
     for model, measured in comparison.measured.items():
         notes = ["position 1 is BOS" if measured.bos else "no BOS", *measured.notes]
         print_notes([f"{model}: {note}" for note in notes], console)
@@ -196,28 +177,21 @@ def print_parity(parity: "Parity", console: Console) -> None:
             f"logits agree up to {parity.tolerance:.1e}",
         ],
     )
-    columns = [
-        *names("backend", "verdict"),
-        TableColumn("logits", form=".1e"),
-        TableColumn("without the sink", form=".1e"),
-        TableColumn("share on the sink", form=".4f"),
-        TableColumn("importance", "difference", ".1e"),
-        TableColumn("importance", "of position 1", ".4f"),
-    ]
-    rows = [
-        (
-            one.backend,
-            one.verdict,
-            one.logits_difference,
-            one.without_sink_difference,
-            one.sink_share,
-            one.importance_difference,
-            one.importance_first,
-        )
-        for one in parity.backends
-    ]
-    notes = [f"{one.backend}: {one.why}" for one in parity.backends if one.why is not None]
-    print_table(Table("Beside eager attention", columns, rows, notes).without_empty_columns(), console)
+    table = table_of(
+        "Compared with eager attention",
+        parity.backends,
+        [
+            (TableColumn("backend", text=True), lambda one: one.backend),
+            (TableColumn("verdict", text=True), lambda one: one.verdict),
+            (TableColumn("logits", form=".1e"), lambda one: one.logits_difference),
+            (TableColumn("without the sink", form=".1e"), lambda one: one.without_sink_difference),
+            (TableColumn("share on the sink", form=".4f"), lambda one: one.sink_share),
+            (TableColumn("importance", "difference", ".1e"), lambda one: one.importance_difference),
+            (TableColumn("importance", "of position 1", ".4f"), lambda one: one.importance_first),
+        ],
+        [f"{one.backend}: {one.why}" for one in parity.backends if one.why is not None],
+    )
+    print_table(table.without_empty_columns(), console)
 
 
 def print_scores(scores: "DownstreamScores", console: Console) -> None:
@@ -237,7 +211,7 @@ def print_scores(scores: "DownstreamScores", console: Console) -> None:
         if task.cut:
             notes.append(f"{task.cut:,} contexts are longer than the model's, and lost their first words")
         if task.sink is None:
-            notes.append("no item is long enough to measure the sink on; give --text FILE")
+            notes.append("no item is long enough to measure the sink on; pass --text FILE")
         else:
             where = "its items" if task.sink.text == "task" else task.sink.text
             notes.append(f"Sink_1 is of {task.sink.sequences} sequences of {task.sink.length} tokens of {where}")
@@ -307,23 +281,24 @@ def print_checks(checks: "Sequence[Verified]", console: Console) -> None:
 
 def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
     """Print a line per run."""
-    columns = [*names("Run", "State"), TableColumn("Step"), TableColumn("Sink_1", "%", ".1f")]
-    columns += [TableColumn("bias", "%", ".1f"), TableColumn("loss", form=".3f"), TableColumn("seed")]
-    columns += names("Changes")
-    rows = [
-        (
-            run.directory,
-            run.state,
-            f"{run.step:,}/{run.steps:,}" if run.steps is not None else None,
-            TableCell(run.sink_rate, in_brackets(run.sink_elsewhere).strip()),
-            run.sink_rate_bias,
-            run.valid_loss,
-            run.seed,
-            run.why or ", ".join(run.differs),
-        )
-        for run in runs
-    ]
-    print_table(Table("Runs", columns, rows), console)
+    table = table_of(
+        "Runs",
+        runs,
+        [
+            (TableColumn("Run", text=True), lambda run: run.directory),
+            (TableColumn("State", text=True), lambda run: run.state),
+            (TableColumn("Step"), lambda run: f"{run.step:,}/{run.steps:,}" if run.steps is not None else None),
+            (
+                TableColumn("Sink_1", "%", ".1f"),
+                lambda run: TableCell(run.sink_rate, in_brackets(run.sink_elsewhere).strip()),
+            ),
+            (TableColumn("bias", "%", ".1f"), lambda run: run.sink_rate_bias),
+            (TableColumn("loss", form=".3f"), lambda run: run.valid_loss),
+            (TableColumn("seed"), lambda run: run.seed),
+            (TableColumn("Changes", text=True), lambda run: run.why or ", ".join(run.differs)),
+        ],
+    )
+    print_table(table, console)
 
 
 def print_tuning(tuning: "Tuning", console: Console) -> None:

@@ -9,7 +9,7 @@ from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, share_i
 
 
 def number(value: float, of: Quantity) -> str:
-    """Format a number without unit; small rates have one more decimal, a step that was never reached is `never`."""
+    """Format a number without unit; a step that was never reached is `never`."""
     if math.isinf(value):
         return "never"
     decimals = of.decimals + (of.unit == "%" and 0.005 <= abs(value) < 1)

@@ -209,7 +209,7 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
 
 
 def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) -> None:
-    """Keep the newest `keep` valid checkpoints; any later than `previous` other than `newest` are damaged."""
+    """Keep `newest` and valid earlier checkpoints, `keep` in total; others later than `previous` are damaged."""
     checkpoints = _checkpoints(folder)
     valid = [path for path in checkpoints if path < newest and (previous is None or path <= previous)]
     for path in set(checkpoints) - set([*valid, newest][-keep:]):

@@ -5,8 +5,8 @@ recipe.yaml        the resolved recipe, defaults included
 tokenizer.json     the tokenizer of its text
 metrics.jsonl      one object per evaluation
 checkpoints/       step_N folders
-failed.json      step and message of an error that ended the last call
-lock             lock file of the training process
+failed.json        step and message of an error that ended the last call
+lock               lock file of the training process
 measurement.json, measurement.npz    measurement of the finished run
 
 Extension: the number of steps is part of the run's hash, because the learning rate may depend on it. A run with more
