@@ -31,7 +31,6 @@ INSTEAD = {
     "KEY=VALUE": "model.gate=head",
     "STEP": "1",
     "FILE": "stories.txt",
-    "corpus.jsonl": "chats.jsonl",
     "FOLDER": "domains",
     "DIR": "made",
     "12.3": "2.3",
@@ -74,9 +73,9 @@ NOT_RUN = {
 
 SLOW = (
     *("reproduce table", "reproduce figure", "reproduce prop", "reproduce poly", "reproduce all", "reproduce mine"),
-    *("reproduce mitigations", "verify", "report runs/tiny", "parity MODEL ["),
+    *("reproduce mitigations", "verify", "report runs/tiny", "parity MODEL [", "experiments"),
 )
-"""Beginnings of commands that take longer than some seconds."""
+"""Beginnings of commands that take longer than some seconds; the examples of the help count as such, too."""
 
 
 def with_options() -> list[tuple[str, str]]:
@@ -129,6 +128,7 @@ def desk(run: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("tinystories.jsonl", "europarl.jsonl"):
         (tmp_path / "domains" / name).symlink_to(data_dir / "domains" / name)
     shutil.copy(data_dir / "domains" / "tinystories.jsonl", tmp_path / "stories.txt")
+    (tmp_path / "corpus.jsonl").symlink_to(data_dir / "domains" / "ubuntu_irc.jsonl")
     conversations = (data_dir / "chat" / "messages.jsonl").read_text(encoding="utf-8").splitlines()[:200]
     (tmp_path / "chats.jsonl").write_text("\n".join(conversations), encoding="utf-8")
     experiment = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/howto_experiment.md").read_text("utf-8"), re.S)[0]
@@ -148,14 +148,18 @@ def called(run: Run, arguments: list[str]) -> None:
     assert status == 0, f"sinklab {shlex.join(expanded)}: {said}"
 
 
+def is_slow(page: str, command: str) -> bool:
+    return page == "help" or command.startswith(SLOW)
+
+
 def pages_with(slow: bool) -> list[str]:
-    return [page for page, all_of in run_here().items() if any(one.startswith(SLOW) == slow for one in all_of)]
+    return [page for page, all_of in run_here().items() if any(is_slow(page, one) == slow for one in all_of)]
 
 
 @pytest.mark.parametrize("page", pages_with(slow=False))
 def test_the_commands_of_a_page_run(page: str, desk: Run) -> None:
     for command in run_here()[page]:
-        if not command.startswith(SLOW):
+        if not is_slow(page, command):
             called(desk, words(command))
 
 
