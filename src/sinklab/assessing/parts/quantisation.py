@@ -39,12 +39,15 @@ Weights = Literal["int8 per channel", "int4 in groups of 32"]
 Maxima = dict[nn.Module, Tensor]
 
 STATIC = "int8 static per tensor"
-SETTINGS: tuple[tuple[str, Weights, Activations], ...] = (
-    (STATIC, "int8 per channel", "static per tensor"),
-    ("int8 dynamic per tensor", "int8 per channel", "dynamic per tensor"),
-    ("int8 per token", "int8 per channel", "per token"),
-    ("int4 weights", "int4 in groups of 32", "full"),
-)
+SETTINGS: dict[Weights, dict[str, Activations]] = {
+    "int8 per channel": {
+        STATIC: "static per tensor",
+        "int8 dynamic per tensor": "dynamic per tensor",
+        "int8 per token": "per token",
+    },
+    "int4 in groups of 32": {"int4 weights": "full"},
+}
+"""Quantisation of the weights, and with each those of their inputs by name."""
 CALIBRATED = 4  # sequences at most
 DESTROYED = 10  # times the loss of the unchanged model
 DEVIATIONS = 6  # from the mean, beyond which a value is an outlier (2306.12929)
@@ -118,7 +121,7 @@ class Quantisation(AssessPart):
         calibrated = min(settings.sequences, CALIBRATED)
         tokens_NT, calibration_NT = text.split(settings.sequences, calibrated, settings.length)
         run = partial(assess_quantisation, text.model.adapter, tokens_NT, calibration_NT, settings.sink_tokens)
-        return PartJob((1 + 2 * len(SETTINGS)) * len(tokens_NT) + 2 * len(calibration_NT), run)
+        return PartJob((1 + 2 * sum(map(len, SETTINGS.values()))) * len(tokens_NT) + 2 * len(calibration_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
         for one in self.settings:
@@ -177,9 +180,9 @@ def assess_quantisation(
                 step()
     before = reader.unchanged.effect()
     found = []
-    for weights in dict.fromkeys(kind for _, kind, _ in SETTINGS):
+    for weights, settings in SETTINGS.items():
         with quantised_weights(maps, weights) as exact:
-            for name, activations in ((name, inputs) for name, kind, inputs in SETTINGS if kind == weights):
+            for name, activations in settings.items():
                 everything, without = (
                     reader.under(surgery=quantised_inputs(maps, exact, activations, maxima[skipped], skipped)).effect()
                     for skipped in (0, spared)
