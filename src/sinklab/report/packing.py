@@ -65,7 +65,7 @@ def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
             f"{top} has no sweep: expected a {SUMMARY} that lists experiments, as written by sinklab reproduce"
         )
     if out.resolve().is_relative_to(top.resolve()) or top.resolve().is_relative_to(out.resolve()):
-        raise InputError(f"--pack {out} and the sweep in {top} contain each other: choose a folder outside the sweep")
+        raise InputError(f"--pack {out} contains the sweep in {top} or is inside it: choose a folder elsewhere")
     sweep = sweeps[0]
     if out.is_dir() and any(out.iterdir()) and not (out / SUMMARY).is_file():
         raise InputError(f"{out} is not empty and has no {SUMMARY} of an earlier copy: choose a new --pack folder")
