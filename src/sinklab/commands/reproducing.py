@@ -380,7 +380,7 @@ def preview_measured(experiments: Sequence[Experiment], settings: ReproduceSetti
 
 
 def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> dict[str, list[Pass]]:
-    """The passes of the experiments by id.
+    """List the measurement passes (model and sequences) of each experiment, by its id.
 
     Raises:
         InputError: if a model or text is missing or cannot be used.

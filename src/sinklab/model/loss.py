@@ -136,7 +136,7 @@ class HiddenZ(Part):
     z is the output of the last block, before the final norm.
     """
 
-    weight: float = Field(default=1e-7, ge=0, description="lambda of 2509.01322")
+    weight: float = Field(default=1e-7, ge=0, description="weight of the hidden z-loss (lambda in arXiv:2509.01322)")
 
     def of(self, outputs: Sequence[Tensor]) -> Tensor:
         """Compute the weighted loss from the outputs (B, L, E) of all blocks; scalar, at least float32."""

@@ -93,7 +93,7 @@ class KeyAblations(AssessPart):
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List the three ablations of the sink and, for the controls, the loss with the keys hidden."""
+        """List hidden, spread and zeroed-value ablations of the sink; of the control keys, hidden only."""
         names = {
             "bias": "learned bias",
             "sink": "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys",

@@ -73,7 +73,7 @@ class LossByLength(AssessPart):
         return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List the added loss of the last positions, compared with the same targets within the context."""
+        """List the loss added at the last positions, over the same targets read within the training context."""
         for _, added in self.values():
             yield PartAnswer(f"positions {self.buckets[-1].positions} read at once", added)
 
