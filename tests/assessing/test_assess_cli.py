@@ -251,7 +251,7 @@ def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
     ("options", "said"),
     [
         (("--cache", 25, "--stream-length", 24), "fewer than the cache holds"),
-        (("--cache", 1), "a cache holds 2 keys or more"),
+        (("--cache", 1), "a cache must hold 2 keys or more"),
         (("--keep", 8, "--cache", 8), "fewer than the cache holds"),
         (("--length", 999), "exceeds the context"),
         (("--stream-length", 100), "cannot read beyond 64 tokens"),
@@ -261,14 +261,14 @@ def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
             "the part `length` does not apply to the model: its learned positional embeddings end at 64",
         ),
         (("--parts", "streaming,sinks"), "'sinks' is unknown"),
-        (("--length", 64, "--sequences", 2, "--parts", "heads,quantisation", "--stream-length", 64), "give more text"),
+        (("--length", 64, "--sequences", 2, "--parts", "heads,quantisation", "--stream-length", 64), "pass more text"),
     ],
 )
 def test_what_cannot_be_done_is_a_sentence_and_leaves_nothing(
     options: tuple[object, ...], said: str, run: Run, tmp_path: Path
 ) -> None:
     model, text = tiny_model(tmp_path / "gpt2"), text_file(tmp_path / "text.jsonl", 1, words=20)
-    if said != "give more text":
+    if said != "pass more text":
         text = text_file(tmp_path / "text.jsonl", 40)
     status, out, err = on_one_line(run)("assess", model, "--text", text, *options, "--out", tmp_path / "a")
     assert status == 2

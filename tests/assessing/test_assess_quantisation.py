@@ -92,7 +92,7 @@ def test_a_map_computes_what_its_quantised_parts_give(activations: Any, spared: 
 def test_one_input_of_several_maps_is_rounded_for_each_by_its_own_scale_and_anew_after_a_change(
     activations: Any,
 ) -> None:
-    linears = [torch.nn.Linear(32, 5) for _ in range(4)]
+    linears: list[torch.nn.Module] = [torch.nn.Linear(32, 5) for _ in range(4)]
     maps = [LinearMap(linear, transposed=False) for linear in linears]
     x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(2))
     maxima = dict(zip(linears, map(torch.tensor, (1.0, 1.0, 2.0, 2.0)), strict=True))

@@ -127,7 +127,7 @@ def test_training_twice_continues_instead(run: Run, text: Path, tmp_path: Path) 
     assert "choose another --out" in err
     status, out, err = run("train", "tiny", *settings(text, "train.steps=10"), "--out", "one")
     assert status == 0, err
-    assert "which goes on from that of 8 steps" in err
+    assert "which continues the run of 8 steps" in err
     assert "step 0/10" not in err
     assert "tiny, step 10 of 10" in out
     assert re.search(r"validation loss\W+\d\.\d{3} nats", out)
@@ -193,7 +193,7 @@ def test_prepared_data_can_be_trained_on(run: Run, text: Path, tmp_path: Path) -
         (["train"], "Missing argument 'RECIPE'"),
         (["measure", "x", "--inputs", "strange"], "strange"),
         (["measure", "x", "--map", "3"], "expected LAYER.HEAD"),
-        (["measure", "x", "--text", "text.jsonl", "--explore"], "give a MODEL and --out"),
+        (["measure", "x", "--text", "text.jsonl", "--explore"], "pass a MODEL and --out"),
         (["measure", "x", "--text", ".", "--by-domain", "--explore", "--out", "d"], "of one MODEL on one text"),
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, list) else None,

@@ -125,7 +125,7 @@ def test_measuring_ends_with_the_status_that_says_call_again(
     kill = Kill(sum(whole.calls()["command"]) // 2, "command", signal.SIGTERM)
     asked = Command(args, tmp_path / "asked.log", kill=kill)
     assert asked.wait() == 75, asked.printed()
-    assert asked.printed().endswith("interrupted; nothing was written. Run the same command again to begin anew.\n")
+    assert asked.printed().endswith("interrupted; nothing was written. Run the same command again to start over.\n")
 
 
 @pytest.mark.parametrize("module", ["typer", "sinklab.commands.app", "sinklab.train.recipe", "torch"])

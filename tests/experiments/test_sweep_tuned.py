@@ -56,7 +56,7 @@ def folder(run: Run) -> Run:
         (["tuned.yaml"], "tuned tunes its models on conversations, and none were given: pass a .jsonl file as --data"),
         (["figure_30"], "figure_30 tunes its models on conversations"),
         (["tuned.yaml", "slowly.yaml", "--data", "chats.jsonl"], "tuned and slowly have different `tune`"),
-        (["untuned.yaml", "--data", "chats.jsonl"], "tuned trains its own: leave it out"),
+        (["untuned.yaml", "--data", "chats.jsonl"], "tuned trains its own: remove it"),
         (["tuned.yaml", "--data", "chats.jsonl"], f"trl, which is not installed: {install_command('sft')}"),
     ],
 )

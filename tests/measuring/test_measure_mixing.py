@@ -17,7 +17,10 @@ from tiny_models import tiny_model
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options, Study
 from sinklab.measuring.surgery.mixing import measure_mixing
+from sinklab.measuring.surgery.study import measure_with_study
+from sinklab.models.adapter import adapt
 from sinklab.report.collect import collect
 from sinklab.report.figures import figures
 from sinklab.survey.request import Request
@@ -155,3 +158,20 @@ def test_the_command_shows_the_change_by_block(run: Any, tmp_path: Path, monkeyp
     assert status == 0, err
     assert "How far another token at position 2 spreads" in out
     assert "without key 1" in out
+
+
+def test_its_passes_count_in_the_progress_of_the_measurement() -> None:
+    model, tokens = pair_of("llama")[0], family_tokens()
+    said: list[tuple[float, float]] = []
+    measure_with_study(
+        adapt(model),
+        tokens,
+        Options(),
+        Study(perturb=POSITION),
+        bos_tokens=0,
+        progress=lambda done, total: said.append((done, total)),
+    )
+    N = len(tokens)
+    assert said[-1] == (5 * N, 5 * N)
+    assert {total for _, total in said} == {5 * N}
+    assert [done for done, _ in said] == sorted(done for done, _ in said)

@@ -60,7 +60,7 @@ def texts(chart: Any) -> str:
         ("angles-cosine", ["Layer", "Position (the first token is 1)", "small"]),
         ("angles-norms", ["Layer", "Position (the first token is 1)", "Norm product"]),
         ("angles-heads", ["Layer", "Head", "Cosine"]),
-        ("value-ratio", ["Layer", "Head", "Ratio of norms"]),
+        ("value-ratio", ["Layer", "Head", "Norm ratio"]),
         ("entropy", ["Layer", "Head", "Entropy"]),
         ("by-distance", ["Distance in tokens (0: the query itself)", "Share", "4..7", "64..69"]),
         ("by-query", ["Position of the query", "first token", "an average other token", "log scale", "32..63"]),

@@ -1,17 +1,23 @@
-"""An experiment that tunes its runs, with trl: trained, tuned once, judged, packed and verified."""
+"""An experiment that tunes its runs, with trl: tuned once, preempted and resumed, judged, packed and verified."""
 
 import importlib.util
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chats import sheep_chats
 from conftest import Run, on_one_line
 from sweeps import RECIPE, write_experiment
 
+from sinklab.commands import reproducing
 from sinklab.experiments.sweep.verifying import verify_packed
+from sinklab.jobs.progress import JobEvent, Observer
+from sinklab.signals import CALL_AGAIN
+from sinklab.tuning.tune import TuneEnd, tune
 from sinklab.tuning.tuned_directory import load_tuning
 
 if importlib.util.find_spec("trl") is None:
@@ -70,6 +76,27 @@ def test_every_run_is_tuned_once_judged_packed_and_verified(folder: Run) -> None
     status, out, err = folder("reproduce", "tuned.yaml", *TUNE, "--packed", "packed", "--out", "again", "--json")
     assert status == 0, err  # the packed runs have no weights, and need none
     assert json.loads(out)["claims"] == summary["claims"]
+
+
+def test_a_preempted_tuning_is_resumed_by_the_same_call(folder: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def preempted_tune(*args: Any, observe: Observer, **options: Any) -> TuneEnd:
+        def observed(event: JobEvent) -> None:
+            observe(event)
+            if event.kind == "advanced" and event.done == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return tune(*args, observe=observed, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reproducing, "tune", preempted_tune)
+        assert folder("reproduce", "tuned.yaml", *TUNE, "--seeds", 1)[0] == CALL_AGAIN
+    (begun,) = tunings()
+    assert load_tuning(begun).chat is None
+    status, _, err = folder("reproduce", "tuned.yaml", *TUNE, "--seeds", 1)
+    assert status == 0
+    assert "continues after 3 of 4 updates" in err
+    assert all(load_tuning(path).chat is not None for path in tunings())
+    assert len(tunings()) == 2
 
 
 def test_what_cannot_be_tuned_is_named_and_what_was_tuned_otherwise_refused(folder: Run) -> None:

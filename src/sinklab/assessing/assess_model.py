@@ -121,7 +121,7 @@ def _new(text: AssessText, given: Path | None, settings: AssessSettings, options
 
 
 def _resumed(ledger: Ledger[Assessment], new: Assessment) -> Assessment:
-    """The assessment of an earlier call with the same request, or the new one."""
+    """Load the assessment of an earlier call with the same request; else return the new one."""
     before = ledger.earlier(load_assessment)
     if before is None or ledger.path is None:
         return new
@@ -133,7 +133,7 @@ def _resumed(ledger: Ledger[Assessment], new: Assessment) -> Assessment:
 def _jobs(
     text: AssessText, settings: AssessSettings, options: AssessOptions
 ) -> tuple[dict[str, PartJob], dict[str, str]]:
-    """The parts that apply, and the reasons why others do not; every requested part must apply."""
+    """Prepare the parts that apply, and collect the reasons why others do not; requested parts must apply."""
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}
     for name in options.parts or (IN_QUICK if options.quick else USUAL):

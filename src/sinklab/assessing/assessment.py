@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from sinklab.assessing.part import AssessPart, PartAnswer, PartRow
+from sinklab.assessing.part import AssessPart, PartAnswer
 from sinklab.assessing.parts import PARTS, PartName
 from sinklab.errors import InputError
 from sinklab.files import parse_json
@@ -27,7 +27,7 @@ OF_THE_MODEL = {"model", "files"}
 """The keys of `asked` in which comparable assessments may differ."""
 
 LOSSES = ((1.0, "A very large loss"), (0.1, "A large loss"), (0.01, "A small loss"))
-"""Nats per token from which on a loss is called so; docs/assess.md."""
+"""Minimum losses in nats per token, and their descriptions; docs/assess.md."""
 
 OnePart = TypeVar("OnePart", bound=AssessPart)
 
@@ -85,7 +85,7 @@ class Assessment(ReadDocument):
         return done
 
     def with_result(self, done: AssessPart, seconds: float) -> "Assessment":
-        """A copy with one more part."""
+        """Return a copy with the result of one more part."""
         results = {**self.results, done.name: done}
         ordered = {name: results[name] for name in PARTS if name in results}
         skipped = {name: why for name, why in self.skipped.items() if name != done.name}
@@ -93,13 +93,13 @@ class Assessment(ReadDocument):
         return self.model_copy(update={"results": ordered, "skipped": skipped, "seconds": took})
 
     def answers(self) -> Iterator[tuple[str, PartAnswer]]:
-        """The answers of every part, as pairs of question and answer."""
+        """List the answers of all parts, as pairs of question and answer."""
         for part in self.results.values():
             for one in part.answers():
                 yield part.question, one
 
     def answer(self) -> list[str]:
-        """The loss without the sink, and the loss caused by the sink, one sentence each; omitted if not assessed."""
+        """Summarise the loss without the sink and, if it was assessed, the cost of the sink, in a sentence each."""
         answers = [one for _, one in self.answers()]
         lost = [(one.added, one.lost) for one in answers if one.lost and one.added is not None]
         gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
@@ -111,18 +111,12 @@ class Assessment(ReadDocument):
             said = [f"{size} without the sink: {_nats(lost)}."]
         return [*said, *([f"The sink itself costs {_nats(gained)}."] if gained else [])]
 
-    def rows(self) -> Iterator[tuple[str, PartRow]]:
-        """The rows of the result table, as pairs of part and row."""
-        for name, part in self.results.items():
-            for row in part.rows():
-                yield name, row
-
     def remarks(self) -> list[str]:
-        """The lines below the table."""
+        """List the notes below the table."""
         return [remark for part in self.results.values() if (remark := part.remark())]
 
     def errors(self) -> list[str]:
-        """A line with the range of standard errors of added losses in every part, if there are any."""
+        """A note with the ranges of the standard errors of added losses by part; empty if there are none."""
         errors = {
             name: found
             for name, part in self.results.items()
@@ -132,7 +126,7 @@ class Assessment(ReadDocument):
         return [f"Standard errors of the added losses (nats): {ranges}."] if ranges else []
 
     def numbers(self) -> dict[str, float]:
-        """The scalar results of the finished parts, by name."""
+        """Collect the scalar results of the finished parts by name."""
         return {name: value for part in self.results.values() for name, value in part.values()}
 
     @property
@@ -160,7 +154,7 @@ def load_assessment(path: Path) -> Assessment:
 
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:
-    """The largest group of assessments with the same text and settings."""
+    """Select the largest group of assessments with the same text and settings."""
     asked = {
         name: repr(sorted((key, repr(value)) for key, value in one.asked.items() if key not in OF_THE_MODEL))
         for name, one in assessments.items()

@@ -29,7 +29,7 @@ ADDED_AXIS = PlotAxis(LOSS_ADDED, "y", "nats added")
 
 
 class AssessText:
-    """A model and the text that it is assessed on: one stream, cut into sequences.
+    """A model and the text on which it is assessed: one token stream, cut into sequences.
 
     Args:
         text: a .txt or .jsonl file or a folder of them; None for the validation text of a run.
@@ -40,27 +40,27 @@ class AssessText:
         self.conversations = model.conversations(keep_bos=not model.special)
 
     def sequences(self, most: int, length: int, fewest: int = 1) -> Tensor:
-        """The stream cut into `fewest` to `most` sequences of `length` tokens: (N, T).
+        """Cut the stream into `fewest` to `most` sequences of `length` tokens: (N, T).
 
         Raises:
-            InputError: too little text, an unreadable one, or none for a model that is not a run.
+            InputError: if the text is too short, cannot be read, or is missing for a model that is not a run.
         """
         special = len(self.model.special)
         body = length - special
         if body < 2:
-            raise InputError(f"sequences of {length} tokens, {special} of them special: give longer ones")
+            raise InputError(f"sequences of {length} tokens, {special} of them special: use longer ones")
         stream = self._stream(most * body)
         count = min(most, len(stream) // body)
         if count < fewest:
             raise InputError(
                 f"{self._text or 'the validation text of the run'} has {len(stream):,} tokens, and {fewest * body:,} "
-                f"are needed ({fewest} of {body:,} tokens): give more text, or shorter sequences and caches (--length, "
-                "--stream-length, --cache)"
+                f"are needed ({fewest} of {body:,} tokens): pass more text, or use shorter sequences and caches "
+                "(--length, --stream-length, --cache)"
             )
         return self.model.arrange(torch.tensor(stream[: count * body]).view(count, body), special > 0, None)
 
     def split(self, most: int, others: int, length: int) -> tuple[Tensor, Tensor]:
-        """At most `most` sequences (N, T), and `others` more of the same text (M, T), of a short text fewer.
+        """Cut the stream into at most `most` sequences (N, T) and up to `others` further ones (M, T).
 
         Raises:
             InputError: if the text is too short for two sequences.
@@ -70,7 +70,7 @@ class AssessText:
         return both_NT[:N], both_NT[N:]
 
     def _stream(self, tokens: int) -> list[int]:
-        """At least this many tokens of the text, or all of it."""
+        """Encode at least this many tokens of the text, or all of it."""
         if self._text is None:
             if self.model.held_out is None:
                 raise InputError(f"--text is needed: {self.model.name} is not a run, so it has no validation text")
@@ -84,13 +84,13 @@ class AssessText:
 
 
 class Effect(ReadDocument):
-    """The effect of a change.
+    """Loss and divergence of a changed model.
 
     Attributes:
-        loss: mean over the targets.
+        loss: mean loss over the targets.
         kl: mean divergence of the changed model's predictions from those of the unchanged model.
-        targets: number of them.
-        error: standard error of the loss above the unchanged model's; None for the unchanged model, a mean of several
+        targets: number of targets.
+        error: standard error of the added loss; None for the unchanged model, a mean of several
             draws, and too few targets.
     """
 
@@ -106,7 +106,7 @@ class PartJob:
 
     Attributes:
         passes: number of sequences over all passes.
-        run: reads them, calls its argument after each, and returns the result.
+        run: function that reads the sequences, calls its argument after each, and returns the result.
     """
 
     passes: int
@@ -118,9 +118,9 @@ class PartRow:
     """A row of the result table: one change, or the unchanged model.
 
     Attributes:
-        what: the change.
-        more: a remark.
-        added: loss above that of the same targets without the change; None if these are all of the part's.
+        what: description of the change.
+        more: remark on the row.
+        added: added loss relative to the same targets without the change; None to compare with `unchanged`.
     """
 
     what: str
@@ -130,21 +130,21 @@ class PartRow:
 
     @property
     def perplexity(self) -> str:
-        """exp(loss) with two decimals, an en dash beyond e^20."""
+        """exp(loss) with two decimals; an en dash for a loss of 20 or more."""
         return f"{math.exp(self.effect.loss):,.2f}" if self.effect.loss < 20 else "–"
 
 
 @dataclass(frozen=True)
 class PartAnswer:
-    """What a part answers to its question: a change, and the loss that it adds.
+    """An answer to the question of a part: a change, and the loss that it adds.
 
     Attributes:
-        change: in a few words.
-        added: nats per token above the unchanged model, or above the row before where `change` says so; None if the
-            answer is no loss.
-        lost: words for the first sentence of the assessment, where `added` is what the model loses without its sink:
+        change: the change in a few words.
+        added: added loss in nats per token, or another loss difference that `change` describes; None if the
+            answer is not a loss.
+        lost: clause for the first sentence of the assessment, if `added` is the loss without the sink, such as
             "with the sink hidden".
-        gained: words for its second sentence, where `added` is what the sink costs: "in int8".
+        gained: clause for the second sentence, if `added` is the cost of the sink, such as "in int8".
     """
 
     change: str
@@ -155,13 +155,13 @@ class PartAnswer:
 
 @dataclass(frozen=True)
 class PartNumber:
-    """A single number of a part in nats per token, for claims and for tables of many models.
+    """A number of a part in nats per token, for claims and for tables of many models.
 
     Attributes:
-        name: in claims; an N stands for a whole number.
-        label: of its column in the table of an experiment.
-        column: heading and unit of its column on the leaderboard; None for no column.
-        explained: the explanation of that column.
+        name: name in claims; N stands for a whole number.
+        label: heading of the column in the table of an experiment.
+        column: heading and unit of the column on the leaderboard; None for no column.
+        explained: explanation of the column on the leaderboard.
     """
 
     name: str
@@ -202,16 +202,16 @@ class AssessPart(ReadDocument, ABC):
     """A part of an assessment; an instance is its result.
 
     Attributes:
-        name: in `--parts`, in assessment.json and in experiments.
-        rank: parts run and are shown by this number.
-        question: that the part answers.
-        long_text: skip the part if the text is too short for it; other parts then raise an error.
-        on_request: run the part only if it is named, as it takes long.
-        in_quick: run the part with --quick, too, unless some are named.
+        name: name of the part in `--parts`, assessment.json and experiments.
+        rank: position of the part in the order of execution and display.
+        question: question that the part answers.
+        long_text: whether the part is skipped if the text is too short; other parts raise an error.
+        on_request: whether the part runs only if it is named, because it takes long.
+        in_quick: whether --quick includes the part if no parts are named.
         numbers: single numbers of the part.
         loss_axis: title of an axis of the added loss.
         sequences, length: N and T.
-        unchanged: the unchanged model on the same text, within its context.
+        unchanged: effect of no change, on the same text within the context.
     """
 
     name: ClassVar[str]
@@ -229,7 +229,7 @@ class AssessPart(ReadDocument, ABC):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        """Why the part does not apply to the model; None if it applies."""
+        """The reason why the part does not apply to the model; None if it applies."""
         return None
 
     @classmethod
@@ -238,27 +238,27 @@ class AssessPart(ReadDocument, ABC):
         """Read the text and prepare the passes.
 
         Raises:
-            InputError: the text is too short.
+            InputError: if the text is too short.
         """
 
     @abstractmethod
     def answers(self) -> Iterator[PartAnswer]:
-        """The answers to the question, shown before all rows."""
+        """List the answers to the question, which are shown before the rows."""
 
     def rows(self) -> Iterator[PartRow]:
-        """The rows of the table of every change."""
+        """List the rows of the table of all changes."""
         yield from ()
 
     def remark(self) -> str | None:
-        """A line below the table."""
+        """A note below the table; None for no note."""
         return None
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The values of `numbers` by name, an N replaced by its number."""
+        """List the values of `numbers` as pairs of name (N replaced by its value) and value."""
         yield from ()
 
     def figure(self) -> PartFigure | None:
-        """The figure of the report."""
+        """Describe the figure of the report; None for no figure."""
         return None
 
     def unchanged_row(self) -> PartRow:
@@ -266,7 +266,7 @@ class AssessPart(ReadDocument, ABC):
         return PartRow("unchanged", self.unchanged, f"{self.sequences} x {self.length:,} tokens")
 
     def added(self, effect: Effect) -> float:
-        """The loss of a change above that of the unchanged model."""
+        """The loss that a change adds to that of the unchanged model."""
         return effect.loss - self.unchanged.loss
 
     def added_by(self, row: PartRow) -> float:
@@ -274,11 +274,11 @@ class AssessPart(ReadDocument, ABC):
         return self.added(row.effect) if row.added is None else row.added
 
     def point(self, effect: Effect, series: str, x: object, y: object = None) -> dict[str, object]:
-        """A row of a figure, with loss and divergence for the tooltip; `y` is the added loss unless it is given."""
+        """Make a row of a figure, with loss and divergence for the tooltip; `y` defaults to the added loss."""
         y = self.added(effect) if y is None else y
         return {"series": series, "x": x, "loss": effect.loss, "kl": effect.kl, "y": y}
 
     @staticmethod
     def counted(count: int, noun: str) -> str:
-        """A noun with its number, which is left out if it is 1: `key`, `3 keys`."""
+        """Put a number before a noun unless it is 1: `key`, `3 keys`."""
         return noun if count == 1 else f"{count} {noun}s"

@@ -36,7 +36,7 @@ class DefaultSizes:
 
 FULL = DefaultSizes(2**10, 2**11, 2**12, KEPT)
 QUICK = DefaultSizes(2**8, 2**9, 2**10, (0, 4))
-TWO_KEYS = "a cache holds 2 keys or more, the query's own included"
+TWO_KEYS = "a cache must hold 2 keys or more, including the query's own"
 
 
 def _names(given: object) -> object:
@@ -47,7 +47,7 @@ def _names(given: object) -> object:
 
 
 class AssessOptions(CommandSettings, frozen=True):
-    """Settings of an assessment; None is replaced by a default derived from the model's context.
+    """Settings of an assessment; None stands for a default that is derived from the model's context.
 
     Attributes:
         where_possible: whether to skip requested parts that do not apply to the model.
@@ -115,7 +115,7 @@ class AssessOptions(CommandSettings, frozen=True):
     @field_validator("caches", "budgets", "kept")
     @classmethod
     def _are_possible(cls, sizes: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        least, expected = (0, "give 0 or more") if info.field_name == "kept" else (2, TWO_KEYS)
+        least, expected = (0, "must be 0 or more") if info.field_name == "kept" else (2, TWO_KEYS)
         for size in sizes:
             if size < least:
                 raise InputError(f"{option_name(cls, str(info.field_name))} {size}: {expected}")
@@ -126,7 +126,7 @@ class AssessOptions(CommandSettings, frozen=True):
     def _is_of_groups(cls, residual: int) -> int:
         if residual % CACHE_GROUP:
             raise InputError(
-                f"--residual {residual}: keys are rounded in groups of {CACHE_GROUP} tokens; give a multiple of it"
+                f"--residual {residual}: keys are rounded in groups of {CACHE_GROUP} tokens; use a multiple of it"
             )
         return residual
 
@@ -135,8 +135,8 @@ class AssessSettings(AssessOptions, frozen=True):
     """Settings with all derived values for one model.
 
     Attributes:
-        stream_sequences: N of the streaming part.
-        long_length: T of the length part; None if the model cannot read beyond its context.
+        stream_sequences: number of sequences N of the streaming part.
+        long_length: tokens per sequence T of the length part; None if the model cannot read beyond its context.
     """
 
     sequences: int = Field(default=...)
@@ -148,7 +148,7 @@ class AssessSettings(AssessOptions, frozen=True):
 
 
 def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
-    """The options, with defaults derived from the model's context.
+    """Complete the options with defaults derived from the model's context.
 
     Raises:
         InputError: if an option is invalid for the model or the length of the sequences.
@@ -176,7 +176,7 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
             if number > tokens:
                 raise InputError(
                     f"{option} {number}: the sequences have {tokens} tokens, fewer than the cache holds, so it would "
-                    f"never be full: give at most {option} {tokens}, or a longer {given}"
+                    f"never be full: set at most {option} {tokens}, or a longer {given}"
                 )
     for first in options.kept:
         if first >= min(caches):
@@ -187,7 +187,7 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
         raise InputError(f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, a quarter of the sequences")
     if options.residual >= length:
         raise InputError(
-            f"--residual {options.residual}: the sequences have {length} tokens, so that no key would be rounded: give "
+            f"--residual {options.residual}: the sequences have {length} tokens, so that no key would be rounded: set "
             f"--residual below {length}, or a longer --length"
         )
     decided = {

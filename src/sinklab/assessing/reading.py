@@ -94,9 +94,9 @@ class PairedReader:
 
     Args:
         tokens_NT: token ids.
-        step: called for every sequence, after each pass.
-        whole: whether to read the text in one piece, too; its first window is reused if it is the same.
-        kept: bytes of log-probabilities that are kept; at most a quarter of the free memory.
+        step: function called for every sequence after each pass.
+        whole: whether to read the text in one piece as well; its first window is reused if it is the same.
+        kept: maximum size in bytes of the stored log-probabilities; at most a quarter of the free memory is used.
 
     Attributes:
         unchanged: loss of the unchanged model within the context.
@@ -126,6 +126,11 @@ class PairedReader:
             if whole:  # if not alike only now, as the dynamic RoPE of transformers keeps the frequencies of long text
                 self.whole = self._against(self._read(tokens_NT) if whole_NTE is None else whole_NTE)
                 self._passed()
+
+    def result_fields(self) -> dict[str, Any]:
+        """The fields that the results of all parts share: `sequences`, `length` and `unchanged`."""
+        N, T = self.tokens_NT.shape
+        return {"sequences": N, "length": T, "unchanged": self.unchanged.effect()}
 
     def under(
         self,
@@ -164,7 +169,7 @@ class PairedReader:
         ]
 
     def _within_context(self, whole_NTE: Tensor | None) -> Tensor:
-        """The unchanged model's hidden states, in windows of its context that overlap by half.
+        """Compute the unchanged model's hidden states in windows of its context that overlap by half.
 
         Args:
             whole_NTE: hidden states of the text in one piece, if its first window gives the same ones.
@@ -215,7 +220,7 @@ class PairedReader:
         return ByPosition(first, loss_NP, kl_NP, None if hidden_NTE is self._unchanged_NTE else self.unchanged.loss_NP)
 
     def _log_p(self, number: int, states_RE: Tensor) -> Tensor:
-        """The unchanged model's log-probabilities of the slice of rows with this index (from 0)."""
+        """Return the unchanged model's log-probabilities of the slice of rows with this index (from 0)."""
         if number < len(self._log_p_RV):
             return self._log_p_RV[number]
         log_p_RV = F.log_softmax(self.adapter.logits(states_RE), -1)
@@ -228,7 +233,7 @@ class PairedReader:
 def changed_attention(
     adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output
 ) -> AbstractContextManager[object]:
-    """`intercept`, with the score scale of every call reset to one over the root of the head width, as edits expect."""
+    """Intercept calls as `intercept` does, with every score scale reset to one over the root of the head width."""
 
     def edited(layer: LayerCall) -> LayerCall:
         scale, q_BHTD = layer.call.scale, layer.call.q_BHTD
@@ -240,13 +245,13 @@ def changed_attention(
 
 
 def first_importance(layer: LayerCall) -> Tensor:
-    """Importance of the first position, or of learned tokens in front, (B, H)."""
+    """Importance of the first position, or of learned tokens before it, (B, H)."""
     alpha = layer.importance()
     return alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
 
 
 def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
-    """The fields of the mean effect over several draws on the same targets, with the loss of each draw."""
+    """Average effects of several draws on the same targets; returns the fields of an `Effect`, and `losses` by draw."""
     losses = [one.loss for one in effects]
     kl = fmean(one.kl for one in effects)
     return {"loss": fmean(losses), "kl": kl, "targets": effects[0].targets, "losses": losses}

@@ -75,7 +75,7 @@ class FixedValue(Part):
     """Fixed value v' = norm * [1, 0, .., 0] or v'' = norm * [1, .., 1] / sqrt(d_h) (table 5)."""
 
     direction: Literal["first", "uniform"] = Field(description="first: first dimension only; uniform: all dimensions")
-    norm: float = Field(ge=0, description="l2 norm m of the value")
+    norm: float = Field(ge=0, description="L2 norm m of the value vector")
 
     def build(self, width: int, like: Tensor) -> Tensor:
         """Build the value, (width,), in the dtype and on the device of `like`."""

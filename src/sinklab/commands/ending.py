@@ -1,4 +1,4 @@
-"""The end of a command: exit status, and errors as one sentence on stderr, from one process."""
+"""Run a command: set the exit status, and print errors as one sentence on stderr, from one process only."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from sinklab.files import FULL
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 SHOWN = 80  # characters of a name that is too long
 _KEPT = "interrupted; finished work is kept. Run the same command again to continue."
-_NOT_KEPT = "interrupted; nothing was written. Run the same command again to begin anew."
+_NOT_KEPT = "interrupted; nothing was written. Run the same command again to start over."
 _OUT_OF_MEMORY = (
     "out of memory: use a smaller model, shorter sequences or fewer at a time "
     "(train.micro_batch, --batch-size). Files saved before are untouched"
@@ -56,7 +56,7 @@ def _status(app: typer.Typer) -> int:
         return leaving.exit_code
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # of whatever was given as a path
-            _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; give a shorter one")
+            _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; use a shorter one")
             return 2
         if error.errno not in FULL or error.filename is not None:
             raise
@@ -97,5 +97,5 @@ def say_on(console: Console, message: str) -> None:
 
 
 def stderr() -> Console:
-    """The console for everything except results."""
+    """Open the console for everything except results."""
     return Console(stderr=True)

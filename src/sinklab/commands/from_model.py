@@ -25,11 +25,11 @@ REQUIRED = inspect.Parameter.empty
 
 
 METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
-"""Of options without one of their own; those of choices are the choices."""
+"""Placeholders of option values by type; an option of choices lists the choices."""
 
 
 def _no_type(ctx: Any) -> None:
-    """Type of an argument in the help: its name says what it is."""
+    """Show no type for an argument in the help."""
 
 
 class PlainGroup(TyperGroup):
@@ -59,7 +59,7 @@ class PanelCommand(TyperCommand):
         return ["[OPTIONS]", *(str(one.metavar) if one.required else f"[{one.metavar}]" for one in arguments)]
 
     def get_help_option(self, ctx: Any) -> Any:
-        """The help option, assigned to the last panel."""
+        """Assign the help option to the last panel."""
         option = super().get_help_option(ctx)
         panels = [getattr(one, "rich_help_panel", None) for one in self.params]
         if option is not None and any(panels):
@@ -117,13 +117,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _panel(parameter: inspect.Parameter) -> int:
-    """Sort key of an option by panel; arguments have no panel and are first."""
+    """The sort key of an option by its panel; arguments have no panel and are first."""
     panel = next((one.rich_help_panel for one in get_args(parameter.annotation) if isinstance(one, OptionInfo)), None)
     return PANELS.index(panel) + 1 if panel in PANELS else 0
 
 
 def _shown(name: str, option: OptionInfo, annotation: Any) -> OptionInfo:
-    """The option with a short type name, without bounds in the help, and without a --no form."""
+    """Copy an option for the help, with a short type name, without bounds, and without a --no form."""
     shown = copy.copy(option)
     shown.min = shown.max = None
     if annotation is bool and shown.default is ...:
@@ -134,13 +134,13 @@ def _shown(name: str, option: OptionInfo, annotation: Any) -> OptionInfo:
 
 
 def _element(annotation: Any) -> Any:
-    """The element type of an option that may be absent or repeated."""
+    """The type of one value of an option that may be absent or repeated."""
     annotation = _present(annotation)
     return get_args(annotation)[0] if get_origin(annotation) is list else annotation
 
 
 def _present(annotation: Any) -> Any:
-    """The type of an option that may be absent, without None."""
+    """The type of an option without None, which stands for an absent value."""
     kinds = [one for one in get_args(annotation) if one is not NoneType]
     return kinds[0] if NoneType in get_args(annotation) else annotation
 
@@ -172,7 +172,7 @@ def _model(kind: type[CommandSettings], default: CommandSettings | None, given: 
 
 
 def _options(kind: type[CommandSettings], default: CommandSettings | None) -> dict[str, inspect.Parameter]:
-    """The options by field; a field without description has no option."""
+    """Make the options by field; a field without description has no option."""
     options: dict[str, inspect.Parameter] = {}
     for name, field in kind.model_fields.items():
         value = REQUIRED if field.is_required() else field.default

@@ -92,7 +92,7 @@ def measure(
     over_steps = by_checkpoint or len(revisions) > 1
     check_formats(tables, out, one=not (by_domain or family or over_steps))
     if request.options.explore and (out is None or by_domain or family or over_steps):
-        raise InputError("--explore draws the heads of one MODEL on one text into a report: give a MODEL and --out")
+        raise InputError("--explore draws the heads of one MODEL on one text into a report: pass a MODEL and --out")
     if revisions and not over_steps:
         loading = loading.model_copy(update={"revision": revisions[0]})
     console = stderr()
@@ -102,7 +102,7 @@ def measure(
     )
     if name is None and loading.subfolder is not None:
         raise InputError(
-            f"--subfolder {loading.subfolder} is for one MODEL: leave it out, or give the MODEL without --family"
+            f"--subfolder {loading.subfolder} is for one MODEL: remove it, or pass the MODEL without --family"
         )
     name = name and in_subfolder(name, loading.subfolder)
     resumes = (name is None and not dry_run) or ((by_domain or over_steps) and out is not None)

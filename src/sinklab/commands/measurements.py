@@ -65,7 +65,7 @@ class Invocation:
             self.console.print(f"report: {path}", highlight=False, soft_wrap=True)
 
     def survey(self, what: str, total: int, measured: Callable[..., Any], show: Show[Any]) -> None:
-        """Run many measurements with one progress bar, and print them; a result that cannot be saved is printed too.
+        """Run many measurements with one progress bar and print the result, even if it cannot be saved.
 
         Raises:
             SinklabError: if some could not be measured; the others are printed and saved.

@@ -29,7 +29,7 @@ def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
 
 
 class LoadingOptions(CommandSettings, frozen=True):
-    """How a model is loaded."""
+    """Options that determine how a model is loaded."""
 
     dtype: Annotated[Precision, Flag(metavar="TYPE")] = Field(
         default="auto",
@@ -52,7 +52,7 @@ class LoadingOptions(CommandSettings, frozen=True):
 
 
 class SubfolderLoadingOptions(LoadingOptions, frozen=True):
-    """How a model that may be in a folder of its repository is loaded."""
+    """Loading options for models that may be in a folder of their repository."""
 
     subfolder: Annotated[str | None, Flag(metavar="FOLDER", panel=INPUT)] = Field(
         default=None, description="Folder of the model within the directory or repository."

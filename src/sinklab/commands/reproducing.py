@@ -54,13 +54,13 @@ from sinklab.tuning.tune import check_extra, check_tuned, tune
 
 MODELS = Path("runs/models")
 NAMED = "named"
-"""Folder of the results of experiments that name their models."""
+"""Folder for the results of experiments with fixed models."""
 
 SUMMARISED_EVERY_S = 60.0
-"""Interval between summaries during training, so that a power cut leaves one."""
+"""Interval in seconds between summaries during training, so that one exists after a power cut."""
 
 LOOKS_EVERY_S = 2.0
-"""Between two looks at runs that other processes assess."""
+"""Interval in seconds between two checks for runs that other processes assess or tune."""
 
 SCHEMA = Summary.model_fields["schema_version"].default
 
@@ -117,7 +117,7 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
         if chats is not None:
             raise InputError(
                 f"--data {chats} is for experiments on existing models and for those with `tune`, and "
-                f"{experiments[0].id} trains its own: leave it out"
+                f"{experiments[0].id} trains its own: remove it"
             )
         return
     first, *others = tuned
@@ -130,7 +130,7 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
         raise InputError(f"{first.id} and {different[0]} have different `tune`: run them in different directories")
     check_extra()
     if next(read_conversations(chats), None) is None:
-        raise InputError(f"{chats} holds no conversation")
+        raise InputError(f"{chats} has no conversation")
 
 
 def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: Console) -> SweepEnding:
@@ -256,7 +256,7 @@ def _undone(run: store.Unassessed | store.TuningRequest) -> str:
 
 
 def _tune_run(run: store.TuningRequest, chats: Path, observe: Observer) -> None:
-    """Tune a run, with its results beside its directory.
+    """Tune a run and save the results next to its directory.
 
     Raises:
         InputError: if its weights are missing, or a conversation cannot be used.
@@ -323,7 +323,7 @@ def measure_experiments(
     passes = _passes(experiments, settings)
     if data is not None and not any(downstream_tasks(one) for one in experiments):
         raise InputError(
-            f"--data {data} is the file of a downstream task, and {experiments[0].id} uses none: leave it out"
+            f"--data {data} is the file of a downstream task, and {experiments[0].id} uses none: remove it"
         )
     given = "+".join(label.replace("/", "_") for label in labels(models)) if models else NAMED
     top = settings.out or MODELS / given
@@ -380,7 +380,7 @@ def preview_measured(experiments: Sequence[Experiment], settings: ReproduceSetti
 
 
 def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> dict[str, list[Pass]]:
-    """The passes of the experiments by id.
+    """List the measurement passes (model and sequences) of each experiment, by its id.
 
     Raises:
         InputError: if a model or text is missing or cannot be used.

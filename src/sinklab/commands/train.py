@@ -86,7 +86,7 @@ def _trained(
     run: Run, world: World, console: Console, should_stop: Callable[[], bool], trackers: Sequence[TrackerName]
 ) -> RunOutcome:
     name = run.recipe.name
-    longer = "" if run.shorter is None else f", which goes on from that of {run.shorter} steps"
+    longer = "" if run.shorter is None else f", which continues the run of {run.shorter} steps"
     console.print(f"run {run.hash} in {run.directory}{longer}", **PLAIN)
     needs = memory_line(run.recipe, world.device(run.recipe.train.device), world.size)
     console.print(needs, **PLAIN)

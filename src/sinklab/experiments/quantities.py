@@ -332,7 +332,7 @@ class _Crossing(NamedTuple):
 
 
 def _crossing(name: str) -> _Crossing | None:
-    """Return the definition of a step quantity; None for other quantities."""
+    """Return metric and threshold of a quantity that is the step of a crossing, as `emergence_step`; else None."""
     if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
         return _Crossing(f"sink_layer_{found[2]}", HALF)
     return {

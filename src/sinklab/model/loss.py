@@ -136,7 +136,7 @@ class HiddenZ(Part):
     z is the output of the last block, before the final norm.
     """
 
-    weight: float = Field(default=1e-7, ge=0, description="lambda of 2509.01322")
+    weight: float = Field(default=1e-7, ge=0, description="weight of the hidden z-loss (lambda in arXiv:2509.01322)")
 
     def of(self, outputs: Sequence[Tensor]) -> Tensor:
         """Compute the weighted loss from the outputs (B, L, E) of all blocks; scalar, at least float32."""
@@ -150,7 +150,7 @@ class Tweo(Part):
     The weight is constant; eps is 1e-6. tau is absolute: it assumes a residual stream of unit scale.
     """
 
-    weight: float = Field(default=0.01, ge=0, description="lambda of 2511.23225")
+    weight: float = Field(default=0.01, ge=0, description="weight of the TWEO loss (lambda in arXiv:2511.23225)")
     tau: float = Field(default=3.0, gt=0, description="magnitude above which the penalty grows steeply")
     p: float = Field(default=4.0, ge=1, description="exponent")
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.statistics.highest import sink_elsewhere
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound=Hashable)
 
 SHOWN = 0.05
-"""Percent below which a rate is printed as 0.0."""
+"""Rates below this, in percent, are printed as 0.0."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
 CellColumn = tuple[TableColumn, Callable[["CellRow"], Value]]
-"""A column with its value of a cell."""
+"""A column, and the function that computes its value for a cell."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A quantity over the seeds of a cell: mean, and the sample standard deviation over several seeds."""
+    """Values of a quantity at the seeds of a cell, with their mean and sample standard deviation."""
 
     values: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """The spread of the known values; None if there are none."""
+        """Collect the known values; None if there are none."""
         known = tuple(float(value) for value in values if value is not None)
         return cls(known) if known else None
 
@@ -51,7 +51,7 @@ class Spread:
         return statistics.stdev(self.values) if len(self.values) > 1 and math.isfinite(self.mean) else None
 
     def text(self, decimals: int) -> str:
-        """`8.6` or, with several seeds, `8.6 ± 0.4`; `∞` if a value is infinite."""
+        """Format as `8.6` or, with several seeds, `8.6 ± 0.4`; as `∞` if a value is infinite."""
         if not math.isfinite(self.mean):
             return INFINITE
         mean = f"{self.mean:.{decimals}f}"
@@ -60,14 +60,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class CellRow:
-    """The runs of one cell; without runs on disk, the numbers of `summary.json`.
+    """The runs of one cell; without runs on disk, the values stored in `summary.json`.
 
     Attributes:
         seeds: number of runs.
-        progress: the steps of unfinished runs, ` (step 500 of 2000)`.
-        latest: the last evaluation of every run.
-        measured: the measurements of the runs that have one.
-        seconds: of training, or of a measurement only.
+        progress: steps of unfinished runs, such as ` (step 500 of 2000)`; empty if all are finished.
+        latest: last evaluation of every run.
+        measured: measurements of the runs that have one.
+        seconds: duration of the training, or of the measurement if nothing was trained.
     """
 
     cell: str
@@ -78,11 +78,11 @@ class CellRow:
     seconds: Spread | None
 
     def over_runs(self, value: Callable[[Evaluation], float | None]) -> Spread | None:
-        """A number of the last evaluations."""
+        """The spread of a value of the last evaluations."""
         return Spread.of(map(value, self.latest))
 
     def over_measurements(self, value: "Callable[[Measurement], float | None]") -> Spread | None:
-        """A number of the measurements."""
+        """The spread of a value of the measurements."""
         return Spread.of(map(value, self.measured))
 
     @property
@@ -108,7 +108,7 @@ class CellRow:
 
 
 def cell_rows(data: ReportData) -> list[CellRow]:
-    """One row per cell."""
+    """Collect the row of every cell, in the order of `data.cells`."""
     return [_cell_row(data, cell) for cell in data.cells]
 
 
@@ -140,10 +140,10 @@ def _seconds(run: ReportedRun) -> float | None:
 
 
 def cells_table(data: ReportData, curves: bool = False) -> Table:
-    """A row per cell, in the order of `data.cells`; empty columns are left out.
+    """Make a table with a row per cell, in the order of `data.cells`; empty columns are omitted.
 
     Args:
-        curves: whether the last column draws the growth of the sink, where there are no charts.
+        curves: whether to add a column of sparklines of the sink rate by step, for output without charts.
     """
     rows = cell_rows(data)
     trained = not data.runs or any(run.trained for run in data.runs)
@@ -248,13 +248,13 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
 
 
 def sparklines(curves: Sequence[Sequence[float]]) -> list[str]:
-    """Curves as bars on a shared scale from 0 to their maximum, or to 1 if that is larger."""
+    """Draw curves as bars on a shared scale from 0 to their maximum, or to 1 if the maximum is smaller."""
     highest = max((value for values in curves for value in values), default=0.0)
     return [sparkline(values, max(highest, 1.0)) for values in curves]
 
 
 def sparkline(values: Sequence[float], highest: float | None = None, width: int = 16) -> str:
-    """Values as bars of height 0..`highest` (default: their maximum), thinned to at most `width` characters."""
+    """Draw values as bars of height 0 to `highest` (default: their maximum), thinned to at most `width` characters."""
     if not values:
         return ""
     top = max(highest if highest is not None else max(values), 1e-12)
@@ -263,32 +263,15 @@ def sparkline(values: Sequence[float], highest: float | None = None, width: int 
     return "".join(BARS[min(len(BARS) - 1, max(0, int(value / top * len(BARS))))] for value in picked)
 
 
-class OverSeeds(TypedDict):
-    """One quantity over the seeds of a cell."""
+def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | None], where: str) -> list[dict[str, Any]]:
+    """Average a value of the evaluations by cell and step, over the seeds that reached the step.
 
-    mean: float
-    low: float
-    high: float
-    runs: int
+    Args:
+        where: name of the position or of the data, the same in all rows.
 
-
-class CurvePoint(OverSeeds):
-    """A quantity of a cell at a training step; `where` names the position or the data."""
-
-    cell: str
-    where: str
-    step: int
-
-
-class LayerPoint(OverSeeds):
-    """A quantity of a cell in a layer, or after a block (0 is the embedding)."""
-
-    cell: str
-    layer: int
-
-
-def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | None], where: str) -> list[CurvePoint]:
-    """One row per (cell, step), over the seeds that have reached that step."""
+    Returns:
+        Rows `cell, where, step` with the fields of `over_seeds`.
+    """
     found = by_key(
         ((run.cell, one.step), number) for run in runs for one in run.history if (number := value(one)) is not None
     )
@@ -297,8 +280,12 @@ def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | Non
     ]
 
 
-def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[LayerPoint], bool]:
-    """Last norm ratio of the first token by block; and whether some are infinite, which are left out."""
+def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[dict[str, Any]], bool]:
+    """Average the last norm ratio of the first token by block.
+
+    Returns:
+        Rows `cell, layer` (0 is the embedding) with the fields of `over_seeds`; whether infinite ratios were omitted.
+    """
     found = by_key(
         ((run.cell, layer), ratio)
         for run in runs
@@ -310,7 +297,7 @@ def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[LayerPoint], bool]:
 
 
 def growth_of_sink(data: ReportData, cell: str) -> list[float]:
-    """By step, mean over seeds: the sink rate of the first token or of the bias, whichever is larger."""
+    """The larger of the sink rates of the first token and of the bias by step, mean over seeds."""
     rows = curve(
         data.runs_of(cell),
         lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,
@@ -320,20 +307,20 @@ def growth_of_sink(data: ReportData, cell: str) -> list[float]:
 
 
 def by_key(pairs: Iterable[tuple[K, float]]) -> dict[K, list[float]]:
-    """Numbers grouped by key, keys in the order of their first."""
+    """Group numbers by key, in the order in which the keys first appear."""
     found: dict[K, list[float]] = {}
     for key, number in pairs:
         found.setdefault(key, []).append(number)
     return found
 
 
-def over_seeds(numbers: Sequence[float]) -> OverSeeds:
-    """Mean, minimum, maximum and number of the seeds."""
+def over_seeds(numbers: Sequence[float]) -> dict[str, float]:
+    """Compute mean, minimum (low), maximum (high) and count (runs) of the values at several seeds."""
     return {"mean": statistics.fmean(numbers), "low": min(numbers), "high": max(numbers), "runs": len(numbers)}
 
 
 def headline(data: ReportData) -> list[str]:
-    """The runs and their main result, in a sentence per sweep and at most three more."""
+    """Summarise the runs and their main result: a sentence per sweep and at most three more."""
     rows = cell_rows(data)
     trained = [run for run in data.runs if run.trained]
     sentences = []
@@ -360,7 +347,7 @@ def headline(data: ReportData) -> list[str]:
 
 
 def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
-    """Which models were trained or measured, and how."""
+    """Describe in a sentence which models were trained or measured, and how."""
     eps = ", ".join(sorted({f"{run.eps:g}" for run in data.runs}))
     measured = f"attention sinks measured at ε = {eps}"
     lengths = sorted({one.length for _, one in data.measured})

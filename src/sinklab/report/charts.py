@@ -22,15 +22,15 @@ ChartRows = Sequence[Mapping[str, Any]]
 Width = int | str
 Drawing = alt.LayerChart | alt.FacetChart
 Tip = tuple[str, str, str]
-"""A field in a tooltip, its title and its format; an empty format is for text."""
+"""A field of a tooltip with its title and number format; the format is empty for text."""
 Channel = TypeVar("Channel", alt.X, alt.Y)
 
 HEIGHT, SHORT, ROW_HEIGHT, LINE_HEIGHT, SEED_HEIGHT = 260, 220, 26, 12, 6
 LABEL_WIDTH = 220
 LETTER = 7
-"""Pixels of a letter of an axis label, on average."""
+"""Mean width of a letter of an axis label in pixels."""
 TITLE_LETTERS = 36
-"""Letters in a line of the title of a chart beside others."""
+"""Maximum number of letters in a line of the title of a small chart."""
 WIDE = 30
 """Ratio of the extremes above which an `auto` scale is logarithmic."""
 DASHES = ([1, 0], [6, 4], [2, 3], [8, 3, 2, 3])
@@ -44,11 +44,11 @@ class ColourScale:
     """The colour scale shared by a figure's heatmaps.
 
     Attributes:
-        what: the quantity, its label.
-        low, high: its ends.
-        outlined: threshold ε above which cells are outlined; None for no outlines.
+        what: label of the quantity.
+        low, high: ends of the scale.
+        outlined: threshold ε above which cells are outlined; None for no outline.
         diverging: whether zero is the centre of the scale (cosines).
-        references: values marked on the scale, those of uniform attention.
+        references: values of uniform attention, marked on the scale.
     """
 
     what: str
@@ -59,7 +59,7 @@ class ColourScale:
     references: tuple[float, ...] = ()
 
     def place(self, value: float) -> float:
-        """The position of a value on the scale, percent."""
+        """The position of a value on the scale, in percent of its length."""
         return 100 * (value - self.low) / (self.high - self.low)
 
 
@@ -68,11 +68,11 @@ class Figure:
     """One or more charts under one title.
 
     Attributes:
-        key: of its files and its anchor in the page.
-        caption: content and method.
-        scale: the colour scale shared by its charts, which are then small and side by side; None if there is none.
-        small: whether its charts are side by side without a shared scale.
-        table: the same numbers as a table.
+        key: name of its chart files and of its anchor in the page.
+        caption: description of content and method.
+        scale: colour scale shared by the charts, which are then small and side by side; None without a shared scale.
+        small: whether the charts are side by side although they share no scale.
+        table: the plotted numbers as a table.
     """
 
     key: str
@@ -101,16 +101,16 @@ def lines(
     height: int = HEIGHT,
     title: str | None = None,
 ) -> Drawing:
-    """A line per value of `colour`, `dash` and `apart`, with points and a band; a click on the legend selects a line.
+    """Draw a line per value of `colour`, `dash` and `apart`, with points and a band.
 
     Args:
-        rows: with all of these fields and those of the axes.
-        colour: the field of the colour; None for a single line.
-        order: the values of `colour`, in the order of the palette; None for numbers on a sequential scale.
-        apart: further fields with a thinner line per value.
-        band: fields of its lower and upper end.
+        rows: values by field, including the fields of the axes.
+        colour: field that determines the colour; None for a single line. A click on the legend selects a line.
+        order: values of `colour`, in the order of the palette; None for numbers on a sequential scale.
+        apart: further fields; each of their values has its own, thinner line.
+        band: fields of the lower and upper ends of the band.
         reference: position of a dashed horizontal line.
-        curves: rows `x.field`, `y.field` and `of` of dashed grey curves.
+        curves: rows `x.field`, `y.field` and `of` (the name) of dashed grey curves.
     """
     fields = [y.field, *(band or ())]
     across = _channel(alt.X, x, rows, [x.field])
@@ -167,13 +167,13 @@ def scatter(
     tips: Sequence[Tip] = (),
     width: Width = 640,
 ) -> Drawing:
-    """A point per row; for a categorical y, a line of points per category.
+    """Draw a point per row; for a categorical y axis, a line of points per category.
 
     Args:
-        rows: with the fields of the axes, of `colour`, `join` and `label`; `FIELD_low` and `FIELD_high` of an axis are
-            the ends of an error bar.
+        rows: values by field, including those of the axes, `colour`, `join` and `label`; FIELD_low and FIELD_high are
+            the ends of an error bar along the axis of FIELD.
         join: field by whose values points are connected.
-        label: field with the text of each point.
+        label: field with the text beside each point.
         published: rows drawn as open diamonds.
         reference: a dashed line at this value of y, or of x for a categorical y.
     """
@@ -206,7 +206,7 @@ def scatter(
 
 _FIELDS = ("value", "median", "smallest", "largest")
 _SEEDS, _MIDDLES, _PAPER = (alt.NamedData(name) for name in ("seeds", "middles", "paper"))
-"""Named datasets, as Altair copies the data of every layer while building a chart."""
+"""Datasets are named because Altair copies inline data for every layer."""
 
 
 def dots(
@@ -237,12 +237,14 @@ def dots(
     upright, seeds = varied is not None, _apart(seeds)
     everything = [*seeds, *middles, *paper]
     names = PlotAxis(varied or "", "at" if upright else "cell", order=list(labels.values() if upright else labels))
-    cell = _channel(alt.X if upright else alt.Y, names, [], [], label_width=label_width)
 
     def placed(mark: alt.Chart, field: str, end: str | None = None) -> alt.Chart:
-        number = _channel(alt.Y if upright else alt.X, values, everything, _FIELDS, field)
-        ends = {} if end is None else {"y2" if upright else "x2": end}
-        return mark.encode(**{"x": cell, "y": number} if upright else {"x": number, "y": cell}, **ends)
+        if upright:
+            mark = mark.encode(x=_channel(alt.X, names, [], []), y=_channel(alt.Y, values, everything, _FIELDS, field))
+            return mark if end is None else mark.encode(y2=end)
+        cell = _channel(alt.Y, names, [], [], label_width=label_width)
+        mark = mark.encode(x=_channel(alt.X, values, everything, _FIELDS, field), y=cell)
+        return mark if end is None else mark.encode(x2=end)
 
     def said(mark: alt.Chart, *tips: Tip) -> alt.Chart:
         return mark.encode(tooltip=[_tip("cell", "cell", ""), *(_tip(*tip) for tip in tips)])
@@ -288,12 +290,12 @@ def dots(
 
 
 def _listed_height(labels: Sequence[Any], label_width: int) -> int:
-    """Pixels of a row with its label, which may have several lines."""
+    """The height in pixels of a row whose label may have several lines."""
     return ROW_HEIGHT + LINE_HEIGHT * max(len(str(one)) * LETTER // label_width for one in labels)
 
 
 def _apart(seeds: ChartRows) -> ChartRows:
-    """The seeds of a cell, each with an offset against overlap."""
+    """Add to every seed its offset within its cell, so that points do not overlap."""
     count = {row["cell"]: 0 for row in seeds}
     placed = []
     for row in seeds:
@@ -331,7 +333,7 @@ def heatmaps(
     columns: Side = HEADS,
     height: int | None = None,
 ) -> Figure:
-    """Heatmaps that share a colour scale, which a page draws only once."""
+    """Draw heatmaps that share a colour scale, which a page shows only once."""
     own = width != "container"
     drawn = [heatmap(matrix, scale, name, rows, columns, width, height, own) for name, matrix in named]
     return Figure(key, title, caption, drawn, scale)
@@ -348,14 +350,14 @@ def heatmap(
     own_legend: bool = True,
     lowest: np.ndarray | None = None,
 ) -> Drawing:
-    """A matrix as coloured cells; NaN and infinities are left out.
+    """Draw a matrix as coloured cells; NaN and infinite entries are left blank.
 
     Args:
         values_YX: one row of cells for each row of the matrix.
-        scale: of the colours, shared by comparable heatmaps.
-        height: total, in pixels; by default proportional to the rows.
-        own_legend: draw the colour scale below the cells.
-        lowest: an additional lowest row of cells (X,): causal uniform attention.
+        scale: colour scale, shared by comparable heatmaps.
+        height: total height in pixels; by default proportional to the number of rows.
+        own_legend: whether to draw the colour scale below the cells.
+        lowest: values of an additional lowest row, (X,): uniform causal attention.
     """
     Y, X = values_YX.shape
     numbers = range(rows.first, rows.first + Y)
@@ -400,7 +402,7 @@ def heatmap(
 
 
 def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
-    """A scale over all values, from zero if none is negative; a diverging scale is symmetric."""
+    """Choose a scale over all values, from zero if none is negative; a diverging scale is symmetric."""
     values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
     low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
     if diverging:
@@ -411,7 +413,7 @@ def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = Fals
 
 
 def pooled(matrix_TT: np.ndarray, cells: int) -> np.ndarray:
-    """A square matrix downsampled to at most `cells` x `cells` by means over squares, ignoring NaN."""
+    """Downsample a square matrix to at most `cells` x `cells` entries by means over squares, ignoring NaN."""
     size = -(-len(matrix_TT) // cells)
     if size == 1:
         return matrix_TT
@@ -430,16 +432,16 @@ def _scale_title(scale: ColourScale) -> str:
 
 
 def _rounded_up(value: float) -> float:
-    """Rounded up to one significant digit: 0.37 is 0.4, 23 is 30."""
+    """Round up to one significant digit: 0.37 to 0.4, 23 to 30."""
     step = 10.0 ** math.floor(math.log10(value))
     return float(f"{math.ceil(value / step - 1e-9) * step:.12g}")
 
 
 def _thinned(count: int, first: int, more: Sequence[str] | None = None, **settings: Any) -> alt.Axis:
-    """An axis over `count` cells from `first` with at most a dozen labels, which therefore never overlap.
+    """Make an axis over `count` cells, numbered from `first`, with at most a dozen labels so that none overlap.
 
     Args:
-        more: labels of further cells; all labels are then strings.
+        more: labels of further cells; if they are given, all labels are strings.
     """
     every = -(-count // 12)
     begins = [first] if more is None else []  # a further cell is beside the first
@@ -453,14 +455,14 @@ _OPEN: dict[str, Any] = {"size": 85, "filled": False, "strokeWidth": 2}
 
 
 def layer_axis(rows: ChartRows, title: str) -> PlotAxis:
-    """The axis of layers, with a tick each if they are few."""
+    """Make an axis of layers, with a tick for each of up to 14 layers."""
     found = sorted({row["layer"] for row in rows})
     ticks = found if len(found) <= 14 else None
     return PlotAxis(title, "layer", whole=True, precision="d", ticks=ticks, zero=False)
 
 
 def colour_of(order: Sequence[str] | None, field: str = "cell") -> alt.Color:
-    """The colour of each cell, the same in every chart, with a legend above; a sequential scale for numbers."""
+    """Encode the colour of each cell, the same in every chart; a sequential scale for numbers."""
     if order is None:
         return alt.Color(f"{field}:O", title=field, scale=alt.Scale(scheme=theme.HEAT_SCHEME))
     palette = theme.colours(list(order))
@@ -475,7 +477,7 @@ def colour_of(order: Sequence[str] | None, field: str = "cell") -> alt.Color:
 
 
 def legend(columns: int) -> alt.Legend:
-    """A legend above the chart."""
+    """Make a legend above the chart."""
     return alt.Legend(orient="top", direction="horizontal", columns=columns, offset=6, symbolOpacity=1)
 
 
@@ -487,10 +489,10 @@ def _channel(
     field: str = "",
     label_width: int = LABEL_WIDTH,
 ) -> Channel:
-    """An axis as an encoding: ordered categories, or a continuous scale over all values of `fields`.
+    """Encode an axis: ordered categories, or a continuous scale over all values of `fields`.
 
     Args:
-        field: the encoded field; that of the axis unless given.
+        field: the encoded field; by default the field of the axis.
     """
     field, across = field or axis.field, kind is alt.X
     if axis.order is not None:
@@ -533,7 +535,7 @@ def _channel(
 
 
 def _in_lines(width: int) -> str:
-    """The label of an axis in lines of at most `width` pixels, broken after spaces and underscores."""
+    """The Vega expression that breaks a label into lines of at most `width` pixels, after spaces and underscores."""
     pattern = f"(.{{1,{width // LETTER - 1}}}(?:[ _]|$)|.{{{width // LETTER}}})"
     return f"split(trim(replace(datum.label, regexp('{pattern}', 'g'), '$1\\n')), '\\n')"
 

@@ -37,7 +37,7 @@ from sinklab.train.directory.lock import is_held
 SEED_FOLDER = re.compile(r"seed_(\d+)")
 LOOKED_FOR = "recipe.yaml (a run), measurement.json (a measurement), assessment.json or summary.json (experiments)"
 READ_SCHEMA = Summary.model_fields["schema_version"].default
-"""Schema version of summary.json; a file without one is accepted."""
+"""Schema version of summary.json; a file without a version is accepted."""
 
 SUITES = {
     "domains.json": DomainsDocument,
@@ -51,7 +51,7 @@ def collect(dirs: list[Path]) -> ReportData:
     """Read all runs, measurements and summaries in and below `dirs`.
 
     Raises:
-        InputError: a directory is missing, holds nothing to report on, or a file in it is damaged.
+        InputError: if a directory is missing or has nothing to report on, or a file in it is damaged.
     """
     if not dirs:
         raise InputError("no directory was given to report on: name a run, a measurement or a lab directory.")
@@ -90,7 +90,7 @@ def collect(dirs: list[Path]) -> ReportData:
 
 
 def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[str, CellSummary]]:
-    """The runs that are shown one by one, and the cells of the summary that they belong to.
+    """Read the runs that are shown individually, and the cells of the summary to which they belong.
 
     Packed runs, and those of several experiments (hundreds), appear in the sections of their experiments only.
     """
@@ -109,16 +109,18 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def folders_with(folder: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
-    """The folders in and below a folder for which `holds` is true; folders within them are not searched.
+    """Find the folders in and below a folder for which `holds` is true; their subfolders are not searched.
 
     Raises:
-        InputError: one of them cannot be read.
+        InputError: if a folder cannot be read.
     """
     try:
         found = holds(folder)
         children = [] if found else [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     except OSError as error:
-        raise InputError(f"cannot read {folder}: {error.strerror}. Make it readable, or name others only.") from error
+        raise InputError(
+            f"cannot read {folder}: {error.strerror}. Make it readable, or pass other directories only."
+        ) from error
     if found:
         yield folder
     for child in sorted(path for path in children if not path.name.startswith(".")):
@@ -160,7 +162,7 @@ def _name_of(path: Path) -> str:
 
 
 def _read_recipe(path: Path) -> WrittenRecipe | None:
-    """The recipe of any version; the types of values that a report counts or compares are checked."""
+    """Read a recipe of any version; the types of values that a report counts or compares are checked."""
     values = _read_mapping(path)
     train, metric = values.get("train", {}), values.get("metric", {})
     valid = (
@@ -176,10 +178,10 @@ def _read_recipe(path: Path) -> WrittenRecipe | None:
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file, empty without the file.
+    """Read the mapping in a YAML or JSON file; it is empty if there is no such file.
 
     Raises:
-        InputError: it cannot be read, or holds something other than a mapping.
+        InputError: if the file cannot be read, or contains something other than a mapping.
     """
     if not path.is_file():
         return {}
@@ -190,7 +192,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}. Repair it or leave its folder out.") from error
     if not isinstance(document, dict):
-        raise InputError(f"{path} should hold a mapping of keys to values. Repair it or leave its folder out.")
+        raise InputError(f"{path} must contain a mapping of keys to values. Repair it or leave its folder out.")
     return document
 
 
@@ -205,7 +207,7 @@ def _read_summary(path: Path) -> Summary:
     try:
         return Summary.model_validate(document)
     except ValidationError as error:
-        raise InputError(f"{path} should hold `cells` (a mapping) and `claims` (a list). Write it again.") from error
+        raise InputError(f"{path} must contain `cells` (a mapping) and `claims` (a list). Write it again.") from error
 
 
 def _read_suites(top: Path) -> Iterator[Suite]:
@@ -216,9 +218,7 @@ def _read_suites(top: Path) -> Iterator[Suite]:
         try:
             document = kind.model_validate(parse_json(path.read_text(encoding="utf-8")))
         except ValueError as error:
-            raise InputError(
-                f"{path} is damaged: run the command that wrote it again, or take the file out."
-            ) from error
+            raise InputError(f"{path} is damaged: repeat the command that wrote it, or remove the file.") from error
         yield Suite(top, document)
 
 
@@ -227,17 +227,17 @@ State = Literal["running", "done", "stopped", "failed", "not begun", "damaged"]
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run directory in a line.
+    """A run directory in the list of `sinklab runs`.
 
     Attributes:
-        state: running, a process holds its lock; done; stopped, it has a checkpoint and the same command resumes it;
-            failed, it ended with an error; not begun, nothing has been saved; damaged, it cannot be read.
-        step, steps: reached (evaluated or saved) and in the recipe.
-        sink_rate, sink_rate_bias: of the first position and of the bias at the last evaluation, percent.
-        valid_loss: at the last evaluation, nats per token.
-        differs: settings as `--set` takes them that differ from the shipped recipe of its name, or without one from the
+        state: running (a process holds its lock), done, stopped (it has a checkpoint, and the same command resumes it),
+            failed (it ended with an error), not begun (nothing has been saved) or damaged (it cannot be read).
+        step, steps: last step evaluated or saved, and number of steps in the recipe.
+        sink_rate, sink_rate_bias: sink rates of the first position and of the bias at the last evaluation, percent.
+        valid_loss: validation loss at the last evaluation, nats per token.
+        differs: settings (KEY=VALUE) that differ from the shipped recipe of the same name; if there is none, from the
             other runs listed.
-        why: the reason of failed or damaged.
+        why: reason why the run failed or is damaged.
         sink_elsewhere: position and rate of the highest sink at the last evaluation, unless it is the first token.
     """
 
@@ -256,10 +256,10 @@ class ListedRun:
 
 
 def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
-    """The runs in and below some directories, by path.
+    """List the runs in and below some directories, ordered by path.
 
     Raises:
-        InputError: one is not a directory, or there is no run in any.
+        InputError: if a path is not a directory, or no directory has a run.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -325,7 +325,7 @@ def _listed(path: Path, recipes: dict[Path, WrittenRecipe]) -> ListedRun:
 
 
 def _failure(path: Path) -> str:
-    """The message of a failed run, empty for others."""
+    """The error message of a failed run; empty for other runs."""
     try:
         return str(parse_json((path / "failed.json").read_text(encoding="utf-8"))["message"])
     except (OSError, ValueError, KeyError, TypeError):

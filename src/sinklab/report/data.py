@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 HASHED_NAME = re.compile(r"(.+)-[0-9a-f]{16}")
 MOST_CHANGES = 4
-"""Changes in the name of a cell."""
+"""Maximum number of changes in the name of a cell."""
 
 MEASURED = ("sink_rate", "sink_rate_visible", "sink_rate_bias", "hidden_norm_ratio")
 """Fields of both an evaluation and a measurement."""
@@ -43,22 +43,22 @@ MEASURED = ("sink_rate", "sink_rate_visible", "sink_rate_bias", "hidden_norm_rat
 
 @dataclass(frozen=True)
 class WrittenRecipe:
-    """The recipe of a run, written by any version; values of an unexpected type are None.
+    """The recipe of a run, written by any version of sinklab; values of an unexpected type are None.
 
     Attributes:
-        values: nested, by key.
+        values: nested mapping of the recipe's keys.
     """
 
     values: Mapping[str, object]
 
     @property
     def name(self) -> str | None:
-        """The name of the recipe that the run changes, or of its cell."""
+        """Name of the recipe that the run changes, or of the run's cell."""
         return self._value("name", str)
 
     @property
     def seed(self) -> int | None:
-        """Seed of weights and data."""
+        """Random seed of weights and data."""
         return self._value("seed", int)
 
     @property
@@ -68,7 +68,7 @@ class WrittenRecipe:
 
     @property
     def eps(self) -> float | None:
-        """The threshold of the sink rate."""
+        """Threshold ε of the sink rate."""
         return self._value("metric.eps", int, float)
 
     def _value(self, key: str, *kinds: type[T]) -> T | None:
@@ -80,13 +80,13 @@ class WrittenRecipe:
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """One trained run, or one measured model (then there is no recipe and no history).
+    """A training run, or a measured model, which has no recipe and no history.
 
     Attributes:
-        cell: the name shared by runs that differ in the seed only (see `grouped`).
-        env: env.json as stored.
-        history: its evaluations, ordered by step.
-        measurement: None before the run is measured.
+        cell: name shared by runs that differ only in the seed (see `grouped`).
+        env: content of env.json.
+        history: evaluations of the run, ordered by step.
+        measurement: measurement of the run; None if it was not measured.
     """
 
     path: Path
@@ -99,7 +99,7 @@ class ReportedRun:
 
     @classmethod
     def of(cls, measurement: "Measurement") -> "ReportedRun":
-        """A measurement in memory."""
+        """Wrap a measurement that is in memory only."""
         return cls(Path(), model_name(measurement.model) if measurement.model else "model", measurement=measurement)
 
     @property
@@ -109,12 +109,12 @@ class ReportedRun:
 
     @property
     def planned_steps(self) -> int | None:
-        """The number of steps the recipe asks for."""
+        """Number of steps in the recipe."""
         return self.recipe.steps if self.recipe else None
 
     @property
     def steps_done(self) -> int | None:
-        """The step of the last evaluation."""
+        """Step of the last evaluation."""
         return self.history[-1].step if self.history else None
 
     @property
@@ -132,14 +132,14 @@ class ReportedRun:
 
     @property
     def eps(self) -> float:
-        """Threshold of the sink rate: of the measurement, else of the recipe, else the paper's 0.3."""
+        """Threshold ε of the sink rate: from the measurement, else from the recipe, else the paper's 0.3."""
         if self.measurement:
             return self.measurement.eps
         return float((self.recipe and self.recipe.eps) or 0.3)
 
     @property
     def latest(self) -> Evaluation:
-        """The last evaluation, updated by the final measurement; with the measured loss if none was evaluated."""
+        """The last evaluation, updated with the values of the measurement; its loss is used if none was evaluated."""
         last = self.history[-1] if self.history else Evaluation(step=0)
         if self.measurement is None:
             return last
@@ -151,10 +151,10 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Suite:
-    """The result document of several measurements, with their directory.
+    """The result document of several measurements, with its directory.
 
     Attributes:
-        top: the directory of the document, above those of the measurements.
+        top: directory of the document; the measurements are in its subdirectories.
     """
 
     top: Path
@@ -168,11 +168,11 @@ class Suite:
 
 @dataclass(frozen=True)
 class Assessed:
-    """One assessment.json.
+    """The content of an assessment.json.
 
     Attributes:
         name: label of the model.
-        folder: of the file.
+        folder: folder of the file.
     """
 
     name: str
@@ -185,12 +185,12 @@ class ReportData:
     """The content of a report.
 
     Attributes:
-        runs: ordered by cell (in order of appearance), then by seed.
-        claims: of summaries without experiments.
+        runs: runs, ordered by cell (in order of appearance), then by seed.
+        claims: claims of summaries that list no experiments.
         summary_cells: cells of the summaries that these runs belong to, by name.
         suites: result documents of several measurements.
-        sweeps: each of their experiments has a section. The runs of a sweep of several experiments are not in `runs`.
-        assessed: assessments, except those of runs of a sweep.
+        sweeps: sweeps, with a section per experiment. The runs of a sweep of several experiments are not in `runs`.
+        assessed: assessments, except those of the runs of a sweep.
     """
 
     dirs: list[Path]
@@ -203,13 +203,13 @@ class ReportData:
 
     @classmethod
     def of_suite(cls, document: SuiteDocument, measured: "Mapping[str, Measurement]") -> "ReportData":
-        """Measurements in memory, by their names in the document."""
+        """Wrap measurements that are in memory only, by their names in the document."""
         runs = [ReportedRun(Path(name), name, measurement=one) for name, one in measured.items()]
         return cls([Path()], runs, suites=[Suite(Path(), document)])
 
     @property
     def cells(self) -> list[str]:
-        """The distinct names of the cells, those of the summary first, in order of appearance."""
+        """Distinct names of the cells in order of appearance, cells of the summary first."""
         return list(dict.fromkeys([*self.summary_cells, *(run.cell for run in self.runs)]))
 
     def runs_of(self, cell: str) -> list[ReportedRun]:
@@ -264,25 +264,25 @@ class ReportData:
         return [(run, one, one.details) for run, one in self.measured if one.details is not None]
 
     def arrays(self, of: "Callable[[Measurement], np.ndarray | None]") -> "list[tuple[str, np.ndarray]]":
-        """An array of every measurement that has it, with the label of its run."""
+        """Collect an array of the measurements, with the label of the run; measurements without it are omitted."""
         found = [(self.label(run), of(one)) for run, one in self.measured]
         return [(label, array) for label, array in found if array is not None and array.size]
 
 
 def model_name(model: str) -> str:
-    """A hub id unchanged; the last folder of a path."""
+    """Shorten a path to its last folder; a hub id is returned unchanged."""
     return model if model.count("/") == 1 and not model.startswith((".", "/", "~")) else Path(model).name or model
 
 
 def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:
-    """The runs, with one cell for all runs whose recipes differ in the seed only.
+    """Assign one cell to all runs whose recipes differ only in the seed.
 
     A cell is named by its changes to the shipped recipe of the runs' name (`model.attention.bias=k`), by that recipe if
     nothing was changed, and by its first run if there is no such recipe. Runs with the same seed are not replicates and
     stay apart.
 
     Args:
-        named: names of cells in a summary, which are kept.
+        named: names of cells in a summary; runs with these names keep them.
     """
     by_recipe: dict[str, list[ReportedRun]] = {}
     for run in runs:
@@ -312,7 +312,7 @@ def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun
 
 
 def _cell_name(base: str, changes: list[str] | None, common: Collection[str], several: bool) -> str:
-    """At most `MOST_CHANGES` changes, those that all cells share last; empty if the base is unknown."""
+    """Name a cell by at most `MOST_CHANGES` changes, those shared by all cells last; empty if the base is unknown."""
     if changes is None:
         return ""
     shown, more = changes, len(changes) - MOST_CHANGES
@@ -322,7 +322,7 @@ def _cell_name(base: str, changes: list[str] | None, common: Collection[str], se
 
 
 def recipe_changes(recipe: WrittenRecipe) -> list[str] | None:
-    """The settings in which a resolved recipe differs from the shipped recipe of its name, as `--set` takes them.
+    """List the settings (KEY=VALUE) in which a resolved recipe differs from the shipped recipe of the same name.
 
     A different kind is one change, followed by its values that are not defaults. Values that resolving fills in, and
     settings that do not affect the result, are left out.

@@ -16,7 +16,7 @@ from sinklab.report.data import ReportData
 from sinklab.tables import counted
 
 DECIMALS = 4
-"""Of an importance in the page."""
+"""Decimals of an importance in the page."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Explorer:
     """The explored heads of one measurement.
 
     Attributes:
-        key: of its anchor; `#KEY-LAYER.HEAD` is a head.
-        title: of its section.
-        note: which sequence, and what a map is.
-        data: JSON for the script; `maps` is base64 of the zlib stream of n (P, S, S), whose attention is (n / 255)^2.
+        key: anchor of the section; the anchor of a head is `#KEY-LAYER.HEAD`.
+        title: title of the section.
+        note: description of the sequence and of the maps.
+        data: JSON for the script; `maps` is the base64 text of a zlib stream of n (P, S, S); attention is (n / 255)^2.
     """
 
     key: str
@@ -37,7 +37,7 @@ class Explorer:
 
 
 def explorers(data: ReportData) -> list[Explorer]:
-    """One for every measurement with maps of its heads."""
+    """Make an explorer for every measurement with maps of its heads."""
     found = [(data.label(run), one, one.explored) for run, one in data.measured if one.explored is not None]
     return [
         Explorer(
@@ -74,7 +74,7 @@ def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int
 
 
 def _roles(data: ReportData, one: Measurement) -> dict[tuple[int, int], str]:
-    """The kind of each head, where an assessment of the same model on the page has it (assessing/parts/heads.py)."""
+    """The kind of each head by (layer, head), if the report has an assessment of the same model."""
     assessed = (found.document for found in data.assessed if found.document.model == one.model)
     parts = [document.result(Heads) for document in assessed if Heads.name in document.results]
     return {(head.layer, head.head): head.kind for part in parts for head in part.heads}

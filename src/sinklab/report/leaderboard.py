@@ -24,12 +24,12 @@ FAR = 1.0
 
 @dataclass(frozen=True)
 class SeedScore:
-    """A number over the seeds of a cell.
+    """A quantity over the seeds of a cell.
 
     Attributes:
-        median: over the seeds, as in the experiment's table.
-        seeds: the number of each seed.
-        note: the learning rate that reached it, or another position of the sink.
+        median: median over the seeds, as in the experiment's table.
+        seeds: value at each seed.
+        note: learning rate that gave the value, or position of a sink other than the first token.
     """
 
     median: float
@@ -37,25 +37,25 @@ class SeedScore:
     note: str = ""
 
     def cell(self, form: str) -> TableCell:
-        """The median with its range over several seeds."""
+        """The median as a table cell, with the range over several seeds."""
         low, high = f"{min(self.seeds):{form}}", f"{max(self.seeds):{form}}"
         ends = [f"{low} … {high}" if low != high else f"all {low}"] if len(self.seeds) > 1 else []
         return TableCell(self.median, " ".join([*ends, self.note]).strip())
 
 
 ScoreOf = Callable[[str, CellSummary], SeedScore | None]
-"""The score of a cell by its name; None if there is none."""
+"""Function from a cell and its name to its score; None if it has none."""
 
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """The board, the lowest validation loss first.
+    """The leaderboard, ordered by validation loss.
 
     Attributes:
-        baseline: the cell that the others are compared with.
-        assessed: whether some of its runs were assessed.
-        columns: of the scores.
-        scores: by cell, one per column.
+        baseline: cell with which the others are compared.
+        assessed: whether some of the runs were assessed.
+        columns: columns of the scores.
+        scores: scores by cell, one per column.
         failed: number of failed runs by cell.
     """
 
@@ -67,12 +67,12 @@ class Leaderboard:
     failed: dict[str, int]
 
     def column(self, title: str) -> dict[str, SeedScore]:
-        """The scores of a column by cell; cells without one are left out."""
+        """The scores of a column by cell; cells without a score are omitted."""
         at = [one.title for one in self.columns].index(title)
         return {cell: score for cell, scores in self.scores.items() if (score := scores[at]) is not None}
 
     def table(self, key: str) -> Table:
-        """A row per cell, with the range over seeds behind each median."""
+        """Make a table with a row per cell, and the range over seeds after each median."""
         rows = [
             [
                 cell + (f" ({counted(self.failed[cell], 'run')} failed)" if self.failed[cell] else ""),
@@ -92,9 +92,9 @@ class Leaderboard:
         return replace(table, notes=notes)
 
     def figure(self, key: str, width: Width) -> Figure | None:
-        """Sink_1 of every cell against its loss above the baseline's; None without the baseline's loss.
+        """Draw Sink_1 of every cell against its loss above the baseline's; None without the loss of the baseline.
 
-        The baseline is labelled, and the Pareto front: cells that no other cell equals in both and exceeds in one.
+        Labels mark the baseline and the Pareto front (no other cell is at least as good in both and better in one).
         """
         losses, sinks = self.column(LOSS), self.column(SINK)
         scores = {cell: (loss, sinks[cell]) for cell, loss in losses.items() if cell in sinks}
@@ -136,7 +136,7 @@ class Leaderboard:
 
 
 def leaderboard(sweep: Sweep) -> Leaderboard | None:
-    """The board of a sweep; None without an experiment on mitigations."""
+    """Make the leaderboard of a sweep; None without an experiment on mitigations."""
     summary = sweep.summary
     experiments = [name for name in summary.experiments if name.startswith(MITIGATIONS) and name != RETUNED]
     if not experiments:
@@ -159,7 +159,7 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
 
 
 def _columns(sweep: Sweep) -> list[tuple[TableColumn, ScoreOf]]:
-    """Every column but those of assessments: title, unit and format, with its score of a cell."""
+    """The columns that need no assessment, each with the function that scores a cell."""
     retuned = "the lowest of the losses at several learning rates, since one rate for all is unfair"
     return [
         (TableColumn(LOSS, "nats / token", ",.3f"), _quantity("valid_loss")),
@@ -196,7 +196,7 @@ def _of_runs(value: Callable[[CellRun], float | None]) -> ScoreOf:
 
 
 def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
-    """The lowest loss of a cell at several learning rates, with the rate."""
+    """Find the lowest loss of a cell over several learning rates, and the rate."""
     cells = sweep.summary.cells_of(RETUNED) if RETUNED in sweep.summary.experiments else {}
     found = [
         (estimate.median, cell)
@@ -215,7 +215,7 @@ def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
 
 
 def _assessed(sweep: Sweep, runs: Sequence[CellRun]) -> tuple[bool, list[tuple[TableColumn, ScoreOf]]]:
-    """Whether some runs were assessed, and the columns of these assessments."""
+    """Return whether some runs were assessed, and the columns of the assessments."""
     found = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
     numbers = {run_hash: assessment.numbers() for run_hash, assessment in found.items()}
 

@@ -43,7 +43,7 @@ LAST = ("secondary", "map-attention", "map-cosine", "map-norms")
 
 
 def importance_figures(data: ReportData, width: Width) -> list[Figure | None]:
-    """The figures in reading order; None for a figure without the required data."""
+    """Draw the figures of importance and norms in reading order; None for a figure without data."""
     small = width if width == "container" else 300
     return [
         _by_head(data, small),
@@ -107,7 +107,7 @@ def _by_layer(data: ReportData, width: Width) -> Figure | None:
 
 
 def uniform_importance(length: int) -> np.ndarray:
-    """alpha of every position, (T,), where each query attends to all tokens so far alike (metrics.py)."""
+    """Importance of every position, (T,), under causal attention that is uniform (metrics.py)."""
     return metrics.uniform_importance(torch.tensor([length]), length)[0].numpy()
 
 
@@ -121,7 +121,7 @@ def _masks_note(data: ReportData) -> str:
 
 
 def _importance_scale(maps: list[Named], data: ReportData) -> ColourScale:
-    """A colour scale from 0 to at least eps, so that a model without a sink shows no strong colours."""
+    """Choose a colour scale from 0 to at least ε, so that a model without a sink has no strong colours."""
     highest = max(float(matrix.max()) for _, matrix in maps)
     return ColourScale("importance", 0, max(*(run.eps for run in data.runs), math.ceil(highest * 10) / 10))
 
@@ -244,7 +244,7 @@ def _mixing(data: ReportData, width: Width) -> Figure | None:
 
 
 def details_figures(data: ReportData, width: Width) -> list[Figure]:
-    """In reading order: `FIRST` and `LAST` at the ends, the others in the order of their statistics."""
+    """Draw the figures of --details: `FIRST`, then the others in the order of their statistics, then `LAST`."""
     small = width if width == "container" else 300
     declared: dict[str, list[tuple[str, Shown]]] = {}
     for name, statistic in STATISTICS.items():
@@ -271,7 +271,7 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
 
 
 def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, small: Width) -> Figure | None:
-    """The figure that statistics declare under one key; None without a measurement that has them."""
+    """Draw the figure that statistics declare under one key; None without a measurement that has them."""
     name, shown = parts[0]
     found = _found(data, name)
     if not found:
@@ -310,13 +310,13 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, smal
 
 
 def _found(data: ReportData, name: str) -> list[tuple[ReportedRun, Measurement, Details, np.ndarray]]:
-    """Every run that has the statistic, with its array."""
+    """Collect the runs that have a statistic, with its array."""
     found = [(run, measured, details, getattr(details, name)) for run, measured, details in data.detailed]
     return [one for one in found if one[-1] is not None and one[-1].size]
 
 
 def _heatmaps(data: ReportData, name: str, shown: Heatmap, width: Width) -> Figure:
-    """A map per run, or per chosen head of a run; position maps are means over heads."""
+    """Draw a map per run, or per chosen head of a run; position maps are means over heads."""
     maps: list[Named] = []
     sides, height, caption = (charts.LAYERS, charts.HEADS), None, shown.caption
     lengths = sorted({measured.length for _, measured, _ in data.detailed})
@@ -347,7 +347,7 @@ def _heatmaps(data: ReportData, name: str, shown: Heatmap, width: Width) -> Figu
 
 
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: Width) -> Figure:
-    """A line per statistic."""
+    """Draw a line per statistic."""
     rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
     shown = parts[0][1]
     drawn = [row for row in rows if not shown.logarithmic or row["value"] > 0]
@@ -367,7 +367,7 @@ def _bucket_order(rows: ChartRows) -> list[str]:
 
 
 def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any]]:
-    """Mean over layers, heads and runs of a cell, by bucket."""
+    """Average a statistic over layers, heads and runs of a cell, by bucket."""
     shares: list[tuple[tuple[str, int, str], float]] = []
     for run, measured, details, shares_LHX in _found(data, name):
         of_queries = STATISTICS[name].axes == "LHQ"
@@ -382,10 +382,10 @@ def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any
 
 
 def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
-    """The first position and the mean of the others, mean over the runs of a cell.
+    """Average the value of the first position, and the mean of the others, over the runs of a cell.
 
     Args:
-        arrays: (layers, positions) of each run, with its cell; those of one position are left out.
+        arrays: pairs of cell and array (layers, positions), one per run; arrays with a single position are omitted.
         first_layer: number of the first layer.
     """
     return _mean_rows(
@@ -398,10 +398,10 @@ def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int =
 
 
 def _means(arrays: Iterable[tuple[str, Iterable[float]]], first_layer: int = 0) -> ChartRows:
-    """One finite value per layer, mean over the runs of a cell.
+    """Average the finite values of each layer over the runs of a cell.
 
     Args:
-        arrays: (layers,) of each run, with its cell.
+        arrays: pairs of cell and values (layers,), one per run.
         first_layer: number of the first layer.
     """
     return _mean_rows(
@@ -413,7 +413,7 @@ def _means(arrays: Iterable[tuple[str, Iterable[float]]], first_layer: int = 0) 
 
 
 def _mean_rows(values: Iterable[tuple[str, str, int, float]]) -> ChartRows:
-    """Means over the values of the same (cell, where, layer)."""
+    """Average the values with the same (cell, where, layer)."""
     found = by_key((tuple(key), value) for *key, value in values)
     return [
         {"cell": cell, "where": where, "layer": layer, "value": fmean(numbers)}
@@ -424,7 +424,7 @@ def _mean_rows(values: Iterable[tuple[str, str, int, float]]) -> ChartRows:
 def _layer_lines(
     rows: ChartRows, cells: Sequence[str], at: str, y_title: str, width: Width, title: str | None = None
 ) -> Drawing:
-    """A quantity by layer."""
+    """Draw a quantity by layer."""
     y = PlotAxis(y_title, "value", "value", scale="auto", precision=".4f")
     return charts.lines(
         rows, charts.layer_axis(rows, at), y, order=cells, dash="where", width=width, height=charts.SHORT, title=title
@@ -432,13 +432,13 @@ def _layer_lines(
 
 
 def chart(measurement: Measurement, what: str = "heads") -> Any:
-    """One of the figures of the report as an Altair chart, for a notebook.
+    """Return one of the figures of the report as an Altair chart, for a notebook.
 
     Args:
         what: "heads", "layers", "positions" or "norms".
 
     Raises:
-        InputError: there is no such figure, or the measurement has no data for it.
+        InputError: if there is no such figure, or the measurement has no data for it.
     """
     if what not in CHARTS:
         raise InputError(f"there is no chart {what!r}: choose from {', '.join(CHARTS)}")

@@ -43,30 +43,32 @@ CHARTS = "charts"
 
 
 def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
-    """Copy a sweep into a folder; an earlier copy there is updated.
+    """Copy a sweep into a folder, or update an earlier copy.
 
     Args:
-        dirs: the directory of the sweep, one.
+        dirs: a list of one directory, that of the sweep.
 
     Returns:
         The folder.
 
     Raises:
-        InputError: there is not exactly one directory, it holds no sweep, the folder holds something else or lies
+        InputError: if there is not exactly one directory, it has no sweep, the folder has other content or is
             within the sweep, or a recipe names a path of this machine.
-        SinklabError: a file cannot be written.
+        SinklabError: if a file cannot be written.
     """
     if len(dirs) != 1:
         raise InputError(f"--pack copies one sweep, and {len(dirs)} directories were given: name one")
     top = dirs[0]
     sweeps = collect([top]).sweeps
     if not sweeps:
-        raise InputError(f"{top} holds no sweep: expected a {SUMMARY} that names experiments, as reproduce writes it")
+        raise InputError(
+            f"{top} has no sweep: expected a {SUMMARY} that lists experiments, as written by sinklab reproduce"
+        )
     if out.resolve().is_relative_to(top.resolve()) or top.resolve().is_relative_to(out.resolve()):
-        raise InputError(f"--pack {out} and the sweep in {top} lie within each other: choose a folder elsewhere")
+        raise InputError(f"--pack {out} contains the sweep in {top} or is inside it: choose a folder elsewhere")
     sweep = sweeps[0]
     if out.is_dir() and any(out.iterdir()) and not (out / SUMMARY).is_file():
-        raise InputError(f"{out} is not empty and holds no {SUMMARY} of an earlier copy: choose a new --pack folder")
+        raise InputError(f"{out} is not empty and has no {SUMMARY} of an earlier copy: choose a new --pack folder")
     check_results(out, (SUMMARY, REPORT))
     _check_paths(sweep)
     packed = _packed_runs(sweep)
@@ -86,7 +88,7 @@ def _manifests(sweep: Sweep) -> list[Path]:
 
 
 def _check_paths(sweep: Sweep) -> None:
-    """Refuse absolute paths, which mean nothing on another machine."""
+    """Refuse absolute paths, which do not exist on another machine."""
     documents = [(path, parse_json(path.read_text(encoding="utf-8"))) for path in _manifests(sweep)]
     folders = [folder for run in sweep.summary.runs if (folder := sweep.folder(run)) is not None]
     recipes = [folder / RECIPE for folder in folders if (folder / RECIPE).is_file()]
@@ -101,7 +103,7 @@ def _check_paths(sweep: Sweep) -> None:
 
 
 def _remove_earlier_copy(out: Path) -> None:
-    """Remove its runs, manifests and charts; runs of an earlier format, with a folder each, as well."""
+    """Remove runs, manifests and charts of an earlier copy, also runs of a format with a folder per run."""
     for pattern in (f"*/{RUNS}", f"*/{RECORD}"):
         for path in out.glob(pattern):
             if {file.name for file in path.parent.iterdir()} <= {*PACKED_FILES, *EARLIER_FILES}:
@@ -112,7 +114,7 @@ def _remove_earlier_copy(out: Path) -> None:
 
 
 def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:
-    """Every run that has ended once, under the first experiment that has it."""
+    """Pack every finished run once, under the first experiment that has it."""
     found: dict[str, list[PackedRun]] = {}
     taken: set[str] = set()
     for name in sweep.summary.experiments:
@@ -125,7 +127,7 @@ def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:
 
 
 def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
-    """A run as packed; nothing if it has not ended."""
+    """Pack a run; yields nothing if it is not finished."""
     folder = sweep.folder(run)
     record = read_record(folder) if folder else None
     if folder is None or record is None or not (folder / RECIPE).is_file():
@@ -150,7 +152,7 @@ def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
 
 
 def _pack_documents(sweep: Sweep, out: Path) -> None:
-    """summary.json, the manifests and README.md."""
+    """Write summary.json, the manifests and README.md."""
 
     def packed(run: CellRun) -> CellRun:
         edited = [name for name in run.edited if name in CHECKED]
@@ -164,12 +166,12 @@ def _pack_documents(sweep: Sweep, out: Path) -> None:
 
 
 def _relative(message: str, sweep: Sweep) -> str:
-    """A message with the files of the sweep relative to it."""
+    """Make the paths of the sweep's files in a message relative."""
     return message.replace(f"{sweep.top.resolve()}/", "").replace(f"{sweep.top}/", "")
 
 
 def readme(summary: Summary) -> str:
-    """Markdown; texts from files are escaped."""
+    """Write the README of a sweep in Markdown; texts from files are escaped."""
     done, failed = (sum(run.status == status for run in summary.runs) for status in ("done", "failed"))
     lines = [
         f"# Results at scale {escaped(summary.scale)}" if summary.scale else "# Results",
@@ -195,7 +197,7 @@ def readme(summary: Summary) -> str:
 
 
 def _glance(summary: Summary) -> Table | None:
-    """The statements of the paper; None if it has none of their claims."""
+    """Make the table of the paper's statements; None if the sweep has none of their claims."""
     rows = []
     for place, line in enumerate(glance_of([(summary, {})]), 1):
         ours, verdicts = [], []

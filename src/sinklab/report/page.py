@@ -49,11 +49,11 @@ from sinklab.tables import Table
 
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
-"""No chart refers to data elsewhere, and none may: the converter has no address to load from."""
+"""The converter may not load data from any address; all data are in the charts."""
 EXPERIMENT_WIDTH, FULL_WIDTH = 420, 640
-"""Pixels of chart files."""
+"""Widths of chart files in pixels."""
 PNG_END = 12
-"""Bytes of the last chunk of a PNG."""
+"""Length of the last chunk of a PNG file in bytes."""
 
 WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "svg": lambda spec: vlc.vegalite_to_svg(spec, **OFFLINE).encode() + b"\n<!-- " + CHART_MARK + b" -->\n",
@@ -67,14 +67,15 @@ def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, 
 
     Args:
         out: the HTML file, by default `report.html` in the first directory.
-        formats: also write every chart as a file of these formats ("svg", "pdf", "png") into `charts/` beside it.
+        formats: formats ("svg", "pdf", "png") of additional chart files, written into `charts/` in the same folder.
 
     Returns:
         The path of the HTML file.
 
     Raises:
-        InputError: nothing to report on, a damaged file, an unknown format, or a file that no report may replace.
-        SinklabError: the report cannot be written.
+        InputError: if there is nothing to report on, a file is damaged, a format is unknown, or the target exists and
+            is not a report.
+        SinklabError: if the report cannot be written.
     """
     data = collect(dirs)
     target = out or dirs[0] / REPORT
@@ -86,14 +87,14 @@ def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, 
 
 
 def render(data: ReportData, page: Path, written: datetime | None) -> str:
-    """The whole page as text.
+    """Render the whole page as HTML.
 
     Args:
-        page: the folder of the page, from which links lead to runs.
-        written: date shown in the footer; None for none.
+        page: folder of the page; links to runs are relative to it.
+        written: date shown in the footer; None shows no date.
 
     Raises:
-        InputError: the metrics of a run are damaged.
+        InputError: if the metrics of a run are damaged.
     """
     drawn, experiments, lines = figures(data), experiment_sections(data.sweeps, page), glance(data.sweeps)
     compared, boards = forests(data.sweeps, page, "container"), _boards(data.sweeps, "container")
@@ -171,7 +172,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
 
 
 def lead(data: ReportData) -> list[str]:
-    """The answer of the page: of a measurement, of assessments, or of many models (`headline`)."""
+    """The first paragraph of the page: the answer of a measurement or of assessments, and the headline of the runs."""
     said = [
         f"{f'{one.name}: ' if len(data.assessed) > 1 else ''}{' '.join(one.document.answer())}" for one in data.assessed
     ]
@@ -189,7 +190,7 @@ def _anchors(parts: Sequence[Figure | Table | ExperimentGroup]) -> list[tuple[st
 
 
 def _boards(sweeps: Sequence[Sweep], width: charts.Width) -> list[tuple[Table, Figure | None]]:
-    """Table and figure of the leaderboard of every sweep that has one."""
+    """Draw table and figure of the leaderboard of every sweep that has one."""
     found = [board for sweep in sweeps if (board := leaderboard(sweep)) is not None]
     keys = [f"leaderboard{number or ''}" for number in range(len(found))]
     return [(board.table(key), board.figure(f"{key}-scatter", width)) for board, key in zip(found, keys, strict=True)]
@@ -202,8 +203,8 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
         The paths written, in reading order.
 
     Raises:
-        InputError: a format other than svg, pdf or png, or a file in the way that is not a chart of ours.
-        SinklabError: a file cannot be written.
+        InputError: if a format is unknown, or an existing file is not a chart written by sinklab.
+        SinklabError: if a file cannot be written.
     """
     unknown = sorted(set(formats) - set(WRITERS))
     if unknown:
@@ -234,7 +235,7 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
 
 
 def _marked_png(png: bytes) -> bytes:
-    """A chunk of text before the last one (PNG specification, section 11.3.4.3)."""
+    """Insert the mark as a tEXt chunk before the last chunk (PNG specification, section 11.3.4.3)."""
     chunk = b"tEXtSoftware\0" + CHART_MARK
     whole = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
     return png[:-PNG_END] + whole + png[-PNG_END:]
@@ -246,7 +247,7 @@ def _template(name: str) -> str:
 
 @cache
 def vega_bundle() -> str:
-    """The code of Vega, Vega-Lite and Vega-Embed as one script that sets `window.vegaEmbed`.
+    """Return the code of Vega, Vega-Lite and Vega-Embed as one script that sets `window.vegaEmbed`.
 
     Bundling takes longer than all the rest of a small page, so the script is cached on disk for this version; if the
     cache is not writable, it is bundled in every process.
@@ -266,17 +267,17 @@ def vega_bundle() -> str:
 
 
 def json_for_script(document: object) -> str:
-    """JSON that is safe inside a script element: characters with a meaning in HTML are escaped.
+    """Serialize to JSON that is safe inside a script element: characters with a meaning in HTML are escaped.
 
     Raises:
-        ValueError: the document holds NaN or an infinity.
+        ValueError: if the document contains NaN or an infinite number.
     """
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def content_policy(scripts: list[str]) -> str:
-    """A content security policy that runs only `scripts` (by their hashes) and loads nothing."""
+    """Build a content security policy that allows only `scripts` (by their hashes) and no requests."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
@@ -284,7 +285,7 @@ def content_policy(scripts: list[str]) -> str:
 
 
 def _title(data: ReportData) -> str:
-    """Sweeps by their content, so that a copied or renamed folder keeps its title; others by their directory."""
+    """Title a sweep by its content, so that a renamed folder keeps its title, and other results by their directory."""
     swept: dict[Path, str] = {}
     for sweep in data.sweeps:
         experiments, scale = list(sweep.summary.experiments), sweep.summary.scale
@@ -296,7 +297,7 @@ def _title(data: ReportData) -> str:
 
 
 def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]]]]:
-    """The counts of each verdict by scale, confirmatory and exploratory claims apart."""
+    """Count the verdicts by scale, confirmatory and exploratory claims separately."""
     claims = [*data.claims, *(claim for sweep in data.sweeps for claim in sweep.summary.claims if claim.experiment)]
     scales = dict.fromkeys(claim.scale for claim in claims)
     return [(scale, verdict_counts([claim for claim in claims if claim.scale == scale])) for scale in scales]

@@ -27,7 +27,7 @@ Labelled = Sequence[tuple[str, Measurement]]
 
 
 def suite_tables(data: ReportData) -> list[Table]:
-    """The tables of a page below that of its cells: comparisons, ablations, propositions."""
+    """Make the tables that follow the table of cells: comparisons, ablations, propositions."""
     compared = [
         replace(comparison_table(suite.document.rows, list(suite.document.measured)), key=f"comparison-{number}")
         for number, suite in enumerate(data.suites)
@@ -38,7 +38,7 @@ def suite_tables(data: ReportData) -> list[Table]:
 
 
 def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) -> Table:
-    """A row per quantity, with the value of each model and its difference from the first."""
+    """Make a table with a row per quantity: its value for each model, and the difference from the first model."""
     first, *others = models
     columns = [TableColumn("Quantity", text=True), TableColumn(first, "first model", ".3f")]
     for model in others:
@@ -59,7 +59,7 @@ def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) ->
 
 
 def ablations_table(measured: Labelled) -> Table | None:
-    """A row per ablation; None if there are none."""
+    """Make a table with a row per ablation; None without ablations."""
     found = [(label, one) for label, m in measured for one in m.ablations or ()]
     if not found:
         return None
@@ -85,7 +85,7 @@ def ablations_table(measured: Labelled) -> Table | None:
 
 
 def propositions_table(measured: Labelled) -> Table | None:
-    """A row per measurement of repeated tokens; None if there are none."""
+    """Make a table with a row per measurement of repeated tokens; None without such measurements."""
     found = [(label, one) for label, m in measured if (one := m.propositions)]
     if not found:
         return None
@@ -123,14 +123,14 @@ def _of(label: str) -> str:
 
 
 def _without_model(table: Table) -> Table:
-    """The table without the column of the model, if that is empty."""
+    """Remove the first column, that of the model, if it is empty."""
     if any(row[0] for row in table.rows):
         return table
     return replace(table, columns=table.columns[1:], rows=[row[1:] for row in table.rows])
 
 
 def measurement_tables(m: Measurement) -> list[Table]:
-    """The tables of one measurement, for the terminal and notebooks."""
+    """Make the tables of one measurement, for the terminal and notebooks."""
     one = [("", m)]
     made = [
         _positions(m),
@@ -146,7 +146,7 @@ def measurement_tables(m: Measurement) -> list[Table]:
 
 
 def measurement_facts(m: Measurement) -> list[str]:
-    """Facts about a measurement in a few words each."""
+    """List facts about a measurement in a few words each."""
     facts = [
         None if m.step is None else f"step {m.step:,} of {m.planned_steps:,}",
         "position 1 is BOS" if m.bos else "no BOS",
@@ -159,9 +159,11 @@ def measurement_facts(m: Measurement) -> list[str]:
 
 
 def _positions(m: Measurement) -> Table:
-    """Sink rates by threshold, and importance: a row for each of the first positions, the highest later one, the bias.
+    """Make the table of sink rates by threshold and of importance.
 
-    The highest excludes the second half of the positions: few queries see them, dominated by the position's own.
+    It has a row for each of the first positions, for the highest of the later ones, and for the bias.
+
+    The second half of the positions is excluded: few queries see them, and a position's own query dominates.
     """
     shown, half = min(POSITIONS, m.length), m.length // 2
     rates = m.sink_rates or {f"{m.eps:g}": m.sink_rate}
@@ -207,7 +209,7 @@ def _massive(m: Measurement) -> Table | None:
 
 
 def layers_table(measured: Labelled) -> Table:
-    """The first token in every layer, and the statistics of details that declare a column."""
+    """Make a table of the first token by layer, with a column per statistic of --details that declares one."""
     heads = [
         TableColumn("layer", text=True),
         *numbers(".3f", "importance", "visible"),
@@ -245,7 +247,7 @@ def layers_table(measured: Labelled) -> Table:
 
 
 def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
-    """The columns of statistics by title, each with its values by layer (from 0); angles first."""
+    """Format the columns of statistics: by title, the texts by layer (from 0); angles first."""
     columns: dict[str, dict[int, str]] = {}
     for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
         if (column := statistic.column) is None:
@@ -263,7 +265,7 @@ def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
 
 
 def mixing_table(measured: Labelled) -> Table | None:
-    """The effect of a changed token on later ones, by block; None if not measured."""
+    """Make a table of the effect of a changed token on later tokens, by block; None if it was not measured."""
     found = [(label, one) for label, m in measured if (one := m.mixing)]
     if not found:
         return None
@@ -280,10 +282,10 @@ def mixing_table(measured: Labelled) -> Table | None:
 
 
 def secondary_table(measured: Labelled, shown: int | None = None) -> Table | None:
-    """Sinks past position 1; None if there are none.
+    """Make a table of the sinks at positions after the first; None if there are none.
 
     Args:
-        shown: how many of the first few positions, and of later ones; all unless given.
+        shown: number of sinks shown among the first few positions, and among later ones; None shows all.
     """
     found: list[tuple[str, SecondarySink]] = []
     rates: list[str] = []
@@ -313,7 +315,7 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
 
 
 def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
-    """The question of every part and its answers: changes, and the loss that each adds; `of` ends the title."""
+    """Make a table of the questions of an assessment, with the loss that each change adds; `of` ends the title."""
     columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]
     rows: list[list[Value]] = []
     before = None
@@ -329,7 +331,7 @@ def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
 
 
 def assessment_table(document: Assessment, title: str = "Costs and benefits of the sink", key: str = "") -> Table:
-    """Loss, loss added, perplexity and KL divergence of the model under every change, part by part."""
+    """Make a table of loss, added loss, perplexity and KL divergence under every change, ordered by part."""
     columns = [
         *names("Part", "Change"),
         TableColumn("Loss", "nats / token", ".4f"),
@@ -354,7 +356,7 @@ def assessment_table(document: Assessment, title: str = "Costs and benefits of t
 
 @cache
 def templates() -> jinja2.Environment:
-    """The templates of the page and of its tables; all values are escaped."""
+    """Open the templates of the page and its tables; all values are escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sinklab.report"),
         autoescape=True,
@@ -367,18 +369,18 @@ def templates() -> jinja2.Environment:
 
 
 def shown(text: str) -> Markup:
-    """Text with the one spelling of Sink_1, in which a long name may be broken after `_` and `/`."""
+    """Prepare a text for the page: Sink_1 has a subscript, and long names may be broken after `_` and `/`."""
     plain = text.replace("Sink_1", SINK_1)
     return Markup("<wbr>").join(BREAKS.split(plain))
 
 
 def verdict_class(verdict: str) -> str:
-    """The style of a claim's badge; that of inconclusive for an unknown verdict."""
+    """The CSS class of a claim's badge; `inconclusive` for an unknown verdict."""
     return verdict.replace(" ", "-") if verdict in VERDICTS else "inconclusive"
 
 
 def html(m: Measurement) -> str:
-    """The tables of the terminal as an HTML fragment without scripts or external resources."""
+    """Render the tables of a measurement as an HTML fragment without scripts or external resources."""
     draw = templates().get_template("table.html.j2").module.draw  # type: ignore[attr-defined]
     parts = [
         Markup("<p><b>{}</b><br>{}</p>").format(

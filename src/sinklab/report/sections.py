@@ -16,12 +16,12 @@ from sinklab.tables import Table, TableCell, TableColumn, counted, names
 
 @dataclass(frozen=True)
 class GlancePart:
-    """A claim that encodes a statement, as judged in a sweep.
+    """A claim that encodes a statement of the paper, as judged in a sweep.
 
     Attributes:
-        claim: with its verdict.
-        ours: the claim's cells, each with its number at every seed as text; empty if the verdict rests on other
-            numbers, such as those at a step, which the evidence has.
+        claim: the claim with its verdict.
+        ours: cells of the claim, each with its values at all seeds as text; empty if the verdict is based on other
+            values, such as those at one step, which are then in the evidence.
         key: anchor of its experiment.
     """
 
@@ -32,21 +32,21 @@ class GlancePart:
 
 @dataclass(frozen=True)
 class GlanceLine:
-    """A statement with its claims in all sweeps; without claims it is not run."""
+    """A statement of the paper with its claims in all sweeps; without claims it is shown as not run."""
 
     statement: PaperStatement
     parts: Sequence[GlancePart]
 
 
 def glance(sweeps: Sequence[Sweep]) -> list[GlanceLine]:
-    """The twenty statements; empty if no sweep has any of their claims."""
+    """Collect the paper's statements with their claims; empty if no sweep has any of the claims."""
     keys = {(sweep.top, name): key for sweep, name, key in with_keys(sweeps)}
     summaries = [(one.summary, {name: keys[one.top, name] for name in one.summary.experiments}) for one in sweeps]
     return glance_of(summaries)
 
 
 def glance_of(summaries: Sequence[tuple[Summary, Mapping[str, str]]]) -> list[GlanceLine]:
-    """As `glance`, of summaries, each with the anchors of its experiments."""
+    """Do the same as `glance` for summaries, each paired with the anchors of its experiments."""
     lines = [
         GlanceLine(
             statement,
@@ -62,7 +62,7 @@ def glance_of(summaries: Sequence[tuple[Summary, Mapping[str, str]]]) -> list[Gl
 
 
 def _numbers_by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, str]]:
-    """Every cell with its seeds, such as `k_biases`, `0.0, 0.2, 0.0 %`; empty if the evidence has other numbers."""
+    """Format the values of a claim's cells, such as (`k_biases`, `0.0, 0.2, 0.0 %`); empty if the evidence differs."""
     if not claim.quantity:
         return []
     shown, texts = quantity_of(claim.quantity), []
@@ -78,8 +78,8 @@ class CellSection:
     """A cell of an experiment with its runs.
 
     Attributes:
-        change: its changes to the base recipe, as `--set` takes them.
-        badges: counts of failed, edited and unfinished runs, each with its style.
+        change: changes to the base recipe (KEY=VALUE).
+        badges: counts of failed, edited and unfinished runs, each with its CSS class.
     """
 
     name: str
@@ -94,12 +94,12 @@ class ExperimentSection:
 
     Attributes:
         key: anchor.
-        about: its part of summary.json.
-        verdicts: counts of each, for confirmatory and exploratory claims.
-        run: whether any of its own claims, or without claims any of its cells, has the runs it needs.
-        confirmatory: whether it has a confirmatory claim of its own.
-        matrices: of a grid, a table per quantity.
-        elsewhere: the paper's numbers of other models; None if there are none.
+        about: entry of the experiment in summary.json.
+        verdicts: counts of the verdicts of confirmatory and of exploratory claims.
+        run: whether any of its own claims (without claims, any of its cells) has the required runs.
+        confirmatory: whether the experiment has a confirmatory claim of its own.
+        matrices: for a grid, a table per quantity.
+        elsewhere: the paper's values for other models; None if there are none.
     """
 
     key: str
@@ -118,7 +118,7 @@ class ExperimentSection:
 
 @dataclass(frozen=True)
 class ExperimentGroup:
-    """Experiments under one heading.
+    """A group of experiments under one heading.
 
     Attributes:
         key: anchor.
@@ -132,13 +132,13 @@ class ExperimentGroup:
 
 
 def experiment_sections(sweeps: Sequence[Sweep], page: Path) -> list[ExperimentSection]:
-    """A section per experiment, in the order of the summaries.
+    """Make a section per experiment, in the order of the summaries.
 
     Args:
-        page: the folder of the page, from which links lead to runs.
+        page: folder of the page; links to runs are relative to it.
 
     Raises:
-        InputError: the metrics of a run are damaged.
+        InputError: if the metrics of a run are damaged.
     """
     return [_section(sweep, name, key, page) for sweep, name, key in with_keys(sweeps)]
 
@@ -200,7 +200,7 @@ def _yaml_value(value: object) -> str:
 
 
 def grouped(experiments: Sequence[ExperimentSection]) -> list[ExperimentGroup]:
-    """Experiments with confirmatory claims, the others, and last, folded, those that are not run."""
+    """Group experiments: with confirmatory claims, exploratory, and not run, which is collapsed."""
     confirmatory = [one for one in experiments if one.run and one.confirmatory]
     others = [one for one in experiments if one.run and not one.confirmatory]
     waiting = [one for one in experiments if not one.run]

@@ -1,5 +1,5 @@
-"""The figures of a sweep: the paper beside ours; of each experiment its numbers by cell, one number against another,
-curves over training."""
+"""Figures of a sweep: our values compared with the paper's; per experiment the values by cell, one quantity against
+another, and curves over training."""
 
 import os
 import re
@@ -23,7 +23,7 @@ OTHER_MODELS = "other models"
 CELL_NAME = re.compile(r"(.+)_(\d+(?:\.\d+)?(?:e-?\d+)?)([kMB]?)")
 FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
 FEWEST_ORDERED = 3
-"""Fewest cells of an order."""
+"""Minimum number of cells for an order."""
 LAYER_NUMBERS = ("sink_layer_", "layer_step_")
 """Prefixes of quantities of one layer; an experiment on one has a figure of all layers."""
 STATEMENT_PIXELS = 215
@@ -38,15 +38,15 @@ CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool
     ({"norm_step"}, "Norm ratio of the first token", lambda one: finite_or_none(one.largest_norm_ratio), True),
     ({"loss_change"}, "Validation loss (nats)", lambda one: one.valid_loss if one.step else None, False),
 )
-"""Quantities of which an experiment asks, the curve that they add, and whether its axis starts at zero. The loss of an
-untrained model is left out."""
+"""Quantities of an experiment, the curve that is drawn for them, and whether its axis starts at zero. The loss of an
+untrained model is omitted."""
 
 
 def cell_order(cells: Sequence[str]) -> tuple[str, dict[str, str]] | None:
-    """The order in the names of cells: None unless all but at most one are `WORD_NUMBER` with the same word.
+    """Order cells by the number in their names; None unless all but at most one are `WORD_NUMBER` with the same word.
 
     Returns:
-        The word, and labels by name from the smallest number to the largest; the cell without a number is first.
+        The word, and the labels by name, ordered by number; a cell without a number is first.
     """
     found = {name: match for name in cells if (match := CELL_NAME.fullmatch(name))}
     others = [name for name in cells if name not in found]
@@ -59,7 +59,7 @@ def cell_order(cells: Sequence[str]) -> tuple[str, dict[str, str]] | None:
 
 
 def with_keys(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
-    """Every experiment with a unique key for its anchor and chart files, of letters, digits, - and _."""
+    """Give every experiment a unique key for its anchor and chart files, of letters, digits, - and _."""
     found: dict[str, tuple[Sweep, str]] = {}
     for sweep in sweeps:
         for name in sweep.summary.experiments:
@@ -70,14 +70,14 @@ def with_keys(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
 
 
 def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Width) -> list[Figure]:
-    """The figures of an experiment of a sweep.
+    """Draw the figures of an experiment of a sweep.
 
     Args:
-        key: of its section.
+        key: key of the experiment's section.
         page: the folder of the page, from which links lead to runs.
 
     Raises:
-        InputError: the metrics of a run are damaged.
+        InputError: if the metrics of a run are damaged.
     """
     experiment = sweep.summary.experiments[name]
     cells = sweep.summary.cells_of(name)
@@ -90,7 +90,11 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Wid
             "of several."
         )
         made.append(Figure(f"{key}-against", f"{experiment.title}: {second} against {first}", caption, [chart]))
-    growth = [_curve(sweep, cells, *curve, width) for quantities, *curve in CURVES if quantities & asked]
+    growth = [
+        _curve(sweep, cells, title, value, from_zero, width)
+        for quantities, title, value, from_zero in CURVES
+        if quantities & asked
+    ]
     if charts := [chart for chart in growth if chart is not None]:
         title = f"{experiment.title}: while the models train"
         made.append(Figure(f"{key}-growth", title, "A line per seed.", charts))
@@ -102,7 +106,7 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Wid
 def _numbers(
     sweep: Sweep, experiment: ExperimentSummary, cells: dict[str, CellSummary], key: str, page: Path, width: Width
 ) -> Figure | None:
-    """A chart per quantity: the seeds of every cell, their median and range, and the paper's number."""
+    """Draw a chart per quantity: the seeds of every cell, their median and range, and the paper's value."""
     varied, labels = cell_order(list(cells)) or (None, {cell: cell for cell in cells})
     drawn: list[Drawing] = []
     bounds = False
@@ -142,9 +146,9 @@ def _numbers(
 
 
 def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width: Width) -> Drawing | None:
-    """The second quantity of `against` over the first; None if no cell has both.
+    """Plot the second quantity of `against` over the first; None if no cell has both.
 
-    Models of one family of the paper's list have one colour.
+    Models of the same family in the paper's list have the same colour.
     """
     if len(experiment.against) != 2:
         return None
@@ -179,7 +183,7 @@ def _curve(
     from_zero: bool,
     width: Width,
 ) -> Drawing | None:
-    """A quantity of every evaluation that has it; None if none has it."""
+    """Draw a quantity over the training steps; None if no evaluation has it."""
     rows = [
         {"cell": cell, "seed": run.seed, "step": one.step, "value": found}
         for cell, summary in cells.items()
@@ -197,7 +201,7 @@ def _curve(
 def _by_layer(
     sweep: Sweep, experiment: ExperimentSummary, cells: dict[str, CellSummary], key: str, width: Width
 ) -> Figure | None:
-    """The sink rate of each layer's most frequent sink head against training step."""
+    """Draw the sink rate of each layer's most frequent sink head over the training steps."""
     rows = [
         {"cell": cell, "seed": run.seed, "step": one.step, "layer": layer, "value": rate}
         for cell, found in cells.items()
@@ -215,7 +219,7 @@ def _by_layer(
 
 
 def forests(sweeps: Sequence[Sweep], page: Path, width: Width) -> list[Figure]:
-    """For every sweep that judges a statement of the paper: its seeds beside the paper's percentages.
+    """Draw, for every sweep that judges statements of the paper, its seeds and the paper's percentages.
 
     Args:
         page: the folder of the page, from which links lead to runs.
@@ -259,7 +263,7 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
 
 
 def with_ends(field: str, value: float, spread: Sequence[float | None], baseline: float = 0.0) -> dict[str, Any]:
-    """A coordinate above a baseline under `field`, with its range over several seeds under FIELD_low and FIELD_high."""
+    """The fields of a coordinate relative to a baseline: FIELD and, over several seeds, FIELD_low and FIELD_high."""
     known = [one - baseline for one in spread if one is not None]
     ends = {f"{field}_low": min(known), f"{field}_high": max(known)} if len(known) > 1 else {}
     return {field: value - baseline, **ends}
@@ -274,13 +278,13 @@ def _label(one: Quantity) -> str:
 
 
 def _values_axis(title: str, from_zero: bool) -> PlotAxis:
-    """An axis from zero to at least one; logarithmic for a large range."""
+    """Make an axis from zero to at least one, or one that is logarithmic for a large range."""
     scale = "linear" if from_zero else "auto"
     return PlotAxis(title, "value", scale=scale, zero=from_zero, at_least=1.0 if from_zero else None)
 
 
 def _middle(one: CellEstimate) -> dict[str, float]:
-    """Median, range over several seeds, and the largest value beyond which seeds never reached the step lie."""
+    """The fields of the median, the range over several seeds, and the largest step reached if some seeds never did."""
     reached = [value for value in one.seeds if value is not None]
     several = len(one.seeds) > 1
     found = {
@@ -293,7 +297,7 @@ def _middle(one: CellEstimate) -> dict[str, float]:
 
 
 def _point(sweep: Sweep, run: CellRun, value: float, page: Path) -> dict[str, str | float]:
-    """The number of a run, with the seed, hash and link of the run."""
+    """The fields of one run: seed, value, hash and link."""
     link = link_to(sweep, run, page)
     return {"seed": run.seed, "value": value, "run": run.hash, **({"link": link} if link else {})}
 

@@ -40,9 +40,9 @@ class Sweep:
 
     Attributes:
         top: the directory of summary.json.
-        summary: as stored, with `edited` recomputed from the files.
-        files: base of the runs' directories: top, or a temporary folder if the runs are packed.
-        packed: folder of the experiment that stores a packed run, by the run's directory.
+        summary: content of summary.json, with `edited` recomputed from the files.
+        files: folder of the runs' directories: `top`, or a temporary folder if the runs are packed.
+        packed: folder of the experiment that contains a packed run, by the run's directory.
     """
 
     top: Path
@@ -51,7 +51,7 @@ class Sweep:
     packed: Mapping[str, Path] = field(default_factory=dict)
 
     def folder(self, run: CellRun) -> Path | None:
-        """The directory of a run; None before it has one."""
+        """The directory of a run; None if it has none yet."""
         return self.files / run.directory if run.directory else None
 
     def provenance(self, run: CellRun) -> Path | None:
@@ -65,16 +65,16 @@ class Sweep:
         """The evaluations of a run so far.
 
         Raises:
-            InputError: metrics.jsonl is damaged.
+            InputError: if metrics.jsonl is damaged.
         """
         folder = self.folder(run)
         return read_history(folder / "metrics.jsonl") if folder else ()
 
     def assessment(self, run: CellRun) -> Assessment | None:
-        """The result of `sinklab assess RUN --out RUN`, None if there is none.
+        """The assessment in the run's directory; None if there is none.
 
         Raises:
-            InputError: assessment.json is damaged.
+            InputError: if assessment.json is damaged.
         """
         folder = self.folder(run)
         return load_assessment(folder / ASSESSMENT) if folder and (folder / ASSESSMENT).is_file() else None
@@ -91,12 +91,12 @@ class Sweep:
 
 
 def read_sweep(top: Path, summary: Summary) -> Sweep:
-    """The sweep in a directory, with the edited files of its runs.
+    """Read the sweep in a directory, and find the files of its runs that were edited.
 
     Packed runs are unpacked into a temporary folder, which is removed with the sweep.
 
     Raises:
-        InputError: a record or packed runs are damaged.
+        InputError: if a record or a packed run is damaged.
     """
     files, packed = top, {}
     if is_packed(top):
@@ -117,7 +117,7 @@ def read_sweep(top: Path, summary: Summary) -> Sweep:
 
 
 def with_runs(summary: Summary, changed: Callable[[CellRun], CellRun]) -> Summary:
-    """A copy of a summary with every run changed."""
+    """Return a copy of a summary with `changed` applied to every run."""
     cells = {
         name: cell.model_copy(update={"runs": [changed(run) for run in cell.runs]})
         for name, cell in summary.cells.items()
@@ -127,12 +127,12 @@ def with_runs(summary: Summary, changed: Callable[[CellRun], CellRun]) -> Summar
 
 @dataclass(frozen=True)
 class SweepOrigins:
-    """env.json and record.json aggregated over the finished and failed runs of some sweeps.
+    """Totals of env.json and record.json over the finished and failed runs of some sweeps.
 
     Attributes:
-        runs: their number.
-        core_hours: seconds of training times threads, of runs on CPUs, over 3600.
-        card_hours: of runs on GPUs.
+        runs: number of runs.
+        core_hours: training time multiplied by the number of threads, summed over the runs on CPUs.
+        card_hours: training time summed over the runs on GPUs, in hours.
         facts: title and text of values in env.json, such as `PyTorch` and `2.13.0`.
     """
 
@@ -143,10 +143,10 @@ class SweepOrigins:
 
 
 def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
-    """Time, versions and machines of the runs; None if no run has ended.
+    """Collect time, versions and machines of the runs; None if no run is finished.
 
     Raises:
-        SinklabError: env.json of a run is damaged.
+        SinklabError: if env.json of a run is damaged.
     """
     runs = {run.hash: (sweep, run) for sweep in sweeps for run in sweep.summary.runs if run.status != "unfinished"}
     found = [
@@ -187,7 +187,7 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
 
 
 def quantity_of(name: str) -> Quantity:
-    """The quantity of a column; an unknown one is labelled with its name."""
+    """The quantity with this name; an unknown quantity is labelled with its name."""
     try:
         return quantity(name)
     except ValueError:
@@ -195,12 +195,12 @@ def quantity_of(name: str) -> Quantity:
 
 
 def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
-    """For Sink_1: `76.8 % at position 2` if the highest sink of the cell is at another position; else empty."""
+    """Describe a sink of a cell that is not at the first token: `76.8 % at position 2`; empty for other quantities."""
     return elsewhere_text(cell.sink_rate) if name == "sink_1" else ""
 
 
 def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> Table:
-    """A row per cell: finished runs, and of every quantity the median over them, its spread, and the paper's number."""
+    """Make a table with a row per cell: finished runs, and median, range and the paper's value of every quantity."""
     paper = {cell: experiment.published.get(cell, {}) for cell in cells}
     in_paper = {name for numbers in paper.values() for name in numbers}
     estimates = {cell: {one: found.estimate(one) for one in experiment.columns} for cell, found in cells.items()}
@@ -233,7 +233,7 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
 
 
 def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> list[Table]:
-    """Of a grid, a matrix per quantity: a row per cell, a column per combination of changes; empty for others."""
+    """Make a table per quantity of a grid: rows are cells, columns combinations of changes; empty without a grid."""
     if not experiment.axes:
         return []
     own, *changes = experiment.axes.values()
@@ -264,7 +264,7 @@ def _estimate(estimate: CellEstimate | None, decimals: int, elsewhere: str) -> T
 
 
 def paper_models(experiment: ExperimentSummary) -> Table | None:
-    """The paper's numbers of other models than the measured one, a row for each; None if there are none."""
+    """Make a table of the paper's values for models that were not measured; None if there are none."""
     found = {model: row for model, row in experiment.elsewhere.items() if row}
     printed = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
     if not printed:
@@ -278,7 +278,7 @@ def paper_models(experiment: ExperimentSummary) -> Table | None:
 
 
 def claims_table(claims: Sequence[JudgedClaim]) -> Table:
-    """A row per claim: verdict with its scale, text, evidence; the counts of each verdict in the title."""
+    """Make a table of verdict, text and evidence of every claim; the title counts the verdicts."""
     kinds = [
         f"{kind} {', '.join(f'{number} {verdict}' for verdict, number in found.items())}".strip()
         for kind, found in verdict_counts(claims).items()

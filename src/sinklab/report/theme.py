@@ -30,12 +30,12 @@ INK_ON_PAPER = "#1d2430"
 
 
 def colours(cells: list[str]) -> dict[str, str]:
-    """The colour of each cell, the same in every chart: the palette in the order of the cells, repeated."""
+    """Assign a colour to each cell, the same in every chart: the palette in the order of the cells, repeated."""
     return {cell: PALETTE[index % len(PALETTE)] for index, cell in enumerate(cells)}
 
 
 def config(ink: str = "currentColor", background: str | None = None, font: str = FONT) -> dict[str, Any]:
-    """The Vega-Lite `config` shared by all charts, with text and axes in the colour `ink`."""
+    """Build the Vega-Lite `config` shared by all charts, with text and axes in the colour `ink`."""
     text = {
         "labelColor": ink,
         "titleColor": ink,
@@ -83,5 +83,5 @@ def config(ink: str = "currentColor", background: str | None = None, font: str =
 
 
 def on_paper() -> dict[str, Any]:
-    """The configuration of chart files: dark text on white, in a widely available font."""
+    """Build the configuration of chart files: dark text on white, in a widely available font."""
     return config(ink=INK_ON_PAPER, background="white", font="DejaVu Sans, Liberation Sans, sans-serif")

@@ -128,7 +128,7 @@ class Request(CommandSettings, frozen=True):
         return draw(vocabulary, sequences=self.sequences, length=self.length, seed=self.seed)
 
     def options_for(self, model_name: str, bos: bool) -> Options:
-        """Copy the options, with the name and BOS of one model."""
+        """Return a copy of the options with the name and the BOS setting of one model."""
         return self._in_order().model_copy(update={"model_name": model_name, "bos": bos})
 
     def document(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Hash compatibility of recipe keys that were added after some runs were trained.
+"""Stable content hashes of recipes when keys are added.
 
-A new key at its neutral value is left out of the content hash, so that the hashes of existing runs, by which they are
-found, do not change. This file can be removed when no study uses those runs.
+A new key at its neutral value is left out of the content hash, so that existing runs are still found by theirs. This
+file can be removed when no study uses those runs.
 """
 
 from typing import Any

@@ -186,7 +186,7 @@ def members(node: Schema) -> list[Schema]:
 
 
 def _field(node: Schema, key: str) -> Schema | None:
-    """Return the schema of a key; None if no type of the node has it."""
+    """Return the schema of a key; None if none of the types allowed at this node has it."""
     found = (member["properties"][key] for member in members(node) if key in member.get("properties", ()))
     return next(found, None)
 

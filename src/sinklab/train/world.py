@@ -82,7 +82,7 @@ class World:
         return total.tolist()
 
     def sum_on_device(self, numbers: Tensor) -> Tensor:
-        """Sum a tensor over all processes on its device; `numbers` may be overwritten."""
+        """All-reduce (sum) a tensor over all processes on its device; `numbers` may be overwritten."""
         if self.size > 1:
             dist.all_reduce(numbers)
         return numbers

@@ -12,13 +12,13 @@ for file in iter_modules(__path__):
     import_module(f"{__name__}.{file.name}")
 
 PARTS = {part.name: part for part in sorted(AssessPart.__subclasses__(), key=lambda part: part.rank)}
-"""By name, in the order in which they run and are shown."""
+"""The parts by name, in the order of execution and display."""
 
 USUAL = tuple(name for name, part in PARTS.items() if not part.on_request)
 """The parts that run unless some are named."""
 
 IN_QUICK = tuple(name for name in USUAL if PARTS[name].in_quick)
-"""Those of them that --quick runs."""
+"""The parts that --quick runs unless some are named."""
 
 NUMBERS = tuple(number for part in PARTS.values() for number in part.numbers)
 

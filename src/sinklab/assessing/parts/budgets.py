@@ -120,7 +120,7 @@ class Budgets(AssessPart):
         return PartJob(passes * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """Budgets by policy, with all keys for a quarter of the heads."""
+        """List the added loss of every policy with all keys for a quarter of the heads."""
         for one in self.policies:
             if one.full == SHOWN_FULL:
                 yield PartAnswer(f"{one.keys:,.0f} of {self.length:,} keys, {one.policy}", self.added(one))
@@ -141,7 +141,7 @@ class Budgets(AssessPart):
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added losses with all keys for a quarter of the heads."""
+        """List the added losses with all keys for a quarter of the heads, by head and for all heads."""
         quarter = {one.policy: one for one in self.policies if one.full == SHOWN_FULL}
         if quarter:
             yield "budget_by_head_added", self.added(quarter[BY_COST])
@@ -169,7 +169,7 @@ class RestrictedHeads:
     heads: KeyHeads
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call with the restricted mask."""
+        """Restrict the mask of the call."""
         chosen_G = chosen_heads(layer, self.heads)
         if not chosen_G.any():
             return layer
@@ -212,9 +212,7 @@ def assess_budgets(
         ):
             policies.append(HeadBudget(policy=policy, full=share, keys=keys, **mean_effect(effects)))
     return Budgets(
-        sequences=len(tokens_NT),
-        length=T,
-        unchanged=reader.unchanged.effect(),
+        **reader.result_fields(),
         size=size,
         first=first,
         heads=heads,
@@ -226,7 +224,7 @@ def assess_budgets(
 
 
 def _sink_shares(reader: PairedReader) -> dict[tuple[int, int], float]:
-    """Importance of the first position, or of learned tokens in front, by key head."""
+    """Measure the importance of the first position, or of learned tokens before it, by key head."""
     found: dict[tuple[int, int], list[Tensor]] = {}
 
     def observe(layer: LayerCall) -> None:

@@ -33,7 +33,7 @@ LEAST_SHARE = 1e-20  # of the attention on all keys that is on those in the cach
 
 
 class Evicted(Effect):
-    """The effect of a cache with `budget` keys, on text within the context."""
+    """Effect of a cache with `budget` keys, on text within the context."""
 
     policy: str
     budget: int
@@ -69,7 +69,7 @@ class Eviction(AssessPart):
         return PartJob((1 + POLICIES * len(settings.budgets)) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """Every policy at the smallest budget."""
+        """List the added loss of every policy at the smallest budget."""
         smallest = min((one.budget for one in self.policies), default=0)
         for one in self.policies:
             if one.budget == smallest:
@@ -81,7 +81,7 @@ class Eviction(AssessPart):
             yield PartRow(f"{one.policy}, {one.budget} keys", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added loss at the smallest budget."""
+        """List the added loss of recent keys at the smallest budget."""
         recent = [one for one in self.policies if one.policy == "recent"]
         if recent:
             yield "recent_keys_added", self.added(min(recent, key=lambda one: one.budget))
@@ -220,5 +220,4 @@ def assess_eviction(
         for policy, edit in policies.items():
             effect = reader.under(edit).effect()
             found.append(Evicted(policy=policy, budget=budget, **effect.model_dump()))
-    N, T = tokens_NT.shape
-    return Eviction(sequences=N, length=T, unchanged=reader.unchanged.effect(), first=first, policies=found)
+    return Eviction(**reader.result_fields(), first=first, policies=found)

@@ -118,7 +118,7 @@ class Heads(AssessPart):
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of one layer over sequences: (H,), and the Gram matrices of the outputs (H, V, V)."""
+    """Sums of one layer over the sequences, (H,), and the Gram matrices of the outputs, (H, V, V)."""
 
     share_H: Tensor
     value_H: Tensor
@@ -195,11 +195,8 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
                     kind=kind_of(share, value_norm, output_share, rank / width),
                 )
             )
-    N, T = tokens_NT.shape
     return Heads(
-        sequences=N,
-        length=T,
-        unchanged=reader.unchanged.effect(),
+        **reader.result_fields(),
         sink="bias" if watch.bias else "first position",
         width=width,
         heads=roles,

@@ -93,7 +93,7 @@ class KeyAblations(AssessPart):
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """The three ablations of the sink; for the controls, hiding the keys."""
+        """List hidden, spread and zeroed-value ablations of the sink; of the control keys, hidden only."""
         names = {
             "bias": "learned bias",
             "sink": "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys",
@@ -120,7 +120,7 @@ class KeyAblations(AssessPart):
                     yield PartRow(f"{one.keys}: logit {shift.by:+g}", shift)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added loss with the bias hidden, or else the first tokens."""
+        """List the added loss with the bias hidden; without a bias, with the first tokens hidden."""
         hidden = {one.keys: one.hidden for one in self.keys}
         effect = hidden.get("bias", hidden.get("sink"))
         if effect is not None:
@@ -142,7 +142,7 @@ class KeyAblations(AssessPart):
 
 @dataclass(frozen=True)
 class SelectedKeys:
-    """The selected keys of every query.
+    """Selection of keys for every query.
 
     Attributes:
         count: number n of keys.
@@ -220,7 +220,7 @@ class HiddenKeys:
     selection: SelectedKeys
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call without the selected keys."""
+        """Remove the selected keys from the call."""
         if self.selection.keys == "bias":
             return layer.changed(key_HD=None, logit_H=None, value_HV=None)
         return layer.masked(Dense(~self.selection.matrix(layer)[None], later=True))
@@ -234,19 +234,21 @@ class ShiftedLogits:
     by: float
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call with shifted scores."""
+        """Shift the scores of the call."""
         if self.selection.keys == "bias":
             return replace(layer, call=_WithShiftedBias(**vars(layer.call), by=self.by), library=None)
         return layer.changed(position=compose(layer.call.position, self._added(layer)))
 
     def _added(self, layer: LayerCall) -> Score:
-        selected_HLL = self.selection.matrix(layer)
-        by, heads = self.by, len(selected_HLL)
+        selected_HLL, by = self.selection.matrix(layer), self.by
 
         def shifted(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, selected_HLL: Tensor) -> Tensor:
-            return z + by * selected_HLL[h if heads > 1 else torch.zeros_like(h), q, k].to(z.dtype)
+            return z + by * selected_HLL[h, q, k].to(z.dtype)
 
-        return Score(shifted, (selected_HLL,))
+        def alike(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, selected_LL: Tensor) -> Tensor:
+            return z + by * selected_LL[q, k].to(z.dtype)  # the same for all heads
+
+        return Score(alike, (selected_HLL[0],)) if len(selected_HLL) == 1 else Score(shifted, (selected_HLL,))
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,7 @@ def ablate_keys(
         sink_keys: number n of first keys, a learned sink token included.
 
     Raises:
-        InputError: an operation without separate scores.
+        InputError: if the attention operation has no separate scores.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     others: tuple[Keys, ...] = ("sink", "recent", "random")
@@ -306,8 +308,7 @@ def ablate_keys(
         _ablated(reader, selection, total / max(rows, 1), shifts)
         for selection, total, rows in zip(shares.selections, shares.totals, shares.rows, strict=True)
     ]
-    N, T = tokens_NT.shape
-    return KeyAblations(sequences=N, length=T, unchanged=reader.unchanged.effect(), sink_keys=sink_keys, keys=found)
+    return KeyAblations(**reader.result_fields(), sink_keys=sink_keys, keys=found)
 
 
 def _ablated(reader: PairedReader, selection: SelectedKeys, share: float, shifts: Sequence[float]) -> AblatedKeys:

@@ -177,7 +177,7 @@ class KVCache(AssessPart):
         return f"; up to {self.residual} recent tokens are in full precision" if self.residual else ""
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added losses with all positions rounded, and the part due to the sink."""
+        """List the added losses with all positions rounded, and the part that is due to the sink."""
         for one in self.settings:
             yield f"cache_{one.bits}_bits_added", self.added(one.everything)
         fewest = min(self.settings, key=lambda one: one.bits)
@@ -205,7 +205,7 @@ class KVCache(AssessPart):
 
 
 def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
-    """q(x) in groups along an axis; spared entries (bool, broadcast) are unchanged and excluded from the scales."""
+    """Compute q(x) in groups along an axis; spared entries (bool, broadcast) are unchanged and not in the scales."""
     x_XI, spared_XI = x.movedim(axis, -1), spared.expand_as(x).movedim(axis, -1)
     width = x_XI.shape[-1]
     padding = (0, -width % CACHE_GROUP)
@@ -353,7 +353,7 @@ def joined(read: Sequence[ByPosition]) -> ByPosition:
 
 
 def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
-    """Boolean mask (N, S) of positions that are outliers after some block, learned tokens in front included."""
+    """Find the positions that are outliers after some block: (N, S) bool, learned tokens in front included."""
     found = []
     with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_BSC: x_BSC.abs().amax(-1)) as largest:
         for tokens_1T in tokens_NT.split(1):

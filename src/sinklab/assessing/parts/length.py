@@ -73,7 +73,7 @@ class LossByLength(AssessPart):
         return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
 
     def answers(self) -> Iterator[PartAnswer]:
-        """The last positions, compared with the same targets within the context."""
+        """List the loss added at the last positions, over the same targets read within the training context."""
         for _, added in self.values():
             yield PartAnswer(f"positions {self.buckets[-1].positions} read at once", added)
 
@@ -83,7 +83,7 @@ class LossByLength(AssessPart):
             yield PartRow(f"positions {one.positions}", one.whole, within, one.whole.loss - one.within.loss)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added loss of the last positions beyond the context."""
+        """List the added loss of the last positions, if they are beyond the context."""
         if self.buckets and (last := self.buckets[-1]).start > self.context:
             yield "beyond_context_added", last.whole.loss - last.within.loss
 

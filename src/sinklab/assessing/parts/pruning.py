@@ -113,7 +113,7 @@ class Pruning(AssessPart):
             yield PartRow(f"{one.order}, {self.counted(one.heads, 'head')} removed", one, _spread(one))
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added losses with a tenth of the heads removed."""
+        """List the added losses with a tenth of the heads removed."""
         tenth = {one.order: one for one in self.orders if one.share == SHOWN_SHARE}
         if tenth:
             yield "sink_heads_pruned_added", self.added(tenth[SINK_FIRST])
@@ -137,7 +137,7 @@ def _spread(one: RemovedHeads) -> str:
 
 @dataclass(frozen=True)
 class WithoutHeads:
-    """Compute function: the output of these heads is zero."""
+    """Compute function that sets the output of these heads to zero."""
 
     heads: QueryHeads
 
@@ -194,7 +194,4 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -
             continue
         kinds.append(removed(f"all {kind}", [chosen]))
         kinds.append(removed(f"as many random as {kind}", [draw.sample(roles, len(chosen)) for _ in range(DRAWS)]))
-    N, T = tokens_NT.shape
-    return Pruning(
-        sequences=N, length=T, unchanged=reader.unchanged.effect(), total=len(roles), orders=orders, kinds=kinds
-    )
+    return Pruning(**reader.result_fields(), total=len(roles), orders=orders, kinds=kinds)

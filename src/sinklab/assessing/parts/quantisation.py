@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -40,12 +39,15 @@ Weights = Literal["int8 per channel", "int4 in groups of 32"]
 Maxima = dict[nn.Module, Tensor]
 
 STATIC = "int8 static per tensor"
-SETTINGS: tuple[tuple[str, Weights, Activations], ...] = (
-    (STATIC, "int8 per channel", "static per tensor"),
-    ("int8 dynamic per tensor", "int8 per channel", "dynamic per tensor"),
-    ("int8 per token", "int8 per channel", "per token"),
-    ("int4 weights", "int4 in groups of 32", "full"),
-)
+SETTINGS: dict[Weights, dict[str, Activations]] = {
+    "int8 per channel": {
+        STATIC: "static per tensor",
+        "int8 dynamic per tensor": "dynamic per tensor",
+        "int8 per token": "per token",
+    },
+    "int4 in groups of 32": {"int4 weights": "full"},
+}
+"""Quantisation of the weights, and with each those of their inputs by name."""
 CALIBRATED = 4  # sequences at most
 DESTROYED = 10  # times the loss of the unchanged model
 DEVIATIONS = 6  # from the mean, beyond which a value is an outlier (2306.12929)
@@ -119,7 +121,7 @@ class Quantisation(AssessPart):
         calibrated = min(settings.sequences, CALIBRATED)
         tokens_NT, calibration_NT = text.split(settings.sequences, calibrated, settings.length)
         run = partial(assess_quantisation, text.model.adapter, tokens_NT, calibration_NT, settings.sink_tokens)
-        return PartJob((1 + 2 * len(SETTINGS)) * len(tokens_NT) + 2 * len(calibration_NT), run)
+        return PartJob((1 + 2 * sum(map(len, SETTINGS.values()))) * len(tokens_NT) + 2 * len(calibration_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
         for one in self.settings:
@@ -134,7 +136,7 @@ class Quantisation(AssessPart):
             yield PartRow(one.name, one.everything, due)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added losses in int8 with static scales per tensor."""
+        """List the added losses in int8 with static scales per tensor."""
         for one in self.settings:
             if one.name == STATIC:
                 yield "int8_added", self.added(one.everything)
@@ -178,9 +180,9 @@ def assess_quantisation(
                 step()
     before = reader.unchanged.effect()
     found = []
-    for weights, settings in groupby(SETTINGS, key=lambda setting: setting[1]):
+    for weights, settings in SETTINGS.items():
         with quantised_weights(maps, weights) as exact:
-            for name, _, activations in settings:
+            for name, activations in settings.items():
                 everything, without = (
                     reader.under(surgery=quantised_inputs(maps, exact, activations, maxima[skipped], skipped)).effect()
                     for skipped in (0, spared)
@@ -196,11 +198,8 @@ def assess_quantisation(
                         destroyed=everything.loss >= DESTROYED * before.loss,
                     )
                 )
-    N, T = tokens_NT.shape
     outliers = outliers_by_block(adapter, tokens_NT)
-    return Quantisation(
-        sequences=N, length=T, unchanged=before, sink_positions=spared, settings=found, outliers=outliers
-    )
+    return Quantisation(**reader.result_fields(), sink_positions=spared, settings=found, outliers=outliers)
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
@@ -225,7 +224,7 @@ def _outliers(x_BTC: Tensor) -> Outliers:
 
 
 def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
-    """q(x) with the scale for the maximum `largest` (broadcast); zero remains zero."""
+    """Compute q(x) with the scale for the maximum `largest` (broadcast); zero remains zero."""
     steps = 2 ** (bits - 1) - 1
     scale = largest / steps
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -233,7 +232,7 @@ def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
 
 
 def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
-    """The quantised weight, output channels in rows; a last group may be shorter."""
+    """Quantise a weight with output channels in rows; the last group may be shorter."""
     if kind == "int8 per channel":
         return on_grid(weight_OI, INT8, weight_OI.abs().amax(1, keepdim=True))
     width = weight_OI.shape[1]
@@ -261,7 +260,7 @@ class LinearMap:
         return found.data
 
     def quantised(self, kind: Weights) -> Tensor:
-        """The quantised weight, in the layout of the parameter."""
+        """Quantise the weight, in the layout of the parameter."""
         return quantised_weight(self.weight.T, kind).T if self.transposed else quantised_weight(self.weight, kind)
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -271,7 +270,7 @@ class LinearMap:
 
 
 def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
-    """The linear maps of the blocks in order, gates included."""
+    """List the linear maps of the blocks in order, gates included."""
     found = []
     for block in blocks:
         for module in block.modules():

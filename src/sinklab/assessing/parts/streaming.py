@@ -83,7 +83,7 @@ class Streaming(AssessPart):
         return PartJob((1 + readings) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """The smallest cache, with the fewest and the most first tokens kept."""
+        """List the added loss of the smallest cache, with the fewest and the most first tokens kept."""
         size = min((one.cache for one in self.caches), default=0)
         by_first = {one.first: one for one in self.caches if one.cache == size}
         for first in sorted({min(by_first), max(by_first)} if by_first else ()):
@@ -99,7 +99,7 @@ class Streaming(AssessPart):
             yield PartRow(f"cache {one.cache}, first {one.first} kept", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Added losses: by N for the largest cache, above most kept; for the smallest, above the unchanged model."""
+        """List the losses of the largest cache by N, and the added losses of the smallest cache."""
         if not self.caches:
             return
         sizes = {one.cache for one in self.caches}
@@ -148,13 +148,7 @@ def assess_streaming(
             effect = reader.under(RollingCache(size, first, in_cache=positions == "cache")).effect()
             perplexity = math.exp(effect.loss) if effect.loss < 700 else None
             caches.append(CachedReading(cache=size, first=first, perplexity=perplexity, **effect.model_dump()))
-    return Streaming(
-        sequences=len(tokens_NT),
-        length=tokens_NT.shape[1],
-        unchanged=reader.unchanged.effect(),
-        positions=positions,
-        caches=caches,
-    )
+    return Streaming(**reader.result_fields(), positions=positions, caches=caches)
 
 
 @dataclass(frozen=True)
@@ -194,7 +188,7 @@ class RollingCache:
             raise InputError(f"a cache of {self.size} keys cannot keep the first {self.first}: keep fewer keys")
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call with the rolling cache."""
+        """Apply the rolling cache to the call."""
         layer = layer.masked(Kept(self.size, self.first))
         if self.in_cache and layer.length > self.size and (self.first or layer.call.key_HD is not None):
             return self._placed(layer)

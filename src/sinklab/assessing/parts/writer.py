@@ -189,7 +189,7 @@ class Writer(AssessPart):
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """The added loss without the single weight."""
+        """List the added loss without the single weight."""
         for one in self.zeroed:
             if one.what == WEIGHT:
                 yield "single_weight_added", self.added(one)
@@ -211,7 +211,7 @@ class Writer(AssessPart):
 
 
 def feed_forward(block: nn.Module) -> nn.Module | None:
-    """The last child of a block that has weight matrices and is not attention, recurrence or convolution."""
+    """Find the last child of a block that has weight matrices and is not attention, recurrence or convolution."""
     found = [
         child
         for name, child in block.named_children()
@@ -272,13 +272,13 @@ class DownMap:
         return self.weight.detach().movedim(self.axis, 0)[self.channel]
 
     def entry(self, expert: int | None, neuron: int | slice, channel: int | slice) -> tuple[Any, ...]:
-        """The index of weights."""
+        """The index of the selected weights in `weight`."""
         rest = (neuron,) if expert is None else (expert, neuron)
         return (*rest[: self.axis], channel, *rest[self.axis :])
 
 
 def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int) -> tuple[list[DownMap], Tensor]:
-    """The maps of a feed-forward part that write to the stream, and its mean output (E,) at the first position."""
+    """Find the maps of a feed-forward part that write to the stream, and its mean output (E,) at the first position."""
     outputs: list[Tensor] = []
     weights = {name: weight for name, weight in part.named_parameters() if weight.ndim > 1}
     asked = {name: weight.requires_grad for name, weight in weights.items()}
@@ -360,9 +360,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
     if chosen.expert is None and len(maps) == 1:
         rule = (int(out_E.abs().argmax()), int(here.activation.abs().argmax())) == (channel, chosen.neuron)
     return Writer(
-        sequences=len(tokens_NT),
-        length=tokens_NT.shape[1],
-        unchanged=reader.unchanged.effect(),
+        **reader.result_fields(),
         channel=channel,
         block=block,
         value=value,
@@ -381,14 +379,14 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
 
 
 def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:
-    """The residual stream at the first position, before the first block and after each: (M, N, E)."""
+    """Read the residual stream at the first position, before the first block and after each: (M, N, E)."""
     with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_NSE: x_NSE[:, 0]) as found:
         adapter.hidden(tokens_N1.to(adapter.device))
     return torch.stack(found).float()
 
 
 def _neurons(maps: Sequence[DownMap], behind: float, sign: int) -> list[NeuronWrites]:
-    """The neurons with the largest additions, over all maps."""
+    """List the neurons with the largest additions, over all maps."""
     found = []
     for one in maps:
         adds = behind * (one.activation * one.written).float()

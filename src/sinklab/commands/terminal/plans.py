@@ -43,7 +43,7 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
         console.print(question, soft_wrap=True)
     console.print()
     _print_estimates(found, jobs, console)
-    said = "Without times are those that measure a --model. One in full: sinklab experiments ID"
+    said = "Experiments without times measure a --model. Show one in full: sinklab experiments ID"
     console.print(said, highlight=False)
 
 
@@ -97,7 +97,7 @@ def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
 
 
 def hours_line(ahead: Preview) -> str:
-    """The expected duration as a sentence."""
+    """Describe the missing runs and their expected duration in a sentence."""
     if not ahead.missing:
         return f"all {ahead.runs} runs are done"
     trained = f"{ahead.missing} of {ahead.runs} runs are to be trained"
@@ -156,7 +156,7 @@ def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
             notes.append(f"changes nothing: {one.neutral}")
         name = f"{one.key}={one.kind}" if one.is_kind else f"  {one.key} ({one.kind})" if one.kind else one.key
         rows.append((name, "; ".join(filter(None, notes))))
-    print_table(Table("", names("key", "what it does"), rows), console)
+    print_table(Table("", names("key", "effect"), rows), console)
 
 
 def print_plan(plan: "TrainingPlan", console: Console) -> None:

@@ -143,11 +143,12 @@ class Lines:
 
 
 class Board:
-    """A live display within its context: bars in a terminal, progress lines otherwise.
+    """Context with a live display: bars in a terminal, progress lines otherwise.
 
     Args:
         phase: name of the first phase of the work.
-        columns: columns of the bars; `settings` are further settings of rich's `Progress`.
+        columns: columns of the bars.
+        settings: further settings of rich's `Progress`.
     """
 
     def __init__(self, console: Console, phase: str, clock: Clock, *columns: ProgressColumn, **settings: Any) -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sinklab.train.replay import Replay
     from sinklab.tuning.tuned_directory import Tuning
 
-PROBLEMS = 20  # of a check that are listed
+PROBLEMS = 20  # maximum number of problems listed per check
 GRADIENTS = 12
 """Parameters that a replay lists."""
 VERDICT = 16, 30  # characters of a verdict in a line: below 100 columns, and from there on
@@ -211,7 +211,7 @@ def print_scores(scores: "DownstreamScores", console: Console) -> None:
         if task.cut:
             notes.append(f"{task.cut:,} contexts are longer than the model's, and lost their first words")
         if task.sink is None:
-            notes.append("no item is long enough to measure the sink on; give --text FILE")
+            notes.append("no item is long enough to measure the sink on; pass --text FILE")
         else:
             where = "its items" if task.sink.text == "task" else task.sink.text
             notes.append(f"Sink_1 is of {task.sink.sequences} sequences of {task.sink.length} tokens of {where}")

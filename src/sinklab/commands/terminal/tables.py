@@ -63,7 +63,7 @@ def print_title(title: str, console: Console, below: Sequence[str] = ()) -> None
 
 
 def _narrowest(table: Table, columns: Sequence[int]) -> int:
-    """The minimum width of the columns, with text wrapped and numbers unbroken."""
+    """Compute the minimum width of the columns, with text wrapped and numbers unbroken."""
     wanted = _wanted(table, columns)
     return EDGES + sum(
         BETWEEN + (min(width, NARROWEST_NAME) if table.columns[at].text else width) for at, width in wanted.items()
@@ -71,7 +71,7 @@ def _narrowest(table: Table, columns: Sequence[int]) -> int:
 
 
 def _wanted(table: Table, columns: Sequence[int]) -> dict[int, int]:
-    """The width of the longest line of each column, including its heading."""
+    """Compute the width of the longest line of each column, including its heading."""
     return {
         at: max(
             cell_len(line)

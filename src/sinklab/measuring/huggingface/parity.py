@@ -184,7 +184,7 @@ def _difference(one: _BackendReading, other: _BackendReading) -> float:
 def _read(
     model: PreTrainedModel, tokens_BT: Tensor, backend: str, without_sinks: bool = False
 ) -> _BackendReading | str:
-    """Run the model with a backend and return its reading, or the reason why the backend is unavailable."""
+    """Run the model with a backend and return its logits and attention, or why the backend is unavailable."""
     text = model.config.get_text_config(decoder=True)
     reading = _BackendReading(has_experts=any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS))
     before = str(model.config._attn_implementation)

@@ -10,6 +10,7 @@ equivalent in a model with relative positions only, and reports the norm of the 
 norm of the hidden state, because norms grow from block to block.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BATCH_SIZE = 4  # default number of sequences, each with two versions
+MIXING_PASSES = 4  # over the sequences: two versions of each, with the first key and without it
 
 
 def measure_mixing(
-    model: "PreTrainedModel | Transformer", tokens_NT: Tensor, position: int, batch_size: int | None = None
+    model: "PreTrainedModel | Transformer",
+    tokens_NT: Tensor,
+    position: int,
+    batch_size: int | None = None,
+    step: Callable[[int], None] = lambda sequences: None,
 ) -> Mixing:
     """Measure the spread of a change at one position, by block; the model is restored afterwards.
 
@@ -38,6 +44,7 @@ def measure_mixing(
         tokens_NT: whole sequences, without padding.
         position: position of the replaced token, 1-based.
         batch_size: sequences per forward pass.
+        step: called with the number of sequences of every forward pass; all are `MIXING_PASSES` times N.
 
     Raises:
         InputError: if the position does not exist, or all sequences have the same token there.
@@ -53,10 +60,11 @@ def measure_mixing(
             "use another position, or more sequences"
         )
     pairs_N2T = torch.stack([tokens_NT[differs_N], changed_NT[differs_N]], 1)
+    step(MIXING_PASSES * (len(tokens_NT) - len(pairs_N2T)))  # whose token is the next sequence's: left out
     spreads = []
     for surgery in (nullcontext(), masked_first_keys(model, 1)):
         with surgery:
-            spreads.append(_spread(model, pairs_N2T, position, batch_size or BATCH_SIZE))
+            spreads.append(_spread(model, pairs_N2T, position, batch_size or BATCH_SIZE, step))
     with_first, without_first = spreads
     return Mixing(position=position, sequences=len(pairs_N2T), spread=with_first, spread_without_first=without_first)
 
@@ -74,7 +82,13 @@ def check_perturbed(position: int, length: int) -> None:
         )
 
 
-def _spread(model: "PreTrainedModel | Transformer", pairs_N2T: Tensor, position: int, batch_size: int) -> list[float]:
+def _spread(
+    model: "PreTrainedModel | Transformer",
+    pairs_N2T: Tensor,
+    position: int,
+    batch_size: int,
+    step: Callable[[int], None],
+) -> list[float]:
     """Compute the spread before the first block and after each, mean over sequences and later positions."""
     adapter, total_M = adapt(model), torch.zeros(())
 
@@ -90,4 +104,5 @@ def _spread(model: "PreTrainedModel | Transformer", pairs_N2T: Tensor, position:
         for part_B2T in pairs_N2T.split(batch_size):
             adapter.run(part_B2T.transpose(0, 1).flatten(0, 1).to(adapter.device))
             total_M = total_M + torch.stack(found)
+            step(2 * len(part_B2T))
     return (total_M / len(pairs_N2T)).tolist()

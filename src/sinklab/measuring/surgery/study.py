@@ -12,7 +12,7 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
 from sinklab.measuring.surgery.ablations import check_ablation, measure_ablations, plan_ablation
 from sinklab.measuring.surgery.changes import check_pair, replaced_position, swapped_positions
-from sinklab.measuring.surgery.mixing import check_perturbed, measure_mixing
+from sinklab.measuring.surgery.mixing import MIXING_PASSES, check_perturbed, measure_mixing
 from sinklab.measuring.surgery.propositions import LENGTH, check_propositions
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import Adapter
@@ -77,7 +77,7 @@ def measure_with_study(
         options: settings of the measurement; ablations are measured without lengths, details, maps, explored heads and
             gradients.
         bos_tokens: number of special tokens at the start of each sequence.
-        progress: called with (finished sequences, total sequences), including those of the ablations.
+        progress: called with (finished sequences, total sequences), including those of ablations and `perturb`.
 
     Raises:
         InputError: if an ablation or a position does not exist in the model or the sequences.
@@ -101,6 +101,7 @@ def measure_with_study(
     with changed_positions(model, study, tokens_NT.shape[-1]) as notes:
         plans = [plan_ablation(name, model, tokens_NT, bos_tokens) for name in study.ablate]
         passes += len(plans) + len({plan.first_target for plan in plans} - {2})  # for the baseline losses
+        passes += 0 if study.perturb is None else MIXING_PASSES
         measurement = measure(adapter, tokens_NT, options, progress=reached)
         if plans and measurement.loss is None:
             raise InputError("ablations report the change in loss: measure with the loss, on two tokens or more")
@@ -108,7 +109,14 @@ def measure_with_study(
         if plans:
             found["ablations"] = measure_ablations(model, tokens_NT, plans, measurement, remeasure)
         if study.perturb is not None:
-            found["mixing"] = measure_mixing(model, tokens_NT, study.perturb, options.batch_size)
+            done, before = 0, before + 1
+
+            def step(sequences: int) -> None:
+                nonlocal done
+                done += sequences
+                reached(done, len(tokens_NT))
+
+            found["mixing"] = measure_mixing(model, tokens_NT, study.perturb, options.batch_size, step)
         if study.perturb is not None or any(plan.hidden for plan in plans):
             notes += adapter.kinds.notes_on_hidden_keys()
         if measurement.inputs == "repeat":

@@ -372,7 +372,7 @@ def _is_local(name: str) -> bool:
 
 
 def advice(error: Exception, place: str, revision: str | None, gguf: str | None) -> str:
-    """Return advice for an exception of transformers, with the first line of its message if that helps.
+    """Return a hint for an exception raised by transformers, with the first line of its message if that is informative.
 
     Args:
         place: folder or hub name.
