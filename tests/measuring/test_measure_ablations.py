@@ -272,12 +272,12 @@ def test_a_run_directory_is_ablated_as_it_was_trained(tmp_path: Path) -> None:
     assert dropped.loss_after == pytest.approx(bare.loss, rel=1e-5)
     assert dropped.sink_rate == bare.sink_rate
     assert hidden.first_target == 4
-    with pytest.raises(InputError, match="and --no-bos leaves it out already"):
+    with pytest.raises(InputError, match="but --no-bos leaves it out already"):
         measure_model(str(run), text, Request(sequences=5, length=12, no_bos=True, study=Study(ablate=("no_bos",))))
 
 
 def test_an_ablation_without_a_loss_is_refused_before_a_model_is_loaded() -> None:
-    with pytest.raises(InputError, match="ablations report the change in loss"):
+    with pytest.raises(InputError, match="an ablation shows the change in loss"):
         measure_model(
             "nowhere", None, Request(options=Options(inputs="random", loss=False), study=Study(ablate=("mask_first",)))
         )

@@ -110,7 +110,7 @@ def test_a_register_can_be_zeroed_by_its_position_from_the_first_token_backwards
         led(tokens())
         handle.remove()
     assert ((seen[0] == 0).nonzero()[:, 1:].unique(dim=0) == torch.tensor([[0, 5], [2, 7], [4, 4]])).all()
-    with pytest.raises(InputError, match="counted from -2"), zeroed(led, 2, -3, 7):
+    with pytest.raises(InputError, match="positions start at -2"), zeroed(led, 2, -3, 7):
         pass
 
 

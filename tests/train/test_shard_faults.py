@@ -99,7 +99,9 @@ def train_damaged(world: World, data: Path, out: Path, damage: Callable[[Path], 
     (out.parent / "said.json").write_text(json.dumps(train(data, out, damage)))
 
 
-@pytest.mark.parametrize(("damage", "says"), [(cut, "was cut short"), (change, "is corrupted: its checksum is not")])
+@pytest.mark.parametrize(
+    ("damage", "says"), [(cut, "was truncated while in use"), (change, "is corrupted: its checksum is not")]
+)
 def test_a_run_with_damaged_text_stops_and_continues_when_it_is_restored(
     damage: Callable[[Path], None], says: str, tokens: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -138,7 +140,7 @@ def test_the_command_ends_with_status_1_and_a_sentence(data: Path, tmp_path: Pat
     rest = process.stderr.read()
     assert process.wait() == 1
     assert rest.count("error:") == 1
-    assert f"{data / 'train.bin'} was cut short" in rest or f"{data / 'train.bin'} has 0 bytes where" in rest
+    assert f"{data / 'train.bin'} was truncated" in rest or f"{data / 'train.bin'} has 0 bytes where" in rest
     assert "Traceback" not in rest
 
 
@@ -198,7 +200,7 @@ def test_validation_text_that_is_damaged_after_it_was_opened_is_named(
 ) -> None:
     run = open_run(recipe(), TokenDataset.open(data), tmp_path / "run")
     damage(data / "valid.bin")
-    with pytest.raises(SinklabError, match=r"valid\.bin (was cut short|is corrupted)"):
+    with pytest.raises(SinklabError, match=r"valid\.bin (was truncated|is corrupted)"):
         Trainer(run)
 
 
