@@ -150,7 +150,7 @@ def test_eps_may_be_repeated_and_hold_a_list() -> None:
 
 @pytest.mark.parametrize("eps", [[], [0.3, 1.5], 0.0])
 def test_thresholds_that_are_no_share_are_refused(model: Any, eps: Any) -> None:
-    with pytest.raises(InputError, match="shares? of attention"):
+    with pytest.raises(InputError, match=r"shares? of attention"):
         sinklab.measure(model, TOKENS, eps=eps)
 
 
