@@ -56,6 +56,14 @@ def test_a_run_of_two_experiments_is_packed_once(packed: Path) -> None:
     assert any(name.startswith("softmax-") for name in lying)
 
 
+def test_only_the_manifests_of_the_summary_are_packed(sweep_folder: Path, packed: Path, tmp_path: Path) -> None:
+    shutil.copytree(sweep_folder, tmp_path / "tiny")
+    manifest = (sweep_folder / "asked" / "table_4.json").read_text()
+    (tmp_path / "tiny" / "asked" / "of_another_text.json").write_text(manifest)
+    again = pack_sweep([tmp_path / "tiny"], tmp_path / "packed")
+    assert set(contents(again)) == set(contents(packed))
+
+
 def test_unpacked_runs_are_the_files_that_were_packed(sweep_folder: Path, packed: Path, tmp_path: Path) -> None:
     made = unpack(packed, tmp_path)
     assert made

@@ -84,7 +84,9 @@ def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
 
 
 def _manifests(sweep: Sweep) -> list[Path]:
-    return sorted((sweep.top / MANIFESTS).glob("*.json"))
+    """List the manifests of the experiments in the summary; a directory may have others, of another text."""
+    found = sorted((sweep.top / MANIFESTS).glob("*.json"))
+    return [path for path in found if path.stem in sweep.summary.experiments]
 
 
 def _check_paths(sweep: Sweep) -> None:
