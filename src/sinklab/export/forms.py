@@ -88,7 +88,7 @@ def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
 
 
 def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
-    """Return the RoPE thetas of the layers, 0 for NoPE; None if all are NoPE or one has another positional embedding."""
+    """Return the RoPE thetas of the layers, 0 for NoPE; None if all are NoPE or one is neither NoPE nor RoPE."""
     positions = [kind.position for kind in kinds]
     whole = all(isinstance(one, NoPosition) or (isinstance(one, Rotary) and one.share == 1) for one in positions)
     thetas = {one.theta if isinstance(one, Rotary) else 0.0 for one in positions}
