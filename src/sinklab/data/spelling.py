@@ -20,7 +20,7 @@ from typing import overload
 import numpy as np
 
 UNKNOWN = -1
-"""Size of a token that differs from the text, or follows such a token."""
+"""Size of a token whose bytes differ from the text, and of all tokens after it."""
 
 
 @dataclass(frozen=True)

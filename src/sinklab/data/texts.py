@@ -43,7 +43,7 @@ class Stream:
     Attributes:
         name: name of the domain or file; empty for a whole source.
         weight: weight relative to the other domains; None without weights.
-        source: see `DataConfig.source`.
+        source: source of the text, as in `DataConfig.source`.
         files: files of the source, read sequentially; None for the whole source.
         size: size of the files in bytes; None if unknown.
     """

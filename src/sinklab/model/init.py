@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from sinklab.model.config import ModelConfig
 
 Law = Callable[[Tensor, torch.Generator], object]
-"""Fills a tensor in place."""
+"""Function that initialises a tensor in place."""
 
 SMALL = 0.02  # std of the paper's attention biases and sink token
 TABLES = ("embedding.weight", "position_table", "distance.weight")

@@ -45,7 +45,7 @@ class AttentionOnly(Part):
 
 
 class DeltaMixer(Part):
-    """Hybrid: every `every`-th layer, counted from the last, has attention; the others have linear attention.
+    """Hybrid: every `every`-th layer, counted from the last, has attention; the other layers have linear attention.
 
     Attention operation, positional embedding, masks and gates of a recipe apply to the attention layers only; the
     linear layers are causal over the whole sequence.

@@ -128,7 +128,7 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None 
 
 
 def may_be_rounding(config: AttentionConfig) -> bool:
-    """Return True if the output of a token that sees only itself is a multiple of its value other than 1."""
+    """Return True if the output of a token that sees only itself is a multiple, other than 1, of its value."""
     bias = config.bias
     of_values_alone = config.operation.only_values and (bias.kind not in ("k", "kv", "v") or bias.without_value)
     return of_values_alone and (bias.without_value or not config.operation.plain)

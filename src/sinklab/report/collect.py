@@ -235,8 +235,8 @@ class ListedRun:
         step, steps: last step evaluated or saved, and number of steps in the recipe.
         sink_rate, sink_rate_bias: sink rates of the first position and of the bias at the last evaluation, percent.
         valid_loss: validation loss at the last evaluation, nats per token.
-        differs: settings (KEY=VALUE) that differ from the shipped recipe of the same name; if there is none, from the
-            other runs listed.
+        differs: settings (KEY=VALUE) that differ from the shipped recipe of the same name; without such a recipe, from
+            the other listed runs.
         why: reason why the run failed or is damaged.
         sink_elsewhere: position and rate of the highest sink at the last evaluation, unless it is the first token.
     """

@@ -1,7 +1,7 @@
 """The data of a report: runs with their numbers, claims with their evidence, and suites of measurements; the cells of
 runs that differ in their seed only.
 
-Nothing here reads a run (`collect` does) or knows about charts.
+This module reads no files (`collect` does) and draws no charts.
 """
 
 import json

@@ -21,7 +21,7 @@ SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs
 SMALL = 300
 """Width in pixels of a small chart outside a page."""
 FAR = 100
-"""The last step over the first one after 0: from here on the axis is logarithmic, as public runs save their first
+"""Ratio of last and first step after 0 above which the axis is logarithmic: public runs save their first
 steps at powers of two."""
 FEWEST = 2
 """Minimum number of lengths for a line."""

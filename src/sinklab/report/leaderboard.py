@@ -44,7 +44,7 @@ class SeedScore:
 
 
 ScoreOf = Callable[[str, CellSummary], SeedScore | None]
-"""Function from a cell and its name to its score; None if it has none."""
+"""Function from the name of a cell and the cell to the cell's score; None without a score."""
 
 
 @dataclass(frozen=True)

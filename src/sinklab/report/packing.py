@@ -2,7 +2,7 @@
 
 summary.json, asked/, README.md     results and manifests
 report.html, charts/*.svg           drawn from this folder alone
-EXPERIMENT/                         its runs (experiments/sweep/packed.py)
+EXPERIMENT/                         the experiment's packed runs (experiments/sweep/packed.py)
 checksums.txt                       of every file
 
 The same sweep gives the same bytes. `sinklab verify` checks it, `sinklab reproduce --packed` continues it.

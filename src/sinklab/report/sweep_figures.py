@@ -23,9 +23,9 @@ OTHER_MODELS = "other models"
 CELL_NAME = re.compile(r"(.+)_(\d+(?:\.\d+)?(?:e-?\d+)?)([kMB]?)")
 FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
 FEWEST_ORDERED = 3
-"""Minimum number of cells for an order."""
+"""Minimum number of cells that are ordered by the number in their names."""
 LAYER_NUMBERS = ("sink_layer_", "layer_step_")
-"""Prefixes of quantities of one layer; an experiment on one has a figure of all layers."""
+"""Prefixes of quantities of one layer; an experiment on such a quantity has a figure of all layers."""
 STATEMENT_PIXELS = 215
 STEPS = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
 CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool]] = (

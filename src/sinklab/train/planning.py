@@ -2,7 +2,7 @@
 
 The memory estimate of a process has these parts:
 
-weights       4 bytes per parameter (float32, also under bf16 autocast); one share of them with FSDP
+weights       4 bytes per parameter (float32, also under bf16 autocast); one shard of them with FSDP
 gradients     4 bytes per parameter, sharded as the weights; unsharded if FSDP accumulates several micro-batches
 optimizer     bytes per parameter: AdamW 8, Muon 4 for its matrices and 8 for the rest, SGD 4 (0 without momentum);
               sharded as the weights

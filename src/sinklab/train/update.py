@@ -3,8 +3,8 @@
 A batch depends only on (seed, step); no global random generator is used. Apart from rounding, an update does not depend
 on the number of processes.
 
-On a CPU, loss and gradient norm are checked before the optimiser step, which is skipped if one is not finite. On CUDA,
-reading them would synchronise the device at every update. So AdamW's fused kernel skips the step on the device
+On a CPU, loss and gradient norm are checked before the optimiser step, which is skipped if either is not finite. On
+CUDA, reading both would synchronise the device at every update. So AdamW's fused kernel skips the step on the device
 (`found_inf`) for this and all later updates, and the host reads the numbers one update late.
 """
 

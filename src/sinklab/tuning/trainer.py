@@ -37,7 +37,7 @@ class TuneRecord(TrainerCallback):
     Args:
         folder: folder of metrics.jsonl and updates.jsonl.
         updates, evaluations: rows of earlier calls, up to the checkpoint from which training resumes.
-        sink: sink callback of the same trainer, called before this one.
+        sink: sink callback of the same trainer, called before this callback.
         should_stop: callback, called after every update; if it returns True, the trainer saves and ends.
         progress: receives the progress of the updates.
     """

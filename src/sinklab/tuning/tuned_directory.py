@@ -22,7 +22,7 @@ SFT, METRICS, UPDATES = "sft.json", "metrics.jsonl", "updates.jsonl"
 MODEL, CHECKPOINTS = "model", "checkpoints"
 PREFIX = "checkpoint-"
 COMPLETE = "complete"
-"""Marker file of a complete checkpoint; training resumes only from checkpoints with this file."""
+"""Marker file in a complete checkpoint; training resumes only from checkpoints with this file."""
 
 NOT_THE_MODEL = (
     "optimizer.pt",

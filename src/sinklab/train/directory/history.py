@@ -94,7 +94,7 @@ class History:
         self._text = ""
 
     def begin(self, rows: list[dict[str, Any]]) -> None:
-        """Replace the file's contents by these evaluations."""
+        """Replace the contents of metrics.jsonl by these evaluations."""
         self._text = "".join(json.dumps(row) + "\n" for row in rows)
         if self.path.exists() and not self._is_whole():
             write_text(self.path, self._text)

@@ -217,7 +217,7 @@ def load_run(directory: Path, step: int | None = None) -> TrainedRun:
         step: step of the checkpoint; default: the newest valid one.
 
     Raises:
-        InputError: if this is not a run directory, or it has no checkpoint, or no valid one of that step.
+        InputError: if this is not a run directory, or it has no checkpoint, or no valid checkpoint of that step.
         SinklabError: if none of the checkpoints is valid, or env.json is damaged.
     """
     if not (directory / RECIPE).is_file():

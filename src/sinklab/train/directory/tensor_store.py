@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 SUFFIX = ".safetensors"
-"""Suffix of the tensor files; every file with it is read."""
+"""Suffix of tensor files; every file with this suffix is read."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
