@@ -34,12 +34,12 @@ NamedDocuments = list[NamedDocument]
 
 
 def rank(document: str) -> float:
-    """Hash a text to a number in [0, 1); documents below `valid_fraction` are validation text."""
+    """Hash a document to its rank in [0, 1); documents with a rank below `valid_fraction` are validation text."""
     return int.from_bytes(hashlib.sha256(document.encode()).digest()[:6], "big") / 2**48
 
 
 class Nearest(Part):
-    """The document whose rank is nearest to the threshold; it is moved if the other shard stays empty."""
+    """The shard's document with the rank nearest to `valid_fraction`; it is moved if the other shard stays empty."""
 
     distance: float
     first: int
@@ -47,7 +47,7 @@ class Nearest(Part):
 
 
 class SplitState(Part):
-    """The size of one shard.
+    """State of one shard after a part of the text.
 
     Attributes:
         tokens, documents: number of tokens and documents.
@@ -62,7 +62,7 @@ class SplitState(Part):
 
 
 class Entry(Part):
-    """A line of the journal: the cumulative state after a part.
+    """A line of the journal: the cumulative state of both shards after a part of the text.
 
     Attributes:
         documents: number of documents written to the shards.
@@ -79,7 +79,7 @@ class Entry(Part):
 
 
 class _GrowingShard:
-    """A token file that is written; it is truncated to the size in `state` first."""
+    """A token file opened for appending; it is first truncated to the size in `state`."""
 
     def __init__(self, path: Path, dtype: np.dtype, state: SplitState) -> None:
         self.state, self._dtype = state, dtype
@@ -104,7 +104,7 @@ class _GrowingShard:
         )
 
     def take_out(self, document: Nearest) -> np.ndarray:
-        """Remove a document from the file, block by block; return its ids."""
+        """Remove a document's token ids from the file, block by block, and return them."""
         start, size = document.first * self._dtype.itemsize, document.tokens * self._dtype.itemsize
         self.file.seek(start)
         ids = np.frombuffer(self.file.read(size), self._dtype)
@@ -128,13 +128,13 @@ class _GrowingShard:
 
 
 class SplitWriter:
-    """Append documents to train.bin or valid.bin, depending on their rank.
+    """Appends documents to train.bin or valid.bin, depending on their rank.
 
     Args:
         folder: folder of the two files.
         dtype: data type of the ids.
         valid_fraction: minimum rank of training documents.
-        last: journal entry to resume from; later ids are removed.
+        last: journal entry to resume from; token ids written after it are removed.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype, valid_fraction: float, last: Entry | None) -> None:
@@ -148,10 +148,10 @@ class SplitWriter:
         return self.train.state.tokens + self.valid.state.tokens
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, ranks: np.ndarray) -> None:
-        """Append documents.
+        """Append documents to the shard that the rank of each selects.
 
         Args:
-            ids: ids of all documents with EOS. Shape (tokens,).
+            ids: token ids of all documents with EOS. Shape (tokens,).
             lengths: number of tokens of each document. Shape (documents,).
             ranks: rank of each document. Shape (documents,).
         """
@@ -171,7 +171,7 @@ class SplitWriter:
         return self.train.finish(), self.valid.finish()
 
     def close(self) -> None:
-        """Close both files."""
+        """Close both token files."""
         with closing(self.train.file), closing(self.valid.file):
             pass
 
@@ -185,7 +185,7 @@ class Encoded(NamedTuple):
 
 
 class Builder:
-    """Write the shards of a text into a folder, resuming after the existing parts.
+    """Writes the token shards of a text into a folder, resuming after the parts already written.
 
     Args:
         folder: folder of the shards and the journal.
@@ -229,7 +229,7 @@ class Builder:
             return writer.finish()
 
     def _replay(self, parts: Iterator[NamedDocuments]) -> tuple[NamedDocuments | None, Entry | None]:
-        """Reread the text of finished parts; return the first changed part and the last valid entry."""
+        """Reread the text of finished parts; return the first changed part and the last valid journal entry."""
         entries, changed, valid = self._journal(), None, 0
         for entry in entries:
             part, before = next(parts, []), self.text.copy()
@@ -245,7 +245,7 @@ class Builder:
         return changed, last
 
     def _journal(self) -> list[Entry]:
-        """Read the entries up to the first that is incomplete or whose ids have changed in a shard."""
+        """Return the journal entries before the first that is incomplete or whose token ids in a shard have changed."""
         path, entries = self.folder / JOURNAL, []
         for line in path.read_bytes().splitlines() if path.exists() else ():
             try:
@@ -276,7 +276,7 @@ class Builder:
         append_line(self.folder / JOURNAL, entry.model_dump_json())
 
     def _encode(self, texts: list[str], written: int) -> Encoded:
-        """Encode the documents, up to the token limit."""
+        """Encode documents up to the token limit, of which `written` tokens are already used."""
         ids, lengths = self.tokenizer.encode_flat(texts)
         ids = np.insert(ids, lengths.cumsum(), self.tokenizer.eos_id).astype(DTYPES[self.dtype])
         lengths, ranks = lengths + 1, np.array([rank(text) for text in texts])
@@ -291,7 +291,7 @@ class Builder:
 
 
 def _intact(path: Path, states: list[SplitState], token_bytes: int) -> int:
-    """Count the leading parts whose bytes in the file match their checksums."""
+    """Return how many parts, from the first on, have bytes in the file that match their checksums."""
     if not path.exists():
         return 0
     before = 0

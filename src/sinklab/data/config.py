@@ -39,7 +39,7 @@ class WeightedMix(Part):
 
 
 class UniformMix(Part):
-    """Mix all files at equal rates, as in the paper's code; when one ends, the others continue."""
+    """Mix all files at equal rates, as in the paper's code; when a file ends, the remaining files continue."""
 
     kind: Literal["files"] = "files"
     seed: int = Field(default=0, ge=0, description="random seed for the order of files")
@@ -49,7 +49,7 @@ Mix = WeightedMix | UniformMix
 
 
 class Selection(Part):
-    """Mix and amount of text; unset keys are omitted from the dump and thus from hashes."""
+    """Mix and amount of text; unset keys are omitted from dumped recipes and thus from their hashes."""
 
     mix: Mix | None = Field(
         default=None,

@@ -23,7 +23,7 @@ _ORDER, _DRAWN, _DRAWN_VALID = 1, 2, 3  # random streams derived from one seed
 
 
 class Loader:
-    """Random access to the batches of a shard.
+    """Random access to the batches of a token shard.
 
     Args:
         tokens: (tokens,) integer ids, such as `TokenDataset.train`; read lazily.
@@ -154,7 +154,7 @@ class Loader:
 
 
 class Prefetcher:
-    """Fetch one batch ahead in a thread; for CUDA into pinned memory, with an asynchronous copy.
+    """Fetches one batch ahead in a thread; for CUDA into pinned memory, with an asynchronous copy.
 
     Args:
         fetch: function that returns the batch of an index on the CPU, such as `Loader.batch`.

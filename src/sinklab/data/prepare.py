@@ -76,7 +76,7 @@ def settings_of(source: str, tokenizer: str, **selection: Any) -> Settings:
 
 
 def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgress | None = None) -> TokenDataset:
-    """Open the data of a recipe, after preparing it in the cache if necessary.
+    """Open the token shards of a recipe's data; they are first prepared in the cache if necessary.
 
     Args:
         config: data section of the recipe; tokenizer, split, mix and limits are ignored if `source` is prepared data.
@@ -94,7 +94,7 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
 
 
 def find_prepared(config: DataConfig, cache: Path | None = None) -> TokenDataset | None:
-    """Open the data of a recipe if it is already prepared, else return None; nothing is written.
+    """Open the token shards of a recipe's data if they are already prepared, else return None; nothing is written.
 
     Args:
         config, cache: see `prepared`.

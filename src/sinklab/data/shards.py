@@ -29,7 +29,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class Settings(Selection):
-    """Settings of a preparation; they determine the shards."""
+    """Settings of a preparation; together with the text they determine the token shards."""
 
     source: str
     tokenizer: str
@@ -40,7 +40,7 @@ class Settings(Selection):
 
 
 class Shard(Part):
-    """Manifest entry of a token file."""
+    """Entry of a token file in data.json."""
 
     file: str
     tokens: int = Field(ge=1)
@@ -56,7 +56,7 @@ class Share(Part):
 
 
 class Manifest(Part):
-    """Contents of data.json; `shares` is set only for a mix."""
+    """Contents of data.json; `shares` (documents and tokens by domain) is set only for a mix."""
 
     schema_version: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
@@ -100,7 +100,7 @@ class TokenFile:
         return self._tokens
 
     def __getitem__(self, where: int | slice) -> np.ndarray:
-        """Read the id at an index (a scalar), or the ids of a contiguous slice (shape (tokens,)); nothing is cached.
+        """Read the token id at an index (a scalar), or the ids of a contiguous slice, (tokens,); nothing is cached.
 
         Raises:
             IndexError: if the position is out of range.
@@ -156,7 +156,7 @@ class TokenFile:
             self._times = times
 
     def _checked_times(self) -> tuple[int, int]:
-        """Check the size; return modification and status change times, ns."""
+        """Check the file's size; return its modification and status change times, ns."""
         try:
             status = os.fstat(self._file)
         except OSError as error:
@@ -230,7 +230,7 @@ class TokenDataset:
 
 
 def is_prepared(directory: Path) -> bool:
-    """True if `directory` contains complete prepared data (a data.json)."""
+    """Return True if `directory` contains complete prepared data (a data.json)."""
     return (directory / MANIFEST).is_file()
 
 

@@ -20,12 +20,12 @@ from typing import overload
 import numpy as np
 
 UNKNOWN = -1
-"""Size of a token that differs from the text, or follows such a token."""
+"""Size of a token whose bytes differ from the text, and of all tokens after it."""
 
 
 @dataclass(frozen=True)
 class Spelled(Sequence[int]):
-    """Token ids of a text with their sizes in bytes.
+    """Token ids of a text, and the size of each token in bytes.
 
     Attributes:
         ids: token ids.
@@ -49,7 +49,7 @@ class Spelled(Sequence[int]):
 def spelling(
     encode: Callable[[str], Sequence[int]], token: Callable[[int], str | None], added: Collection[int]
 ) -> Callable[[str], Spelled]:
-    """Wrap `encode` to also return the number of bytes of every token.
+    """Return a function like `encode` that also gives the number of bytes of every token.
 
     Args:
         encode: function from text to token ids, without special tokens.
@@ -73,12 +73,12 @@ def spelling(
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Hash the tokens and their ids: the first 16 digits of a SHA-256."""
+    """Hash the tokens and ids of a vocabulary: the first 16 hexadecimal digits of a SHA-256."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()[:16]
 
 
 def _sizes(text: bytes, tokens: Sequence[bytes]) -> list[int]:
-    """Compute the size of each token up to the first difference from the text, then UNKNOWN."""
+    """Return the size of each token in bytes; UNKNOWN from the first difference between tokens and text on."""
     sizes, joined = [len(one) for one in tokens], b"".join(tokens)
     if joined[:1] == b" " and _common(joined[1:], text) > _common(joined, text):
         joined, sizes[0] = joined[1:], sizes[0] - 1
@@ -90,7 +90,7 @@ def _sizes(text: bytes, tokens: Sequence[bytes]) -> list[int]:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Compute the length of the longest common prefix."""
+    """Return the length of the longest common prefix of two byte strings."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length

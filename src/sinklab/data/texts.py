@@ -43,9 +43,9 @@ class Stream:
     Attributes:
         name: name of the domain or file; empty for a whole source.
         weight: weight relative to the other domains; None without weights.
-        source: see `DataConfig.source`.
+        source: source of the text, as in `DataConfig.source`.
         files: files of the source, read sequentially; None for the whole source.
-        size: size of these files in bytes; None if unknown.
+        size: size of the files in bytes; None if unknown.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Stream:
     size: int | None
 
     def documents(self) -> Iterator[str]:
-        """Yield the documents in a fixed order.
+        """Yield the documents of this stream in a fixed order.
 
         Raises:
             InputError: if a file cannot be read; the message names it.
@@ -69,7 +69,7 @@ class Stream:
                 yield from read_documents(Path(self.source).expanduser() / file)
 
     def tokens_per_byte(self, tokenizer: Tokenizer) -> float:
-        """Estimate the tokens per byte from a sample at the start.
+        """Estimate the tokens per byte of this stream from a sample at its start.
 
         Raises:
             InputError: if there is no text, or it cannot be read.
@@ -88,7 +88,7 @@ class Stream:
 
 
 def streams(source: str, mix: Mix) -> list[Stream]:
-    """List the domains or files of a mix.
+    """List the streams of a mix: its domains, or its files if it has no weights.
 
     A file belongs to the domain named by the file or by a folder above it: `arxiv.jsonl`, `arxiv-00.jsonl`,
     `arxiv/00.jsonl`.
@@ -128,7 +128,7 @@ def _belongs(file: str, domain: str) -> bool:
 
 
 def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Interleave the documents of all domains, each with the name of its domain.
+    """Yield the interleaved documents of all domains, each after the name of its domain.
 
     The mix ends when the first domain is exhausted, or without weights when all files are.
 
@@ -154,17 +154,17 @@ def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float])
 
 
 def known_sum(values: list[int | None]) -> int | None:
-    """Sum the values; None if one is unknown."""
+    """Return the sum of the values; None if any value is None."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
 
 class RequestedText:
-    """The documents of a source selected by the settings.
+    """The documents of a source that the settings of a preparation select.
 
     Attributes:
         streams: the domains or files of a mix, else the source.
-        total_bytes: approximate size in bytes; None if unknown.
+        total_bytes: approximate size of the documents in bytes; None if unknown.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -177,7 +177,7 @@ class RequestedText:
         self.total_bytes = total if total is None or limit is None else min(total, limit)
 
     def named_documents(self, tokenizer: Tokenizer | None = None) -> Iterator[tuple[str, str]]:
-        """Yield all documents with the name of their domain (empty without a mix).
+        """Yield all documents, each after the name of its domain (empty without a mix).
 
         Args:
             tokenizer: tokenizer for balancing a mix by tokens; None balances by bytes.
@@ -214,7 +214,7 @@ def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress
 
 
 def _sample(text: RequestedText, progress: StageProgress) -> Iterator[str]:
-    """Sample every n-th document; if the size is unknown, the first documents."""
+    """Yield every n-th document as a sample; if the size of the text is unknown, the first documents."""
     total = text.total_bytes
     every = 1 if total is None else max(1, math.ceil(total / BPE_SAMPLE_BYTES))
     done = taken = 0
@@ -231,7 +231,7 @@ def _sample(text: RequestedText, progress: StageProgress) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Amount:
-    """Size of a domain, or of the whole text.
+    """Size of a domain, or of the whole text without a mix.
 
     Attributes:
         name: name of the domain, file or source.
@@ -266,7 +266,7 @@ class Estimate:
 
 
 def estimate(settings: Settings) -> Estimate:
-    """Estimate the amounts from file sizes and a sample of each domain; nothing is written.
+    """Estimate the size of prepared data from file sizes and a sample of each domain; nothing is written.
 
     Raises:
         InputError: if the text cannot be read, or the tokenizer is trained on the text.
@@ -292,7 +292,7 @@ def estimate(settings: Settings) -> Estimate:
 
 
 def _taken(weights: list[float | None], tokens: list[int | None], limit: int | None) -> list[int | None]:
-    """Compute the tokens of each domain by weight until the first is exhausted; without weights, all tokens."""
+    """Return the tokens taken from each domain: by weight until a domain is exhausted; without weights, by size."""
     given = [weight for weight in weights if weight is not None]
     if len(given) < len(weights):
         whole = known_sum(tokens)

@@ -73,17 +73,17 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Largest id plus one, added tokens included: the number of embedding rows."""
+        """Largest token id plus one, added tokens included: the number of embedding rows."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode each text without adding special tokens; the string of a special token is encoded as plain text."""
+        """Return the token ids of each text, without special tokens; their strings are encoded as plain text."""
         ids, lengths = self.encode_flat(texts)
         return [row.tolist() for row in np.split(ids, lengths.cumsum()[:-1])] if texts else []
 
     @cached_property
     def encode_flat(self) -> "EncodeBatch":
-        """Encoder that returns the ids of all texts, shape (tokens,), and token counts per text, shape (texts,)."""
+        """Function from texts to the token ids of all texts, (tokens,), and the number of tokens of each, (texts,)."""
         return encoder(self.backend)
 
     def token(self, token_id: int) -> str:
@@ -121,7 +121,7 @@ def trained_size(name: str) -> int | None:
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """Load the tokenizer in a folder, in a tokenizer.json, or of a model on the Hugging Face hub.
+    """Load a tokenizer from a folder, from a tokenizer.json, or from a model on the Hugging Face hub.
 
     Raises:
         InputError: if the tokenizer cannot be found, downloaded or read, or has no EOS token.
@@ -240,7 +240,7 @@ def _converted(folder: Path, source: str) -> Tokenizer:
 
 
 def encoder(backend: "Backend") -> EncodeBatch:
-    """Select the fastest exact encoder of a tokenizer; no special tokens are added."""
+    """Return the fastest exact encoder of a tokenizer: `fastokens` if it is usable; no special tokens are added."""
 
     def whole(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         rows = [row.ids for row in backend.encode_batch_fast(list(texts), add_special_tokens=False)]

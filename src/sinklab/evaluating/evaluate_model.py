@@ -48,7 +48,10 @@ def evaluate_model(
 
     Args:
         name: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        out: output directory: evaluation.json and the items of each task; a repeated call resumes and may add tasks.
+        request: tasks, number of items and other settings.
+        loading: options for loading the model.
+        out: directory for evaluation.json and the items of each task; a repeated call resumes and may add tasks.
+        observe: callback for progress and results.
 
     Raises:
         InputError: before anything is written, if lm-eval is not installed, model, task or file is unusable, or `out`
@@ -109,7 +112,7 @@ def _items(scores: TaskScores) -> str:
 def _resumed(
     ledger: Ledger[DownstreamScores], new: DownstreamScores, chosen: Sequence[ChosenTask], request: TaskRequest
 ) -> DownstreamScores:
-    """Load the scores of an earlier call with the same settings, or return an empty document."""
+    """Return the scores of an earlier call with the same settings, else `new`, which has no scores yet."""
     earlier = ledger.earlier(load_scores)
     if earlier is None or ledger.path is None:
         return new
@@ -140,7 +143,7 @@ def _scored(
 
 
 def _sink_of_items(model: Model, context: int, texts: Sequence[str]) -> TextSink | None:
-    """Measure the sink on the items of a task; None if no item is long enough."""
+    """Measure the sink on the texts of a task's items; None if the texts are too short."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "items.jsonl"
         file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts), encoding="utf-8")
@@ -168,7 +171,7 @@ def _sink(model: Model, context: int, text: Path, name: str) -> TextSink:
 
 @dataclass(frozen=True)
 class TaskOfCell:
-    """Downstream task of an experiment's cell.
+    """Downstream task on which the model of an experiment's cell is evaluated.
 
     Attributes:
         items: number of items drawn with the seed of the measurement; None for all.
@@ -189,7 +192,7 @@ def measure_and_evaluate(
 
     Args:
         out: output directory: evaluation.json and the items; saved answers are reused.
-        progress: callback, called with the number of answered requests and the total.
+        progress: callback, called with the number of answered requests and the total number of requests.
 
     Raises:
         InputError: if the text is unusable, the task has no accuracy, or `out` has an evaluation with other settings.

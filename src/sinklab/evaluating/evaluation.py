@@ -48,7 +48,7 @@ class TaskRequest(CommandSettings, frozen=True):
 
 
 class TaskMetric(ReadDocument):
-    """A metric over the items of a task.
+    """A metric averaged over the items of a task.
 
     Attributes:
         value: value reported by lm-eval; accuracies from 0 to 1.
@@ -65,7 +65,7 @@ class TextSink(ReadDocument):
     Attributes:
         text: file, or "task" for the items of the task with their correct answers.
         sequences, length, eps: settings of the measurement.
-        bos: True if position 1 is a special token.
+        bos: True if position 1 of the sequences is a special token.
         sink_1: Sink_1, percent of (sequence, layer, head) triples with an importance of position 1 above eps.
         bias: sink rate of an added bias, sink logit or sink token, percent; None if the model has none.
     """
@@ -86,8 +86,8 @@ class TaskScores(ReadDocument):
         version: version of the task in lm-eval.
         data: file of the items, or "hub".
         sha256: SHA-256 of the file; None for the hub.
-        limit: number of items requested; None for all.
-        seed: random seed for drawing the items.
+        limit: number of items requested; None for all items.
+        seed: random seed with which the items were drawn.
         items: number of items scored, out of `available`.
         left_out: number of drawn items excluded because an answer is longer than the model's context.
         cut: number of items whose prompt was truncated to the model's context.
@@ -113,12 +113,12 @@ class TaskScores(ReadDocument):
 
     @property
     def settings(self) -> dict[str, object]:
-        """Settings that affect the scores, except the model."""
+        """Return the settings that affect the scores, except the model."""
         return {"limit": self.limit, "seed": self.seed, "data": self.sha256 or self.data}
 
 
 class DownstreamScores(ReadDocument):
-    """Contents of evaluation.json.
+    """Contents of evaluation.json: scores of a model on downstream tasks.
 
     Attributes:
         asked: identity of the model: name, files, revision and dtype.
@@ -141,7 +141,7 @@ class DownstreamScores(ReadDocument):
 
 
 class ItemRecord(ReadDocument):
-    """Result of an item.
+    """Result of one item of a task.
 
     Attributes:
         item: index in the task, from 0.
@@ -172,7 +172,7 @@ def load_scores(path: Path) -> DownstreamScores:
 
 
 def write_records(path: Path, records: Sequence[ItemRecord]) -> None:
-    """Write a gzip file with a line per item; the output is deterministic.
+    """Write a gzip file with one line of JSON per item; the output is deterministic.
 
     Raises:
         SinklabError: if the file cannot be written.

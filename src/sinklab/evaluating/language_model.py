@@ -22,7 +22,7 @@ ModelAnswer = tuple[float, bool] | float | str
 
 
 class AnsweringModel(HFLM):
-    """A Hugging Face model for lm-eval with saved answers.
+    """A Hugging Face model for lm-eval that saves its answers to requests and reuses them.
 
     Args:
         answers: ledger of answers by request; saved answers are reused.
@@ -42,24 +42,24 @@ class AnsweringModel(HFLM):
         self._answers, self._advance = answers, advance
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Compute the log-likelihood of each continuation, and True if greedy decoding gives it."""
+        """Return (log-likelihood in nats, True if greedy decoding gives the continuation) for each request."""
         return self._answered("loglikelihood", requests, super().loglikelihood)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Compute the log-likelihood of each text."""
+        """Return the log-likelihood of each text, in nats."""
         return self._answered("loglikelihood_rolling", requests, super().loglikelihood_rolling)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Generate text after each context."""
+        """Return the text generated after each context."""
         return self._answered("generate_until", requests, super().generate_until)
 
     def overlong(self, context: str, continuation: str) -> bool:
-        """True if the continuation leaves no room for a prompt token in the model's context."""
+        """Return True if the continuation leaves no room for a prompt token in the model's context."""
         _, answer = self._split(context, continuation) if context else ([], self.tok_encode(continuation))
         return len(answer) + len(self._prefix) > self.max_length
 
     def cuts(self, context: str, continuation: str) -> bool:
-        """True if the start of the prompt is truncated."""
+        """Return True if the start of the prompt is truncated to the model's context."""
         return bool(context) and sum(map(len, self._split(context, continuation))) > self.max_length + 1
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -97,5 +97,5 @@ class AnsweringModel(HFLM):
 
 
 def request_key(kind: str, arguments: Iterable[object]) -> str:
-    """Hash a request (SHA-256)."""
+    """Return the SHA-256 of a request to the model, under which its answer is saved."""
     return hashlib.sha256(json.dumps([kind, *arguments], sort_keys=True).encode()).hexdigest()

@@ -22,14 +22,14 @@ RESAMPLED = 1000
 
 @dataclass(frozen=True)
 class DrawnItems:
-    """Items drawn for a model.
+    """Items of a task that a model will answer.
 
     Attributes:
-        items: indices in the task, ascending.
+        items: indices of the items in the task, ascending.
         left_out: number of drawn items excluded because an answer is longer than the model's context.
-        cut: number of other items whose prompt is truncated.
-        requests: number of requests.
-        texts: text of each item with the correct answer, else of its first request.
+        cut: number of scored items whose prompt is truncated to the model's context.
+        requests: number of requests to the model.
+        texts: text of each item with its correct answer, or with that of its first request.
     """
 
     items: list[int]
@@ -41,17 +41,17 @@ class DrawnItems:
 
 @dataclass(frozen=True)
 class ScoredTask:
-    """Scores on a task, and the results of its items."""
+    """Scores of a model on a task, and the results of the task's items."""
 
     scores: TaskScores
     records: list[ItemRecord]
 
 
 def draw_items(chosen: ChosenTask, model: "AnsweringModel", limit: int | None, seed: int, name: str) -> DrawnItems:
-    """Draw items without replacement, and exclude those with an answer longer than the model's context.
+    """Draw items of a task without replacement, and exclude those with an answer longer than the model's context.
 
     Args:
-        limit: number of items, capped at the size of the task; None for all.
+        limit: number of items, capped at the size of the task; None for all items.
         name: name of the model.
 
     Raises:
@@ -88,7 +88,7 @@ def draw_items(chosen: ChosenTask, model: "AnsweringModel", limit: int | None, s
 def score_task(
     chosen: ChosenTask, drawn: DrawnItems, model: "AnsweringModel", limit: int | None, seed: int
 ) -> ScoredTask:
-    """Evaluate a model on the items drawn.
+    """Evaluate a model on the drawn items of a task.
 
     Raises:
         SinklabError: if lm-eval cannot evaluate the model on the task, or answers cannot be saved.
@@ -121,7 +121,7 @@ def score_task(
 
 @contextmanager
 def _as_sentence(task: str) -> Iterator[None]:
-    """Convert exceptions of lm-eval to a SinklabError."""
+    """Convert lm-eval's exceptions in the `with` block to a SinklabError that names the task."""
     try:
         yield
     except SinklabError:
@@ -135,7 +135,7 @@ def _as_sentence(task: str) -> Iterator[None]:
 
 
 def _samples(items: list[int], chosen: ChosenTask) -> list[int] | None:
-    """Return item indices for lm-eval; None for all items, because lm-eval searches the list for every item."""
+    """Return the drawn item indices; None for all items, because lm-eval searches the list for every item."""
     return None if len(items) == chosen.size else items
 
 
@@ -146,7 +146,7 @@ def _text(requests: Sequence[Any]) -> str:
 
 
 def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
-    """Parse lm-eval's metrics (`acc,none`, `acc_stderr,none`); a filter other than none is kept in the name."""
+    """Return lm-eval's metrics (`acc,none`, `acc_stderr,none`) by name; a filter other than none stays in the name."""
     found: dict[str, TaskMetric] = {}
     for key, value in results.items():
         name, _, kind = key.partition(",")
@@ -159,7 +159,7 @@ def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
 
 
 def _records(samples: Sequence[dict[str, Any]]) -> list[ItemRecord]:
-    """Return the records, sorted by item index; only for the first filter."""
+    """Return the record of each item, sorted by item index; of several lm-eval filters, only the first is used."""
     first: dict[int, dict[str, Any]] = {}
     for sample in samples:
         first.setdefault(sample["doc_id"], sample)

@@ -52,7 +52,7 @@ class FileTask:
     version: float = 1.0
 
     def item(self, row: Mapping[str, Any]) -> ChoiceItem:
-        """Parse an item.
+        """Parse one line of the task's file, given as a mapping, to an item.
 
         Raises:
             KeyError, ValueError, AttributeError, TypeError: if `row` is not an item.
@@ -60,7 +60,7 @@ class FileTask:
         return ChoiceItem.model_validate(row)
 
     def local_file(self) -> Path | None:
-        """Path of the task's file in SINKLAB_DATA; None if there is none."""
+        """Return the path of the task's file in SINKLAB_DATA; None if there is no such file."""
         data = os.environ.get("SINKLAB_DATA")
         places = [Path(data).expanduser() / "eval" / name for name in self.files] if data else []
         return next((place for place in places if place.is_file()), None)
@@ -77,7 +77,7 @@ class FileTask:
         return items
 
     def load(self, path: Path) -> "ChosenTask":
-        """Build the lm-eval task with the items of a file."""
+        """Build the lm-eval task with the items of the file at `path`."""
         items = self.read_items(path)
         from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
         from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
@@ -196,7 +196,7 @@ def lm_eval_version() -> str:
 
 
 def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
-    """Load the tasks of these names, with their items.
+    """Load the tasks with these names, with their items; groups and tags are expanded to their tasks.
 
     Args:
         data: file of the only file task in `names`; default: its file in SINKLAB_DATA, else the hub.
@@ -225,10 +225,10 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
 
 
 def chosen_task(name: str, data: Path | None) -> ChosenTask:
-    """Load a task by name.
+    """Load one task by its name, with its items.
 
     Raises:
-        InputError: see `chosen_tasks`; also if the name is a group of tasks.
+        InputError: see `chosen_tasks`; also if the name is that of a group of tasks.
     """
     found = chosen_tasks([name], data)
     if len(found) != 1:
@@ -238,7 +238,7 @@ def chosen_task(name: str, data: Path | None) -> ChosenTask:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the log and the progress bars of lm-eval."""
+    """Suppress the log and the progress bars of lm-eval in the `with` block."""
     from lm_eval.api import task  # pyright: ignore[reportMissingImports]  # an extra
 
     logger, bars = logging.getLogger("lm_eval"), task.tqdm
@@ -265,7 +265,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 class _Hub:
-    """lm-eval's tasks. Listing them is slow, because lm-eval reads thousands of files.
+    """The tasks of lm-eval by name. Listing them is slow, because lm-eval reads thousands of files.
 
     Raises:
         InputError: if a task is unknown.

@@ -16,32 +16,32 @@ PACKAGE = "sinklab"
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of sinklab: name, source, and statements."""
+    """A module of sinklab: full name, source, and top-level statements."""
 
     name: str
     text: str
     body: list[ast.stmt]
 
     def own_imports(self) -> list[ast.ImportFrom]:
-        """Imports from other modules of sinklab."""
+        """Return the statements that import from other modules of sinklab."""
         imports = [node for node in self.body if isinstance(node, ast.ImportFrom)]
         return [node for node in imports if (node.module or "").partition(".")[0] == PACKAGE]
 
     def other_imports(self) -> list[ast.Import | ast.ImportFrom]:
-        """Imports from other libraries."""
+        """Return the statements that import from other libraries."""
         own = self.own_imports()
         return [node for node in self.body if isinstance(node, ast.Import | ast.ImportFrom) and node not in own]
 
 
 @cache
 def bundled(root: str) -> str:
-    """Build the source of one module from `root` and all sinklab modules that it imports.
+    """Return the source of one module that contains `root` and all sinklab modules that it imports.
 
     Args:
         root: full name of a sinklab module, such as sinklab.model.huggingface.
 
     Raises:
-        ValueError: if a name is bound to different objects, or imported under another name.
+        ValueError: if two modules bind a name to different objects, or import an object under another name.
     """
     modules: dict[str, _Module] = {}
     _collect(root, modules)
@@ -59,7 +59,7 @@ def bundled(root: str) -> str:
 
 
 def _collect(name: str, modules: dict[str, _Module]) -> None:
-    """Add a module, after the modules that it imports."""
+    """Add the module `name` to `modules`, after the modules that it imports."""
     if name in modules:
         return
     spec = find_spec(name)
@@ -103,7 +103,7 @@ def _bound(module: _Module, modules: set[str]) -> list[tuple[str, str]]:
 
 
 def _by_itself(module: _Module, modules: set[str], known: set[str]) -> str:
-    """Remove a module's imports of earlier modules, and replace `other_module.name` by `name`.
+    """Return a module's source without its imports of earlier modules, with `name` in place of `other_module.name`.
 
     Args:
         known: names bound by earlier modules.

@@ -32,12 +32,12 @@ MODELING = "sinklab.model.huggingface"
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported run.
+    """Description of an exported run.
 
     Attributes:
-        architecture: class of the model in transformers or the modelling file.
+        architecture: class of the model in transformers or in the modelling file.
         code: modelling file in the directory; None if transformers has the architecture.
-        step: training step.
+        step: training step of the exported checkpoint.
         parameters: number of parameters.
     """
 
@@ -75,7 +75,7 @@ def export_run(run: Path, directory: Path) -> Exported:
 
 
 def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory: Path) -> Exported:
-    """Write the model of a loaded run; its last evaluation is in the model card."""
+    """Write the model of a loaded run to `directory`; the model card has the last evaluation in `history`."""
     tokenizer = load_tokenizer(str(found.tokenizer_path))
     form, recipe = form_of(found.model, tokenizer), found.recipe
     with atomic_directory(directory) as aside:
@@ -128,7 +128,7 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
 
 
 def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json; `bos` prepends BOS to texts."""
+    """Write tokenizer.json and tokenizer_config.json; with `bos`, the tokenizer prepends BOS to texts."""
     processors: list[Any] = [ByteLevel(trim_offsets=False)]  # no effect; a processor is required
     if bos:
         token = tokenizer.token(tokenizer.bos_id)
@@ -150,13 +150,13 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int
 
 
 def card_head(*tags: str) -> str:
-    """Build the metadata header of a model card."""
+    """Return the metadata header (YAML) of a model card, with these tags."""
     listed = "".join(f"  - {tag}\n" for tag in ("sinklab", "attention-sink", *tags))
     return f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{listed}---\n"
 
 
 def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: Form) -> str:
-    """Build README.md: model, last evaluation up to the step, loading, recipe."""
+    """Return the text of README.md: model, last evaluation up to `step`, loading, recipe."""
     data = recipe.data
     changed = [name for name in ("fixed_token", "random_tokens") if getattr(data, name) is not None]
     parts = [

@@ -7,12 +7,12 @@ the default with a pattern                                      SmolLM3ForCausal
 sandwich norms, qk_norm, GeGLU                                  Gemma3ForCausalLM   the same
 everything else                                                 SinklabForCausalLM  sinklab, or the exported code
 
-All but the first support sliding-window layers of a single width. NoPE layers: GraniteSWA and SmolLM3; two RoPE thetas:
-GraniteSWA, and Gemma 3 if one is the theta of the sliding-window layers.
+All but LlamaForCausalLM support sliding-window layers of a single width. GraniteSWA and SmolLM3 support NoPE layers,
+GraniteSWA two RoPE thetas, and Gemma 3 as well if one is the theta of the sliding-window layers.
 
 GraniteSWA scales the attention output by sigmoid(lse - s), which is equivalent to a sink logit s. gpt-oss also has sink
 logits, but its feed-forward layers are a mixture of experts whose activation is not SwiGLU. MiMo-V2-Flash has sink
-logits only in its sliding-window layers, with twice as many key heads as in the other layers.
+logits only in its sliding-window layers, with twice as many KV heads as in the other layers.
 Gemma 3 multiplies embeddings by sqrt(E) and norm outputs by 1 + w: the weights are converted accordingly. Its default
 GELU is approximate; the exact GELU is set here.
 """
@@ -50,13 +50,13 @@ GEMMA_NORMS = {
 
 @dataclass(frozen=True)
 class Form:
-    """A model in the format of transformers.
+    """A model converted to a transformers architecture.
 
     Attributes:
         config: config of the architecture.
         architecture: name of the class.
-        weights: weights by the names of that class.
-        is_foreign: True if transformers has the class; otherwise the code is exported, too.
+        weights: weights under the parameter names of that class.
+        is_foreign: True if transformers has the class; otherwise the model's code is exported, too.
     """
 
     config: "PreTrainedConfig"
@@ -66,7 +66,7 @@ class Form:
 
 
 def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
-    """Convert a model to the simplest equivalent architecture; BOS and EOS ids are set in its config."""
+    """Convert a model to the first equivalent architecture of the table; BOS and EOS ids are set in its config."""
     tokens: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     kinds = model.config.layer_kinds
     other = {key for kind in kinds for key in differences(kind)}
@@ -88,7 +88,7 @@ def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
 
 
 def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
-    """Return the layers' RoPE thetas, 0 for NoPE; None if all are NoPE or one has other positions."""
+    """Return the RoPE thetas of the layers, 0 for NoPE; None if all are NoPE or one is neither NoPE nor RoPE."""
     positions = [kind.position for kind in kinds]
     whole = all(isinstance(one, NoPosition) or (isinstance(one, Rotary) and one.share == 1) for one in positions)
     thetas = {one.theta if isinstance(one, Rotary) else 0.0 for one in positions}
@@ -96,13 +96,13 @@ def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
 
 
 def _has_windows_of_transformers(kinds: Sequence[ModelConfig]) -> bool:
-    """True if all layers are causal or have sliding windows of a single width."""
+    """Return True if all layers are causal or have sliding windows of a single width."""
     masks = [kind.attention.mask for kind in kinds if kind.attention.mask.kind != "causal"]
     return all(mask.kind == "window" and mask == masks[0] for mask in masks)
 
 
 def _is_gemma(kinds: Sequence[ModelConfig]) -> bool:
-    """True if norms and feed-forward layers match Gemma 3, with RoPE and one theta per kind of mask."""
+    """Return True if norms and feed-forward layers match Gemma 3, with RoPE and one theta per kind of mask."""
     config = kinds[0]
     norm = NormConfig(placement="sandwich", qk_norm=True, eps=config.norm.eps)
     masks = {kind.attention.mask.kind for kind in kinds}
@@ -112,7 +112,7 @@ def _is_gemma(kinds: Sequence[ModelConfig]) -> bool:
 
 
 def _sizes(model: Transformer, tokens: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes for a transformers config; theta is that of the first RoPE layer."""
+    """Return the model sizes under their transformers config keys; theta is that of the first RoPE layer."""
     config = model.config
     masks = [config.of_layer(layer).attention.mask for layer in range(1, config.layers + 1)]
     rotary = next(kind for kind in config.layer_kinds if isinstance(kind.position, Rotary))
@@ -125,7 +125,7 @@ def _sizes(model: Transformer, tokens: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_thetas(config: ModelConfig) -> list[float]:
-    """Return the RoPE theta by layer, 0 for NoPE layers."""
+    """Return the RoPE theta of every layer, 0 for NoPE layers."""
     return [getattr(config.of_layer(layer).position, "theta", 0.0) for layer in range(1, config.layers + 1)]
 
 

@@ -1,7 +1,8 @@
 """One decoder layer: attention and feed-forward, with norms, positional embeddings and gates.
 
-B batch, L = leading + T positions, S = L plus cached positions, E hidden size, H heads, G key heads, D head width, P
-keys per head, K = D / P their width. With a latent projection (`latent.py`), keys and values have different widths.
+B batch, L = leading + T positions, S = L plus cached positions, E hidden size, H query heads, G KV heads, D head
+dimension, P keys per head, K = D / P key dimension. With a latent projection (`latent.py`), keys and values have
+different dimensions.
 """
 
 from collections.abc import Callable
@@ -36,8 +37,8 @@ class Places:
     Attributes:
         rotary: cos and sin, each (L, half the rotary width), or (B, 1, L, ..) with padding; None in layers without
             rotary embedding.
-        documents_BL: document number of every position, including cached positions; None without a document mask.
-        first: first layer's values, mixed into later layers; None without value residuals.
+        documents_BL: document ID of every position, including cached positions; None without a document mask.
+        first: values of the first layer, mixed into those of later layers; None without value residuals.
         padding_B: number of padding positions at the start of each row, including cached ones; None without padding.
         padded_BL: bool, True at new positions that are padding; None without padding.
     """
@@ -103,7 +104,7 @@ class Attention(nn.Module):
         self.out = nn.Linear((1 if self.summed else self.heads) * value_width, config.width, bias=False)
 
     def inputs(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the queries, keys and values for the attention core."""
+        """Compute the queries (B, H, L, D), keys and values (B, G, L, D) of new positions for the attention core."""
         if self.latent is not None:
             q_BHLD, k_BGLD, v_BGLD = self.latent(x_BLE, places.rotary)
         else:
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         return self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places), v_BGLD
 
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
-        """Return the core's arguments after queries, keys and values; they include cached positions."""
+        """Return the attention core's arguments after q, k and v: document IDs, gates of the weights, padding."""
         gates_BLH = None
         if self.forget_gate is not None:
             gates_BLH = self.forget_gate(x_BLE)
@@ -134,7 +135,7 @@ class Attention(nn.Module):
         return beside[:given]
 
     def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:
-        """Apply qk_norm and RoPE to queries or keys; operations with several per head treat each separately."""
+        """Apply qk_norm and RoPE to queries or keys; if a head has several queries or keys, to each separately."""
         x_BHLPK = norm(x_BHLD.unflatten(-1, (-1, self.key_width)))
         if places.rotary is not None:
             cos_LC, sin_LC = places.rotary
@@ -207,7 +208,7 @@ class ResidualBlock(nn.Module):
             self.ffn_post_norm = build_norm(config.norm, config.width)
 
     def read(self, x_BLE: Tensor) -> Tensor:
-        """Compute the input of the token mixer."""
+        """Compute the input of the token mixer: the residual stream after the pre-norm, if any."""
         return x_BLE if self.placement == "post" else self.attention_norm(x_BLE)
 
     def joined(self, x_BLE: Tensor, added_BLE: Tensor) -> Tensor:
@@ -246,14 +247,14 @@ class DecoderBlock(ResidualBlock):
         return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD, alone_BL)
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the attention input, and queries, keys and values."""
+        """Compute the attention layer's input (after the norm), and its queries, keys and values."""
         read_BLE = self.read(x_BLE)
         return read_BLE, *self.attention.inputs(read_BLE, places)
 
     def after_core(
         self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None
     ) -> Tensor:
-        """Compute the residual stream after attention and feed-forward."""
+        """Compute the residual stream after attention and feed-forward from the attention core's output."""
         return self.joined(x_BLE, self.attention.output(out_BHLD, read_BLE, v_BGLD, alone_BL))
 
 
@@ -281,5 +282,5 @@ class LinearBlock(ResidualBlock):
         return read_BLE, *self.attention.inputs(read_BLE, recent_BCW, padded_BL)
 
     def after_rule(self, x_BLE: Tensor, read_BLE: Tensor, out_BHLV: Tensor) -> Tensor:
-        """Compute the residual stream after linear attention and feed-forward."""
+        """Compute the residual stream after linear attention and feed-forward from the delta rule's output."""
         return self.joined(x_BLE, self.attention.output(out_BHLV, read_BLE))

@@ -16,7 +16,7 @@ from sinklab.schema import LARGEST, Part
 
 
 class DeclaredInit(Part):
-    """The paper's scheme: linear and embedding weights normal, std sqrt(2 / (5 d_in)); feed-forward outputs smaller."""
+    """The paper's scheme: normal weights with std sqrt(2 / (5 d_in)), smaller in feed-forward output projections."""
 
     kind: Literal["declared"] = "declared"
 
@@ -99,17 +99,17 @@ class ModelConfig(Part):
 
     @property
     def key_heads(self) -> int:
-        """Number of key and value heads."""
+        """Number of KV heads."""
         return self.kv_heads or self.heads
 
     @property
     def head_width(self) -> int:
-        """Width of one head."""
+        """Head dimension, hidden size / query heads."""
         return self.width // self.heads
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Numbers of the attention layers, 1-based."""
+        """1-based indices of the layers that have attention."""
         layers = range(1, self.layers + 1)
         if isinstance(self.mixer, DeltaMixer):
             return tuple(layer for layer in layers if self.mixer.has_attention(layer, self.layers))
@@ -124,7 +124,7 @@ class ModelConfig(Part):
         return tuple(self.of_layer(layer) for layer in sorted(first_of.values()))
 
     def of_layer(self, layer: int) -> "ModelConfig":
-        """Return the config of layer `layer` (1-based): a config without pattern in which all layers are like it."""
+        """Return the config of layer `layer` (1-based): without pattern, as if all layers were like this layer."""
         own = self.pattern
         if own is None:
             return self
@@ -149,12 +149,12 @@ class ModelConfig(Part):
 
     @property
     def query_width(self) -> int:
-        """Width of a head's queries and keys."""
+        """Dimension of a head's queries and keys."""
         return self.head_width if self.latent is None else self.latent.nope + self.latent.rope
 
     @property
     def value_width(self) -> int:
-        """Width of a head's values and output."""
+        """Dimension of a head's values and output."""
         return self.head_width if self.latent is None else self.latent.value
 
     @property
@@ -170,7 +170,7 @@ class ModelConfig(Part):
 
     @property
     def key_width(self) -> int:
-        """Width of one query and key: `query_width`, or half of it for operations that split heads."""
+        """Dimension of one query and key: `query_width`, or half of it for operations that split heads."""
         return self.query_width // self.attention.operation.keys_per_head
 
     @property

@@ -6,7 +6,7 @@ Two gates are computed from the layer's input x (after its norm) and scale the a
 
     phi(r) = r / (r + C_g),   C_g = V d_in sigma^2 exp(theta_g),   r = |v_s|^2
 
-V is the width of a value, d_in the input width of the value projection, sigma the initial std of its weights. At
+V is the value dimension, d_in the input dimension of the value projection, sigma the initial std of its weights. At
 initialisation theta is 0 and C is the mean of r for inputs of unit mean square, so values are scaled by about 1/2. The
 gradient with respect to v is r / (r + C) orthogonal to v and (r^2 + 3 C r) / (r + C)^2 along v.
 """
@@ -40,13 +40,13 @@ class ElementGate(Part):
 
 
 class ValueGate(Part):
-    """Value gate v_sg sigmoid(v_sg w_g + b_g): one number per key head and key, computed from the value."""
+    """Value gate v_sg sigmoid(v_sg w_g + b_g): one number per KV head and key, computed from the value."""
 
     kind: Literal["value"] = "value"
 
 
 class VScaleGate(Part):
-    """V-scale gate v_sg r / (r + C_g), r = |v_sg|^2, C learned per key head, initially the mean of r (2603.17771)."""
+    """V-scale gate v_sg r / (r + C_g), r = |v_sg|^2, C learned per KV head, initially the mean of r (2603.17771)."""
 
     kind: Literal["v_scale"] = "v_scale"
 
@@ -92,7 +92,7 @@ class ValueScaling(nn.Module):
     """V-scale: multiplies every value by r / (r + C), where r is its squared norm.
 
     Args:
-        key_heads: number of key heads G, each with a separate theta.
+        key_heads: number of KV heads G, each with a separate theta.
         start: initial C.
     """
 

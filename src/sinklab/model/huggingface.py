@@ -35,7 +35,7 @@ DERIVED = {
 
 
 class SinklabConfig(PreTrainedConfig):
-    """Config of an exported model (config.json).
+    """Config of a sinklab model in transformers (config.json).
 
     Args:
         model: model section of a recipe, with `vocab_size` set.
@@ -170,9 +170,9 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _hidden(self, tokens_BT: Tensor, past: Past | None, padding: Padding | None) -> Tensor:
-        """Compute `Transformer.hidden`, which supports left padding only; right padding is moved to the left.
+        """Compute `Transformer.hidden`, which supports left padding only: right padding is moved to the left.
 
-        Right padding stays if it has no effect: without a cache, if no earlier query can see it.
+        Right padding is not moved if it has no effect: without a cache, if no earlier query can see it.
         """
         if padding is None:
             return self.transformer.hidden(tokens_BT, past)
@@ -187,7 +187,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return hidden_BTE.gather(1, ((at_T + behind_B1) % T)[..., None].expand_as(hidden_BTE))
 
     def _counted(self, labels_BT: Tensor, first: int, padding: Padding | None) -> Tensor:
-        """Set labels to IGNORED at padding and excluded tokens; `first` is the position of the first label."""
+        """Return the labels, IGNORED at padding and before the first target; `first` is the first label's position."""
         at_T = torch.arange(first, first + labels_BT.shape[1], device=labels_BT.device)
         first_counted = self.transformer.config.first_target - 1
         if padding is None:

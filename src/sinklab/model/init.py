@@ -14,7 +14,7 @@ and bias zero; the slope of dynamic tanh is `norm.alpha`. A module may set the m
 `declared` is the scheme of the paper (2410.10781) and its code. `torch` is PyTorch's `reset_parameters` of nn.Linear
 (kaiming_uniform with a = sqrt(5)) and nn.Embedding. The published models probably used `torch`: with several devices,
 the library pinned by the paper's code discards the declared weights. PyTorch has no scheme for the last two rows and
-learned positions: lookup tables are treated like nn.Embedding, the value gate like nn.Linear of the head width d.
+learned positions: lookup tables are treated like nn.Embedding, the value gate like nn.Linear of head dimension d.
 
 q, k and v are one matrix here, as are both halves of a gated feed-forward; d_in is the same as for separate matrices.
 """
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from sinklab.model.config import ModelConfig
 
 Law = Callable[[Tensor, torch.Generator], object]
-"""Fills a tensor in place."""
+"""Function that initialises a tensor in place."""
 
 SMALL = 0.02  # std of the paper's attention biases and sink token
 TABLES = ("embedding.weight", "position_table", "distance.weight")

@@ -11,8 +11,8 @@ and the only rotated part ("decoupled" RoPE).
 If queries are not compressed (V2-Lite), c'_t is x_t. Rows of the matrices are ordered as in the published code: head by
 head, the unrotated part first, k before v.
 
-B batch, L positions, E hidden size, H heads, N and P widths of the unrotated and the rotated part, V width of a value,
-R rank of the latent.
+B batch, L positions, E hidden size, H heads, N and P dimensions of the unrotated and the rotated part, V value
+dimension, R rank of the latent.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class FullProjection(Part):
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Widths R, N, P and V of a latent projection (see the module docstring)."""
+    """Dimensions R, N, P and V of a latent projection (see the module docstring)."""
 
     rank: int
     nope: int
@@ -70,7 +70,7 @@ class LatentProjection(Part):
     )
 
     def sizes(self, head_width: int) -> LatentSizes:
-        """Return all widths; unset ones have the paper's ratio to the head width."""
+        """Return all dimensions of the projection; unset ones have the paper's ratio to the head dimension."""
         return LatentSizes(
             rank=self.kv_rank or 4 * head_width,
             nope=self.nope_width or head_width,

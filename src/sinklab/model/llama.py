@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def differences(config: ModelConfig) -> dict[str, str]:
-    """Describe each setting in which a model differs from a plain Llama, by its key in `model`."""
+    """Describe each setting in which a model differs from a plain Llama, by the setting's key in `model`."""
     attention = config.attention
     plain: dict[str, tuple[Any, Any]] = {
         "attention.operation": (attention.operation, Softmax()),
@@ -95,7 +95,7 @@ IN_BLOCK = {
 
 
 def llama_weights(model: Transformer) -> dict[str, Tensor]:
-    """Convert the weights to Llama's names.
+    """Return the model's weights under Llama's parameter names.
 
     Fused projections are split, projections of embeddings are multiplied into embedding and LM head (in float64), and
     the single gain of a norm is repeated for every channel.

@@ -52,7 +52,7 @@ def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> 
 
 
 def rows_per_chunk(rows: int, words: int, device: torch.device) -> int:
-    """Return the number of rows per chunk of logits."""
+    """Return the number of rows (positions) whose logits are computed at a time."""
     elements = max(CHUNK_ELEMENTS_CUDA, rows * words // 16) if device.type == "cuda" else CHUNK_ELEMENTS
     rows = elements // words
     return max(1, rows - rows % ROWS_MULTIPLE) if rows > ROWS_MULTIPLE else max(1, rows)
@@ -102,9 +102,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _loss_and_slope(logits_NV: Tensor, targets_N: Tensor, count: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """Compute the chunk's part of the mean loss, and its gradient with respect to the logits if `training`.
+    """Compute a chunk's part of the mean loss and, if `training`, the gradient of that part by the logits.
 
-    The gradient has the dtype of the logits, which may be overwritten.
+    The gradient has the dtype of the logits, and may overwrite them.
     """
     z_NV = logits_NV.to(accumulate_dtype(logits_NV.dtype))
     kept_N1, words_N1 = (targets_N != IGNORED)[:, None], targets_N.clamp(min=0)[:, None]
@@ -126,7 +126,7 @@ def _compiled_loss() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _of_logits(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the loss function, compiled on CUDA, where float32 chunks would dominate the memory traffic."""
+    """Return `_loss_and_slope`, compiled on CUDA, where float32 chunks would dominate the memory traffic."""
     return _compiled_loss() if device.type == "cuda" else _loss_and_slope
 
 
@@ -155,7 +155,7 @@ class Tweo(Part):
     p: float = Field(default=4.0, ge=1, description="exponent")
 
     def of(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Compute the weighted loss, see `HiddenZ.of`."""
+        """Compute the weighted loss from the outputs (B, L, E) of all blocks; scalar, at least float32."""
         dtype = accumulate_dtype(outputs[0].dtype)
         terms = [(A_BLE.to(dtype).abs() / (self.tau + 1e-6)).pow(self.p).mean() for A_BLE in outputs]
         return self.weight * torch.stack(terms).mean()
@@ -169,6 +169,6 @@ class AddedLosses(Part):
 
     @property
     def terms(self) -> dict[str, HiddenZ | Tweo]:
-        """Active losses by name; a weight of 0 disables a loss."""
+        """Return the active auxiliary losses by name; a weight of 0 disables a loss."""
         given: dict[str, HiddenZ | Tweo | None] = {"hidden_z": self.hidden_z, "tweo": self.tweo}
         return {name: term for name, term in given.items() if term is not None and term.weight > 0}

@@ -14,8 +14,8 @@ key channel, computed from x through a bottleneck of width V, and a low-rank out
     g_t = -exp(A) softplus(x_t W_f1 W_f2 + s),   A per head, s per head and channel
     y_t = [w o_t / rms(o_t) * sigmoid(x_t W_z1 W_z2)] W_out
 
-B batch, L positions, E hidden size, H value heads, G key heads, D and V widths of a key and a value, C = 2 G D + H V
-channels, W kernel size of the convolution.
+B batch, L positions, E hidden size, H value heads, G query and key heads, D key dimension, V value dimension,
+C = 2 G D + H V channels, W kernel size of the convolution.
 """
 
 import functools
@@ -45,7 +45,7 @@ class AttentionOnly(Part):
 
 
 class DeltaMixer(Part):
-    """Hybrid: every `every`-th layer, counted from the last, has attention; the others have linear attention.
+    """Hybrid: every `every`-th layer, counted from the last, has attention; the other layers have linear attention.
 
     Attention operation, positional embedding, masks and gates of a recipe apply to the attention layers only; the
     linear layers are causal over the whole sequence.
@@ -88,7 +88,7 @@ Mixer = Annotated[AttentionOnly | GatedDelta | KimiDelta, Field(discriminator="k
 
 
 class RuleInputs(NamedTuple):
-    """Arguments of the delta rule."""
+    """Arguments of the delta rule at all positions."""
 
     q_BHLD: Tensor
     k_BHLD: Tensor
@@ -133,7 +133,7 @@ class LinearAttention(nn.Module):
     def inputs(
         self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
     ) -> tuple[RuleInputs, Tensor]:
-        """Compute the arguments of the rule, and the channels to cache for the convolution at later positions.
+        """Compute the arguments of the delta rule, and the channels to cache for the convolution at later positions.
 
         Args:
             recent_BCW: channels of the previous W - 1 positions; None at the beginning means zero.
@@ -166,17 +166,17 @@ class LinearAttention(nn.Module):
         return rates_BRL, size_H1[..., None] * F.softplus(step_BLHD.transpose(1, 2))
 
     def rule(self, inputs: RuleInputs, state_BHDV: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the output (B, H, L, V) of every position, and the state after the last one."""
+        """Compute the delta rule's output (B, H, L, V), and its state (B, H, D, V) after the last position."""
         with torch.autocast(inputs.q_BHLD.device.type, enabled=False):
             return gated_delta(*inputs, state_BHDV)
 
     def output(self, out_BHLV: Tensor, x_BLE: Tensor) -> Tensor:
-        """Compute the update of the residual stream from the rule's output and the layer's input."""
+        """Compute the layer's update of the residual stream from the delta rule's output and the layer's input."""
         gate_BHLV = self.gate(x_BLE).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self.out((self.norm(out_BHLV) * self.opened(gate_BHLV)).transpose(1, 2).flatten(2))
 
     def _normed(self, x_BLC: Tensor) -> Tensor:
-        """Normalise queries or keys to length 1 and repeat them for the value heads: (B, H, L, D)."""
+        """Return queries or keys, normalised to length 1 and repeated for the value heads, (B, H, L, D)."""
         x_BGLD = x_BLC.unflatten(-1, (self.key_heads, -1)).transpose(1, 2)
         x_BGLD = x_BGLD * torch.rsqrt(x_BGLD.square().sum(-1, keepdim=True) + UNDER_ROOT)
         return x_BGLD.repeat_interleave(self.heads // self.key_heads, dim=1)

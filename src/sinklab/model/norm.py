@@ -108,19 +108,19 @@ class SingleGainNorm(nn.Module):
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm over the head width, computed in the dtype of the weights and returned in that of the input."""
+    """RMSNorm over the head dimension, computed in the dtype of the weights and returned in that of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class OwnHeadNorm(nn.Module):
-    """RMSNorm over the head width with a separate weight vector per head; dtypes as in `HeadNorm`.
+    """RMSNorm over the head dimension with a separate weight vector per head; dtypes as in `HeadNorm`.
 
     Args:
         heads: number of heads H, the second axis of the input (B, H, L, .., D).
-        parts: number of vectors of width D per head, each with a separate weight; the second-to-last axis.
-        width: width D of each vector.
+        parts: number of vectors of dimension D per head, each with a separate weight; the second-to-last axis.
+        width: dimension D of each vector.
     """
 
     def __init__(self, heads: int, parts: int, width: int, eps: float) -> None:
@@ -134,7 +134,7 @@ class OwnHeadNorm(nn.Module):
 
 
 def norm_of_heads(wanted: OfHeads, heads: int, width: int, eps: float, parts: int = 1) -> nn.Module:
-    """Build the norm of heads (over the width of each part of a head); the identity if no norm is wanted."""
+    """Build the norm of heads, over the dimension of each part of a head; the identity if `wanted` is False."""
     if wanted == "per_head":
         return OwnHeadNorm(heads, parts, width, eps)
     return HeadNorm(width, eps=eps) if wanted else nn.Identity()
@@ -189,7 +189,7 @@ class GatedDynamicTanh(DynamicTanh):
 
 
 def build_norm(config: NormConfig, width: int) -> nn.Module:
-    """Build a norm of the residual stream, with its gate if configured."""
+    """Build a norm of the residual stream of this width, with a gate behind it if configured."""
     gated = config.gate_rank is not None
     if config.kind == "dynamic_tanh":
         norm = (GatedDynamicTanh if gated else DynamicTanh)(width)

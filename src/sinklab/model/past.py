@@ -6,8 +6,8 @@ caches keys, because its running sum supports causal and prefix masks only, not 
 A linear attention layer caches its state instead, which has a fixed size. The state cannot be reset to an earlier
 token, so cropped sequences are recomputed.
 
-B batch, H query heads, G key heads, S positions so far (including leading tokens), D head width; in a linear layer: H
-heads, D and V widths of a key and a value, C channels and W kernel size of the convolution.
+B batch, H query heads, G KV heads, S positions so far (including leading tokens), D head dimension; in a linear layer:
+H heads, D key dimension, V value dimension, C channels and W kernel size of the convolution.
 """
 
 from collections.abc import Collection
@@ -30,7 +30,7 @@ class LayerPast:
         self.log_kept_BSH: Tensor | None = None
 
     def extend(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new positions, and return all of them."""
+        """Append keys and values of new positions, and return those of all positions so far."""
         if self.keys_BGSD is None or self.values_BGSD is None:
             self.keys_BGSD, self.values_BGSD = k_BGTD, v_BGTD
         else:
@@ -39,7 +39,7 @@ class LayerPast:
         return self.keys_BGSD, self.values_BGSD
 
     def extend_kept(self, log_kept_BTH: Tensor) -> Tensor:
-        """Append the running sums of new positions (relative to the last cached one) and return all of them."""
+        """Append running sums of new positions, relative to the last cached sum; return the sums of all positions."""
         if self.log_kept_BSH is None:
             self.log_kept_BSH = log_kept_BTH
         else:
@@ -47,7 +47,7 @@ class LayerPast:
         return self.log_kept_BSH
 
     def select(self, rows: Tensor | None = None, positions: int | None = None) -> None:
-        """Keep these rows of the batch, and the first positions."""
+        """Keep only these rows of the batch and the first `positions` positions; None keeps all."""
         for name in ("keys_BGSD", "values_BGSD"):
             held = getattr(self, name)
             if held is not None:
@@ -72,7 +72,7 @@ class StatePast:
         self.state_BHDV: Tensor | None = None
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch."""
+        """Keep only these rows of the batch."""
         if self.recent_BCW is not None and self.state_BHDV is not None:
             self.recent_BCW = self.recent_BCW.index_select(0, rows.to(self.recent_BCW.device))
             self.state_BHDV = self.state_BHDV.index_select(0, rows.to(self.state_BHDV.device))
@@ -84,7 +84,7 @@ class Past:
     Args:
         layers: number of layers.
         leading: number of learned tokens before each sequence, which are also cached.
-        linear: numbers of the linear attention layers, 1-based.
+        linear: 1-based indices of the linear attention layers.
 
     Attributes:
         tokens_BT: tokens read so far; None before the first call.
@@ -113,12 +113,12 @@ class Past:
         return 0 if self.tokens_BT is None else self.tokens_BT.shape[1]
 
     def extend(self, tokens_BT: Tensor) -> Tensor:
-        """Add new tokens and return all of them."""
+        """Append new tokens to `tokens_BT` and return all tokens so far."""
         self.tokens_BT = tokens_BT if self.tokens_BT is None else torch.cat((self.tokens_BT, tokens_BT), dim=1)
         return self.tokens_BT
 
     def restart(self) -> Tensor | None:
-        """Clear the cache and return the tokens read so far."""
+        """Clear the cache and return the tokens read so far; None if there are none."""
         tokens_BT, self.tokens_BT, self.padding_B = self.tokens_BT, None, None
         self.layers, self.forgotten = self._empty(len(self.layers)), False
         return tokens_BT
@@ -128,11 +128,11 @@ class Past:
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows of the batch."""
+        """Keep only the rows of the batch with these indices."""
         self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
+        """Repeat every row of the batch `repeats` times."""
         if self.tokens_BT is not None:
             self._select(torch.arange(len(self.tokens_BT)).repeat_interleave(repeats))
 

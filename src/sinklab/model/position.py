@@ -78,7 +78,7 @@ class Alibi(Part):
 
 
 class Rotary(Part):
-    """RoPE: queries and keys are rotated by angles t theta^(-2i/D), D = `share` of their width."""
+    """RoPE: queries and keys are rotated by angles t theta^(-2i/D), D = `share` of their dimension."""
 
     kind: Literal["rotary"] = "rotary"
     theta: float = Field(default=10000.0, gt=0, description="base of the wavelengths")
@@ -144,7 +144,7 @@ class DistanceTerm(nn.Module):
         self.register_buffer("fixed", self._slopes_or_buckets(), persistent=False)
 
     def reset(self) -> None:
-        """Recompute the constants that are not stored in checkpoints, in place."""
+        """Recompute the constants that checkpoints do not store (ALiBi slopes, bucket indices), in place."""
         self.fixed.copy_(self._slopes_or_buckets())
 
     def _slopes_or_buckets(self) -> Tensor:
@@ -153,7 +153,7 @@ class DistanceTerm(nn.Module):
         return bucket_numbers(self.position.buckets, self.position.max_distance)
 
     def score(self) -> Score:
-        """Return the score function that adds the bias."""
+        """Return the function that adds the relative position bias to the attention logits."""
         if self.kind == "alibi":
             return Score(_minus_slope, (self._slopes(),))
         if self.weight is None:
@@ -161,7 +161,7 @@ class DistanceTerm(nn.Module):
         return Score(_plus_table, (self.weight[self.fixed],))
 
     def _slopes(self) -> Tensor:
-        """Return ALiBi slopes in the model's dtype; float64 slopes are recomputed for full precision."""
+        """Return the ALiBi slopes (H,) in the model's dtype; in float64 they are recomputed for full precision."""
         if self.fixed.dtype == torch.float64:
             return alibi_slopes(len(self.fixed), torch.float64).to(self.fixed.device)
         return self.fixed

@@ -3,7 +3,7 @@
 Training and measuring use the same module. Probes hook the blocks for hidden states, and `attention.core` for queries,
 keys and values.
 
-B batch, T tokens, L = leading + T positions, E hidden size, D head width, V vocabulary.
+B batch, T tokens, L = leading + T positions, E hidden size, D head dimension, V vocabulary.
 """
 
 from contextlib import ExitStack
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
         return self.head_map(self.final_norm(x_BLE[:, leading:]))
 
     def new_past(self) -> Past:
-        """Return an empty cache."""
+        """Return an empty KV cache for this model."""
         numbers = range(1, self.config.layers + 1)
         return Past(self.config.layers, self.leading, [n for n in numbers if n not in self.config.attention_layers])
 
@@ -159,7 +159,7 @@ class Transformer(nn.Module):
         return x_BLE.gather(1, from_BL[..., None].expand_as(x_BLE))
 
     def _placed(self, x_BTE: Tensor, first: int, padding_B: Tensor | None) -> Tensor:
-        """Add absolute or learned positional embeddings from position `first` on, counted without padding."""
+        """Add absolute or learned embeddings of the positions from `first` on, counted without padding."""
         _, T, E = x_BTE.shape
         end = first + T
         if isinstance(self.config.position, Absolute):
@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         return x_BTE + table[(at_T - padding_B[:, None]).clamp(min=0)]
 
     def _documents(self, tokens_BT: Tensor, padding_B: Tensor | None) -> Tensor | None:
-        """Return the document number of each token for a document mask; an EOS belongs to the document it ends."""
+        """Return each token's document ID; None without a document mask. An EOS belongs to the document it ends."""
         masks = (kind.attention.mask for kind in self.config.layer_kinds)
         mask = next((mask for mask in masks if mask.kind == "document"), None)
         if mask is None:

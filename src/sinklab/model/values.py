@@ -18,11 +18,11 @@ the result is exactly 0 instead of rounding noise that a following norm would am
 another multiple of v_t for such a token (a sink logit or a key without a value has some attention, or scores are not
 normalised), the result is also rounding noise and set to 0 (`sees_itself_alone`).
 
-o_t is the output of a query head at token t, and v_t the value of token t in its key head. |v_t| is clamped to at least
+o_t is the output of a query head at token t, and v_t the value of token t in its KV head. |v_t| is clamped to at least
 1e-12. The formula is from the paper, whose code was not available; public implementations (submissions to
 openai/parameter-golf, `_xsa_efficient`) compute the same with `F.normalize`.
 
-B batch, H heads, G key heads, R = H / G, L positions, D head width.
+B batch, H query heads, G KV heads, R = H / G, L positions, D head dimension.
 """
 
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ class ValueMixing(nn.Module):
 
 @dataclass
 class FirstValues:
-    """Storage of the first layer's values during one forward pass.
+    """Storage of the first layer's values for later layers during one forward pass.
 
     Attributes:
         values_BGLD: values of the new positions; None before the first layer.
@@ -128,7 +128,7 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None 
 
 
 def may_be_rounding(config: AttentionConfig) -> bool:
-    """Return True if the output of a token that sees only itself is a multiple of its value other than 1."""
+    """Return True if the output of a token that sees only itself is a multiple, other than 1, of its value."""
     bias = config.bias
     of_values_alone = config.operation.only_values and (bias.kind not in ("k", "kv", "v") or bias.without_value)
     return of_values_alone and (bias.without_value or not config.operation.plain)

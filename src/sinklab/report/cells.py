@@ -1,4 +1,4 @@
-"""The cells of a report: their numbers over seeds, the table of these, curves over training, and the headline."""
+"""The cells of a report (runs that differ only in the seed): values over seeds, table, training curves, headline."""
 
 import math
 import statistics
@@ -36,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """Collect the known values; None if there are none."""
+        """Collect the values that are not None; None if there are none."""
         known = tuple(float(value) for value in values if value is not None)
         return cls(known) if known else None
 
@@ -78,11 +78,11 @@ class CellRow:
     seconds: Spread | None
 
     def over_runs(self, value: Callable[[Evaluation], float | None]) -> Spread | None:
-        """The spread of a value of the last evaluations."""
+        """Return the values of a quantity at the last evaluation of every run; None if no run has the quantity."""
         return Spread.of(map(value, self.latest))
 
     def over_measurements(self, value: "Callable[[Measurement], float | None]") -> Spread | None:
-        """The spread of a value of the measurements."""
+        """Return the values of a quantity in the measurements of the runs; None if no measurement has the quantity."""
         return Spread.of(map(value, self.measured))
 
     @property
@@ -92,7 +92,7 @@ class CellRow:
 
     @property
     def sink_visible(self) -> Spread | None:
-        """Sink rate of the first token over the queries that may see it, percent."""
+        """Sink rate of the first token, with attention averaged over the queries that may see it, percent."""
         return self.over_runs(lambda one: next(iter(one.sink_rate_visible or ()), None))
 
     @property
@@ -102,7 +102,7 @@ class CellRow:
 
     @property
     def sink_elsewhere(self) -> tuple[int, float] | None:
-        """Position (from 1) and mean rate of the highest sink, if it is not the first token (highest.py)."""
+        """1-based position and mean rate of the highest sink; None if that is the first token (highest.py)."""
         rates = [one.sink_rate for one in self.latest if one.sink_rate]  # averaged up to the shortest
         return sink_elsewhere([statistics.fmean(rate or 0.0 for rate in at) for at in zip(*rates, strict=False)])
 
@@ -133,14 +133,17 @@ def _cell_row(data: ReportData, cell: str) -> CellRow:
 
 
 def _seconds(run: ReportedRun) -> float | None:
-    """Seconds of training; updates of unknown speed are skipped, as the next evaluation includes their time."""
+    """Return the duration of a run's training, else of its measurement, in seconds.
+
+    Evaluations of unknown speed are skipped, as the next evaluation includes their time.
+    """
     if run.trained:
         return seconds_spent([one for one in run.history if one.tokens is not None and one.tokens_per_second]) or None
     return run.measurement.seconds if run.measurement else None
 
 
 def cells_table(data: ReportData, curves: bool = False) -> Table:
-    """Make a table with a row per cell, in the order of `data.cells`; empty columns are omitted.
+    """Make the table of results with a row per cell, in the order of `data.cells`; empty columns are omitted.
 
     Args:
         curves: whether to add a column of sparklines of the sink rate by step, for output without charts.
@@ -248,13 +251,13 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
 
 
 def sparklines(curves: Sequence[Sequence[float]]) -> list[str]:
-    """Draw curves as bars on a shared scale from 0 to their maximum, or to 1 if the maximum is smaller."""
+    """Return curves as texts of bars, on a shared scale from 0 to their maximum, or to 1 if the maximum is smaller."""
     highest = max((value for values in curves for value in values), default=0.0)
     return [sparkline(values, max(highest, 1.0)) for values in curves]
 
 
 def sparkline(values: Sequence[float], highest: float | None = None, width: int = 16) -> str:
-    """Draw values as bars of height 0 to `highest` (default: their maximum), thinned to at most `width` characters."""
+    """Return values as a text of bars from 0 to `highest` (default: their maximum), at most `width` characters."""
     if not values:
         return ""
     top = max(highest if highest is not None else max(values), 1e-12)
@@ -297,7 +300,7 @@ def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[dict[str, Any]], bool
 
 
 def growth_of_sink(data: ReportData, cell: str) -> list[float]:
-    """The larger of the sink rates of the first token and of the bias by step, mean over seeds."""
+    """Return, for every step, the larger of the sink rates of first token and bias, mean over seeds, percent."""
     rows = curve(
         data.runs_of(cell),
         lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,
@@ -320,7 +323,7 @@ def over_seeds(numbers: Sequence[float]) -> dict[str, float]:
 
 
 def headline(data: ReportData) -> list[str]:
-    """Summarise the runs and their main result: a sentence per sweep and at most three more."""
+    """Return sentences about the runs and their main result: one per sweep and at most three more."""
     rows = cell_rows(data)
     trained = [run for run in data.runs if run.trained]
     sentences = []

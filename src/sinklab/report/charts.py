@@ -1,7 +1,7 @@
 """Figures and the four primitives that draw them: lines, dots, scatter and heatmap, from plain rows to Altair charts.
 
 The functions read no files and know nothing of runs. A row is a dict. Names are data, never parts of an expression or a
-field name, so that text from a model or a file is never evaluated. Positions and layers count from 1.
+field name, so that text from a model or a file is never evaluated. Positions and layers are 1-based.
 """
 
 import math
@@ -59,7 +59,7 @@ class ColourScale:
     references: tuple[float, ...] = ()
 
     def place(self, value: float) -> float:
-        """The position of a value on the scale, in percent of its length."""
+        """Return the position of a value on the scale, in percent of the scale's length."""
         return 100 * (value - self.low) / (self.high - self.low)
 
 
@@ -68,8 +68,8 @@ class Figure:
     """One or more charts under one title.
 
     Attributes:
-        key: name of its chart files and of its anchor in the page.
-        caption: description of content and method.
+        key: name of the figure's chart files and of its anchor in the page.
+        caption: description of the figure's content and method.
         scale: colour scale shared by the charts, which are then small and side by side; None without a shared scale.
         small: whether the charts are side by side although they share no scale.
         table: the plotted numbers as a table.
@@ -101,7 +101,7 @@ def lines(
     height: int = HEIGHT,
     title: str | None = None,
 ) -> Drawing:
-    """Draw a line per value of `colour`, `dash` and `apart`, with points and a band.
+    """Draw a line chart: a line per value of `colour`, `dash` and `apart`, with points and an optional band.
 
     Args:
         rows: values by field, including the fields of the axes.
@@ -167,13 +167,13 @@ def scatter(
     tips: Sequence[Tip] = (),
     width: Width = 640,
 ) -> Drawing:
-    """Draw a point per row; for a categorical y axis, a line of points per category.
+    """Draw a scatter plot: a point per row; for a categorical y axis, a line of points per category.
 
     Args:
         rows: values by field, including those of the axes, `colour`, `join` and `label`; FIELD_low and FIELD_high are
             the ends of an error bar along the axis of FIELD.
         join: field by whose values points are connected.
-        label: field with the text beside each point.
+        label: field with the text next to each point.
         published: rows drawn as open diamonds.
         reference: a dashed line at this value of y, or of x for a categorical y.
     """
@@ -221,17 +221,17 @@ def dots(
     width: Width = 420,
     label_width: int = 150,
 ) -> Drawing:
-    """Seeds of each cell as points, with their median, smallest and largest, and the paper's number as a diamond.
+    """Draw each cell's values at its seeds as points, with their median and range, and the paper's value as a diamond.
 
     Args:
         labels: label of every cell by its name, in display order.
         seeds: rows `cell, seed, value, run, link`.
         middles: rows `cell, never_reached`, with `median`, `smallest` and `largest` if they are known; if some seeds
-            never reached the step, also `beyond`, the largest step reached, which gets an arrow.
+            never reached the step of a sink, also `beyond`, the largest step reached, drawn with an arrow.
         paper: rows `cell, value`.
         decimals: number of decimals of a value in the tooltips.
-        varied: the quantity by which cells are ordered: they run from left to right, their medians connected. Without
-            an order each cell is a row.
+        varied: quantity by which the cells are ordered from left to right, with connected medians; None draws each
+            cell as a row.
         label_width: width of the cell names in pixels.
     """
     upright, seeds = varied is not None, _apart(seeds)
@@ -290,12 +290,12 @@ def dots(
 
 
 def _listed_height(labels: Sequence[Any], label_width: int) -> int:
-    """The height in pixels of a row whose label may have several lines."""
+    """Return the height in pixels of a chart row whose label may have several lines."""
     return ROW_HEIGHT + LINE_HEIGHT * max(len(str(one)) * LETTER // label_width for one in labels)
 
 
 def _apart(seeds: ChartRows) -> ChartRows:
-    """Add to every seed its offset within its cell, so that points do not overlap."""
+    """Add to every row of `seeds` its offset (`place`) within the cell, so that points do not overlap."""
     count = {row["cell"]: 0 for row in seeds}
     placed = []
     for row in seeds:
@@ -306,7 +306,7 @@ def _apart(seeds: ChartRows) -> ChartRows:
 
 @dataclass(frozen=True)
 class Side:
-    """An axis of a heatmap: title, number of the first cell, and direction."""
+    """An axis of a heatmap: title, number of the first row or column, and direction."""
 
     title: str
     first: int = 1
@@ -333,7 +333,7 @@ def heatmaps(
     columns: Side = HEADS,
     height: int | None = None,
 ) -> Figure:
-    """Draw heatmaps that share a colour scale, which a page shows only once."""
+    """Draw a figure of heatmaps that share a colour scale, which a page shows only once."""
     own = width != "container"
     drawn = [heatmap(matrix, scale, name, rows, columns, width, height, own) for name, matrix in named]
     return Figure(key, title, caption, drawn, scale)
@@ -402,7 +402,7 @@ def heatmap(
 
 
 def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
-    """Choose a scale over all values, from zero if none is negative; a diverging scale is symmetric."""
+    """Return a colour scale over all values, from zero if no value is negative; a diverging scale is symmetric."""
     values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
     low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
     if diverging:
@@ -432,16 +432,16 @@ def _scale_title(scale: ColourScale) -> str:
 
 
 def _rounded_up(value: float) -> float:
-    """Round up to one significant digit: 0.37 to 0.4, 23 to 30."""
+    """Round a number up to one significant digit: 0.37 to 0.4, 23 to 30."""
     step = 10.0 ** math.floor(math.log10(value))
     return float(f"{math.ceil(value / step - 1e-9) * step:.12g}")
 
 
 def _thinned(count: int, first: int, more: Sequence[str] | None = None, **settings: Any) -> alt.Axis:
-    """Make an axis over `count` cells, numbered from `first`, with at most a dozen labels so that none overlap.
+    """Make an axis over `count` rows or columns, numbered from `first`; at most a dozen have labels, to avoid overlap.
 
     Args:
-        more: labels of further cells; if they are given, all labels are strings.
+        more: labels of further rows or columns; if they are given, all labels are strings.
     """
     every = -(-count // 12)
     begins = [first] if more is None else []  # a further cell is beside the first
@@ -462,7 +462,7 @@ def layer_axis(rows: ChartRows, title: str) -> PlotAxis:
 
 
 def colour_of(order: Sequence[str] | None, field: str = "cell") -> alt.Color:
-    """Encode the colour of each cell, the same in every chart; a sequential scale for numbers."""
+    """Encode a field as colour: the same colour per cell in every chart; a sequential scale if `order` is None."""
     if order is None:
         return alt.Color(f"{field}:O", title=field, scale=alt.Scale(scheme=theme.HEAT_SCHEME))
     palette = theme.colours(list(order))
@@ -477,7 +477,7 @@ def colour_of(order: Sequence[str] | None, field: str = "cell") -> alt.Color:
 
 
 def legend(columns: int) -> alt.Legend:
-    """Make a legend above the chart."""
+    """Make a legend with this number of columns above the chart."""
     return alt.Legend(orient="top", direction="horizontal", columns=columns, offset=6, symbolOpacity=1)
 
 
@@ -489,7 +489,7 @@ def _channel(
     field: str = "",
     label_width: int = LABEL_WIDTH,
 ) -> Channel:
-    """Encode an axis: ordered categories, or a continuous scale over all values of `fields`.
+    """Encode an axis as a Vega-Lite channel: ordered categories, or a continuous scale over all values of `fields`.
 
     Args:
         field: the encoded field; by default the field of the axis.
@@ -535,7 +535,7 @@ def _channel(
 
 
 def _in_lines(width: int) -> str:
-    """The Vega expression that breaks a label into lines of at most `width` pixels, after spaces and underscores."""
+    """Return the Vega expression that breaks a label after spaces and underscores into lines of `width` pixels."""
     pattern = f"(.{{1,{width // LETTER - 1}}}(?:[ _]|$)|.{{{width // LETTER}}})"
     return f"split(trim(replace(datum.label, regexp('{pattern}', 'g'), '$1\\n')), '\\n')"
 

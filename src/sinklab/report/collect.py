@@ -1,4 +1,4 @@
-"""Reads directories: the data of a report, and the list of `sinklab runs`.
+"""Reading of result directories: the data of a report, and the list of `sinklab runs`.
 
 A run in progress is read up to its last complete evaluation; the last line of `metrics.jsonl` may be incomplete.
 """
@@ -90,9 +90,9 @@ def collect(dirs: list[Path]) -> ReportData:
 
 
 def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[str, CellSummary]]:
-    """Read the runs that are shown individually, and the cells of the summary to which they belong.
+    """Read the runs that are shown individually, and the cells of the summary to which these runs belong.
 
-    Packed runs, and those of several experiments (hundreds), appear in the sections of their experiments only.
+    Packed runs, and runs of a sweep of several experiments (hundreds), appear in the experiments' sections only.
     """
     several = len(summary.experiments) > 1 or is_packed(top)
     cell_of = {top / run.directory: name for name, cell in summary.cells.items() for run in cell.runs if run.directory}
@@ -109,7 +109,7 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def folders_with(folder: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
-    """Find the folders in and below a folder for which `holds` is true; their subfolders are not searched.
+    """Yield `folder` and the folders below it for which `holds` is true; the subfolders of these are not searched.
 
     Raises:
         InputError: if a folder cannot be read.
@@ -178,7 +178,7 @@ def _read_recipe(path: Path) -> WrittenRecipe | None:
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML or JSON file; it is empty if there is no such file.
+    """Return the mapping in a YAML or JSON file; it is empty if there is no such file.
 
     Raises:
         InputError: if the file cannot be read, or contains something other than a mapping.
@@ -235,8 +235,8 @@ class ListedRun:
         step, steps: last step evaluated or saved, and number of steps in the recipe.
         sink_rate, sink_rate_bias: sink rates of the first position and of the bias at the last evaluation, percent.
         valid_loss: validation loss at the last evaluation, nats per token.
-        differs: settings (KEY=VALUE) that differ from the shipped recipe of the same name; if there is none, from the
-            other runs listed.
+        differs: settings (KEY=VALUE) that differ from the shipped recipe of the same name; without such a recipe, from
+            the other listed runs.
         why: reason why the run failed or is damaged.
         sink_elsewhere: position and rate of the highest sink at the last evaluation, unless it is the first token.
     """
@@ -325,7 +325,7 @@ def _listed(path: Path, recipes: dict[Path, WrittenRecipe]) -> ListedRun:
 
 
 def _failure(path: Path) -> str:
-    """The error message of a failed run; empty for other runs."""
+    """Return the error message of a failed run; empty for other runs."""
     try:
         return str(parse_json((path / "failed.json").read_text(encoding="utf-8"))["message"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
 """The data of a report: runs with their numbers, claims with their evidence, and suites of measurements; the cells of
 runs that differ in their seed only.
 
-Nothing here reads a run (`collect` does) or knows about charts.
+This module reads no files (`collect` does) and draws no charts.
 """
 
 import json
@@ -43,7 +43,7 @@ MEASURED = ("sink_rate", "sink_rate_visible", "sink_rate_bias", "hidden_norm_rat
 
 @dataclass(frozen=True)
 class WrittenRecipe:
-    """The recipe of a run, written by any version of sinklab; values of an unexpected type are None.
+    """The recipe of a run as written by any version of sinklab; values of an unexpected type read as None.
 
     Attributes:
         values: nested mapping of the recipe's keys.
@@ -99,7 +99,7 @@ class ReportedRun:
 
     @classmethod
     def of(cls, measurement: "Measurement") -> "ReportedRun":
-        """Wrap a measurement that is in memory only."""
+        """Return a reported run with a measurement that is in memory only."""
         return cls(Path(), model_name(measurement.model) if measurement.model else "model", measurement=measurement)
 
     @property
@@ -109,12 +109,12 @@ class ReportedRun:
 
     @property
     def planned_steps(self) -> int | None:
-        """Number of steps in the recipe."""
+        """Number of training steps in the recipe."""
         return self.recipe.steps if self.recipe else None
 
     @property
     def steps_done(self) -> int | None:
-        """Step of the last evaluation."""
+        """Step of the run's last evaluation."""
         return self.history[-1].step if self.history else None
 
     @property
@@ -124,7 +124,7 @@ class ReportedRun:
 
     @property
     def unfinished(self) -> str:
-        """The step that an unfinished run has reached, or at which it was measured; empty for all others."""
+        """Text with the step that an unfinished run has reached, or at which it was measured; empty for other runs."""
         if self.in_progress:
             return f"step {self.steps_done or 0} of {self.planned_steps}"
         step, planned = (self.measurement.step, self.measurement.planned_steps) if self.measurement else (None, None)
@@ -139,7 +139,7 @@ class ReportedRun:
 
     @property
     def latest(self) -> Evaluation:
-        """The last evaluation, updated with the values of the measurement; its loss is used if none was evaluated."""
+        """The last evaluation, updated with the measurement's values (its loss only if no validation loss is known)."""
         last = self.history[-1] if self.history else Evaluation(step=0)
         if self.measurement is None:
             return last
@@ -151,7 +151,7 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Suite:
-    """The result document of several measurements, with its directory.
+    """The result document of several measurements (a suite), with its directory.
 
     Attributes:
         top: directory of the document; the measurements are in its subdirectories.
@@ -161,7 +161,7 @@ class Suite:
     document: SuiteDocument
 
     def runs(self, data: "ReportData") -> list[tuple[str, "ReportedRun"]]:
-        """The measurements with their names, in the order of the document."""
+        """Return the suite's measurements with their names, in the order of the document."""
         by_path = {run.path: run for run in data.runs}
         return [(name, by_path[self.top / name]) for name in self.document.measured if self.top / name in by_path]
 
@@ -203,7 +203,7 @@ class ReportData:
 
     @classmethod
     def of_suite(cls, document: SuiteDocument, measured: "Mapping[str, Measurement]") -> "ReportData":
-        """Wrap measurements that are in memory only, by their names in the document."""
+        """Return the data of a report on measurements in memory, given by their names in the suite's document."""
         runs = [ReportedRun(Path(name), name, measurement=one) for name, one in measured.items()]
         return cls([Path()], runs, suites=[Suite(Path(), document)])
 
@@ -213,24 +213,24 @@ class ReportData:
         return list(dict.fromkeys([*self.summary_cells, *(run.cell for run in self.runs)]))
 
     def runs_of(self, cell: str) -> list[ReportedRun]:
-        """The runs of one cell, ordered by seed."""
+        """Return the runs of one cell, ordered by seed."""
         return [run for run in self.runs if run.cell == cell]
 
     def label(self, run: ReportedRun) -> str:
-        """The name of a run: its cell, with the seed if the cell has several runs."""
+        """Return the name of a run: its cell, with the seed if the cell has several runs."""
         alone = len(self.runs_of(run.cell)) == 1
         return run.cell if alone or run.seed is None else f"{run.cell}, seed {run.seed}"
 
     @property
     def only_suite(self) -> SuiteDocument | None:
-        """The document of the only suite, if all runs belong to it."""
+        """The document of the only suite, if all runs belong to it; else None."""
         if len(self.suites) != 1 or len(self.suites[0].runs(self)) != len(self.runs):
             return None
         return self.suites[0].document
 
     @property
     def failures(self) -> list[tuple[str, str]]:
-        """Failed measurements with the reason."""
+        """Names of the failed measurements, with the reason of each failure."""
         return [(name, f"not measured: {why}") for suite in self.suites for name, why in suite.document.failed.items()]
 
     @overload
@@ -240,7 +240,7 @@ class ReportData:
     def suite_rows(self, kind: type[CheckpointsDocument]) -> dict[str, MeasuredCheckpoint]: ...
 
     def suite_rows(self, kind: Any) -> Any:
-        """The rows of the suite documents of one kind, by cell."""
+        """Return the entries of all suite documents of one kind, by cell."""
         return {
             run.cell: suite.document.measured[name]
             for suite in self.suites
@@ -250,7 +250,7 @@ class ReportData:
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """The notes of measurements by run, and failed measurements with the reason."""
+        """Pairs of name and text: the notes of each measured run, and the failed measurements with the reason."""
         return [*((self.label(run), note) for run, one in self.measured for note in one.notes), *self.failures]
 
     @property
@@ -260,11 +260,11 @@ class ReportData:
 
     @property
     def detailed(self) -> "list[tuple[ReportedRun, Measurement, Details]]":
-        """The runs measured with --details."""
+        """The runs measured with --details, with measurement and details."""
         return [(run, one, one.details) for run, one in self.measured if one.details is not None]
 
     def arrays(self, of: "Callable[[Measurement], np.ndarray | None]") -> "list[tuple[str, np.ndarray]]":
-        """Collect an array of the measurements, with the label of the run; measurements without it are omitted."""
+        """Return the label of each measured run with the array `of` its measurement, if any."""
         found = [(self.label(run), of(one)) for run, one in self.measured]
         return [(label, array) for label, array in found if array is not None and array.size]
 
@@ -275,11 +275,11 @@ def model_name(model: str) -> str:
 
 
 def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:
-    """Assign one cell to all runs whose recipes differ only in the seed.
+    """Return the runs with one cell assigned to all runs whose recipes differ only in the seed.
 
     A cell is named by its changes to the shipped recipe of the runs' name (`model.attention.bias=k`), by that recipe if
     nothing was changed, and by its first run if there is no such recipe. Runs with the same seed are not replicates and
-    stay apart.
+    get separate cells.
 
     Args:
         named: names of cells in a summary; runs with these names keep them.
@@ -312,7 +312,7 @@ def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun
 
 
 def _cell_name(base: str, changes: list[str] | None, common: Collection[str], several: bool) -> str:
-    """Name a cell by at most `MOST_CHANGES` changes, those shared by all cells last; empty if the base is unknown."""
+    """Return a cell's name of at most `MOST_CHANGES` changes, those shared by all cells last; empty without a base."""
     if changes is None:
         return ""
     shown, more = changes, len(changes) - MOST_CHANGES
@@ -324,8 +324,8 @@ def _cell_name(base: str, changes: list[str] | None, common: Collection[str], se
 def recipe_changes(recipe: WrittenRecipe) -> list[str] | None:
     """List the settings (KEY=VALUE) in which a resolved recipe differs from the shipped recipe of the same name.
 
-    A different kind is one change, followed by its values that are not defaults. Values that resolving fills in, and
-    settings that do not affect the result, are left out.
+    A different kind is one change, followed by its values that are not defaults. Values that were unset and
+    settings that do not affect the result are left out.
 
     Returns:
         None if no recipe of that name is shipped.

@@ -1,6 +1,7 @@
-"""The heads of a measurement with `--explore`, to look around in: their maps, sinks and roles as data of the page.
+"""The explored heads of a measurement (`--explore`): attention maps, sinks and roles as data of the page.
 
-`templates/explore.js` draws them. The maps of one measurement are one zlib stream, which browsers decompress.
+`templates/explore.js` draws the heads. The attention maps of a measurement are one zlib stream, which browsers
+decompress.
 """
 
 import base64
@@ -27,7 +28,8 @@ class Explorer:
         key: anchor of the section; the anchor of a head is `#KEY-LAYER.HEAD`.
         title: title of the section.
         note: description of the sequence and of the maps.
-        data: JSON for the script; `maps` is the base64 text of a zlib stream of n (P, S, S); attention is (n / 255)^2.
+        data: JSON for the script; `maps` is the base64 text of a zlib stream of bytes n (heads, S, S); the attention
+            weight is (n / 255)^2.
     """
 
     key: str
@@ -37,7 +39,7 @@ class Explorer:
 
 
 def explorers(data: ReportData) -> list[Explorer]:
-    """Make an explorer for every measurement with maps of its heads."""
+    """Make an explorer for every measurement that has attention maps of its heads."""
     found = [(data.label(run), one, one.explored) for run, one in data.measured if one.explored is not None]
     return [
         Explorer(
@@ -74,7 +76,7 @@ def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int
 
 
 def _roles(data: ReportData, one: Measurement) -> dict[tuple[int, int], str]:
-    """The kind of each head by (layer, head), if the report has an assessment of the same model."""
+    """Return the kind of each head by (layer, head), from the assessments of the same model; empty without any."""
     assessed = (found.document for found in data.assessed if found.document.model == one.model)
     parts = [document.result(Heads) for document in assessed if Heads.name in document.results]
     return {(head.layer, head.head): head.kind for part in parts for head in part.heads}

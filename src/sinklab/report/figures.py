@@ -1,4 +1,4 @@
-"""The figures of a page: curves over training and lengths, of suites, of assessments."""
+"""The figures of a page: curves over training and over sequence length, figures of suites and of assessments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs
 SMALL = 300
 """Width in pixels of a small chart outside a page."""
 FAR = 100
-"""The last step over the first one after 0: from here on the axis is logarithmic, as public runs save their first
+"""Ratio of last and first step after 0 above which the axis is logarithmic: public runs save their first
 steps at powers of two."""
 FEWEST = 2
 """Minimum number of lengths for a line."""
@@ -124,7 +124,7 @@ def _band(data: ReportData) -> str:
 
 
 def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | None:
-    """Draw Sink_1 of cells with an eps and a length (figure 3 of the paper); None without several lengths.
+    """Draw Sink_1 of cells by eps and sequence length (figure 3 of the paper); None without several lengths.
 
     Args:
         cells: cells of a summary by name.
@@ -262,7 +262,7 @@ CURVES: tuple[tuple[str, Callable[[suites.MeasuredCheckpoint], float | None]], .
 
 
 def _checkpoints(document: suites.CheckpointsDocument, eps: float, width: Width, number: int) -> list[Figure]:
-    """Draw curves over steps, and the sink rate by layer and step."""
+    """Draw the figures of a suite of checkpoints: curves over steps or tokens, and the sink rate by layer and step."""
     found = sorted(document.measured.values(), key=lambda one: one.step)
     small = width if width == "container" else SMALL
     steps = [one.step for one in found if one.step > 0]
@@ -331,7 +331,7 @@ def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figur
 
 
 def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure | None:
-    """Draw the loss that each answer of the assessment adds."""
+    """Draw the loss added by the intervention behind each answer of an assessment; None without any."""
     kinds = ("lost without the sink", "cost of the sink", "other changes")
     rows = [
         {

@@ -1,6 +1,6 @@
-"""The leaderboard of mitigations: every cell of the experiments on them, each number with its spread over seeds.
+"""The leaderboard of mitigations: every cell of the experiments on mitigations, with median and range over seeds.
 
-A new column is one line in `_columns`, or the `column` of a number of an assessment (`assessing/parts/`).
+A new column is one line in `_columns`, or the `column` of a quantity of an assessment (`assessing/parts/`).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,12 @@ FAR = 1.0
 
 @dataclass(frozen=True)
 class SeedScore:
-    """A quantity over the seeds of a cell.
+    """Values of a quantity at the seeds of a cell.
 
     Attributes:
         median: median over the seeds, as in the experiment's table.
         seeds: value at each seed.
-        note: learning rate that gave the value, or position of a sink other than the first token.
+        note: learning rate that gave the median, or position of a sink other than the first token.
     """
 
     median: float
@@ -37,25 +37,25 @@ class SeedScore:
     note: str = ""
 
     def cell(self, form: str) -> TableCell:
-        """The median as a table cell, with the range over several seeds."""
+        """Return the median as a table cell, with the range over several seeds."""
         low, high = f"{min(self.seeds):{form}}", f"{max(self.seeds):{form}}"
         ends = [f"{low} … {high}" if low != high else f"all {low}"] if len(self.seeds) > 1 else []
         return TableCell(self.median, " ".join([*ends, self.note]).strip())
 
 
 ScoreOf = Callable[[str, CellSummary], SeedScore | None]
-"""Function from a cell and its name to its score; None if it has none."""
+"""Function from the name of a cell and the cell to the cell's score; None without a score."""
 
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """The leaderboard, ordered by validation loss.
+    """The leaderboard of mitigations, with cells ordered by validation loss.
 
     Attributes:
-        baseline: cell with which the others are compared.
+        baseline: cell with which the other cells are compared.
         assessed: whether some of the runs were assessed.
-        columns: columns of the scores.
-        scores: scores by cell, one per column.
+        columns: columns of the table, without that of the cells.
+        scores: scores of each cell, one per column; None if unknown.
         failed: number of failed runs by cell.
     """
 
@@ -67,12 +67,12 @@ class Leaderboard:
     failed: dict[str, int]
 
     def column(self, title: str) -> dict[str, SeedScore]:
-        """The scores of a column by cell; cells without a score are omitted."""
+        """Return the scores in the column with this title, by cell; cells without a score are omitted."""
         at = [one.title for one in self.columns].index(title)
         return {cell: score for cell, scores in self.scores.items() if (score := scores[at]) is not None}
 
     def table(self, key: str) -> Table:
-        """Make a table with a row per cell, and the range over seeds after each median."""
+        """Make the leaderboard's table: a row per cell, with the range over seeds after each median."""
         rows = [
             [
                 cell + (f" ({counted(self.failed[cell], 'run')} failed)" if self.failed[cell] else ""),
@@ -94,7 +94,7 @@ class Leaderboard:
     def figure(self, key: str, width: Width) -> Figure | None:
         """Draw Sink_1 of every cell against its loss above the baseline's; None without the loss of the baseline.
 
-        Labels mark the baseline and the Pareto front (no other cell is at least as good in both and better in one).
+        Labels mark the baseline and the Pareto front of loss and Sink_1.
         """
         losses, sinks = self.column(LOSS), self.column(SINK)
         scores = {cell: (loss, sinks[cell]) for cell, loss in losses.items() if cell in sinks}
@@ -159,7 +159,7 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
 
 
 def _columns(sweep: Sweep) -> list[tuple[TableColumn, ScoreOf]]:
-    """The columns that need no assessment, each with the function that scores a cell."""
+    """Return the columns that need no assessment, each with the function that scores a cell."""
     retuned = "the lowest of the losses at several learning rates, since one rate for all is unfair"
     return [
         (TableColumn(LOSS, "nats / token", ",.3f"), _quantity("valid_loss")),
@@ -196,7 +196,7 @@ def _of_runs(value: Callable[[CellRun], float | None]) -> ScoreOf:
 
 
 def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
-    """Find the lowest loss of a cell over several learning rates, and the rate."""
+    """Return the lowest loss of a cell over several learning rates, with that rate as note; None without any."""
     cells = sweep.summary.cells_of(RETUNED) if RETUNED in sweep.summary.experiments else {}
     found = [
         (estimate.median, cell)

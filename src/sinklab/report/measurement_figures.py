@@ -107,7 +107,7 @@ def _by_layer(data: ReportData, width: Width) -> Figure | None:
 
 
 def uniform_importance(length: int) -> np.ndarray:
-    """Importance of every position, (T,), under causal attention that is uniform (metrics.py)."""
+    """Return the importance of every position, (T,), under uniform causal attention (metrics.py)."""
     return metrics.uniform_importance(torch.tensor([length]), length)[0].numpy()
 
 
@@ -121,7 +121,7 @@ def _masks_note(data: ReportData) -> str:
 
 
 def _importance_scale(maps: list[Named], data: ReportData) -> ColourScale:
-    """Choose a colour scale from 0 to at least ε, so that a model without a sink has no strong colours."""
+    """Return the colour scale of importance, from 0 to at least ε: a model without a sink has no strong colours."""
     highest = max(float(matrix.max()) for _, matrix in maps)
     return ColourScale("importance", 0, max(*(run.eps for run in data.runs), math.ceil(highest * 10) / 10))
 
@@ -244,7 +244,7 @@ def _mixing(data: ReportData, width: Width) -> Figure | None:
 
 
 def details_figures(data: ReportData, width: Width) -> list[Figure]:
-    """Draw the figures of --details: `FIRST`, then the others in the order of their statistics, then `LAST`."""
+    """Draw the figures of --details: `FIRST`, then the other figures in the order of their statistics, then `LAST`."""
     small = width if width == "container" else 300
     declared: dict[str, list[tuple[str, Shown]]] = {}
     for name, statistic in STATISTICS.items():
@@ -271,7 +271,7 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
 
 
 def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, small: Width) -> Figure | None:
-    """Draw the figure that statistics declare under one key; None without a measurement that has them."""
+    """Draw the figure that statistics declare under one key; None if no measurement has these statistics."""
     name, shown = parts[0]
     found = _found(data, name)
     if not found:
@@ -310,13 +310,13 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, smal
 
 
 def _found(data: ReportData, name: str) -> list[tuple[ReportedRun, Measurement, Details, np.ndarray]]:
-    """Collect the runs that have a statistic, with its array."""
+    """Return the runs whose details have a statistic, each with the statistic's array."""
     found = [(run, measured, details, getattr(details, name)) for run, measured, details in data.detailed]
     return [one for one in found if one[-1] is not None and one[-1].size]
 
 
 def _heatmaps(data: ReportData, name: str, shown: Heatmap, width: Width) -> Figure:
-    """Draw a map per run, or per chosen head of a run; position maps are means over heads."""
+    """Draw a statistic as a heatmap per run, or per chosen head of a run; maps by position are means over heads."""
     maps: list[Named] = []
     sides, height, caption = (charts.LAYERS, charts.HEADS), None, shown.caption
     lengths = sorted({measured.length for _, measured, _ in data.detailed})
@@ -347,7 +347,7 @@ def _heatmaps(data: ReportData, name: str, shown: Heatmap, width: Width) -> Figu
 
 
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: Width) -> Figure:
-    """Draw a line per statistic."""
+    """Draw statistics by bucket, with a line per statistic."""
     rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
     shown = parts[0][1]
     drawn = [row for row in rows if not shown.logarithmic or row["value"] > 0]
@@ -367,7 +367,7 @@ def _bucket_order(rows: ChartRows) -> list[str]:
 
 
 def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any]]:
-    """Average a statistic over layers, heads and runs of a cell, by bucket."""
+    """Return a statistic by cell and bucket, averaged over layers, heads and the cell's runs."""
     shares: list[tuple[tuple[str, int, str], float]] = []
     for run, measured, details, shares_LHX in _found(data, name):
         of_queries = STATISTICS[name].axes == "LHQ"
@@ -382,11 +382,11 @@ def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any
 
 
 def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
-    """Average the value of the first position, and the mean of the others, over the runs of a cell.
+    """Return the value at the first position and the mean at other positions, by cell and layer, averaged over runs.
 
     Args:
         arrays: pairs of cell and array (layers, positions), one per run; arrays with a single position are omitted.
-        first_layer: number of the first layer.
+        first_layer: index of the first row of the arrays.
     """
     return _mean_rows(
         (cell, where, layer, float(value))
@@ -398,11 +398,11 @@ def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int =
 
 
 def _means(arrays: Iterable[tuple[str, Iterable[float]]], first_layer: int = 0) -> ChartRows:
-    """Average the finite values of each layer over the runs of a cell.
+    """Return the mean of the finite values by cell and layer, over the runs of a cell.
 
     Args:
         arrays: pairs of cell and values (layers,), one per run.
-        first_layer: number of the first layer.
+        first_layer: index of the first of the values.
     """
     return _mean_rows(
         (cell, "mean", layer, float(value))
@@ -413,7 +413,7 @@ def _means(arrays: Iterable[tuple[str, Iterable[float]]], first_layer: int = 0) 
 
 
 def _mean_rows(values: Iterable[tuple[str, str, int, float]]) -> ChartRows:
-    """Average the values with the same (cell, where, layer)."""
+    """Return rows `cell, where, layer, value` with the mean of the values that agree in cell, where and layer."""
     found = by_key((tuple(key), value) for *key, value in values)
     return [
         {"cell": cell, "where": where, "layer": layer, "value": fmean(numbers)}
@@ -424,7 +424,7 @@ def _mean_rows(values: Iterable[tuple[str, str, int, float]]) -> ChartRows:
 def _layer_lines(
     rows: ChartRows, cells: Sequence[str], at: str, y_title: str, width: Width, title: str | None = None
 ) -> Drawing:
-    """Draw a quantity by layer."""
+    """Draw the `value` of rows by layer, with a line per cell and per `where`."""
     y = PlotAxis(y_title, "value", "value", scale="auto", precision=".4f")
     return charts.lines(
         rows, charts.layer_axis(rows, at), y, order=cells, dash="where", width=width, height=charts.SHORT, title=title

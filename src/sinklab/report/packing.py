@@ -1,8 +1,8 @@
-"""Packs a sweep into a folder to be committed: results and recipes of its runs, without weights and paths.
+"""Packing of a sweep into a folder to be committed: results and recipes of its runs, without weights and paths.
 
 summary.json, asked/, README.md     results and manifests
 report.html, charts/*.svg           drawn from this folder alone
-EXPERIMENT/                         its runs (experiments/sweep/packed.py)
+EXPERIMENT/                         the experiment's packed runs (experiments/sweep/packed.py)
 checksums.txt                       of every file
 
 The same sweep gives the same bytes. `sinklab verify` checks it, `sinklab reproduce --packed` continues it.
@@ -43,7 +43,7 @@ CHARTS = "charts"
 
 
 def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
-    """Copy a sweep into a folder, or update an earlier copy.
+    """Copy the results and recipes of a sweep into a folder, or update an earlier copy.
 
     Args:
         dirs: a list of one directory, that of the sweep.
@@ -90,7 +90,7 @@ def _manifests(sweep: Sweep) -> list[Path]:
 
 
 def _check_paths(sweep: Sweep) -> None:
-    """Refuse absolute paths, which do not exist on another machine."""
+    """Raise InputError if a recipe of the sweep has an absolute path, which would not exist on another machine."""
     documents = [(path, parse_json(path.read_text(encoding="utf-8"))) for path in _manifests(sweep)]
     folders = [folder for run in sweep.summary.runs if (folder := sweep.folder(run)) is not None]
     recipes = [folder / RECIPE for folder in folders if (folder / RECIPE).is_file()]
@@ -105,7 +105,7 @@ def _check_paths(sweep: Sweep) -> None:
 
 
 def _remove_earlier_copy(out: Path) -> None:
-    """Remove runs, manifests and charts of an earlier copy, also runs of a format with a folder per run."""
+    """Remove runs, manifests and charts of an earlier copy in `out`, also runs in the format of a folder per run."""
     for pattern in (f"*/{RUNS}", f"*/{RECORD}"):
         for path in out.glob(pattern):
             if {file.name for file in path.parent.iterdir()} <= {*PACKED_FILES, *EARLIER_FILES}:
@@ -116,7 +116,7 @@ def _remove_earlier_copy(out: Path) -> None:
 
 
 def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:
-    """Pack every finished run once, under the first experiment that has it."""
+    """Return every finished run, packed, under the name of the first experiment that has it."""
     found: dict[str, list[PackedRun]] = {}
     taken: set[str] = set()
     for name in sweep.summary.experiments:
@@ -129,7 +129,7 @@ def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:
 
 
 def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
-    """Pack a run; yields nothing if it is not finished."""
+    """Yield a run in packed form; nothing if the run is not finished."""
     folder = sweep.folder(run)
     record = read_record(folder) if folder else None
     if folder is None or record is None or not (folder / RECIPE).is_file():
@@ -154,7 +154,7 @@ def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
 
 
 def _pack_documents(sweep: Sweep, out: Path) -> None:
-    """Write summary.json, the manifests and README.md."""
+    """Write summary.json, the manifests of the experiments and README.md to `out`."""
 
     def packed(run: CellRun) -> CellRun:
         edited = [name for name in run.edited if name in CHECKED]
@@ -168,12 +168,12 @@ def _pack_documents(sweep: Sweep, out: Path) -> None:
 
 
 def _relative(message: str, sweep: Sweep) -> str:
-    """Make the paths of the sweep's files in a message relative."""
+    """Return a message in which the paths of the sweep's files are relative."""
     return message.replace(f"{sweep.top.resolve()}/", "").replace(f"{sweep.top}/", "")
 
 
 def readme(summary: Summary) -> str:
-    """Write the README of a sweep in Markdown; texts from files are escaped."""
+    """Return the README of a sweep as Markdown; texts from files are escaped."""
     done, failed = (sum(run.status == status for run in summary.runs) for status in ("done", "failed"))
     lines = [
         f"# Results at scale {escaped(summary.scale)}" if summary.scale else "# Results",
@@ -199,7 +199,7 @@ def readme(summary: Summary) -> str:
 
 
 def _glance(summary: Summary) -> Table | None:
-    """Make the table of the paper's statements; None if the sweep has none of their claims."""
+    """Make the table of the paper's statements; None if the sweep has no claim about any of them."""
     rows = []
     for place, line in enumerate(glance_of([(summary, {})]), 1):
         ours, verdicts = [], []

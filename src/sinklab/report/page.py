@@ -66,8 +66,8 @@ def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, 
     """Draw the report of all runs, measurements and experiments in `dirs`.
 
     Args:
-        out: the HTML file, by default `report.html` in the first directory.
-        formats: formats ("svg", "pdf", "png") of additional chart files, written into `charts/` in the same folder.
+        out: path of the HTML file; default: `report.html` in the first directory.
+        formats: formats ("svg", "pdf", "png") of chart files to write into `charts/` next to the HTML file.
 
     Returns:
         The path of the HTML file.
@@ -172,7 +172,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
 
 
 def lead(data: ReportData) -> list[str]:
-    """The first paragraph of the page: the answer of a measurement or of assessments, and the headline of the runs."""
+    """Return the sentences at the top of the page: the answer of a measurement or of assessments, and the headline."""
     said = [
         f"{f'{one.name}: ' if len(data.assessed) > 1 else ''}{' '.join(one.document.answer())}" for one in data.assessed
     ]
@@ -190,7 +190,7 @@ def _anchors(parts: Sequence[Figure | Table | ExperimentGroup]) -> list[tuple[st
 
 
 def _boards(sweeps: Sequence[Sweep], width: charts.Width) -> list[tuple[Table, Figure | None]]:
-    """Draw table and figure of the leaderboard of every sweep that has one."""
+    """Return table and figure of the leaderboard of every sweep that has one."""
     found = [board for sweep in sweeps if (board := leaderboard(sweep)) is not None]
     keys = [f"leaderboard{number or ''}" for number in range(len(found))]
     return [(board.table(key), board.figure(f"{key}-scatter", width)) for board, key in zip(found, keys, strict=True)]
@@ -235,7 +235,7 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
 
 
 def _marked_png(png: bytes) -> bytes:
-    """Insert the mark as a tEXt chunk before the last chunk (PNG specification, section 11.3.4.3)."""
+    """Return a PNG with sinklab's mark as a tEXt chunk before the last chunk (PNG specification, section 11.3.4.3)."""
     chunk = b"tEXtSoftware\0" + CHART_MARK
     whole = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
     return png[:-PNG_END] + whole + png[-PNG_END:]
@@ -285,7 +285,7 @@ def content_policy(scripts: list[str]) -> str:
 
 
 def _title(data: ReportData) -> str:
-    """Title a sweep by its content, so that a renamed folder keeps its title, and other results by their directory."""
+    """Return the page's title: a sweep's from its content, so that renaming its folder keeps it; else the directory."""
     swept: dict[Path, str] = {}
     for sweep in data.sweeps:
         experiments, scale = list(sweep.summary.experiments), sweep.summary.scale
@@ -297,14 +297,14 @@ def _title(data: ReportData) -> str:
 
 
 def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]]]]:
-    """Count the verdicts by scale, confirmatory and exploratory claims separately."""
+    """Return the counts of verdicts by scale, separately for confirmatory and exploratory claims."""
     claims = [*data.claims, *(claim for sweep in data.sweeps for claim in sweep.summary.claims if claim.experiment)]
     scales = dict.fromkeys(claim.scale for claim in claims)
     return [(scale, verdict_counts([claim for claim in claims if claim.scale == scale])) for scale in scales]
 
 
 def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, object]:
-    """The provenance of a run for the template: directory, recipe, seed, versions and machine."""
+    """Return the provenance of a run for the page's template: directory, recipe, seed, versions and machine."""
     one, env = run.measurement, run.env
     settings: dict[str, object] = {}
     if one is not None:

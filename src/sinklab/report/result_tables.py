@@ -27,7 +27,7 @@ Labelled = Sequence[tuple[str, Measurement]]
 
 
 def suite_tables(data: ReportData) -> list[Table]:
-    """Make the tables that follow the table of cells: comparisons, ablations, propositions."""
+    """Make the tables of measurements: comparisons of models, ablations of the sink, repeated-token propositions."""
     compared = [
         replace(comparison_table(suite.document.rows, list(suite.document.measured)), key=f"comparison-{number}")
         for number, suite in enumerate(data.suites)
@@ -59,7 +59,7 @@ def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) ->
 
 
 def ablations_table(measured: Labelled) -> Table | None:
-    """Make a table with a row per ablation; None without ablations."""
+    """Make a table of the measured ablations, a row each; None without ablations."""
     found = [(label, one) for label, m in measured for one in m.ablations or ()]
     if not found:
         return None
@@ -123,7 +123,7 @@ def _of(label: str) -> str:
 
 
 def _without_model(table: Table) -> Table:
-    """Remove the first column, that of the model, if it is empty."""
+    """Return the table without its first column (the model) if that column is empty."""
     if any(row[0] for row in table.rows):
         return table
     return replace(table, columns=table.columns[1:], rows=[row[1:] for row in table.rows])
@@ -146,7 +146,7 @@ def measurement_tables(m: Measurement) -> list[Table]:
 
 
 def measurement_facts(m: Measurement) -> list[str]:
-    """List facts about a measurement in a few words each."""
+    """Return facts about a measurement, such as step, BOS, loss and backend, in a few words each."""
     facts = [
         None if m.step is None else f"step {m.step:,} of {m.planned_steps:,}",
         "position 1 is BOS" if m.bos else "no BOS",
@@ -161,7 +161,7 @@ def measurement_facts(m: Measurement) -> list[str]:
 def _positions(m: Measurement) -> Table:
     """Make the table of sink rates by threshold and of importance.
 
-    It has a row for each of the first positions, for the highest of the later ones, and for the bias.
+    The table has a row for each of the first positions, for the highest later position, and for the bias.
 
     The second half of the positions is excluded: few queries see them, and a position's own query dominates.
     """
@@ -209,7 +209,7 @@ def _massive(m: Measurement) -> Table | None:
 
 
 def layers_table(measured: Labelled) -> Table:
-    """Make a table of the first token by layer, with a column per statistic of --details that declares one."""
+    """Make a table of the first token's sink and norm by layer, with a column per statistic that declares one."""
     heads = [
         TableColumn("layer", text=True),
         *numbers(".3f", "importance", "visible"),
@@ -247,7 +247,7 @@ def layers_table(measured: Labelled) -> Table:
 
 
 def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
-    """Format the columns of statistics: by title, the texts by layer (from 0); angles first."""
+    """Return the columns of statistics by title, each with its texts by 0-based layer; angles first."""
     columns: dict[str, dict[int, str]] = {}
     for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
         if (column := statistic.column) is None:
@@ -265,7 +265,7 @@ def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
 
 
 def mixing_table(measured: Labelled) -> Table | None:
-    """Make a table of the effect of a changed token on later tokens, by block; None if it was not measured."""
+    """Make a table of the effect of one replaced token on later tokens, by block; None if it was not measured."""
     found = [(label, one) for label, m in measured if (one := m.mixing)]
     if not found:
         return None
@@ -285,7 +285,7 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
     """Make a table of the sinks at positions after the first; None if there are none.
 
     Args:
-        shown: number of sinks shown among the first few positions, and among later ones; None shows all.
+        shown: number of sinks shown among the first few positions, and among later positions; None shows all.
     """
     found: list[tuple[str, SecondarySink]] = []
     rates: list[str] = []
@@ -315,7 +315,7 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
 
 
 def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
-    """Make a table of the questions of an assessment, with the loss that each change adds; `of` ends the title."""
+    """Make a table of an assessment's questions, with the loss each intervention adds; `of` ends the title."""
     columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]
     rows: list[list[Value]] = []
     before = None
@@ -331,7 +331,7 @@ def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
 
 
 def assessment_table(document: Assessment, title: str = "Costs and benefits of the sink", key: str = "") -> Table:
-    """Make a table of loss, added loss, perplexity and KL divergence under every change, ordered by part."""
+    """Make a table of loss, added loss, perplexity and KL divergence under every intervention, ordered by part."""
     columns = [
         *names("Part", "Change"),
         TableColumn("Loss", "nats / token", ".4f"),
@@ -356,7 +356,7 @@ def assessment_table(document: Assessment, title: str = "Costs and benefits of t
 
 @cache
 def templates() -> jinja2.Environment:
-    """Open the templates of the page and its tables; all values are escaped."""
+    """Return the Jinja2 environment with the templates of the page and its tables; all values are escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sinklab.report"),
         autoescape=True,
@@ -369,13 +369,13 @@ def templates() -> jinja2.Environment:
 
 
 def shown(text: str) -> Markup:
-    """Prepare a text for the page: Sink_1 has a subscript, and long names may be broken after `_` and `/`."""
+    """Return a text as HTML: Sink_1 has a subscript, and long names may be broken after `_` and `/`."""
     plain = text.replace("Sink_1", SINK_1)
     return Markup("<wbr>").join(BREAKS.split(plain))
 
 
 def verdict_class(verdict: str) -> str:
-    """The CSS class of a claim's badge; `inconclusive` for an unknown verdict."""
+    """Return the CSS class of a verdict's badge; `inconclusive` for an unknown verdict."""
     return verdict.replace(" ", "-") if verdict in VERDICTS else "inconclusive"
 
 

@@ -21,8 +21,8 @@ class GlancePart:
     Attributes:
         claim: the claim with its verdict.
         ours: cells of the claim, each with its values at all seeds as text; empty if the verdict is based on other
-            values, such as those at one step, which are then in the evidence.
-        key: anchor of its experiment.
+            values, such as values at one step, which are then in the evidence.
+        key: anchor of the claim's experiment.
     """
 
     claim: JudgedClaim
@@ -46,7 +46,7 @@ def glance(sweeps: Sequence[Sweep]) -> list[GlanceLine]:
 
 
 def glance_of(summaries: Sequence[tuple[Summary, Mapping[str, str]]]) -> list[GlanceLine]:
-    """Do the same as `glance` for summaries, each paired with the anchors of its experiments."""
+    """Collect the paper's statements as in `glance`, from summaries with the anchors of their experiments."""
     lines = [
         GlanceLine(
             statement,
@@ -93,13 +93,13 @@ class ExperimentSection:
     """The section of an experiment.
 
     Attributes:
-        key: anchor.
+        key: anchor of the section.
         about: entry of the experiment in summary.json.
         verdicts: counts of the verdicts of confirmatory and of exploratory claims.
-        run: whether any of its own claims (without claims, any of its cells) has the required runs.
+        run: whether any of the experiment's own claims (without claims, any of its cells) has the required runs.
         confirmatory: whether the experiment has a confirmatory claim of its own.
-        matrices: for a grid, a table per quantity.
-        elsewhere: the paper's values for other models; None if there are none.
+        matrices: a table per quantity if the experiment is a grid.
+        elsewhere: table of the paper's values for models that were not measured; None if there are none.
     """
 
     key: str
@@ -121,7 +121,7 @@ class ExperimentGroup:
     """A group of experiments under one heading.
 
     Attributes:
-        key: anchor.
+        key: anchor of the group.
         folded: whether the group is collapsed at first.
     """
 
@@ -200,7 +200,7 @@ def _yaml_value(value: object) -> str:
 
 
 def grouped(experiments: Sequence[ExperimentSection]) -> list[ExperimentGroup]:
-    """Group experiments: with confirmatory claims, exploratory, and not run, which is collapsed."""
+    """Group the sections of experiments: with confirmatory claims, exploratory, and not run (collapsed)."""
     confirmatory = [one for one in experiments if one.run and one.confirmatory]
     others = [one for one in experiments if one.run and not one.confirmatory]
     waiting = [one for one in experiments if not one.run]

@@ -23,9 +23,9 @@ OTHER_MODELS = "other models"
 CELL_NAME = re.compile(r"(.+)_(\d+(?:\.\d+)?(?:e-?\d+)?)([kMB]?)")
 FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
 FEWEST_ORDERED = 3
-"""Minimum number of cells for an order."""
+"""Minimum number of cells that are ordered by the number in their names."""
 LAYER_NUMBERS = ("sink_layer_", "layer_step_")
-"""Prefixes of quantities of one layer; an experiment on one has a figure of all layers."""
+"""Prefixes of quantities of one layer; an experiment on such a quantity has a figure of all layers."""
 STATEMENT_PIXELS = 215
 STEPS = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
 CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool]] = (
@@ -46,7 +46,7 @@ def cell_order(cells: Sequence[str]) -> tuple[str, dict[str, str]] | None:
     """Order cells by the number in their names; None unless all but at most one are `WORD_NUMBER` with the same word.
 
     Returns:
-        The word, and the labels by name, ordered by number; a cell without a number is first.
+        The word, and the cells' labels by name, ordered by number; a cell without a number is first.
     """
     found = {name: match for name in cells if (match := CELL_NAME.fullmatch(name))}
     others = [name for name in cells if name not in found]
@@ -59,7 +59,10 @@ def cell_order(cells: Sequence[str]) -> tuple[str, dict[str, str]] | None:
 
 
 def with_keys(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
-    """Give every experiment a unique key for its anchor and chart files, of letters, digits, - and _."""
+    """Return (sweep, experiment, key) for every experiment, with a unique key for its anchor and chart files.
+
+    Keys have letters, digits, - and _ only.
+    """
     found: dict[str, tuple[Sweep, str]] = {}
     for sweep in sweeps:
         for name in sweep.summary.experiments:
@@ -106,7 +109,7 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Wid
 def _numbers(
     sweep: Sweep, experiment: ExperimentSummary, cells: dict[str, CellSummary], key: str, page: Path, width: Width
 ) -> Figure | None:
-    """Draw a chart per quantity: the seeds of every cell, their median and range, and the paper's value."""
+    """Draw a chart per quantity of an experiment: every cell's seeds, their median and range, and the paper's value."""
     varied, labels = cell_order(list(cells)) or (None, {cell: cell for cell in cells})
     drawn: list[Drawing] = []
     bounds = False
@@ -146,7 +149,7 @@ def _numbers(
 
 
 def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width: Width) -> Drawing | None:
-    """Plot the second quantity of `against` over the first; None if no cell has both.
+    """Plot the second quantity of `experiment.against` over the first; None if no cell has both quantities.
 
     Models of the same family in the paper's list have the same colour.
     """
@@ -219,7 +222,7 @@ def _by_layer(
 
 
 def forests(sweeps: Sequence[Sweep], page: Path, width: Width) -> list[Figure]:
-    """Draw, for every sweep that judges statements of the paper, its seeds and the paper's percentages.
+    """Draw a figure per sweep that judges statements of the paper: its values at all seeds next to the paper's.
 
     Args:
         page: the folder of the page, from which links lead to runs.
@@ -263,7 +266,7 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
 
 
 def with_ends(field: str, value: float, spread: Sequence[float | None], baseline: float = 0.0) -> dict[str, Any]:
-    """The fields of a coordinate relative to a baseline: FIELD and, over several seeds, FIELD_low and FIELD_high."""
+    """Return a coordinate relative to a baseline as fields: FIELD and, over several seeds, FIELD_low and FIELD_high."""
     known = [one - baseline for one in spread if one is not None]
     ends = {f"{field}_low": min(known), f"{field}_high": max(known)} if len(known) > 1 else {}
     return {field: value - baseline, **ends}
@@ -278,13 +281,13 @@ def _label(one: Quantity) -> str:
 
 
 def _values_axis(title: str, from_zero: bool) -> PlotAxis:
-    """Make an axis from zero to at least one, or one that is logarithmic for a large range."""
+    """Make a value axis: from zero to at least one if `from_zero`, else logarithmic for a large range."""
     scale = "linear" if from_zero else "auto"
     return PlotAxis(title, "value", scale=scale, zero=from_zero, at_least=1.0 if from_zero else None)
 
 
 def _middle(one: CellEstimate) -> dict[str, float]:
-    """The fields of the median, the range over several seeds, and the largest step reached if some seeds never did."""
+    """Return a row of `middles` of `charts.dots`: median, range over several seeds, largest step reached."""
     reached = [value for value in one.seeds if value is not None]
     several = len(one.seeds) > 1
     found = {
@@ -297,15 +300,15 @@ def _middle(one: CellEstimate) -> dict[str, float]:
 
 
 def _point(sweep: Sweep, run: CellRun, value: float, page: Path) -> dict[str, str | float]:
-    """The fields of one run: seed, value, hash and link."""
+    """Return a row of `seeds` of `charts.dots` for one run: seed, value, hash and link."""
     link = link_to(sweep, run, page)
     return {"seed": run.seed, "value": value, "run": run.hash, **({"link": link} if link else {})}
 
 
 def link_to(sweep: Sweep, run: CellRun, page: Path) -> str | None:
-    """The relative link from a page's folder to the recipe of a run; None if that is not on disk.
+    """Return the relative link from a page's folder to the recipe of a run; None if the recipe is not on disk.
 
-    The names of folders are quoted, so that no part of them is parsed as a scheme or a query.
+    Folder names are quoted, so that no part of a name is parsed as a scheme or a query.
     """
     file = sweep.provenance(run)
     return quote(os.path.relpath(file.resolve(), page.resolve())) if file else None

@@ -42,7 +42,7 @@ class Sweep:
         top: the directory of summary.json.
         summary: content of summary.json, with `edited` recomputed from the files.
         files: folder of the runs' directories: `top`, or a temporary folder if the runs are packed.
-        packed: folder of the experiment that contains a packed run, by the run's directory.
+        packed: folder of the experiment that contains each packed run, by the run's directory.
     """
 
     top: Path
@@ -51,18 +51,18 @@ class Sweep:
     packed: Mapping[str, Path] = field(default_factory=dict)
 
     def folder(self, run: CellRun) -> Path | None:
-        """The directory of a run; None if it has none yet."""
+        """Return the directory of a run; None if the run has no directory yet."""
         return self.files / run.directory if run.directory else None
 
     def provenance(self, run: CellRun) -> Path | None:
-        """The recipe of a run, or the measurement of a model; None if it is not on disk."""
+        """Return the path of a run's recipe, or of a model's measurement; None if the file is not on disk."""
         if run.directory in self.packed:
             return self.packed[run.directory] / RECIPES
         folder = self.folder(run)
         return next((folder / name for name in PROVENANCE if (folder / name).is_file()), None) if folder else None
 
     def history(self, run: CellRun) -> Sequence[Evaluation]:
-        """The evaluations of a run so far.
+        """Return the evaluations of a run so far.
 
         Raises:
             InputError: if metrics.jsonl is damaged.
@@ -71,7 +71,7 @@ class Sweep:
         return read_history(folder / "metrics.jsonl") if folder else ()
 
     def assessment(self, run: CellRun) -> Assessment | None:
-        """The assessment in the run's directory; None if there is none.
+        """Return the assessment in the run's directory; None if there is none.
 
         Raises:
             InputError: if assessment.json is damaged.
@@ -80,7 +80,7 @@ class Sweep:
         return load_assessment(folder / ASSESSMENT) if folder and (folder / ASSESSMENT).is_file() else None
 
     def learning_rate(self, run: CellRun) -> float | None:
-        """The learning rate of a run's recipe; None if that is not on disk."""
+        """Return the learning rate in a run's recipe; None if the recipe is not on disk."""
         folder = self.folder(run)
         if folder is None:
             return None
@@ -91,7 +91,7 @@ class Sweep:
 
 
 def read_sweep(top: Path, summary: Summary) -> Sweep:
-    """Read the sweep in a directory, and find the files of its runs that were edited.
+    """Read the sweep in a directory, and check which files of its runs were edited.
 
     Packed runs are unpacked into a temporary folder, which is removed with the sweep.
 
@@ -127,7 +127,7 @@ def with_runs(summary: Summary, changed: Callable[[CellRun], CellRun]) -> Summar
 
 @dataclass(frozen=True)
 class SweepOrigins:
-    """Totals of env.json and record.json over the finished and failed runs of some sweeps.
+    """Totals of time, versions and machines (env.json, record.json) over the finished and failed runs of sweeps.
 
     Attributes:
         runs: number of runs.
@@ -187,7 +187,7 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
 
 
 def quantity_of(name: str) -> Quantity:
-    """The quantity with this name; an unknown quantity is labelled with its name."""
+    """Return the quantity with this name; an unknown quantity is labelled with its name."""
     try:
         return quantity(name)
     except ValueError:

@@ -30,7 +30,7 @@ INK_ON_PAPER = "#1d2430"
 
 
 def colours(cells: list[str]) -> dict[str, str]:
-    """Assign a colour to each cell, the same in every chart: the palette in the order of the cells, repeated."""
+    """Return the colour of each cell, the same in every chart: the palette in the order of the cells, repeated."""
     return {cell: PALETTE[index % len(PALETTE)] for index, cell in enumerate(cells)}
 
 

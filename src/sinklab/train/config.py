@@ -117,7 +117,7 @@ class TrainConfig(Part):
     @field_validator("compile", mode="before")
     @classmethod
     def _on_and_off_are_no_booleans(cls, value: Any) -> Any:
-        """YAML 1.1 parses `on` and `off` as booleans."""
+        """Convert booleans back to "on" and "off", which YAML 1.1 parses as booleans."""
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")

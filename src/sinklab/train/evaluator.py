@@ -23,12 +23,12 @@ METRIC_BATCH = 16  # sequences per batch; fixed, so that the metric is bit-repro
 
 
 class Evaluator:
-    """Evaluate the model of an updater.
+    """Compute validation loss and sink metric of the model in training.
 
     Args:
-        run: run with the validation text and the metric's settings.
+        run: run with the validation text and the settings of the sink metric.
         updater: updater whose model is evaluated, on its device and in its precision.
-        look: callback between batches and between the metric's blocks; an exception from it ends the evaluation.
+        look: callback between batches and between the metric's blocks; an exception from `look` ends the evaluation.
 
     Raises:
         InputError: if the validation text is too short for the metric.
@@ -41,7 +41,7 @@ class Evaluator:
 
     @torch.no_grad()
     def losses(self) -> tuple[float, dict[str, float]]:
-        """Compute the mean loss (nats per token) and the weighted auxiliary losses, by name."""
+        """Compute the mean validation loss (nats per token), and the weighted auxiliary losses by name."""
         model, device, added = self.updater.model, self.updater.device, self.recipe.losses
         losses = []
         model.eval()
@@ -60,7 +60,7 @@ class Evaluator:
 
         Args:
             details: also compute the statistics of `measuring/statistics/details.py`.
-            other_eps: additional thresholds.
+            other_eps: additional thresholds of the sink rate.
         """
         metric = self.recipe.metric
         tokens_NT = torch.cat(self.batches)[: metric.sequences, : metric.length]

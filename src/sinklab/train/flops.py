@@ -3,7 +3,7 @@
 A multiply-add counts as two operations. For one sequence of T tokens (L = T + learned leading tokens):
 
 matrices    2 * inputs * outputs * L for every linear map except the LM head (inside a kernel's feature map: times
-            query and key heads): projections, feed-forward layers, gates
+            query and KV heads): projections, feed-forward layers, gates
 attention   2 * (D + V) * pairs per head and layer, for the scores and the weighted sum of values; D and V are the key
             and value dimensions of a head (2 D if a head has two queries). Pairs are the (query, key) pairs that the
             mask allows: L (L + 1) / 2 if causal. Kernels under causal and prefix masks are computed as linear
@@ -56,7 +56,7 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a forward and backward pass over one sequence, by part."""
+    """FLOPs of a forward and backward pass over one sequence, by part (see the module docstring)."""
 
     matrices: int
     attention: int
@@ -68,7 +68,7 @@ class Flops:
 
 
 def model_flops(config: ModelConfig) -> Flops:
-    """Count the FLOPs of one training sequence of `config.context` tokens.
+    """Count the FLOPs of a forward and backward pass over one sequence of `config.context` tokens.
 
     Args:
         config: model config with `vocab_size` set.
@@ -86,7 +86,7 @@ def model_flops(config: ModelConfig) -> Flops:
 
 
 def shape_of(config: ModelConfig) -> Transformer:
-    """Build the model on the meta device."""
+    """Build the model on the meta device, that is, shapes without weights."""
     with torch.device("meta"):
         return Transformer(config)
 
@@ -100,7 +100,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def _matrix_flops(model: Transformer) -> int:
-    """Count the forward FLOPs per position of the linear maps except the head."""
+    """Count the forward FLOPs per position of all linear maps except the LM head."""
     uses_of_features = model.config.heads + model.config.key_heads
     total = 0
     for name, module in model.named_modules():
@@ -181,7 +181,7 @@ class Speedometer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the `with` block. All updates must be finished."""
+        """Exclude the time of the `with` block from the measurement. All updates must be finished."""
         self._seconds += time.perf_counter() - self._running_since
         try:
             yield

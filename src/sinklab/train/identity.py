@@ -1,6 +1,6 @@
 """Stable content hashes of recipes when keys are added.
 
-A new key at its neutral value is left out of the content hash, so that existing runs are still found by theirs. This
+A new key at its neutral value is left out of the content hash, so that existing runs keep their hash. This
 file can be removed when no study uses those runs.
 """
 

@@ -1,7 +1,7 @@
 """Training loop: updates, evaluations and checkpoints.
 
 A batch depends only on (seed, step), and a checkpoint contains all other state, so that a resumed run is bit-identical
-to an uninterrupted one. With several processes, only the first writes; all make the same decisions.
+to an uninterrupted one. With several processes, only rank 0 writes; all make the same decisions.
 """
 
 import logging
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepReport:
-    """Progress report after an update (`row` is None) or an evaluation."""
+    """Progress report after an update (`row` is None) or an evaluation (`row` is its line of metrics.jsonl)."""
 
     step: int
     loss: float
@@ -97,7 +97,7 @@ class Trainer:
         self._speed = Speedometer(self.recipe, self.updater.device, world.size)
 
     def _hold(self, holding: ExitStack) -> None:
-        """Lock the run directory; a directory created for a recipe that is refused is removed."""
+        """Lock the run directory; if the recipe is then refused, a directory that was created for it is removed."""
         is_new = not self.run.directory.exists()
         holding.enter_context(lock_run(self.run.directory))
         holding.callback(leave, self.run.directory, is_new)
@@ -165,13 +165,13 @@ class Trainer:
             raise self.world.shared_error(StoppedError("a stop of the training was requested"))
 
     def _update(self) -> float:
-        """Do one update; return the newest known training loss in nats per token."""
+        """Do one optimiser step; return the newest known training loss, nats per token."""
         with self._explaining():
             return self.updater.update()
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """Finish and check all updates, and pause the throughput measurement in the `with` block."""
+        """Wait until all updates are finished and checked; the `with` block is excluded from the throughput."""
         with self._explaining():
             self.updater.settle()
         if self.world.any(not self.updater.has_finite_weights()):
@@ -204,11 +204,11 @@ class Trainer:
 
     @property
     def _is_regular(self) -> bool:
-        """True if a run of any length is evaluated at this step."""
+        """Return True if the current step is a multiple of `eval_every`."""
         return self.state.step % self.recipe.train.eval_every == 0
 
     def _row(self) -> dict[str, Any]:
-        """Evaluate the model; return a line of metrics.jsonl."""
+        """Evaluate the model and return the results as a line of metrics.jsonl."""
         state, (loss, added) = self.state, self.evaluator.losses()
         if not math.isfinite(loss):
             raise self._diverged(f"step {state.step} diverged: the validation loss is {loss} after it.")
@@ -254,7 +254,7 @@ class Trainer:
             )
 
     def _continue(self) -> Path | None:
-        """Load the newest valid checkpoint and return its folder; None if there is none."""
+        """Load the newest valid checkpoint and return its folder; None if the run has no checkpoint."""
         run, world = self.run, self.world
         world.only_first(lambda: remove_leftovers(run.checkpoints))
         checkpoint = world.from_first(lambda: find_checkpoint(run.checkpoints, self.model, run.hashes))
@@ -266,7 +266,7 @@ class Trainer:
         return checkpoint
 
     def _resume_history(self) -> bool:
-        """Drop evaluations that will be repeated, or that belong only to a shorter run.
+        """Drop evaluations from metrics.jsonl that will be repeated, or that belong only to a shorter run.
 
         Returns:
             True if the current step has not been evaluated, because the run was stopped before.

@@ -12,7 +12,7 @@ from sinklab.train.config import AdamW, Muon, OptimConfig, ScheduleConfig, Sgd
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimiser of all parameters. All have weight decay, as in the paper's code (2410.10781).
+    """Build the optimiser of a model. All parameters have weight decay, as in the paper's code (2410.10781).
 
     Raises:
         SinklabError: if the installed PyTorch has no Muon.
@@ -33,7 +33,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` for the hidden matrices and AdamW for the rest, with one interface.
+    """`torch.optim.Muon` for the hidden matrices and AdamW for all other weights, as one optimiser.
 
     Both optimisers share this object's `param_groups` and `state`.
 
@@ -66,7 +66,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore the optimiser state that `state_dict` returned."""
         super().load_state_dict(state_dict)
         for part, group in zip(self.parts, self.param_groups, strict=True):
             part.param_groups = [group]
@@ -116,7 +116,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     - flat: peak;
     - cosine: min_lr + (peak - min_lr) * (1 + cos(pi * p)) / 2, p from 0 at the end of the warm-up to 1;
     - wsd: peak; over the last decay_fraction of all steps min_lr + (peak - min_lr) * p, p from 1 to 0. If the decay
-        begins during the warm-up, the smaller of both rates.
+        begins during the warm-up, the smaller of the warm-up and the decay rate.
     """
     span = peak - schedule.min_lr
     ceiling = peak

@@ -8,8 +8,8 @@ layers at once takes minutes.
 Activation checkpointing (`train.recompute`, 1604.06174): a block stores only its inputs and repeats its forward pass in
 the backward pass, with bit-identical results, because training draws no random numbers. Memory is one residual stream
 per block plus the activations of one block, for about a third more compute. Hooks on a block, including FSDP's, run
-around both passes; hooks inside a block also see the second pass. Rejected: PyTorch's `apply_activation_checkpointing`,
-which renames the parameters of the modules that it wraps.
+around the first and the repeated forward pass; hooks inside a block also see the repeated one. Rejected: PyTorch's
+`apply_activation_checkpointing`, which renames the parameters of the modules that it wraps.
 
 Data parallelism (`train.parallel`): the model is replicated (DDP) or sharded (FSDP2). Every process has the same number
 of rows of the global batch, so the mean over processes of the mean loss is the global mean, and likewise for the
@@ -40,7 +40,7 @@ from sinklab.train.world import World
 def recompute_blocks(model: Transformer, choice: Recompute) -> None:
     """Enable activation checkpointing in place; weights, their names and hooks do not change.
 
-    Call before `share`: FSDP's hooks must run around both passes.
+    Call before `share`: FSDP's hooks must run around both forward passes of a block.
     """
     if choice == "blocks":
         for block in model.blocks:
@@ -59,7 +59,7 @@ Compile = Literal["auto", "on", "off"]
 
 
 def compile_blocks(model: Transformer, choice: Compile, device: torch.device) -> None:
-    """Compile the parts of every block in place, at their first call; `auto` compiles on CUDA only.
+    """Compile the two parts of every block in place, when they are first called; `auto` compiles on CUDA only.
 
     Weights, their names and hooks do not change.
     """
@@ -74,7 +74,7 @@ def compile_blocks(model: Transformer, choice: Compile, device: torch.device) ->
 
 @dataclass(frozen=True)
 class SharedLoss:
-    """Loss functions of a model that is trained by several processes.
+    """Loss function of a model that is trained by several processes, and its context for gradient accumulation.
 
     Attributes:
         losses: function of tokens (B, T) that returns the means over this process's rows of the cross-entropy and the
@@ -88,7 +88,7 @@ class SharedLoss:
 
 
 class _Loss(nn.Module):
-    """Module whose forward pass computes the losses, as DDP requires."""
+    """Module whose forward pass returns `Transformer.losses`, because DDP hooks the forward pass of a module."""
 
     def __init__(self, model: Transformer, added: AddedLosses) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def share(model: Transformer, added: AddedLosses, how: Parallel, world: World) -
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather the full weights of a sharded model on every process in the `with` block."""
+    """Gather the full weights of a sharded model on every process for the duration of the `with` block."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.unshard()
@@ -152,5 +152,5 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor from the shards of all processes; an unsharded tensor is returned unchanged."""
+    """Return the full tensor, gathered from the shards of all processes; an unsharded tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -2,7 +2,7 @@
 
 The memory estimate of a process has these parts:
 
-weights       4 bytes per parameter (float32, also under bf16 autocast); one share of them with FSDP
+weights       4 bytes per parameter (float32, also under bf16 autocast); one shard of them with FSDP
 gradients     4 bytes per parameter, sharded as the weights; unsharded if FSDP accumulates several micro-batches
 optimizer     bytes per parameter: AdamW 8, Muon 4 for its matrices and 8 for the rest, SGD 4 (0 without momentum);
               sharded as the weights
@@ -10,7 +10,7 @@ activations   tensors that autograd saves in the forward pass of a micro-batch. 
               recipe's sizes, for each kind of layer (a two-layer model if there are linear layers), runs forward on
               the CPU with two short lengths. Saved bytes are linear in the length, which gives the bytes per position
               and the constant part (bfloat16 copies of the weights). With `train.recompute: blocks`, a block saves
-              only its input. Losses beside the cross-entropy save tensors of their own, outside the blocks
+              only its input. Auxiliary losses save further tensors outside the blocks
 loss          logits and their gradients in memory at a time, and the LM head's gradient in float32
 working       gradients inside one block, estimated by the size of its activations; for a recomputed block also its
               activations; with FSDP also the gathered weights of one block and of all modules outside the blocks
@@ -117,7 +117,7 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
 
 
 def _saved(config: ModelConfig, bf16: bool, layers: int) -> tuple[float, _Saved]:
-    """Measure the saved bytes of a small model's first layer: the constant part, and the bytes per position."""
+    """Measure the bytes that autograd saves for a small model: the constant part, and the bytes per position."""
     lengths = LENGTHS if layers == 1 else (CHUNK, 2 * CHUNK)  # linear layers save activations per chunk
     lengths = lengths if config.context >= max(lengths) else (config.context // 2, config.context)
     # If the first layer is linear, there are no first-layer values for value residuals.
@@ -150,7 +150,7 @@ def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
 
 
 def _bytes_of_losses(recipe: Recipe) -> int:
-    """Saved bytes of the losses beside the cross-entropy, per position, without the blocks' outputs themselves."""
+    """Return the bytes per position that autograd saves for the auxiliary losses, without the blocks' outputs."""
     outputs = [torch.zeros(1, 1, recipe.model.width, requires_grad=True) for _ in range(recipe.model.layers)]
     own, saved = _addresses(outputs), dict[int, Tensor]()
 
@@ -194,7 +194,7 @@ def _loss_bytes(config: ModelConfig, positions: int, device: torch.device, bf16:
 
 
 def check_fits(recipe: Recipe, world: World) -> None:
-    """Check the memory estimate of a process against its GPU's memory, or its share of the machine's.
+    """Check the memory estimate of a process against its GPU's memory, or its share of the machine's memory.
 
     Args:
         recipe: recipe with `vocab_size` set and a `precision` other than auto.
@@ -232,7 +232,7 @@ def _refusal(needs: str, have: int, device: torch.device, largest: str) -> Input
 
 
 def _parameters(config: ModelConfig) -> int:
-    """Count the parameters from the first two layers: building all is slow, even on the meta device."""
+    """Count the model's parameters from its first two layers: building all layers is slow, even on the meta device."""
     one, two = (
         sum(p.numel() for p in shape_of(config.model_copy(update={"layers": layers})).parameters()) for layers in (1, 2)
     )
@@ -245,10 +245,10 @@ class TrainingPlan:
 
     Attributes:
         parameters: number of model parameters.
-        tokens, tokens_per_step: tokens of all processes, in total and per step.
+        tokens, tokens_per_step: number of training tokens of all processes, in total and per step.
         flops: FLOPs of one sequence, forward and backward (`train/flops.py`).
         flops_per_step: FLOPs of the global batch.
-        memory: peak memory of one process.
+        memory: estimated peak memory of one process.
         device: PyTorch's name of this process's device.
         processes: number of processes that share the batch.
         hours_at_peak: hours of training at the GPUs' bfloat16 peak FLOP/s (a lower bound); None if unknown.
@@ -273,7 +273,7 @@ class TrainingPlan:
 
 
 def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> TrainingPlan:
-    """Plan a recipe on `processes` devices of the type of `device`.
+    """Return the plan of a recipe for `processes` devices of the type of `device`.
 
     The text is prepared only if the vocabulary size is not known without it.
 
@@ -302,7 +302,7 @@ def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> Trainin
 
 
 def sized(recipe: Recipe, device: torch.device, prepare: Callable[[], TokenDataset]) -> Recipe:
-    """Set the vocabulary size and the precision of a recipe.
+    """Return the recipe with its vocabulary size and precision set.
 
     Args:
         prepare: function that prepares the data; called only if the vocabulary size is not known without it.

@@ -40,7 +40,7 @@ MANNER = {"save_every", "keep", "device", "parallel", "compile", "recompute", "p
 
 
 class Recipe(Part):
-    """A recipe fully specifies a run."""
+    """Full specification of a run: model, data, optimiser, training, metric."""
 
     name: str = Field(default="run", description="label of the run; does not change the result")
     seed: int = Field(default=0, ge=0, description="random seed of the initial weights and the order of the data")
@@ -71,10 +71,10 @@ class Recipe(Part):
         return self
 
     def content_hash(self, data_fingerprint: str) -> str:
-        """Hash the recipe and the data: 16 hexadecimal digits.
+        """Return the hash of recipe and data that identifies the run: 16 hexadecimal digits.
 
         Excluded are keys that do not affect the result (`name`, `MANNER`), the source of the data (`DATA_ORIGIN`; the
-        fingerprint identifies it), later keys at their neutral value (identity.py), and the path of an initial
+        fingerprint identifies the data), later keys at their neutral value (identity.py), and the path of an initial
         checkpoint, whose weights have their own hash.
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
@@ -147,7 +147,7 @@ def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin
 
 
 def _depth(override: str) -> int:
-    """Return the nesting depth of an override's key; the kind of a union has the union's depth."""
+    """Return the nesting depth of an override's key; the key `kind` has the depth of its union."""
     *above, last = override.partition("=")[0].split(".")
     return len(above) + (last not in KINDS)
 
@@ -179,14 +179,14 @@ def recipe_schema() -> Schema:
 
 
 def members(node: Schema) -> list[Schema]:
-    """List the types that a schema allows: the members of a union, or the only type."""
+    """List the schemas of the types that a schema allows: the members of a union, or the only type."""
     if union := node.get("oneOf") or node.get("anyOf"):
         return [member for one in union for member in members(one)]
     return [recipe_schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node]
 
 
 def _field(node: Schema, key: str) -> Schema | None:
-    """Return the schema of a key; None if none of the types allowed at this node has it."""
+    """Return the schema of a key; None if no type allowed at this node has the key."""
     found = (member["properties"][key] for member in members(node) if key in member.get("properties", ()))
     return next(found, None)
 
@@ -251,7 +251,7 @@ def _explain(error: ValidationError, origin: str) -> str:
 
 
 def _walk(path: tuple[int | str, ...]) -> tuple[list[str], Schema]:
-    """Convert a pydantic error path to recipe keys, without union members; also return the schema there."""
+    """Convert a pydantic error path to recipe keys without union members, and return the schema at that path."""
     here, kept = recipe_schema(), []
     for step in path:
         types = [one for one in members(here) if one.get("type") != "null"]

@@ -23,11 +23,11 @@ class Replay:
     """Result of a replayed forward and backward pass.
 
     Attributes:
-        step: number of the update, from 1; the batch index is step - 1.
+        step: number of the update, 1-based; the batch index is step - 1.
         checkpoint: checkpoint at which the replay started; None for the initial weights.
         repeated: number of updates repeated after the checkpoint.
         loss: loss, nats per token.
-        grad_norm: norm of the whole gradient, before clipping.
+        grad_norm: global gradient norm, before clipping.
         grad_norms: gradient norm of each parameter that has a gradient.
         first_not_finite: name of the first tensor with NaN or infinity, in the order weights, module outputs (forward
             order), loss, gradients (backward order); None if all are finite.
@@ -95,7 +95,7 @@ def replay(run: Run, step: int) -> Replay:
 
 @dataclass(frozen=True)
 class _NotFinite:
-    """Names of non-finite tensors, in the order of computation."""
+    """Collects the names of non-finite tensors in the order in which they are computed."""
 
     weights: list[str]
     forward: list[str]

@@ -1,12 +1,12 @@
 """`model.init_from`: initialise a run with the weights of a checkpoint.
 
     a Llama        directory, .gguf file, or name on the hub: its sizes, tokenizer and weights, in float32
-    a sinklab run  directory: likewise, any variant, from its newest checkpoint
+    a sinklab run  directory: likewise, any variant, from the run's newest checkpoint
 
 Tensors that the checkpoint lacks are new. If possible, they are initialised such that the outputs do not change:
 
     sink logit              `model.attention.bias.start`, default -12: at most 6e-6 of a row
-    key of k and kv biases  likewise; a learned number added to the logit
+    key of k and kv biases  likewise: a learned number added to the logit
     output and value gates  sigmoid(0) = 1/2 everywhere, and twice the output projection: exactly the same outputs
     value of v biases       zero
     gates behind norms      sigmoid(0) = 1/2 everywhere, and twice the weight of the norm: exactly the same outputs
@@ -123,7 +123,7 @@ def _tokenizer(name: str, loaded: Any) -> Tokenizer:
 
 
 def started(recipe: Recipe) -> Recipe:
-    """Set a recipe's values that follow from its initial checkpoint: sizes, tokenizer, bias start, weights hash.
+    """Return the recipe with the values that its initial checkpoint determines: sizes, tokenizer, bias start, hash.
 
     A recipe without an initial checkpoint, or with the hash of its weights, is returned unchanged.
 
@@ -150,13 +150,13 @@ def started(recipe: Recipe) -> Recipe:
 
 @cache
 def _without_weights(name: str) -> tuple[Start, str]:
-    """Load a checkpoint without its weights, and their SHA-256; cached, because many cells may use one checkpoint."""
+    """Return a checkpoint without its weights, and the weights' SHA-256; cached, as many cells may share it."""
     start = load_start(name)
     return replace(start, weights={}), start.sha256()
 
 
 def _check_sizes(recipe: Recipe, start: Start) -> None:
-    """Raise InputError if sizes of recipe and checkpoint differ."""
+    """Raise InputError if the model sizes in the recipe and in the initial checkpoint differ."""
     given = recipe.model.model_dump(mode="json", exclude_unset=True)
     theirs = leaves({key: start.model[key] for key in OPEN if key in start.model and key != "context"})
     ours = leaves({key: given[key] for key in OPEN if key in given})

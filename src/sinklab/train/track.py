@@ -23,7 +23,7 @@ FROM_0 = {"hidden_norm_ratio"}  # index 0 is before the first block; other indic
 
 
 class Tracker(Protocol):
-    """An experiment tracker.
+    """An experiment tracker (W&B or TensorBoard) of one run.
 
     Attributes:
         is_new: True if nothing of this run has been logged before.
@@ -32,7 +32,7 @@ class Tracker(Protocol):
     is_new: bool
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Log a line of metrics.jsonl."""
+        """Log the numbers of one evaluation, a line of metrics.jsonl."""
         ...
 
     def charts(self, files: Sequence[Path]) -> None:
@@ -40,7 +40,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish the log."""
+        """Flush and close the tracker's log."""
         ...
 
 
@@ -69,7 +69,7 @@ def require(names: Sequence[TrackerName]) -> None:
     """Check that the packages of the trackers are installed.
 
     Raises:
-        InputError: if one is missing; the message names the extra to install.
+        InputError: if a package is not installed; the message names the optional dependency.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -77,7 +77,7 @@ def require(names: Sequence[TrackerName]) -> None:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Flatten a row to numbers by name, without nulls: `sink_rate/1` is the sink rate of the first position,
+    """Flatten an evaluation to numbers by name, without nulls: `sink_rate/1` is the sink rate of the first position,
     `sink_rate_heads/2/1` that of the first head of the second layer.
     """
     found: dict[str, float] = {}

@@ -3,8 +3,8 @@
 A batch depends only on (seed, step); no global random generator is used. Apart from rounding, an update does not depend
 on the number of processes.
 
-On a CPU, loss and gradient norm are checked before the optimiser step, which is skipped if one is not finite. On CUDA,
-reading them would synchronise the device at every update. So AdamW's fused kernel skips the step on the device
+On a CPU, loss and gradient norm are checked before the optimiser step, which is skipped if either is not finite. On
+CUDA, reading both would synchronise the device at every update. So AdamW's fused kernel skips the step on the device
 (`found_inf`) for this and all later updates, and the host reads the numbers one update late.
 """
 
@@ -31,12 +31,12 @@ from sinklab.train.world import ALONE, World
 
 
 class Updater:
-    """Model, optimiser and training data of a run.
+    """Performs the updates of a run; holds its model, optimiser and training data.
 
     Args:
         run: opened run; no files of its directory are read or written.
         world: training processes.
-        look: callback during model initialisation; an exception from it ends the construction.
+        look: callback during model initialisation; an exception from `look` ends the construction.
 
     Attributes:
         model: unwrapped model on its device; with FSDP its parameters are sharded.
@@ -75,9 +75,9 @@ class Updater:
         return learning_rate(self.state.step, self.recipe.train.steps, self.recipe.optim.lr, self.recipe.schedule)
 
     def update(self) -> float:
-        """Do one update; return the newest known training loss of the global batch, nats per token.
+        """Do one optimiser step; return the newest known training loss of the global batch, nats per token.
 
-        The loss is that of this step on a CPU, and of the previous step on CUDA.
+        The loss is that of this step on a CPU, and that of the previous step on CUDA.
 
         Raises:
             NotFiniteError: on all processes, if a loss or gradient of any process is not finite.
@@ -105,7 +105,7 @@ class Updater:
         self._take_results(all_of_them=True)
 
     def has_finite_weights(self) -> bool:
-        """True if this process's weights are finite; a large step may overflow them despite a finite gradient."""
+        """Return True if this process's weights are finite; a large step may overflow despite a finite gradient."""
         return bool(torch.stack([local(p.detach()).isfinite().all() for p in self.model.parameters()]).all())
 
     def _take_results(self, all_of_them: bool = False) -> None:
@@ -117,7 +117,7 @@ class Updater:
 
     @contextlib.contextmanager
     def _not_updated(self) -> Iterator[None]:
-        """Reset step and gradients if NotFiniteError is raised in the `with` block."""
+        """Reset `state.step` and the gradients if NotFiniteError is raised in the `with` block."""
         try:
             yield
         except NotFiniteError as error:
@@ -126,7 +126,7 @@ class Updater:
             raise
 
     def gradient(self) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of the mean loss over the global batch, auxiliary losses included.
+        """Compute the gradients of the mean loss (auxiliary losses included) over the global batch, in `.grad`.
 
         Returns:
             The mean cross-entropy over this process's rows, and the global gradient norm.
@@ -150,7 +150,7 @@ class Updater:
 
 
 class _Looking(TorchFunctionMode):
-    """Call `look` before every PyTorch operation, because initialising a large model takes minutes."""
+    """Torch mode that calls `look` before every operation, because initialising a large model takes minutes."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class NotFiniteError(SinklabError):
     """The loss or gradient of an update is not finite; no process has applied the update.
 
     Attributes:
-        step: number of the update, from 1.
+        step: number of the update, 1-based.
     """
 
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
@@ -182,7 +182,7 @@ class NotFiniteError(SinklabError):
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Mean loss over the global batch, nats per token, and gradient norm before clipping."""
+    """Result of one update: mean loss over the global batch, nats per token, and gradient norm before clipping."""
 
     loss: float
     grad_norm: float
@@ -194,7 +194,7 @@ class FiniteCheck:
     Args:
         optimizer: optimiser, whose step is skipped on CUDA if a number is not finite.
         world: training processes; all of them call the methods.
-        late: read the numbers one update late; needs a fused AdamW.
+        late: read loss and gradient norm one update late; needs a fused AdamW.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World, late: bool) -> None:
@@ -203,10 +203,10 @@ class FiniteCheck:
         self._broken: Tensor | None = None
 
     def add(self, step: int, loss: Tensor, grad_norm: Tensor) -> None:
-        """Add an update, after its backward pass and before its optimiser step.
+        """Register loss and gradient norm of an update, after its backward pass and before its optimiser step.
 
         Args:
-            step: number of the update, from 1.
+            step: number of the update, 1-based.
             loss: mean loss over this process's rows.
             grad_norm: global gradient norm.
 
@@ -226,7 +226,10 @@ class FiniteCheck:
         self._waiting.append((step, *_begin_copy(numbers)))
 
     def read(self, all_of_them: bool = False) -> list[UpdateResult]:
-        """Return the results of unread updates; with `late`, without the last one.
+        """Return the results of the updates not yet returned; with `late`, without the last update.
+
+        Args:
+            all_of_them: include the last update even with `late`.
 
         Raises:
             NotFiniteError: on all processes, if a number is not finite.

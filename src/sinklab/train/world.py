@@ -27,7 +27,7 @@ E = TypeVar("E", bound=SinklabError)
 
 @dataclass(frozen=True)
 class World:
-    """Process `rank` of `size`; `local_rank` is the rank within one machine. Default: a single process."""
+    """The processes of a training run: this one is `rank` of `size`, and `local_rank` within its machine."""
 
     rank: int = 0
     size: int = 1
@@ -74,7 +74,7 @@ class World:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def sum(self, *numbers: float) -> list[float]:
-        """Sum numbers over all processes in float64; the result is identical on all."""
+        """Sum each number over all processes in float64; the sums are identical on all processes."""
         if self.size == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64)
@@ -88,14 +88,14 @@ class World:
         return numbers
 
     def any(self, flag: bool) -> bool:
-        """True if the flag is True on any process."""
+        """Return True if `flag` is True on any process."""
         return self.sum(float(flag))[0] > 0
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call `make` on the first process and broadcast its result.
+        """Call `make` on rank 0 and return its result on all processes.
 
         Raises:
-            SinklabError: on the other processes, if the first raises any exception.
+            SinklabError: on the other processes, if rank 0 raises any exception.
         """
         if self.size == 1:
             return make()
@@ -116,12 +116,12 @@ class World:
         return answer[0]
 
     def shared_error(self, error: E) -> E:
-        """Mark an error that every process raises, so that only the first prints it."""
+        """Return `error`, which every process raises, marked so that only rank 0 prints it."""
         error.said_elsewhere = not self.is_first
         return error
 
     def together(self, work: Callable[[], T]) -> T:
-        """Call `work` on every process and return the local result; an error of one process is raised on all.
+        """Call `work` on every process and return the local result; an error of any process is raised on all.
 
         Args:
             work: function without collectives.
@@ -144,7 +144,7 @@ class World:
         return made[0]
 
     def only_first(self, work: Callable[[], T]) -> T | None:
-        """Call `work` on the first process only; return its result there and None elsewhere. Raises as `from_first`."""
+        """Call `work` on rank 0 only; return its result there and None elsewhere. Raises as `from_first`."""
         made: list[T] = []
         self.from_first(lambda: made.append(work()))
         return made[0] if self.is_first else None
@@ -158,7 +158,7 @@ minutes (NCCL). The end of a process is detected earlier, by gloo or torchrun.""
 
 @contextmanager
 def joined_world() -> Iterator[World]:
-    """Connect the processes that torchrun started; yields `ALONE` without torchrun.
+    """Connect the processes that torchrun started and yield their `World`; `ALONE` without torchrun.
 
     On machines with CUDA, NCCL is always initialised, each process with its own GPU; otherwise every process would
     allocate memory on the first GPU. A process that waits longer than `PATIENCE` for the others fails.
@@ -166,7 +166,7 @@ def joined_world() -> Iterator[World]:
     The process must end with `os._exit`: if a DDP model outlives its process group, destroying gloo can deadlock.
 
     Raises:
-        InputError: if the environment has no valid ranks or no address of the first process.
+        InputError: if the environment has no valid ranks or no address of rank 0.
         LostProcessError: if another process is lost, or this one fails unexpectedly.
     """
     world = _world_of_environment()

@@ -5,7 +5,7 @@ text of message i is the text that the message adds:
 
     render(m_1 .. m_i-1, with the generation prompt)  is a prefix of  render(m_1 .. m_i),
 
-which is a prefix of the whole conversation. A template that violates this is refused.
+which is a prefix of the whole rendered conversation. A template that violates this rule is refused.
 
 The text is tokenized up to each boundary of the assistant's text. A token that would cross a boundary is split there,
 as in generation. Character offsets are not used, because they are wrong for tokenizers that drop characters.
@@ -44,7 +44,7 @@ DEFAULT = (
 
 @dataclass(frozen=True)
 class TokenizedChat:
-    """A tokenized conversation.
+    """A tokenized conversation: its token ids and loss mask.
 
     Attributes:
         is_trained: loss mask: True for the assistant's tokens.
@@ -57,14 +57,14 @@ class TokenizedChat:
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer.
+    """Chat template of a tokenizer, with which conversations are rendered and tokenized.
 
     Args:
         tokenizer: tokenizer; its chat template is set.
         given: Jinja template that replaces the tokenizer's; default: the tokenizer's, or DEFAULT if it has none.
 
     Attributes:
-        notes: notes on a template other than the tokenizer's.
+        notes: notes for the user if the template is not the tokenizer's.
 
     Raises:
         InputError: if the tokenizer has neither template nor EOS, or several templates.
@@ -112,7 +112,7 @@ class ChatTemplate:
         return chat
 
     def _tokens(self, text: str, spans: list[tuple[int, int]], where: str) -> TokenizedChat:
-        """Tokenize a text such that no token crosses a boundary of a span."""
+        """Tokenize a text such that no token crosses a boundary of a (start, end) span of the assistant's text."""
         ids: list[int] = []
         is_trained: list[bool] = []
         start, before, is_exact = 0, list[int](), True
@@ -127,7 +127,7 @@ class ChatTemplate:
         return TokenizedChat(ids, is_trained, is_exact)
 
     def _added(self, before: list[int], until: list[int], piece: str, where: str) -> list[int]:
-        """Return the tokens that a piece adds to a text with the tokens `before`; `until` are the tokens of both."""
+        """Return the tokens that `piece` adds to the text of the tokens `before`; `until` are the tokens of both."""
         if until[: len(before)] == before:
             return until[len(before) :]
         end = str(self._tokenizer.eos_token or "")  # tokenizers add no space after EOS
@@ -183,7 +183,7 @@ class Chats:
     inexact: int = 0
 
     def note(self, length: int) -> str:
-        """Describe the numbers of conversations read, truncated and excluded."""
+        """Return a sentence with the numbers of conversations read, truncated to `length` and excluded."""
         silent = self.read - len(self.usable)
         left_out = f", {silent:,} left out without text of the assistant before that" if silent else ""
         otherwise = (

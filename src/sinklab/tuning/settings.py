@@ -21,7 +21,7 @@ TOKENS_AT_A_TIME = 4096  # tokens per micro-batch
 
 
 class TuneOptions(CommandSettings, frozen=True):
-    """Settings of instruction tuning; None is replaced by a value derived from the model and the conversations."""
+    """Settings of instruction tuning; for None, a value is derived from the model and the conversations."""
 
     panel = TRAINING
 
@@ -63,7 +63,7 @@ class TuneOptions(CommandSettings, frozen=True):
 
 
 class TuneSettings(TuneOptions, frozen=True):
-    """Settings with all derived values; `steps` is the number over all epochs."""
+    """Settings of instruction tuning with all derived values; `steps` is the number of updates over all epochs."""
 
     micro_batch: int = Field(default=...)
     length: int = Field(default=...)
@@ -125,11 +125,11 @@ def held_out_for(options: TuneOptions, conversations: int) -> int:
 
 
 def settings_for(options: TuneOptions, length: int, held_out: int, trained: int) -> TuneSettings:
-    """Derive all settings.
+    """Return the options with every None replaced by its derived value.
 
     Args:
         length: maximum length of conversations, in tokens.
-        trained: number of training conversations.
+        held_out, trained: number of held-out and of training conversations.
 
     Raises:
         InputError: if the batch size is not a multiple of the micro-batch, or the sink metric uses sequences longer

@@ -44,12 +44,12 @@ class TuneSources:
 
 @dataclass(frozen=True)
 class SftDataset:
-    """A model and its tuning data.
+    """A loaded model and its tuning data.
 
     Attributes:
-        trained, held_out: training and validation conversations.
+        trained, held_out: tokenized training and held-out conversations.
         tokens_NT: tokens of the sink metric, (N, T).
-        tuning: content of sft.json before the first update.
+        tuning: content of sft.json before the first update, with all settings.
     """
 
     model: Model
@@ -61,7 +61,7 @@ class SftDataset:
 
 
 def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, loading: Loading) -> SftDataset:
-    """Load the model, read the conversations, and derive the unset settings.
+    """Load the model, read and tokenize the conversations, and derive the settings that `options` leaves unset.
 
     Raises:
         InputError: if the model, a file or an option is unusable.

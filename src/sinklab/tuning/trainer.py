@@ -36,10 +36,10 @@ class TuneRecord(TrainerCallback):
 
     Args:
         folder: folder of metrics.jsonl and updates.jsonl.
-        updates, evaluations: rows before the checkpoint from which training resumes.
-        sink: sink callback of the same trainer, called before this one.
+        updates, evaluations: rows of earlier calls, up to the checkpoint from which training resumes.
+        sink: sink callback of the same trainer, called before this callback.
         should_stop: callback, called after every update; if it returns True, the trainer saves and ends.
-        progress: progress of the updates.
+        progress: receives the progress of the updates.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TuneRecord(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a log entry if it is an update or an evaluation.
+        """Record a log entry of the Trainer if it belongs to an update or an evaluation.
 
         Raises:
             SinklabError: if a loss or gradient is not finite.
@@ -80,12 +80,12 @@ class TuneRecord(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write all rows, and mark the checkpoint as complete."""
+        """Write metrics.jsonl and updates.jsonl, and mark the checkpoint as complete."""
         self.write()
         mark_complete(Path(cast(str, args.output_dir)), state.global_step)
 
     def write(self) -> None:
-        """Write metrics.jsonl and updates.jsonl."""
+        """Write all rows so far to metrics.jsonl and updates.jsonl."""
         write_rows(self._folder / UPDATES, self.updates)
         write_rows(self._folder / METRICS, self.evaluations)
 
@@ -149,11 +149,11 @@ class Tuner(SFTTrainer):
 
 
 def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], begins: bool) -> Tuner:
-    """Build the trainer.
+    """Build the trainer of a dataset.
 
     Args:
         folder: folder of the checkpoints.
-        begins: True if training starts at step 0, which is evaluated.
+        begins: True if training starts at step 0; the model is then evaluated before the first update.
     """
     model: Any = dataset.model.module
     with warnings.catch_warnings():

@@ -56,7 +56,7 @@ def tune(
     loading: Loading = AS_IT_IS,
     observe: Observer = ignore,
 ) -> TuneEnd:
-    """Fine-tune a model, or resume an earlier call.
+    """Fine-tune a model on conversations, or resume an earlier call.
 
     On SIGINT, SIGTERM or SIGUSR1 training finishes the current update, saves, and ends.
 
@@ -88,12 +88,12 @@ def tune(
 
 
 def check_tuned(path: Path, options: TuneOptions, chats: Path) -> None:
-    """Refuse an earlier tuning of another request.
+    """Check that an earlier tuning run used the requested settings and conversations.
 
     Args:
-        path: sft.json of the earlier tuning.
-        options: settings of the request.
-        chats: conversations of the request.
+        path: sft.json of the earlier tuning run.
+        options: requested settings.
+        chats: requested file of conversations.
 
     Raises:
         InputError: if a setting or the conversations differ; the message names the first difference.
@@ -107,10 +107,10 @@ def check_tuned(path: Path, options: TuneOptions, chats: Path) -> None:
 
 
 def check_extra() -> None:
-    """Check that trl is installed and that there is one process.
+    """Check that trl is installed and that tuning runs in a single process.
 
     Raises:
-        InputError: if trl is missing (the message contains the install command), or there are several processes.
+        InputError: if trl is not installed (the message has the install command), or there are several processes.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InputError("a model is tuned in one process: start it without torchrun")
@@ -119,7 +119,7 @@ def check_extra() -> None:
 
 
 def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], observe: Observer) -> TuneEnd:
-    """Train, and write the results."""
+    """Run the missing updates, and write sft.json and the tuned model."""
     begun, folder = time.perf_counter(), out / CHECKPOINTS
     ledger.save(found)
     discard_torn(folder)
@@ -143,7 +143,7 @@ def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], o
 
 
 def _update(data: SftDataset, out: Path, observe: Observer) -> tuple[list[TuneUpdate], list[TuneEvaluation], int]:
-    """Run the missing updates; return all updates and evaluations, and the exit status."""
+    """Run the missing updates; return the rows of all updates and evaluations, and the exit status."""
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.tuning.trainer import TuneRecord, tuner
 
@@ -173,7 +173,7 @@ def _update(data: SftDataset, out: Path, observe: Observer) -> tuple[list[TuneUp
 
 
 def _check_free(out: Path, model: str) -> None:
-    """Check that `out` has no other contents and is not inside the model's directory, whose files are hashed.
+    """Check that `out` has only files of a tuning run, and is not inside the model's directory (its files are hashed).
 
     Raises:
         InputError: if the directory is not usable; the message names the reason.

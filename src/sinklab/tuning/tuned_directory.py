@@ -1,6 +1,6 @@
 """Directory of a tuning run: sft.json, metrics.jsonl (evaluations), updates.jsonl, checkpoints, the tuned model.
 
-Losses are in nats per assistant token, sink rates in percent by position (from 1). See docs/sft.md.
+Losses are in nats per assistant token, sink rates in percent by (1-based) position. See docs/sft.md.
 """
 
 import json
@@ -22,7 +22,7 @@ SFT, METRICS, UPDATES = "sft.json", "metrics.jsonl", "updates.jsonl"
 MODEL, CHECKPOINTS = "model", "checkpoints"
 PREFIX = "checkpoint-"
 COMPLETE = "complete"
-"""Marker file of a complete checkpoint; training resumes only from checkpoints with this file."""
+"""Marker file in a complete checkpoint; training resumes only from checkpoints with this file."""
 
 NOT_THE_MODEL = (
     "optimizer.pt",
@@ -39,10 +39,10 @@ AnyRow = TypeVar("AnyRow", bound=BaseModel)
 
 
 class TuneUpdate(ReadDocument):
-    """A row of updates.jsonl.
+    """A row of updates.jsonl: one update.
 
     Attributes:
-        step: number of the update, from 1.
+        step: number of the update, 1-based.
         loss: loss on the conversations of the update.
         grad_norm: gradient norm before clipping.
         lr: learning rate of the update.
@@ -55,16 +55,16 @@ class TuneUpdate(ReadDocument):
 
 
 class TuneEvaluation(ReadDocument):
-    """A row of metrics.jsonl; step 0 is the evaluation before training.
+    """A row of metrics.jsonl: one evaluation. Step 0 is the evaluation before training.
 
     Attributes:
         step: number of updates done.
-        train_loss: mean loss over the updates since the previous evaluation; None if there were none.
+        train_loss: mean loss over the updates since the previous evaluation; None if there was no update.
         valid_loss: loss on the held-out conversations.
         sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples.
         sink_rate_bias: sink rate of an added bias; None without a bias.
         hidden_norm_ratio: |h_1| over the mean |h_t| of the other positions, before the first block and after every
-            block; infinite (null in the file) if the other norms are 0.
+            block; infinite (null in the file) if the norms of the other positions are 0.
         lr, grad_norm: learning rate and gradient norm (before clipping) of the last update.
         grad_norm_max: largest gradient norm since the previous evaluation.
     """
@@ -81,7 +81,7 @@ class TuneEvaluation(ReadDocument):
 
 
 class Tuning(ReadDocument):
-    """Contents of sft.json.
+    """Contents of sft.json: settings and results of a tuning run.
 
     Attributes:
         model: name of the model as passed.
@@ -91,9 +91,9 @@ class Tuning(ReadDocument):
         trained_tokens: number of assistant tokens in one epoch.
         sequences: number of sequences of the sink metric.
         notes: notes on the model and the conversations.
-        base, chat: evaluation before training, and after all updates.
+        base, chat: evaluations before training and after all updates.
         grad_norm_max: largest gradient norm of all updates.
-        seconds: total duration of all calls, without killed ones.
+        seconds: total duration of all calls, except killed ones.
         versions: versions of the training libraries.
     """
 
@@ -115,11 +115,11 @@ class Tuning(ReadDocument):
     versions: dict[str, str] = Field(default_factory=dict)
 
     def sides(self) -> dict[str, TuneEvaluation]:
-        """Return the available evaluations of base and chat model."""
+        """Return the available evaluations of the base and the chat model, by name ("base", "chat")."""
         return {name: side for name, side in (("base", self.base), ("chat", self.chat)) if side is not None}
 
     def numbers(self) -> dict[str, float]:
-        """The numbers of claims, by name (`experiments/quantities.py`); empty before the tuning has finished."""
+        """Return the quantities that claims refer to, by name (`experiments/quantities.py`); empty before the end."""
         if self.base is None or self.chat is None or self.grad_norm_max is None:
             return {}
         return {
@@ -134,12 +134,12 @@ class Tuning(ReadDocument):
 
 
 def tuned_beside(run: Path) -> Path:
-    """The directory of a sweep's tuning of a run; it is not inside the run's, whose files are hashed."""
+    """Return the directory in which a sweep tunes a run: next to the run's directory, whose files are hashed."""
     return run.with_name(f"{run.name}-sft")
 
 
 def load_tuning(path: Path) -> Tuning:
-    """Read sft.json.
+    """Read the sft.json at `path`.
 
     Raises:
         InputError: if the file is damaged.
@@ -151,7 +151,7 @@ def load_tuning(path: Path) -> Tuning:
 
 
 def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
-    """Read the rows of a .jsonl file; empty without a file.
+    """Read the rows of a .jsonl file; return an empty list if there is no file.
 
     Raises:
         InputError: if the file is damaged.
@@ -170,21 +170,21 @@ def write_rows(path: Path, rows: Sequence[BaseModel]) -> None:
 
 
 def mark_complete(folder: Path, step: int) -> None:
-    """Mark the checkpoint of a step as complete, if there is one."""
+    """Mark the checkpoint of a step, if any, as complete."""
     checkpoint = folder / f"{PREFIX}{step}"
     if checkpoint.is_dir():
         write_text(checkpoint / COMPLETE, "")
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
-    """Return step and folder of the newest complete checkpoint; None if there is none."""
+    """Return step and folder of the newest complete checkpoint in `folder`; None without any."""
     complete = [path.parent for path in folder.glob(f"{PREFIX}*/{COMPLETE}")]
     found = [(int(path.name.removeprefix(PREFIX)), path) for path in complete if path.name[len(PREFIX) :].isdigit()]
     return max(found, default=None)
 
 
 def discard_torn(folder: Path) -> None:
-    """Remove incomplete checkpoints."""
+    """Remove the incomplete checkpoints in `folder`."""
     for path in folder.glob(f"{PREFIX}*"):
         if path.is_dir() and not (path / COMPLETE).exists():
             shutil.rmtree(path)

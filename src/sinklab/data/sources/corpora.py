@@ -94,7 +94,7 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
 
 
 def total_bytes(source: str) -> int | None:
-    """Estimate the amount of text in bytes from file sizes; None if the text would have to be read."""
+    """Estimate a source's amount of text in bytes from file sizes; None if the text would have to be read."""
     if names := installed_names(source):
         return sum(entry.size for entry in entries(names))
     if source.startswith(PREFIX) or parse(source):
@@ -177,7 +177,7 @@ def entries(names: list[str]) -> list[InstalledText]:
 
 
 def installed_documents(names: list[str]) -> Iterator[str]:
-    """Yield the texts of `entries`, without duplicates, empty files and files that are not UTF-8."""
+    """Yield the texts of the named corpora, without duplicates, empty files and files that are not UTF-8."""
     seen: set[bytes] = set()
     for entry in entries(names):
         text = entry.text if entry.text is not None else _utf8(entry.path)

@@ -23,7 +23,7 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
         files: files of the dataset to read; default: the whole split.
 
     Raises:
-        InputError: if the extra is missing, or the dataset cannot be fetched or has neither text nor messages.
+        InputError: if `datasets` is not installed, or the dataset cannot be fetched or has neither text nor messages.
     """
     name, config, split = _parts(source)
     try:
@@ -49,7 +49,7 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
 
 
 def hub_files(source: str) -> list[str]:
-    """List the .jsonl and .txt files of a dataset, sorted; only those in the folder named like the split, if it exists.
+    """List the .jsonl and .txt files of a dataset, sorted; only files in the folder named like the split, if any.
 
     Raises:
         InputError: if the dataset cannot be listed, or has no such file.

@@ -35,7 +35,7 @@ VERSION = 1  # version of the generators; increase it if the text of a source ch
 
 @dataclass(frozen=True)
 class Task:
-    """The vocabulary and generator of a task.
+    """The vocabulary and generator of a synthetic task.
 
     Attributes:
         triggers, symbols: number of trigger and symbol words.
@@ -48,12 +48,12 @@ class Task:
 
     @property
     def words(self) -> list[str]:
-        """All words, ordered by index."""
+        """Return all words of the vocabulary, ordered by index."""
         return [f"t{i}" for i in range(self.triggers)] + [f"s{i}" for i in range(self.symbols)]
 
 
 def _bigram_backcopy(random: np.random.Generator, documents: int, tokens: int) -> np.ndarray:
-    """Sample a Markov chain: P(next | symbol) is a Dirichlet(0.3) draw; a trigger follows with probability 0.2."""
+    """Sample word indices of a Markov chain: P(next | symbol) ~ Dirichlet(0.3), or a trigger with probability 0.2."""
     symbols = random.dirichlet(np.full(64, 0.3), size=64) * 0.8
     chain = np.concatenate((np.full((64, 3), 0.2 / 3), symbols), axis=1).cumsum(1)
     words = np.empty((documents, tokens), dtype=np.int64)
@@ -66,7 +66,7 @@ def _bigram_backcopy(random: np.random.Generator, documents: int, tokens: int) -
 
 
 def _trigger_average(random: np.random.Generator, documents: int, tokens: int) -> np.ndarray:
-    """Sample symbols; each is a trigger with probability 0.2, unless it follows a trigger or is the first."""
+    """Sample word indices; each symbol has a trigger with probability 0.2, unless it follows a trigger or is first."""
     symbols = random.integers(64, size=(documents, tokens))
     triggers = random.random((documents, tokens)) < 0.2
     triggers[:, 0] = False
@@ -87,7 +87,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class SyntheticTask:
-    """A parsed synthetic source."""
+    """Parameters of a synthetic source, parsed from its name."""
 
     name: str
     length: int = 64
@@ -100,7 +100,7 @@ class SyntheticTask:
 
 
 def parse(source: str) -> SyntheticTask | None:
-    """Parse a synthetic source; None for any other source.
+    """Parse the name of a synthetic source; None for any other source.
 
     Raises:
         InputError: if the task or a key is unknown, or a number is out of range.
@@ -122,7 +122,7 @@ def parse(source: str) -> SyntheticTask | None:
 
 
 def synthetic_documents(request: SyntheticTask) -> Iterator[str]:
-    """Generate the documents as space-separated words; `length` includes the EOS that `prepare` adds."""
+    """Yield the documents of a task as space-separated words; `length` includes the EOS that `prepare` adds."""
     words = np.array(request.task.words)
     random = np.random.default_rng([VERSION, request.seed])
     for row in request.task.draw(random, request.documents, request.length - 1):
@@ -130,7 +130,7 @@ def synthetic_documents(request: SyntheticTask) -> Iterator[str]:
 
 
 def word_tokenizer(request: SyntheticTask, out: Path) -> "Tokenizer":
-    """Build the tokenizer of a task and save it in `out`."""
+    """Build the word tokenizer of a synthetic task and save it in `out`."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
 

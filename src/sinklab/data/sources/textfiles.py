@@ -25,10 +25,10 @@ _LONGEST = 8 * _PIECE  # characters after which it ends anywhere
 
 
 def text_files(path: Path) -> list[Path]:
-    """List a file, or the .txt and .jsonl files below a folder, sorted.
+    """Return the file at `path`, or the .txt and .jsonl files below the folder at `path`, sorted.
 
     Raises:
-        InputError: if there is no such file, or none with these suffixes.
+        InputError: if there is no such path, or no file with these suffixes.
     """
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
@@ -51,7 +51,7 @@ def plain_conversation(messages: list[Message], where: str) -> str:
 
 
 def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[str]:
-    """Read the documents of one file.
+    """Yield the documents of one .txt or .jsonl file.
 
     Args:
         render: function that renders `messages` as text.
@@ -68,7 +68,7 @@ def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[
 
 
 def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """Read a .txt file in pieces, split as in `read_documents`, each with True if it ends a document.
+    """Yield the pieces of a .txt file, split as in `read_documents`, each with True if it ends a document.
 
     Raises:
         InputError: if the file cannot be read, or is not UTF-8.
@@ -89,7 +89,7 @@ def _readable(path: Path) -> Iterator[TextIO]:
 
 
 def row_text(row: Any, where: str, render: Render = plain_conversation) -> str:
-    """Return the text of a row: `text`, or the rendered `messages`.
+    """Return the text of a row of a .jsonl file or dataset: its `text`, or its rendered `messages`.
 
     Raises:
         InputError: if the row has neither, or they are not strings; `where` names the row.
@@ -110,7 +110,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def read_conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
-    """Read the conversations of a .jsonl file, each with its file and line.
+    """Yield the conversations of a .jsonl file, each with a text that names its file and line.
 
     Raises:
         InputError: if the file is not .jsonl, cannot be read, is not UTF-8, or a row is not a conversation.
@@ -127,7 +127,7 @@ def read_conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
 
 
 def _rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield each parsed row with its file and line."""
+    """Yield each row of a .jsonl file, parsed, with a text that names its file and line."""
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue

@@ -6,7 +6,7 @@
     SHA256SUMS             checksums of the other files, as `sha256sum --check` reads them; written last
 
 `find_checkpoint` skips a damaged checkpoint (disk error, incomplete copy, stray file) with a log message and returns
-the one before it.
+the newest valid one before it.
 """
 
 import json
@@ -63,7 +63,8 @@ def save_checkpoint(
     """Write `folder/step_N`, then remove all but the newest `keep` checkpoints. Called by all processes.
 
     Args:
-        previous: newest valid checkpoint so far, if known; any between it and the new one are damaged and are removed.
+        previous: newest valid checkpoint so far, if known; checkpoints between `previous` and the new one are damaged
+            and are removed.
 
     Raises:
         SinklabError: if the disk is full, not writable or not shared by all processes; earlier checkpoints are kept.
@@ -97,7 +98,7 @@ def save_checkpoint(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove incomplete checkpoints of a killed process; needs the run's lock."""
+    """Remove incomplete checkpoints of a killed process. The caller must hold the run's lock."""
     for leftover in folder.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -105,7 +106,7 @@ def remove_leftovers(folder: Path) -> None:
 def find_checkpoint(
     folder: Path, model: nn.Module, run_hash: Hashes | None = None, at_most: int | None = None
 ) -> Path | None:
-    """Return the newest valid checkpoint for `model`, or None if there is no checkpoint. Damaged ones are logged.
+    """Return the folder of the newest valid checkpoint for `model`; None without any. Damaged checkpoints are logged.
 
     Args:
         run_hash: hash of the run that the checkpoint must belong to; default: any run.
@@ -140,9 +141,9 @@ def take_newest(
     run_hash: Hashes | None = None,
     at_most: int | None = None,
 ) -> tuple[Path, T] | None:
-    """Find the newest valid checkpoint and load it; None if there is no checkpoint.
+    """Find the newest valid checkpoint and load it with `load`; None if there is no checkpoint.
 
-    For readers without the run's lock: if training removes the checkpoint before it is loaded, a newer one is tried.
+    For callers without the run's lock: if training removes the checkpoint before it is loaded, a newer one is loaded.
 
     Returns:
         The checkpoint's path and the result of `load`.
@@ -160,7 +161,7 @@ def take_newest(
 
 
 def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> TrainState:
-    """Load the weights of a valid checkpoint. Called by all processes.
+    """Load the weights of a valid checkpoint in place, and return its training state. Called by all processes.
 
     Raises:
         SinklabError: if a file cannot be read.
@@ -172,7 +173,9 @@ def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> Tr
 def load_checkpoint(
     checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World = ALONE
 ) -> TrainState:
-    """Restore weights and optimiser state exactly. `optimizer` has no state yet. Called by all processes.
+    """Restore weights and optimiser state exactly, and return the training state. Called by all processes.
+
+    `optimizer` must not have any state yet.
 
     Raises:
         SinklabError: if a file cannot be read.
@@ -190,7 +193,7 @@ def _create_empty(folder: Path) -> None:
 
 
 def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
-    """Write state.json and the checksums, then rename the folder."""
+    """Write state.json and SHA256SUMS into the temporary folder `aside`, then rename the folder to `target`."""
     try:
         stored = tensor_store.stored_shapes(aside)
     except (ValueError, SafetensorError) as error:
@@ -209,7 +212,7 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
 
 
 def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) -> None:
-    """Keep `newest` and valid earlier checkpoints, `keep` in total; others later than `previous` are damaged."""
+    """Remove all but `keep` checkpoints: `newest` and valid earlier ones; those after `previous` are damaged."""
     checkpoints = _checkpoints(folder)
     valid = [path for path in checkpoints if path < newest and (previous is None or path <= previous)]
     for path in set(checkpoints) - set([*valid, newest][-keep:]):
@@ -217,7 +220,7 @@ def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) ->
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename before deleting, so that a killed process never leaves an incomplete checkpoint under a valid name."""
+    """Delete a checkpoint, renamed first: a killed process leaves no incomplete checkpoint under a valid name."""
     aside = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.replace(aside)
@@ -225,7 +228,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return all folders with a checkpoint's name, oldest first."""
+    """Return all folders named like a checkpoint (step_N), oldest first."""
     for _ in range(3):  # a listing during a rename may miss both the old and the new name
         if found := sorted(path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()):
             return found
@@ -296,7 +299,7 @@ def _wrong_tensor(checkpoint: Path, model: nn.Module) -> str | None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read state.json of a checkpoint."""
+    """Return the content of a checkpoint's state.json."""
     return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
 
 

@@ -25,7 +25,7 @@ ORIGIN = {f"data.{key}" for key in DATA_ORIGIN}
 
 
 def read_environment(directory: Path) -> dict[str, Any]:
-    """Read env.json of a run directory; an empty dict if the file is missing.
+    """Return the content of a run directory's env.json; an empty dict if the file is missing.
 
     Raises:
         SinklabError: if env.json is damaged.
@@ -64,7 +64,7 @@ def earlier_hashes(directory: Path) -> tuple[str, ...]:
 
 
 def difference(path: Path, recipe: Recipe) -> str:
-    """Describe the first three settings in which a recipe differs from that of a file, in brackets.
+    """Describe the first three settings in which `recipe` differs from the recipe file at `path`, in brackets.
 
     The source of the data is named last; settings that do not change the result are left out.
     """
@@ -86,7 +86,7 @@ def _is_below(key: str, parts: Collection[str]) -> bool:
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:
-    """Collect the environment of a new run: versions, device, threads, commit, command, time (UTC)."""
+    """Return the environment of a new run: versions, device, threads, commit, command, time (UTC)."""
     device = pick_device(recipe.train.device)
     return {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),

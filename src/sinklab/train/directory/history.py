@@ -28,23 +28,24 @@ class Evaluation(ReadDocument):
         valid_loss: cross-entropy on held-out documents, nats per token.
         valid_added_losses: weighted value of each auxiliary loss (`losses` of a recipe) on the same documents, by name.
         sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples.
-        sink_rate_visible: `sink_rate` with alpha averaged over the queries that can see the key; None if both are
-            equal.
+        sink_rate_visible: `sink_rate` with alpha averaged over the queries that can see the key; None if equal to
+            `sink_rate`.
         sink_rate_bias: sink rate of an added bias, sink logit or sink token, percent.
         sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
-        sink_rate_eps, sink_rate_visible_eps: Sink_1 by threshold ("0.3", "0.2", "0.4"), percent; the second is None if
-            `sink_rate_visible` is.
-        sink_rate_bias_eps: `sink_rate_bias` by threshold; None if `sink_rate_bias` is.
+        sink_rate_eps, sink_rate_visible_eps: Sink_1 by threshold ("0.3", "0.2", "0.4"), percent;
+            `sink_rate_visible_eps` is None if `sink_rate_visible` is None.
+        sink_rate_bias_eps: `sink_rate_bias` by threshold; None if `sink_rate_bias` is None.
         sink_rate_window_start: sink rate of the first key of a sliding window that excludes position 1, percent; None
             without a window.
         norm_ratio_before_norm: `hidden_norm_ratio` of the inputs of the norms of a post-norm model; else None.
         norm_ratio_sink_token: `hidden_norm_ratio` of the first sink token; None without sink tokens.
         importance_first_heads: alpha of the first position, mean over sequences, by attention layer and head (0..1).
         hidden_norm_ratio: |h_1| over the mean |h_t| of the other positions, before the first block and after every
-            block; infinite (null in the file) if the other norms are 0.
+            block; infinite (null in the file) if the norms of the other positions are 0.
         lr: learning rate of the last update.
         grad_norm: gradient norm of the last update, before clipping.
-        tokens_per_second: training throughput since the previous evaluation; None if another process did the updates.
+        tokens_per_second: training throughput since the previous evaluation; None if an earlier process did those
+            updates.
         mfu: model FLOPs utilisation (0..1).
         stall_share: share of the time spent waiting for batches (0..1).
     """
@@ -76,30 +77,30 @@ class Evaluation(ReadDocument):
 
     @property
     def rate_layers(self) -> list[float | None]:
-        """Highest sink rate of all heads, per attention layer; None if unknown."""
+        """Highest sink rate among the heads of each attention layer, percent; None if unknown."""
         return [max((one for one in rates if one is not None), default=None) for rates in self.sink_rate_heads or ()]
 
     @property
     def largest_norm_ratio(self) -> float | None:
-        """Maximum of the norm ratio over all blocks; None if unknown."""
+        """Maximum of `hidden_norm_ratio` over all blocks; None if unknown."""
         return max(self.hidden_norm_ratio, default=None)
 
 
 class History:
-    """Writer of metrics.jsonl during training; only the first process writes."""
+    """Writer of metrics.jsonl during training; only rank 0 writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._text = ""
 
     def begin(self, rows: list[dict[str, Any]]) -> None:
-        """Replace the file's contents by these evaluations."""
+        """Replace the contents of metrics.jsonl by these evaluations."""
         self._text = "".join(json.dumps(row) + "\n" for row in rows)
         if self.path.exists() and not self._is_whole():
             write_text(self.path, self._text)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append an evaluation and flush it to the disk.
+        """Append one evaluation to the file and flush it to disk.
 
         Raises:
             SinklabError: if the file cannot be written.
@@ -110,7 +111,7 @@ class History:
         self._text += line + "\n"
 
     def keep(self) -> None:
-        """Restore the file if it was changed or removed since the last write, so that no evaluation is lost.
+        """Rewrite metrics.jsonl if it was changed or removed since the last write, so that no evaluation is lost.
 
         Raises:
             SinklabError: if the file cannot be written.
@@ -132,13 +133,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the evaluations of a run as dicts; an incomplete last line is left out.
 
     Raises:
-        SinklabError: if another line is invalid or the file cannot be read.
+        SinklabError: if a line before the last is invalid or the file cannot be read.
     """
     return list(_rows(path).values())
 
 
 def read_history(path: Path) -> list[Evaluation]:
-    """Read the evaluations of a run by step; of two evaluations of a step, the later one is used.
+    """Read the evaluations of a run, ordered by step; of two evaluations of a step, the later one is used.
 
     If the file is missing, its compressed form with the suffix .gz is read.
 
@@ -203,7 +204,7 @@ def seconds_spent(history: Sequence[Evaluation]) -> float:
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by None throughout a document."""
+    """Return a nested value with NaN and infinities, which JSON lacks, replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

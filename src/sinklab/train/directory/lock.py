@@ -35,7 +35,7 @@ def lock_run(directory: Path) -> IO[str]:
 
 @contextlib.contextmanager
 def one_writer(path: Path | None) -> Iterator[None]:
-    """Exclude other writers of the document at `path` in the `with` block.
+    """Lock the document at `path` against other writers in the `with` block.
 
     At the end the lock file is removed, and the directory if it was created here and is empty. The lock does not
     prevent training in the same directory.
@@ -62,17 +62,17 @@ def one_writer(path: Path | None) -> Iterator[None]:
 
 
 def is_written(path: Path) -> bool:
-    """True if another process is writing the document, as seen from this machine."""
+    """Return True if another process holds the document's lock, as far as this machine can tell."""
     return _is_locked(path.with_name(f"{path.stem}.{LOCK}"))
 
 
 def is_held(directory: Path) -> bool:
-    """True if a process is training in the run directory, as seen from this machine."""
+    """Return True if a process holds the run directory's lock, as far as this machine can tell."""
     return _is_locked(directory / LOCK)
 
 
 def holder(directory: Path, name: str = LOCK) -> str:
-    """Return the process that has or last had the lock of the run directory; empty if unknown."""
+    """Return process and host that hold or last held the run directory's lock, as text; empty if unknown."""
     try:
         with (directory / name).open(encoding="utf-8") as file:
             return file.readline(200).strip()
@@ -81,7 +81,7 @@ def holder(directory: Path, name: str = LOCK) -> str:
 
 
 def sees(directory: Path, expected: str) -> bool:
-    """Wait up to 60 s until the lock's holder, perhaps on another machine, is `expected`; False if it is not."""
+    """Wait up to 60 s until the lock file, perhaps written on another machine, names `expected`; False if not."""
     end = time.monotonic() + SHOWS_WITHIN_S
     while holder(directory) != expected and time.monotonic() < end:
         time.sleep(0.2)
@@ -89,7 +89,7 @@ def sees(directory: Path, expected: str) -> bool:
 
 
 def leave(directory: Path, is_new: bool) -> None:
-    """Remove the caller's lock if the directory has no other file; a new directory is removed as well."""
+    """Remove the caller's lock file if the directory has no other file, and the directory if `is_new`."""
     with contextlib.suppress(OSError):  # the directory may have been removed
         if [path.name for path in directory.iterdir()] == [LOCK]:
             (directory / LOCK).unlink()
@@ -111,7 +111,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _lock(path: Path, use: str, remedy: str) -> IO[str]:
-    """Lock a file and write the process and host into it."""
+    """Lock the file at `path`, write process and host into it, and return the open file."""
     import fcntl
 
     for attempt in range(TRIES):  # `_is_locked` locks briefly; the file may be removed before it is locked

@@ -2,7 +2,7 @@
 
 env.json           the run's hash, its data, versions, device
 recipe.yaml        the resolved recipe, defaults included
-tokenizer.json     the tokenizer of its text
+tokenizer.json     the tokenizer of the run's text
 metrics.jsonl      one object per evaluation
 checkpoints/       step_N folders
 failed.json        step and message of an error that ended the last call
@@ -59,7 +59,7 @@ class Run:
         dataset: tokenized dataset.
         hash: hash of recipe and data; identifies the run.
         earlier: hashes of the shorter runs that this run extends.
-        shorter: steps of a shorter run in the directory that this run will extend; None if there is no such run.
+        shorter: number of steps of a shorter run in the directory that this run will extend; None without one.
     """
 
     directory: Path
@@ -100,7 +100,7 @@ class Run:
 
 
 def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
-    """Set the unset values of a recipe: vocabulary size and EOS from the data, precision from the device.
+    """Return the recipe with its unset values set: vocabulary size and EOS from the data, precision from the device.
 
     Raises:
         InputError: if the model's vocabulary is smaller than the tokenizer's.
@@ -123,7 +123,7 @@ def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
 
 
 def resolved_precision(name: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
-    """Replace the precision "auto" by the one for a device."""
+    """Return the precision to use on a device; "auto" becomes "fp32" or "bf16"."""
     if name == "auto":
         return "bf16" if multiplies_natively(torch.bfloat16, device) else "fp32"
     return name
@@ -166,7 +166,7 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
 
 
 def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """Open a run that has been started; see `open_run`.
+    """Open the run of a recipe on data if it has been started; see `open_run`.
 
     Raises:
         InputError: if there is no such run, or `out` holds another one.
@@ -178,9 +178,9 @@ def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None)
 
 
 def establish(run: Run) -> None:
-    """Write env.json, recipe.yaml and the tokenizer's files if they are missing; needs the run's lock.
+    """Write env.json, recipe.yaml and the tokenizer's files if they are missing; the caller must hold the lock.
 
-    env.json is written first: it marks the directory as the run's, and the next call adds any missing files.
+    env.json is written first: it marks the directory as this run's. The next call adds any missing files.
 
     Raises:
         InputError: if another run was started in the directory since `open_run`.
@@ -217,7 +217,7 @@ def load_run(directory: Path, step: int | None = None) -> TrainedRun:
         step: step of the checkpoint; default: the newest valid one.
 
     Raises:
-        InputError: if this is not a run directory, or it has no checkpoint, or no valid one of that step.
+        InputError: if this is not a run directory, or it has no checkpoint, or no valid checkpoint of that step.
         SinklabError: if none of the checkpoints is valid, or env.json is damaged.
     """
     if not (directory / RECIPE).is_file():
@@ -290,7 +290,7 @@ def with_steps(recipe: Recipe, steps: int) -> Recipe:
 
 
 def _extend(run: Run) -> None:
-    """Turn the directory of a shorter run into that of the longer one. Repeatable after an interruption."""
+    """Turn the directory of a shorter run into that of the longer run. May be repeated after an interruption."""
     found, steps = read_environment(run.directory), _steps(run.directory)
     if found["hash"] != run.hash:
         earlier = [*found.get("continues", ()), {"hash": found["hash"], "steps": steps}]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 SUFFIX = ".safetensors"
-"""Suffix of the tensor files; every file with it is read."""
+"""Suffix of tensor files; every file with this suffix is read."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
-    """Write the tensors into an existing folder.
+    """Write tensors by their stored names as safetensors files into an existing folder.
 
     Args:
         together: True if all processes call this function, False if one process writes alone.
@@ -64,7 +64,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> None:
-    """Read tensors, or this process's shards of them, in place.
+    """Read the stored tensors named in `into` (sharded tensors: this process's shards) in place.
+
+    Args:
+        into: tensors to overwrite, by stored name.
+        together: True if all processes call this function, False if one process reads alone.
 
     Raises:
         SinklabError: if a process could not read.
@@ -82,7 +86,7 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> No
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the full shape of every stored tensor.
+    """Return the full (unsharded) shape of every tensor stored in a checkpoint, by name.
 
     Raises:
         ValueError: if the shards of a tensor are incomplete.
