@@ -109,7 +109,7 @@ def gradient_sink(norm_LT: Tensor) -> list[float]:
 
 
 def gradient_fields(norm_LT: Tensor) -> dict[str, Any]:
-    """Return the gradient fields of a measurement."""
+    """Return the fields `gradient_norm_ratio` and `gradient_norm` of a measurement."""
     return {"gradient_norm_ratio": gradient_sink(norm_LT), "gradient_norm": norm_LT.float().numpy()}
 
 

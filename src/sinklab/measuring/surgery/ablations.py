@@ -4,12 +4,12 @@
     no_bos         the sequences without their leading special tokens
     zero_massive   the channel of the largest activation is set to zero at its position, after the block where it
                    appears and after every later block                                         (surgery.zeroed)
-    zero_massive:LAYER   the same after this block only
+    zero_massive:LAYER   the same channel is set to zero after this block only
 
-Both losses are over the same targets: those predicted by a query with hidden keys (mask_first), those present in both
-versions of the sequence (no_bos), or all. A later block may rewrite a channel that is zeroed once, as in Sun et al.
-(2402.17762, section 3): layer 12 of SmolLM2-135M-Instruct rewrites the channel zeroed after layer 2. The result
-therefore contains the largest remaining activation.
+The losses without and with the ablation are over the same targets: those predicted by a query with hidden keys
+(mask_first), those present in both versions of the sequence (no_bos), or all targets. A later block may rewrite a
+channel that is zeroed once, as in Sun et al. (2402.17762, section 3): layer 12 of SmolLM2-135M-Instruct rewrites the
+channel zeroed after layer 2. The result therefore contains the largest remaining activation.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,11 +45,11 @@ class Plan:
     Attributes:
         name: requested name.
         what: description of the ablation.
-        surgery: context manager that changes the model.
+        surgery: context manager that applies the ablation to the model.
         first_target: 1-based position, in the whole sequences, of the first target included in the loss.
-        dropped: number of tokens removed from the start.
+        dropped: number of tokens removed from the start of each sequence.
         hidden: number of keys hidden from later queries.
-        largest: the largest activation, if the ablation zeroes it.
+        largest: the activation zeroed by the ablation, where it is largest; None for other ablations.
     """
 
     name: str
