@@ -56,7 +56,7 @@ def largest_activations(
     The yielded list is filled at the end of the `with` block.
 
     Args:
-        real: real tokens of the first sequence; positions are counted from the first real token, and padding is
+        real: real tokens of the first sequence; position 1 is the first real token, and padding is
             excluded. None if every column is a real token.
     """
     found: list[MassiveActivation] = []

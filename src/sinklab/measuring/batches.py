@@ -14,7 +14,7 @@ from sinklab.models.hooks import Progress
 
 
 class Batches:
-    """Iterator over ranges [start, stop) of the sequences.
+    """Iterator over batches, as ranges [start, stop) of sequence indices.
 
         for start, stop in batches:
             with batches.attempt():  # on out-of-memory, the batch size is halved and the range repeated

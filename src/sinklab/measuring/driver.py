@@ -160,7 +160,7 @@ def check_shape(tokens_NT: Tensor) -> None:
     """Check that tokens are a non-empty (N, T) matrix.
 
     Raises:
-        InputError: if they are not.
+        InputError: if the tokens have another shape or are empty.
     """
     if tokens_NT.ndim != 2 or not tokens_NT.numel():
         raise InputError(f"tokens have shape {tuple(tokens_NT.shape)}; expected (sequences, length), neither empty")

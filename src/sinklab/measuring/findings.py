@@ -17,7 +17,7 @@ class Ablation(Part):
     Attributes:
         name: requested name, such as "mask_first:4".
         what: description of the ablation.
-        first_target: 1-based position, in the whole sequences, of the first target included in both losses.
+        first_target: 1-based position, in the sequences with BOS, of the first target included in both losses.
         loss_before, loss_after, loss_change: loss without and with the ablation and their difference, nats per token.
         sink_rate_before: Sink_1 without the ablation, percent.
         sink_rate_after: Sink_1 with the ablation, percent. Without BOS, position 1 is the first token of the text.
@@ -103,8 +103,8 @@ class Propositions(Part):
         bound_slack: smallest value of (bound - attention weight), negative above the bound; None unless rotary.
         tolerance: rounding tolerance of the deviations and of a negative slack.
         dtype: dtype of the check: float32 for models of lower precision if memory sufficed; None in older files.
-        holds: whether all deviations are within the tolerance; None (inconclusive) if they are not and the dtype has
-            less precision than float32.
+        holds: whether all deviations are within the tolerance; None (inconclusive) if a deviation is larger and the
+            dtype has less precision than float32.
     """
 
     position: PositionKind

@@ -57,7 +57,7 @@ def gradient_norms(
     """Compute |gradient of the mean loss at h~_t| for every attention layer (L, T), and notes on halved batches.
 
     Args:
-        tokens_NT: whole sequences, without padding.
+        tokens_NT: token ids, without padding.
         first_target: 1-based position of the first target included in the loss.
         batch_size: sequences per backward pass; by default as many as fit in memory with the activations of all blocks.
         progress: called with (finished sequences, total sequences) after every batch.

@@ -200,7 +200,7 @@ class Measurement(WithArrays):
         """Write `measurement.npz`, then `measurement.json`, each atomically.
 
         Raises:
-            InputError: if `folder` is a file, or files with these names were not written by sinklab.
+            InputError: if `folder` is a file, or existing files with the same names were not written by sinklab.
             SinklabError: if the disk is full or the folder is not writable.
         """
         folder = Path(folder)
@@ -215,7 +215,7 @@ class Measurement(WithArrays):
         write_json(folder / "measurement.json", self.document())
 
     def plot(self, what: Literal["heads", "layers", "positions", "norms"] = "heads") -> Any:
-        """Return an Altair chart.
+        """Return an Altair chart of importance or norms.
 
         Args:
             what: "heads" (importance of position 1 by head), "layers" (importance of every position by layer),

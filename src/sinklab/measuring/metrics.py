@@ -41,7 +41,7 @@ def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor | None = Non
     Args:
         importance_LNHT: alpha per sequence.
         eps: threshold; alpha must be strictly above it.
-        valid_NT: bool, False at positions past a sequence's end; None if all sequences are whole.
+        valid_NT: bool, False at positions past a sequence's end; None without padding.
     """
     above_LNHT = importance_LNHT > eps
     return (above_LNHT if valid_NT is None else above_LNHT & valid_NT[:, None]).sum((0, 1, 2))

@@ -57,7 +57,7 @@ def parse_maps(given: Iterable[str | Sequence[int]]) -> tuple[tuple[int, ...], .
     """Parse the values of --map to (layer, head): "3.1" is layer 3, head 1.
 
     Raises:
-        InputError: if a value is not LAYER.HEAD, both 1-based.
+        InputError: if a value is not LAYER.HEAD with 1-based numbers.
     """
     maps = []
     for one in given:

@@ -63,7 +63,7 @@ class Batch:
         value_ABT: l2 norm of the values, mean over heads.
         loss: sum of the loss over the batch's targets, nats (float64 scalar).
         targets: number of predicted tokens.
-        valid_BT: bool, False past the end of a sequence; None if all sequences are whole.
+        valid_BT: bool, False past the end of a sequence; None without padding.
         row_sums_ABH: mean sum of the raw scores of a row; None if rows sum to one.
         prefixes: alpha (A, B, H, length) of the sequences truncated to each of the accumulator's lengths.
         details: statistics of `--details`; None without this option.

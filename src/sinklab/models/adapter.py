@@ -73,10 +73,10 @@ class Adapter(Protocol):
         ...
 
     def check_length(self, length: int) -> None:
-        """Check that sequences of this length are supported.
+        """Check that sequences of `length` tokens are supported.
 
         Raises:
-            InputError: if they are too long; the message states the maximum length.
+            InputError: if the sequences are too long; the message states the maximum length.
         """
         ...
 
@@ -178,7 +178,7 @@ class Adapter(Protocol):
 
 
 def adapt(model: "PreTrainedModel | Transformer") -> Adapter:
-    """Return the adapter of a model.
+    """Return the `Adapter` of a sinklab or Hugging Face model.
 
     Raises:
         InputError: if the model is not supported or has no weights.
@@ -196,7 +196,7 @@ def check_causal_lm(model: Any) -> None:
     """Check that the argument is a Hugging Face causal language model.
 
     Raises:
-        InputError: if it is not; the message states its type.
+        InputError: if `model` is anything else; the message states its type.
     """
     if isinstance(model, str):
         raise InputError(

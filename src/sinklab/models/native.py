@@ -120,7 +120,7 @@ class NativeAdapter:
         return []
 
     def inseparable(self) -> str | None:
-        """Return a reason for models with a prefix mask, where queries see later tokens that a KV cache lacks."""
+        """Return why attention cannot be edited under a prefix mask (queries see later keys); None for other masks."""
         if all(kind.attention.mask.kind != "prefix" for kind in self.module.config.layer_kinds):
             return None
         return "under its prefix mask queries see later tokens, which a KV cache does not contain"
@@ -131,7 +131,7 @@ class NativeAdapter:
         return mask.kind == "prefix" and short < min(mask.length, long)
 
     def fixed_positions(self) -> str | None:
-        """Return a reason for models with absolute positional embeddings."""
+        """Return why keys cannot be rotated with absolute positional embeddings; None for other embeddings."""
         position = self.module.config.position
         if isinstance(position, Learnable | Absolute):
             return f"its {position.kind} positional embeddings are added to the token embeddings"

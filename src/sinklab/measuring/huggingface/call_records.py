@@ -108,7 +108,7 @@ class LayerTotals:
 
     @torch.no_grad()
     def record(self, real: RealTokens) -> LayerRecord:
-        """Return the layer's means over the real tokens so far; `real` are their positions after the leading tokens."""
+        """Return importance and norms over the real tokens so far; `real` has their positions after leading tokens."""
         assert self._sums_BHT is not None
         count_B = real.count_B.to(self._sums_BHT.device)
         importance_BHT = importance_from_sums(real.align(self._sums_BHT), count_B)
@@ -268,7 +268,7 @@ class CallRecords(Recorder):
 def call_records(
     model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[CallRecords]:
-    """Implement `probe` for a model whose attention calls can be intercepted.
+    """Record attention as `probe` does, for a model whose attention calls can be intercepted.
 
     Raises:
         SinklabError: in a forward pass, if the attention of some layer was not recorded.

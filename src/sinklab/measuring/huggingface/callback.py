@@ -27,12 +27,12 @@ class SinkCallback(TrainerCallback):
     The added metrics, which `metric_for_best_model` can use:
 
         eval_sink_1       Sink_1, percentage of (sequence, layer, head) triples
-        eval_sink_bias    sink rate of an added bias, sink logit or sink token, if the model has one
+        eval_sink_bias    sink rate of the added bias, sink logit or sink token, if any
         eval_norm_ratio   norm of the first hidden state divided by the mean norm at later positions, maximum over
                           blocks; omitted if infinite
 
     Use it with any Trainer: `Trainer(.., callbacks=[SinkCallback(tokens)])`. The Trainer calls W&B and TensorBoard
-    before user callbacks; call `callback.goes_first(trainer)` so that they log these metrics too.
+    before user callbacks; call `callback.goes_first(trainer)` so that they log the sink metrics too.
 
     Args:
         tokens: token ids (sequences, length), as in `sinklab.measure`.

@@ -116,7 +116,7 @@ class MatrixRecords(Recorder):
 
 @torch.no_grad()
 def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute column sums over real queries, the number of queries that may see each key, and of real queries."""
+    """Compute column sums over real queries, how many queries may see each key, and the number of real queries."""
     device, T = weights_BHTT.device, weights_BHTT.shape[-1]
     real_BT = real.mask_BT.to(device)
     counted_BT = real_BT.to(accumulate_dtype(weights_BHTT.dtype))
@@ -129,7 +129,7 @@ def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, T
 def matrix_records(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[MatrixRecords]:
-    """Implement `probe` for a model that bypasses transformers' attention interface.
+    """Record attention as `probe` does, for a model that bypasses transformers' attention interface.
 
     Raises:
         SinklabError: in a forward pass, if the attention of some layer was not recorded or a KV cache is passed.

@@ -218,7 +218,7 @@ def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | st
 
 @contextmanager
 def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> Iterator[None]:
-    """Record every call of the backend in the `with` block, then restore transformers' function."""
+    """Record every call of the backend in `reading` within the `with` block; restore transformers' function after."""
     functions = AttentionInterface._global_mapping
     own = functions.get(backend)
 

@@ -134,12 +134,12 @@ class DetailsCollector:
         self._layers, self._values, self._gates, self._real = [], [], {}, real
 
     def values(self, values_BGTV: Tensor) -> None:
-        """Add the values of the next attention layer."""
+        """Add the norms of the value vectors of the next attention layer."""
         assert self._real is not None
         self._values.append(self._real.align(token_norms(values_BGTV.detach())))
 
     def gates(self, layer: int, gates_BHTX: Tensor) -> None:
-        """Add the gates of an attention layer (1-based)."""
+        """Add the gate statistics of an attention layer (1-based), computed from its gates."""
         if self._real is None:
             return  # a forward pass before the first batch
         exact, align = gates_BHTX.detach().to(accumulate_dtype(gates_BHTX.dtype)), self._real.align

@@ -23,7 +23,7 @@ class OfGates(Statistic, ABC):
 
     @abstractmethod
     def read(self, gates_BHTX: Tensor, /) -> Tensor:
-        """Compute the value of every head and token (B, H, T) from gates in (0, 1) with X channels (or one)."""
+        """Compute the statistic of every head and token (B, H, T) from gates in (0, 1) with X channels (or one)."""
 
 
 class GateMean(OfGates):

@@ -3,7 +3,7 @@
 2512.22213 calls a sink secondary if it appears in middle layers, persists over some layers, and its hidden state is
 aligned with the first token's; the code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) only
 requires a cosine above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token with alpha > eps in
-some head is included, and the blocks in which it is aligned are reported.
+some head is included, and the blocks in which the token is aligned are reported.
 
 Tokens are listed from position 2 to the last position with enough later queries for a mean (`_listed`); the percentage,
 for comparing models, covers positions 5 .. T / 2 (`_counted`).
@@ -64,7 +64,7 @@ class SecondaryToken(Part):
     Attributes:
         token: token id.
         sinks: number of occurrences with alpha > eps in some head.
-        occurrences: number of all occurrences at these positions.
+        occurrences: number of all occurrences of the token at these positions.
     """
 
     token: int = Field(ge=0)
@@ -73,7 +73,7 @@ class SecondaryToken(Part):
 
 
 class Secondary(Statistic):
-    """Percentage of sequences with alpha_k > eps at some position k in 5 .. T / 2, and the strongest such tokens."""
+    """Percentage of sequences in which a head has alpha_k > eps at some position k in 5 .. T / 2."""
 
     axes = "LH"
 
@@ -85,7 +85,7 @@ class SecondarySearch:
         eps: threshold of the importance alpha.
 
     Attributes:
-        strongest: secondary sinks found so far, strongest first: at most 8 at positions 2 .. 4 and 8 at later ones.
+        strongest: sinks found so far, strongest first: at most 8 at positions 2 .. 4 and 8 at later positions.
     """
 
     def __init__(self, eps: float) -> None:

@@ -64,7 +64,7 @@ def first_columns(model: "PreTrainedModel | Transformer") -> Iterator[FirstColum
 
     Raises:
         InputError: in a forward pass, if the attention mask is not a padding mask.
-        SinklabError: in a forward pass, if it continues from a KV cache.
+        SinklabError: in a forward pass, if a KV cache is passed.
     """
     if isinstance(model, Transformer):
         yield lambda like: torch.full((len(like),), model.leading, device=like.device)
@@ -155,7 +155,7 @@ def check_pair(i: int, j: int) -> None:
     """Check that two positions are valid and different.
 
     Raises:
-        InputError: if one is below 1, or they are equal.
+        InputError: if a position is below 1, or i equals j.
     """
     if min(i, j) < 1:
         raise InputError(f"position {min(i, j)} does not exist: positions start at 1")

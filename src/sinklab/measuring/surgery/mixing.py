@@ -41,7 +41,7 @@ def measure_mixing(
     """Measure how far replacing the token at one position spreads, by block; the model is restored afterwards.
 
     Args:
-        tokens_NT: whole sequences, without padding.
+        tokens_NT: token ids, without padding.
         position: position of the replaced token, 1-based.
         batch_size: sequences per forward pass.
         step: called with the number of sequences of every forward pass; the total is `MIXING_PASSES` times N.
@@ -73,7 +73,7 @@ def check_perturbed(position: int, length: int) -> None:
     """Check that the position is after the first token and before the last.
 
     Raises:
-        InputError: if it is not; the message states the possible positions.
+        InputError: if the position is not between them; the message states the possible positions.
     """
     if not 2 <= position < length:
         raise InputError(

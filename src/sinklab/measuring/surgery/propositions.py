@@ -11,8 +11,8 @@ layer. With equal queries and keys, q.k is the same for every pair, except for t
 
 Proposition 4 holds because a rotated product lies in [-xi, xi]: the numerator is at most e^xi, and each of the t - 1
 other terms of the sum is at least e^-xi. With a sliding window, t is the number of keys in it. So no repeated token is
-a sink in these models, unless xi is large. Absolute positional embeddings, learned or not, make the hidden states differ: a
-sink is possible, and the check against 1 / t fails.
+a sink in these models, unless xi is large. Absolute positional embeddings, learned or not, make the hidden states
+differ: a sink is possible, and the check against 1 / t fails.
 
 Rounding errors grow with depth: in bfloat16, hidden states of a real model that should be equal differ by 42 percent.
 A model is therefore checked in float32 if memory suffices (`in_float32`), and a deviation in lower precision is

@@ -75,7 +75,7 @@ def measure_with_study(
     For repeated tokens, the paper's propositions are checked.
 
     Args:
-        tokens_NT: whole sequences, without padding.
+        tokens_NT: token ids, without padding.
         options: settings of the measurement; ablations are measured without lengths, details, maps, explored heads and
             gradients.
         bos_tokens: number of special tokens at the start of each sequence.
@@ -83,7 +83,7 @@ def measure_with_study(
 
     Raises:
         InputError: if an ablation or a position does not exist in the model or the sequences.
-        SinklabError: if the model cannot be measured, or an ablation is impossible in it.
+        SinklabError: if the model cannot be measured, or an ablation is impossible in this model.
     """
     model = cast("PreTrainedModel | Transformer", adapter.module)
     plain = {"lengths": (), "details": False, "maps": (), "explore": False, "gradients": False}

@@ -39,7 +39,7 @@ class GateLayout:
     """Layout of the gate logits among the outputs of a projection.
 
     Attributes:
-        linear: projection that computes the gate logits.
+        linear: projection whose output contains the gate logits.
         heads: number of query heads H.
         groups: number of groups of outputs; the last outputs of each group are gate logits.
         gates: number of gate logits per group.
@@ -139,7 +139,7 @@ def trying_gates(places: Sequence[GatePlace]) -> Iterator[GateTrial]:
 def watched_gates(
     layouts: dict[int, GateLayout], receive: Callable[[int, Tensor], None]
 ) -> AbstractContextManager[None]:
-    """Call `receive` with the gates of these layers in every forward pass of the `with` block (see `Adapter.gated`)."""
+    """Call `receive` with the gates of `layouts` in every forward pass of the `with` block (see `Adapter.gated`)."""
     return hooked(
         one.linear.register_forward_hook(partial(_read_gates, receive, index, one)) for index, one in layouts.items()
     )

@@ -61,11 +61,11 @@ class Gguf:
         return notes
 
     def options(self) -> dict[str, Any]:
-        """Return the from_pretrained arguments for this file: its absolute path, as a relative one would be looked up in the cwd."""
+        """Return from_pretrained arguments; transformers would look for a relative path in the current directory."""
         return {"gguf_file": str(self.path)}
 
     def weight_options(self) -> dict[str, Any]:
-        """Return from_pretrained arguments that dequantise the weights, which transformers 5.23+ may leave quantised."""
+        """Return arguments that dequantise the weights; transformers 5.23 and later can leave them quantised."""
         import transformers
 
         config = getattr(transformers, "GgufConfig", None)
@@ -92,9 +92,9 @@ class Gguf:
 
 
 def find_gguf(name_or_dir: str) -> Path | None:
-    """Return the path of the .gguf file: the name itself, or the only one in a directory without safetensors.
+    """Return the path of the .gguf file: the name itself, or the only .gguf file in a directory.
 
-    None if there is no such file.
+    None if there is no such file, or the directory has safetensors files.
 
     Raises:
         InputError: if the file does not exist, or the directory has several .gguf files.
@@ -118,7 +118,7 @@ def read_header(path: Path) -> Gguf:
 
     Raises:
         InputError: if gguf or accelerate is not installed, or the file cannot be read, is damaged or truncated, has no
-            weights, or is one part of several.
+            weights, or is one part of a model split into several files.
     """
     for package in PACKAGES:
         try:
