@@ -1,6 +1,6 @@
 """Attention maps of every head on one sequence (`--explore`), in 8 bits, for the interactive viewer.
 
-The maps are computed in a separate forward pass after the measurement, at the cost of one sequence with `--details`.
+Maps are computed in a separate forward pass after the measurement, at about the cost of one sequence with `--details`.
 A map of T tokens takes T x T bytes in memory and on disk. Byte n encodes the attention weight (n / 255)^2; storing the
 square root keeps small weights precise. The rounding error is at most 0.004 for large weights, less for small ones.
 """

@@ -17,7 +17,7 @@ class Ablation(Part):
     Attributes:
         name: requested name, such as "mask_first:4".
         what: description of the ablation.
-        first_target: 1-based position, in the sequences with BOS, of the first target included in both losses.
+        first_target: 1-based position, in the unablated sequences, of the first target included in both losses.
         loss_before, loss_after, loss_change: loss without and with the ablation and their difference, nats per token.
         sink_rate_before: Sink_1 without the ablation, percent.
         sink_rate_after: Sink_1 with the ablation, percent. Without BOS, position 1 is the first token of the text.

@@ -49,7 +49,7 @@ class Plan:
         first_target: 1-based position, before tokens are dropped, of the first target included in the loss.
         dropped: number of tokens removed from the start of each sequence.
         hidden: number of keys hidden from later queries.
-        largest: the activation zeroed by the ablation, where it is largest; None for other ablations.
+        largest: for zero_massive, the activation with the largest ratio to the median; else None.
     """
 
     name: str
