@@ -1,7 +1,7 @@
 """Running sums of a measurement, which avoid an array of size sequences x layers x heads x positions.
 
-Stored are counts of alpha > eps per position, sums over sequences, and alpha of the first position per sequence. The
-threshold is applied to every sequence before averaging.
+Stored are, per position, counts of alpha > eps and sums over sequences of alpha and of norms; and, per sequence, alpha
+of the first position. The threshold is applied to every sequence before averaging.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ BIAS, LEADING, REGISTERS, ROW_SUMS = "bias", "leading positions", "registers", "
 
 
 class Accumulator:
-    """Running sums over batches, for sequences of at most `length` positions.
+    """Running sums of importance values, norms and losses over batches, for sequences of at most `length` positions.
 
     Args:
         thresholds: thresholds of the sink rate; the first is the main one.
@@ -56,7 +56,7 @@ class Accumulator:
         self._totals: dict[str, Tensor] = {}  # over sequences
 
     def add(self, batch: Batch) -> None:
-        """Add one batch.
+        """Add the statistics of one batch to the running sums.
 
         Raises:
             SinklabError: if the attention or the activations contain NaN or infinity; the message names the layer.
@@ -133,11 +133,11 @@ class Accumulator:
         self._sums[name][..., : part.shape[-1]] += part
 
     def sink_rate(self, threshold: int = 0) -> list[float]:
-        """Return the sink rate in percent by position, for one threshold."""
+        """Return the sink rate in percent by position, for `thresholds[threshold]`."""
         return self._rate(self.hits_ET[threshold])
 
     def sink_rate_visible(self, threshold: int = 0) -> list[float] | None:
-        """Return the sink rate over the queries that may see each key; None if these means equal alpha everywhere."""
+        """Return `sink_rate` with alpha averaged over the queries that may see each key; None if equal everywhere."""
         return None if self.visible_hits_ET is None else self._rate(self.visible_hits_ET[threshold])
 
     def _rate(self, hits_T: Tensor) -> list[float]:
@@ -145,15 +145,15 @@ class Accumulator:
         return metrics.percent(hits_T, self.sequences_T * layers * heads).tolist()
 
     def visibility_note(self) -> str | None:
-        """Return a note on layers in which alpha and the mean over visible queries differ; None if there are none."""
+        """Return a note on layers in which alpha and the mean over visible queries differ; None if none do."""
         return visibility_note([self.views.get(layer) for layer in range(len(self._sums["importance values"]))])
 
     def uniform_ratio(self) -> list[float]:
-        """Return alpha_k divided by its value under uniform attention, mean over (sequence, layer, head)."""
+        """Return alpha_k / its value under uniform attention, by position; mean over sequences, layers and heads."""
         return (self.uniform_ratios_T / self.sequences_T).tolist()
 
     def sink_rate_by_length(self) -> dict[str, dict[str, list[float]]]:
-        """Return the sink rate in percent by position, for each length and threshold: {"16": {"0.3": [...]}}."""
+        """Return the sink rate in percent by position, by truncation length and threshold: {"16": {"0.3": [...]}}."""
         layers, heads, _ = self._sums["importance values"].shape
         triples = self.sequences * layers * heads
         return {
@@ -169,11 +169,11 @@ class Accumulator:
         return 100 * self.bias_hits_E[threshold] / self.bias_triples if self.bias_triples else None
 
     def sink_rate_window_start(self) -> float | None:
-        """Return the sink rate in percent of the first key of a window past position 1; None if there is none."""
+        """Return the sink rate in percent of the first key of windows after position 1; None without such windows."""
         return 100 * self.window_hits / self.window_triples if self.window_triples else None
 
     def leading_norm_ratio(self) -> list[float] | None:
-        """Return |h| of the first learned position divided by the mean over tokens, per block; None without one."""
+        """Return |h| of the first learned position / mean |h| of the tokens, per block; None without learned ones."""
         hidden_MT, leading_M = self.mean("hidden states"), self.mean_of_sequences(LEADING)
         if leading_M is None or hidden_MT is None:
             return None
@@ -181,11 +181,18 @@ class Accumulator:
         return torch.where((leading_M == 0) & (tokens_M == 0), 1.0, leading_M / tokens_M).tolist()
 
     def mean_of_sequences(self, name: str) -> Tensor | None:
-        """Return the mean over sequences of BIAS (layers with a bias, H), REGISTERS (L, H, N), ROW_SUMS or LEADING."""
+        """Return the mean over sequences of BIAS (layers with a bias, H), REGISTERS (L, H, N), ROW_SUMS or LEADING.
+
+        None if `name` was not recorded.
+        """
         return self._totals[name] / self.sequences if name in self._totals else None
 
     def mean(self, name: str) -> Tensor | None:
-        """Return the mean over sequences of "importance values", VISIBLE, "keys", "values" or "hidden states"."""
+        """Return the mean over sequences of `name`, by layer and position; None if it was not recorded.
+
+        Args:
+            name: "importance values" or VISIBLE (L, H, T), or "keys", "values", "hidden states" or BEFORE (norms).
+        """
         return self._sums[name] / self.sequences_T if name in self._sums else None
 
 
@@ -200,7 +207,11 @@ def measurement_from(
     massive_activations: list[MassiveActivation] | None = None,
     notes: Sequence[str] = (),
 ) -> Measurement:
-    """Build the measurement from the running sums."""
+    """Build the measurement from the running sums.
+
+    Raises:
+        InputError: if no sequence was added.
+    """
     importance, keys, values = (totals.mean(name) for name in ("importance values", "keys", "values"))
     if importance is None or keys is None or values is None:
         raise InputError("there are no sequences to measure: pass at least one")

@@ -53,8 +53,10 @@ def largest_activations(
 ) -> Iterator[list[MassiveActivation]]:
     """Collect the largest activation after each block, for the first sequence of the first forward pass.
 
+    The yielded list is filled at the end of the `with` block.
+
     Args:
-        real: real tokens of the first sequence; positions are counted from the first real token, and padding is
+        real: real tokens of the first sequence; position 1 is the first real token, and padding is
             excluded. None if every column is a real token.
     """
     found: list[MassiveActivation] = []
@@ -102,7 +104,7 @@ class _Largest:
         self.numbers = torch.stack([place.double(), value.double(), _median(size.float()).double()])
 
     def found(self, layer: int, place: float, value: float, median: float) -> MassiveActivation:
-        """Build the result entry."""
+        """Convert the entries of `numbers` to a `MassiveActivation`."""
         position, dimension = divmod(int(place), self._width)
         value = value if math.isfinite(value) else 0.0  # NaN is reported by the accumulator
         return MassiveActivation(

@@ -17,9 +17,9 @@ INPUTS: dict[Inputs, str] = {"natural": "", "random": " (random tokens)", "repea
 
 
 def answer(m: Measurement) -> list[str]:
-    """Summarise the sink (presence, position, strength), massive activations, and secondary sinks or a proposition.
+    """Return two sentences: on the sink (presence, position, strength), and on massive activations and secondary sinks.
 
-    The summary names quantities that were not measured.
+    For repeated tokens, the paper's proposition replaces the secondary sinks. Quantities not measured are named.
     """
     beside = f"{_massive(m)}; {_secondary(m) if m.propositions is None else _proposition(m.propositions)}."
     return [_sink(m), beside[0].upper() + beside[1:]]
@@ -31,9 +31,9 @@ class _Place:
 
     Attributes:
         rate: percentage of (sequence, layer, head) triples with an importance above the threshold.
-        above_LH: whether the mean importance of a head is above the threshold.
+        above_LH: whether the mean importance of the position in a head is above the threshold.
         overall: rate over all queries, if `rate` covers only the queries that see the position.
-        always: whether it is reported at any rate, even next to a stronger sink.
+        always: whether the position is reported at any rate, even next to a stronger sink.
     """
 
     name: str

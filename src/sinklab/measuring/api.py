@@ -51,7 +51,8 @@ def measure(
         tokens: token ids (sequences, length): a tensor on any device, an array, or lists of numbers.
         attention_mask: 1 at real tokens, 0 at padding on the left or right; Hugging Face models only.
         eps: attention threshold of the sink rate, in (0, 1); if several are passed, the first is the main one.
-        lengths: increasing lengths; the sink rate is also measured on the sequences truncated to each. No padding.
+        lengths: increasing lengths; the sink rate is also measured on the sequences truncated to each. Padding is not
+            supported.
         batch_size: sequences per forward pass; affects memory and speed, not the result. By default as many as fit in
             memory, at most 16; halved on out-of-memory.
         loss: if False, skip the loss and the logits, a third of the compute of a small model with a large vocabulary.
@@ -61,9 +62,10 @@ def measure(
         explore: also save the attention map of every head on the first 128 tokens of the first sequence, in 8 bits
             (explored.py): one extra forward pass, one byte per head, query and key, at most 1,000 heads.
         gradients: also measure the gradient norm of the loss at the attention input, by layer and position, and R_GS
-            (gradients.py): one extra forward and backward pass. No padding.
-        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive" (ablations.py). No padding.
-        perturb: 1-based position whose token is replaced to measure how far the change spreads (mixing.py). No padding.
+            (gradients.py): one extra forward and backward pass. Padding is not supported.
+        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive" (ablations.py). Padding is not supported.
+        perturb: 1-based position whose token is replaced to measure how far the effect spreads (mixing.py). Padding is
+            not supported.
         model_name: model name, stored with the result.
         inputs: kind of input tokens, stored with the result.
         bos: whether position 1 is a special token. By default True if every sequence begins with the `bos_token_id` of

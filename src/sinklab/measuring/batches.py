@@ -1,4 +1,4 @@
-"""Batches that are halved when memory runs out, with progress, time and peak memory."""
+"""Batches whose size is halved on out-of-memory errors, with progress reports, run time and peak memory."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from sinklab.models.hooks import Progress
 
 
 class Batches:
-    """Iterator over ranges [start, stop) of the sequences.
+    """Iterator over batches, as ranges [start, stop) of sequence indices.
 
         for start, stop in batches:
             with batches.attempt():  # on out-of-memory, the batch size is halved and the range repeated
@@ -23,7 +23,7 @@ class Batches:
     Args:
         size: initial batch size, before any halving.
         progress: called with (finished sequences, total sequences) after every batch and every block.
-        blocks: number of blocks of the model; the LM head counts as one more step.
+        blocks: number of blocks of the model; the LM head counts as one more progress step.
     """
 
     def __init__(self, sequences: int, size: int, progress: Progress | None, blocks: int) -> None:
@@ -80,7 +80,7 @@ class Batches:
 
 @dataclass
 class Cost:
-    """Time and peak memory, set when the timed block ends."""
+    """Run time and peak memory of a `with` block, set when it ends."""
 
     seconds: float = 0.0
     peak_memory_mb: float | None = None

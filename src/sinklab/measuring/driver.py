@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class Records(Protocol):
-    """Records of the attention layers in forward passes.
+    """Recorder of the attention layers in forward passes.
 
     Attributes:
         backend: attention backend.
-        layers: records since the last `clear`, in layer order.
+        layers: records of the attention layers since the last `clear`, in layer order.
     """
 
     @property
@@ -47,7 +47,7 @@ class Records(Protocol):
     def layers(self) -> Sequence[LayerRecord]: ...
 
     def clear(self) -> None:
-        """Drop all records."""
+        """Discard all records."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
@@ -160,7 +160,7 @@ def check_shape(tokens_NT: Tensor) -> None:
     """Check that tokens are a non-empty (N, T) matrix.
 
     Raises:
-        InputError: if they are not.
+        InputError: if the tokens have another shape or are empty.
     """
     if tokens_NT.ndim != 2 or not tokens_NT.numel():
         raise InputError(f"tokens have shape {tuple(tokens_NT.shape)}; expected (sequences, length), neither empty")
@@ -178,5 +178,5 @@ def _padding_mask(tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> Tensor
 
 
 def _after_leading(leading: int, mask_BT: Tensor) -> RealTokens:
-    """Return the real tokens among all positions; the sequence follows `leading` learned positions."""
+    """Return the positions of the real tokens when `leading` learned positions precede the sequence."""
     return real_tokens(F.pad(mask_BT, (leading, 0)))

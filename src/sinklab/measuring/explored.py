@@ -1,6 +1,6 @@
 """Attention maps of every head on one sequence (`--explore`), in 8 bits, for the interactive viewer.
 
-They are computed in a separate forward pass after the measurement, at about the cost of one sequence with `--details`.
+Maps are computed in a separate forward pass after the measurement, at about the cost of one sequence with `--details`.
 A map of T tokens takes T x T bytes in memory and on disk. Byte n encodes the attention weight (n / 255)^2; storing the
 square root keeps small weights precise. The rounding error is at most 0.004 for large weights, less for small ones.
 """
@@ -53,7 +53,7 @@ class Explored(WithArrays):
         return self
 
     def with_texts(self, decode: Callable[[list[int]], str]) -> Self:
-        """Return a copy with the text of each token."""
+        """Return a copy whose `texts` has the text of each token."""
         return self.model_copy(update={"texts": [decode([token]) for token in self.tokens]})
 
 
@@ -117,7 +117,7 @@ class MapsCollector(DetailsCollector):
         self.attention_SS: list[np.ndarray] = []
 
     def begin(self, real: RealTokens) -> None:
-        """Start a forward pass with these real tokens."""
+        """Discard the collected maps and start a forward pass with the real tokens `real`."""
         super().begin(real)
         self._layer, self.heads, self.attention_SS = 0, [], []
 
@@ -125,7 +125,7 @@ class MapsCollector(DetailsCollector):
         """Do nothing: values are not stored."""
 
     def attention(self, rows: Iterable[Rows], heads: int, angles: Angles | None) -> None:
-        """Add the maps of the next attention layer."""
+        """Add the attention maps of the wanted heads of the next layer."""
         assert self._real is not None
         self._layer += 1
         kept = [head for head in range(heads) if self._wanted is None or (self._layer, head + 1) in set(self._wanted)]

@@ -1,4 +1,4 @@
-"""Optional parts of a measurement: ablations, mixing, and checks of the paper's propositions."""
+"""Optional parts of a measurement: ablations, spread of a replaced token, check of the paper's propositions."""
 
 from typing import Literal
 
@@ -12,12 +12,12 @@ PositionKind = Literal["none", "relative", "t5", "alibi", "rotary", "absolute", 
 
 
 class Ablation(Part):
-    """The effect of one ablation (ablations.py).
+    """Loss and sink rate of a model without and with one ablation (ablations.py).
 
     Attributes:
         name: requested name, such as "mask_first:4".
         what: description of the ablation.
-        first_target: 1-based position, in the whole sequences, of the first target included in both losses.
+        first_target: 1-based position, in the unablated sequences, of the first target included in both losses.
         loss_before, loss_after, loss_change: loss without and with the ablation and their difference, nats per token.
         sink_rate_before: Sink_1 without the ablation, percent.
         sink_rate_after: Sink_1 with the ablation, percent. Without BOS, position 1 is the first token of the text.
@@ -73,13 +73,14 @@ class Ablation(Part):
 
 
 class Mixing(Part):
-    """How far a change of one token spreads (mixing.py).
+    """How far the effect of replacing one token spreads to later positions (mixing.py).
 
     Attributes:
         position: position of the replaced token, 1-based.
         sequences: number of sequences in which the token could be replaced by a different one.
-        spread: mean of |h' - h| / |h| over sequences and later positions, before the first block and after each.
-        spread_without_first: spread with the first key hidden from all later queries.
+        spread: mean of |h' - h| / |h| over sequences and later positions, before the first block and after each block;
+            h and h' are the hidden states before and after the replacement.
+        spread_without_first: `spread` with the first key hidden from all later queries.
     """
 
     position: int = Field(ge=2)
@@ -93,18 +94,17 @@ class Propositions(Part):
 
     Attributes:
         position: positional embedding of the model.
-        number: number of the proposition, 1 to 4; None for absolute positional embeddings, which have none.
+        number: number of the proposition, 1 to 4; None for absolute positional embeddings, to which none applies.
         statement: text of the proposition.
         tokens: number of tokens checked, each repeated.
         length: length of the repetition, in tokens.
         hidden_deviation: largest |h_t - h_1| / |h_1| over all tokens, positions and blocks.
-        attention_deviation: largest difference from the closed form; None without a closed form (rotary).
-        bound_slack: smallest value of bound minus attention weight, negative if the bound is exceeded; rotary only,
-            else None.
+        attention_deviation: largest difference of the attention from its closed form; None for rotary.
+        bound_slack: smallest value of (bound - attention weight), negative above the bound; None unless rotary.
         tolerance: rounding tolerance of the deviations and of a negative slack.
         dtype: dtype of the check: float32 for models of lower precision if memory sufficed; None in older files.
-        holds: whether all deviations are within the tolerance; None (inconclusive) if they are not and the dtype has
-            less precision than float32.
+        holds: whether all deviations are within the tolerance; None (inconclusive) if a deviation is larger and the
+            dtype has less precision than float32.
     """
 
     position: PositionKind

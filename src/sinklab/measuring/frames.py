@@ -79,10 +79,11 @@ def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
     Args:
         formats: keys of `WRITERS`.
         out: folder of the tables.
-        one: whether there is a single measurement.
+        one: whether a single model is measured.
 
     Raises:
-        InputError: if there is no folder, more than one measurement, no pyarrow, or a foreign file at a table's path.
+        InputError: if there is no folder, more than one measurement, no pyarrow, or a file not written by sinklab
+            at the path of a table.
     """
     if not formats:
         return

@@ -57,7 +57,7 @@ def gradient_norms(
     """Compute |gradient of the mean loss at h~_t| for every attention layer (L, T), and notes on halved batches.
 
     Args:
-        tokens_NT: whole sequences, without padding.
+        tokens_NT: token ids, without padding.
         first_target: 1-based position of the first target included in the loss.
         batch_size: sequences per backward pass; by default as many as fit in memory with the activations of all blocks.
         progress: called with (finished sequences, total sequences) after every batch.
@@ -109,7 +109,7 @@ def gradient_sink(norm_LT: Tensor) -> list[float]:
 
 
 def gradient_fields(norm_LT: Tensor) -> dict[str, Any]:
-    """Return the gradient fields of a measurement."""
+    """Return the fields `gradient_norm_ratio` and `gradient_norm` of a measurement."""
     return {"gradient_norm_ratio": gradient_sink(norm_LT), "gradient_norm": norm_LT.float().numpy()}
 
 

@@ -1,8 +1,8 @@
 """Number of queries that can see each key under sliding windows, prefixes and other masks.
 
-alpha_k is a mean over all queries t >= k (metrics.py). Under a sliding window of w tokens only w of them see k; the
-others contribute zeros, and a sink is diluted by (T - k + 1) / w. The mean over the queries that may see the key is
-therefore reported in addition to alpha.
+alpha_k is a mean over all queries t >= k (metrics.py). Under a sliding window of w tokens only w queries see k; the
+other queries contribute zeros, and a sink is diluted by (T - k + 1) / w. The mean over the queries that may see the key
+is therefore reported in addition to alpha.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,9 @@ class View:
 
 
 def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple[Tensor | None, View | None]:
-    """Compute the mean over the queries that may see each key, and the layer's view; None if it equals alpha.
+    """Return the mean attention to each key over the queries that may see it, and the view of the layer.
+
+    Both are None if the mean equals alpha.
 
     Args:
         sums_BHT: attention to each key, summed over the queries that may see it; index 0 is the first real token.
@@ -45,7 +47,7 @@ def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple
 
 
 def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:
-    """Infer the kind of mask from the number of queries that see each key.
+    """Return the kind of mask inferred from the number of queries that see each key.
 
     Args:
         seen_by_BGT: number of queries that may see each key; index 0 is the first token.
@@ -82,7 +84,7 @@ def joined(views: Iterable[View | None]) -> View | None:
 
 
 def visibility_note(views: Sequence[View | None]) -> str | None:
-    """Build the note on layers in which alpha and the mean over visible queries differ; None if there are none.
+    """Build the note on layers in which alpha and the mean over visible queries differ; None if none do.
 
     Args:
         views: view of each layer, in order.

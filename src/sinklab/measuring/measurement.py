@@ -71,7 +71,8 @@ class Measurement(WithArrays):
             that may see the key; None if no layer differs (no window, no document mask).
         sink_rate_by_length: sink rate of the truncated sequences, by length and threshold: {"16": {"0.3": [..]}}.
         sink_rate_bias: sink rate of an added bias, sink logit or sink token; None if the model has none.
-        sink_rates_bias: `sink_rate_bias` for every threshold; None, and left out of the files, with a single one.
+        sink_rates_bias: `sink_rate_bias` for every threshold; None, and left out of the files, with a single
+            threshold.
         sink_rate_window_start: sink rate of the first key of a sliding window, over the queries that no longer see
             position 1; None, and left out of the files, if there are no such queries.
         uniform_ratio: alpha_k divided by its value under uniform causal attention (metrics.py), mean over (sequence,
@@ -82,21 +83,24 @@ class Measurement(WithArrays):
             another reason.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1). inf
             (null in measurement.json) if only the first norm is nonzero; 1 if all norms are zero.
-        norm_ratio_before_norm: for a post-norm model, this ratio for the input of each norm, two per block; else None.
+        norm_ratio_before_norm: for a post-norm model, the same ratio for the input of each norm, two norms per block;
+            else None.
         norm_ratio_sink_token: norm of the first learned position divided by the mean norm of the tokens; None without
             learned positions.
-        key_norm_ratio, value_norm_ratio: norm ratio of keys and values, per attention layer (L).
+        key_norm_ratio, value_norm_ratio: norm of the first key (value) divided by the mean norm of later keys (values),
+            per attention layer (L).
         gradient_norm_ratio: R_GS, gradient norm at position 1 divided by the mean over positions 2 .. 32, per attention
             layer (L; gradients.py); None, and left out of the files, unless requested.
         backend: attention backend; "eager" if the attention matrices returned by the model were used.
         dtype: dtype of the model.
-        seconds: wall-clock time of the forward passes and the metric.
+        seconds: wall-clock time of the forward passes and the statistics.
         peak_memory_mb: peak memory of the device (CUDA) or of the whole process; None if unknown.
-        massive_activations: largest |activation| after each of the strongest blocks (activations.py); None if unknown.
+        massive_activations: largest |activation| after each of the 8 blocks with the largest ratio to the median
+            (activations.py); None if unknown.
         details: additional statistics (details.py); None, and left out of the files, unless requested.
         notes: remarks for the reader, such as a halved batch size.
         ablations: loss and sinks under each ablation (ablations.py); None unless requested.
-        mixing: how far a change of one token spreads (mixing.py); None unless requested.
+        mixing: how far the effect of replacing one token spreads (mixing.py); None unless requested.
         propositions: check of the paper's propositions on repeated tokens (propositions.py); None for other inputs.
         explored: attention maps of one sequence (explored.py); None unless requested.
         scores: downstream task scores in percent; None if the model was not evaluated.
@@ -196,7 +200,7 @@ class Measurement(WithArrays):
         """Write `measurement.npz`, then `measurement.json`, each atomically.
 
         Raises:
-            InputError: if `folder` is a file, or files with these names were not written by sinklab.
+            InputError: if `folder` is a file, or existing files with the same names were not written by sinklab.
             SinklabError: if the disk is full or the folder is not writable.
         """
         folder = Path(folder)
@@ -211,7 +215,7 @@ class Measurement(WithArrays):
         write_json(folder / "measurement.json", self.document())
 
     def plot(self, what: Literal["heads", "layers", "positions", "norms"] = "heads") -> Any:
-        """Return an Altair chart.
+        """Return an Altair chart of importance or norms.
 
         Args:
             what: "heads" (importance of position 1 by head), "layers" (importance of every position by layer),
@@ -223,7 +227,7 @@ class Measurement(WithArrays):
         return display.chart(self, what)
 
     def sink_rate_of_heads(self) -> np.ndarray:
-        """Percentage of sequences with alpha_1 > eps, shape (L, H); the mean over heads is Sink_1."""
+        """Return the percentage of sequences with alpha_1 > eps (L, H); the mean over heads is Sink_1."""
         return 100 * (self.importance_first > self.eps).mean(0)
 
     def columns(self, table: TableName = "importance") -> Columns:
@@ -291,7 +295,7 @@ class Measurement(WithArrays):
         return data_frame(self.columns(table))
 
     def to_csv(self, path: str | Path, table: TableName = "importance") -> None:
-        """Write a table as CSV.
+        """Write a table of `columns` as CSV.
 
         Raises:
             InputError, SinklabError: see `columns` and `frames.write_csv`.
@@ -299,7 +303,7 @@ class Measurement(WithArrays):
         write_csv(self.columns(table), Path(path))
 
     def to_parquet(self, path: str | Path, table: TableName = "importance") -> None:
-        """Write a table as a Parquet file; needs pyarrow.
+        """Write a table of `columns` as a Parquet file; needs pyarrow.
 
         Raises:
             InputError, SinklabError: see `columns` and `frames.write_parquet`.

@@ -27,7 +27,7 @@ def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
 
 
 def uniform_ratio_of_means(importance_LHT: np.ndarray) -> list[float]:
-    """Divide alpha, averaged over sequences of equal length, by its value under uniform attention."""
+    """Return alpha, mean over sequences of equal length, divided by its value under uniform attention, by position."""
     length = importance_LHT.shape[-1]
     uniform_T = uniform_importance(torch.tensor([length]), length)[0].numpy()
     return (importance_LHT.mean((0, 1), dtype=np.float64) / uniform_T).tolist()
@@ -41,14 +41,14 @@ def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor | None = Non
     Args:
         importance_LNHT: alpha per sequence.
         eps: threshold; alpha must be strictly above it.
-        valid_NT: bool, False at positions past a sequence's end; None if all sequences are whole.
+        valid_NT: bool, False at positions past a sequence's end; None without padding.
     """
     above_LNHT = importance_LNHT > eps
     return (above_LNHT if valid_NT is None else above_LNHT & valid_NT[:, None]).sum((0, 1, 2))
 
 
 def percent(hits: Tensor, total: Tensor | int) -> Tensor:
-    """100 * hits / total in float64."""
+    """Return 100 * hits / total in float64."""
     return 100 * hits.double() / total
 
 
@@ -67,5 +67,5 @@ def first_to_rest(norm_LT: Tensor) -> Tensor:
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """torch.stack of tensors that may be on several devices."""
+    """Return `torch.stack` of tensors that may be on several devices, on the device of the first."""
     return torch.stack([part.to(parts[0].device) for part in parts])

@@ -57,7 +57,7 @@ def parse_maps(given: Iterable[str | Sequence[int]]) -> tuple[tuple[int, ...], .
     """Parse the values of --map to (layer, head): "3.1" is layer 3, head 1.
 
     Raises:
-        InputError: if a value is not LAYER.HEAD, both 1-based.
+        InputError: if a value is not LAYER.HEAD with 1-based numbers.
     """
     maps = []
     for one in given:
@@ -75,14 +75,15 @@ class Options(CommandSettings, frozen=True):
     Attributes:
         eps: attention thresholds of the sink rate, in (0, 1); the first is the main one.
         lengths: increasing lengths below the sequence length; the sink rate is also computed on the sequences
-            truncated to each, in the same forward pass. No padding.
+            truncated to each, in the same forward pass. Padding is not supported.
         batch_size: sequences per forward pass; affects memory and speed, not the result. None: as many as fit in
             memory, at most 16 (models/memory_budget.py). Halved on out-of-memory, with a note in the result.
         first_target: 1-based position of the first target included in the loss; under a prefix mask, targets inside the
             prefix are excluded too, as in training.
         loss: if False, skip the loss and the logits, a third of the compute of a small model with a large vocabulary.
         maps: (layer, head) pairs, 1-based, whose matrices are saved; implies `details`.
-        gradients: also measure gradient norms, with one backward pass per batch (gradients.py). No padding.
+        gradients: also measure gradient norms, with one backward pass per batch (gradients.py). Padding is not
+            supported.
         explore: save the attention map of every head on the first sequence (explored.py).
         model_name, inputs, bos: metadata stored with the result.
     """
@@ -173,11 +174,11 @@ class Options(CommandSettings, frozen=True):
 
 
 class Study(CommandSettings, frozen=True):
-    """Interventions on the model that are measured in addition.
+    """Interventions on the model or the tokens whose effects are also measured.
 
     Attributes:
         ablate: names of ablations (surgery/ablations.py).
-        perturb: 1-based position of a token that is replaced, to measure how far the change spreads.
+        perturb: 1-based position of a token that is replaced, to measure how far the effect spreads.
         swap_position: two 1-based positions whose learned embeddings are swapped.
         replace_position: positions (i, j), 1-based; the learned embedding of i is replaced by that of j.
     """

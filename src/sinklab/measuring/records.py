@@ -27,7 +27,7 @@ class LayerRecord:
     Attributes:
         importance_BHT: importance alpha of each key, float32 (float64 for a float64 model); 0 past the sequence end.
         bias_BH: alpha of the sink logit, added bias or sink token; None if the layer has none.
-        key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over key heads.
+        key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over KV heads.
         prefixes: alpha (B, H, length) of the sequences truncated to each requested length.
         visible_BHT: alpha averaged only over the queries that may see each key; None if it equals alpha.
         view: how the mask limits visible keys; None if `visible_BHT` is None.
@@ -51,7 +51,9 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Batch:
-    """Records of one forward pass; index 0 is the first real token. A attention layers, M residual stream places.
+    """Importance, norms and loss of one forward pass; index 0 is the first real token of each sequence.
+
+    A attention layers; M = number of blocks + 1 (before the first block and after each block).
 
     Attributes:
         importance_ABHT: alpha per sequence.
@@ -61,14 +63,14 @@ class Batch:
         value_ABT: l2 norm of the values, mean over heads.
         loss: sum of the loss over the batch's targets, nats (float64 scalar).
         targets: number of predicted tokens.
-        valid_BT: bool, False past the end of a sequence; None if all sequences are whole.
+        valid_BT: bool, False past the end of a sequence; None without padding.
         row_sums_ABH: mean sum of the raw scores of a row; None if rows sum to one.
         prefixes: alpha (A, B, H, length) of the sequences truncated to each of the accumulator's lengths.
         details: statistics of `--details`; None without this option.
         visible_ABHT: alpha averaged only over the queries that may see each key; None if equal in every layer.
         views: how the mask limits visible keys, by layer (mask_coverage.py).
         registers_ABHN: alpha of each register; None with fewer than two.
-        window_start_ABH: mean attention to the first key of a sliding window past position 1; None if there is none.
+        window_start_ABH: see `LayerRecord`, for the layers that have it; None without such layers.
         leading_MB: l2 norm of the residual stream at the first learned position; None without learned positions.
         before_MBT: for a post-norm model, l2 norm of the input of each norm; else None.
     """
@@ -92,7 +94,7 @@ class Batch:
     before_MBT: Tensor | None = None
 
     def on_cpu(self) -> "Batch":
-        """Copy to the CPU with a single synchronisation; the details stay on their device."""
+        """Return a copy on the CPU, with a single synchronisation; `details` stays on its device."""
         tensors = {one.name: x for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)}
         copies = on_host([*tensors.values(), *self.prefixes])
         return replace(self, **dict(zip(tensors, copies, strict=False)), prefixes=copies[len(tensors) :])
@@ -110,10 +112,11 @@ def batch_of(
     """Build the batch of one forward pass for the accumulator.
 
     Args:
-        hidden: norms (B, T) before the first block and after each, including padding; empty if blocks cannot be read.
+        hidden: l2 norms (B, T) of the residual stream before the first block and after each block, including padding;
+            empty if blocks cannot be read.
         loss: loss summed over the targets, and number of targets.
         leading: number of learned positions before the sequence.
-        before: for a post-norm model, norms (B, T) of the input of each norm, including padding.
+        before: for a post-norm model, l2 norms (B, T) of the input of each norm, including padding.
     """
     window_starts = [layer.window_start_BH for layer in layers if layer.window_start_BH is not None]
     bias = [layer.bias_BH for layer in layers if layer.bias_BH is not None]
@@ -143,10 +146,11 @@ def batch_of(
 
 
 class NativeRecords:
-    """Records of every attention layer since the last `clear`.
+    """Recorder of the attention layers of a sinklab transformer.
 
     Attributes:
-        backend: backend of the attention primitive.
+        backend: attention backend.
+        layers: records of the attention layers since the last `clear`.
     """
 
     def __init__(self, backend: str, lengths: Sequence[int], details: DetailsCollector | None) -> None:
@@ -154,11 +158,11 @@ class NativeRecords:
         self._lengths, self._details = lengths, details
 
     def clear(self) -> None:
-        """Drop all records."""
+        """Discard all records."""
         self.layers.clear()
 
     def paused(self) -> AbstractContextManager[None]:
-        """No-op, because no layer is called twice."""
+        """Return a context manager without effect, because no layer is called twice."""
         return nullcontext()
 
     def observe(self, layer: LayerCall) -> None:
@@ -194,14 +198,14 @@ class NativeRecords:
 def native_records(
     adapter: NativeAdapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[NativeRecords]:
-    """Record every forward pass of whole sequences inside the `with` block."""
+    """Record the attention layers in every forward pass of whole sequences inside the `with` block."""
     records = NativeRecords(str(adapter.cores[0].backend), lengths, details)
     with intercept(adapter, observe=records.observe):
         yield records
 
 
 def _window_start(layer: LayerCall) -> Tensor | None:
-    """Mean attention to the first key of the sliding window, over the queries that no longer see position 1.
+    """Return the mean attention (B, H) to the window's first key, over the queries that no longer see position 1.
 
     None without a window, with learned positions before the sequence, or if every query sees position 1.
     """

@@ -26,7 +26,7 @@ class Adapter(Protocol):
         device: device of the input tokens.
         dtype: dtype of the weights.
         blocks: decoder blocks in order; empty if they cannot be found.
-        kinds: layers with attention, and other layers.
+        kinds: layers by kind (attention, linear or recurrent).
         leading: number of learned positions before every sequence, which are not tokens.
         first_target: 1-based position of the first target included in the loss.
         post_norms: norms after the sublayers of a post-norm model; empty for other models or if they cannot be found.
@@ -34,7 +34,7 @@ class Adapter(Protocol):
         dispatches: whether attention calls can be intercepted (may run the model); otherwise the model returns its
             attention matrices.
         context: context length in tokens.
-        ends: reason why longer sequences are impossible; None if they are possible.
+        ends: reason why sequences beyond `context` are impossible; None if they are possible.
     """
 
     leading: int
@@ -63,7 +63,7 @@ class Adapter(Protocol):
         """Number of layers with softmax attention.
 
         Raises:
-            SinklabError: if there are none.
+            SinklabError: if no layer has softmax attention.
         """
         ...
 
@@ -73,10 +73,10 @@ class Adapter(Protocol):
         ...
 
     def check_length(self, length: int) -> None:
-        """Check that sequences of this length are supported.
+        """Check that sequences of `length` tokens are supported.
 
         Raises:
-            InputError: if they are too long; the message states the maximum length.
+            InputError: if the sequences are too long; the message states the maximum length.
         """
         ...
 
@@ -88,7 +88,7 @@ class Adapter(Protocol):
             lengths: additional lengths to which the sequences are truncated.
 
         Raises:
-            InputError: if not; the message states the possible values.
+            InputError: if a check fails; the message states the possible values.
         """
         ...
 
@@ -125,17 +125,17 @@ class Adapter(Protocol):
         """Return the sizes of the tensors in a forward pass.
 
         Args:
-            padded: whether there is padding.
+            padded: whether the sequences have padding.
             matrices: whether the model computes whole attention matrices.
         """
         ...
 
     def notes(self) -> list[str]:
-        """Return notes on the model for the result, in addition to those on its layers."""
+        """Return notes on the model for the result, in addition to `kinds.notes()`."""
         ...
 
     def inseparable(self) -> str | None:
-        """Return the reason why attention calls cannot be edited or replaced; None if they can. May run the model."""
+        """Return why attention calls cannot be edited or replaced; None if they can be. May run the model."""
         ...
 
     def depends_on_length(self, short: int, long: int) -> bool:
@@ -143,7 +143,7 @@ class Adapter(Protocol):
         ...
 
     def fixed_positions(self) -> str | None:
-        """Return the reason why keys cannot have positions within a KV cache; None if they can. May run the model."""
+        """Return why keys cannot be rotated to positions within a KV cache; None if they can be. May run the model."""
         ...
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
@@ -173,15 +173,15 @@ class Adapter(Protocol):
         ...
 
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> AbstractContextManager[None]:
-        """Compute all attention calls in the `with` block with `handler` (see `intercept`)."""
+        """Compute the output of all attention calls in the `with` block with `handler` (see `intercept`)."""
         ...
 
 
 def adapt(model: "PreTrainedModel | Transformer") -> Adapter:
-    """Return the adapter of a model.
+    """Return the `Adapter` of a sinklab or Hugging Face model.
 
     Raises:
-        InputError: if it is not a supported model, or has no weights.
+        InputError: if the model is not supported or has no weights.
     """
     if (own := own_transformer(model)) is not None:
         return NativeAdapter(own)
@@ -196,7 +196,7 @@ def check_causal_lm(model: Any) -> None:
     """Check that the argument is a Hugging Face causal language model.
 
     Raises:
-        InputError: if it is not; the message states its type.
+        InputError: if `model` is anything else; the message states its type.
     """
     if isinstance(model, str):
         raise InputError(
@@ -211,6 +211,6 @@ def check_causal_lm(model: Any) -> None:
 
 
 def type_text(thing: Any) -> str:
-    """Format the type as `of type list` or `of type numpy.ndarray`."""
+    """Return the type of an object as text: `of type list` or `of type numpy.ndarray`."""
     kind = type(thing)
     return f"of type {kind.__name__}" if kind.__module__ == "builtins" else f"of type {kind.__module__}.{kind.__name__}"

@@ -14,7 +14,7 @@ FFN_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LATENT_WIDTH = "kv_lora_rank"  # config field: latent width of MLA
 ROTARY_EMBEDDING = "rotary_emb"  # attribute name of the rotary embedding
-ROTARY_CLASS = "RotaryEmbedding"  # suffix of its class name
+ROTARY_CLASS = "RotaryEmbedding"  # suffix of the class name of a rotary embedding
 QUERIES, OUTPUT = "q_proj", "o_proj"  # projections of an attention module
 GATES = (QUERIES, "gate_proj", "g_proj")  # projections that may compute gate logits
 SINK_LOGITS = "sinks"  # parameter of an attention module
@@ -62,5 +62,5 @@ def family_of(model: Any) -> Family:
 
 
 def first_named(config: Any, names: tuple[str, ...]) -> Any:
-    """Return the first of these config fields that exists and is not empty; None if there is none."""
+    """Return the value of the first config field in `names` that exists and is not empty; None if there is none."""
     return next((value for name in names if (value := getattr(config, name, None))), None)

@@ -1,4 +1,4 @@
-"""PyTorch hooks that read a model and are removed afterwards, also after an exception."""
+"""PyTorch hooks that record a model's hidden states, removed afterwards, also after an exception."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

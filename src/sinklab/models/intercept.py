@@ -4,8 +4,8 @@
     with intercept(adapter, edit=RollingCache(64, 4)):     # edit the inputs of every call
     with intercept(adapter, compute=ZeroedValues(keys)):   # replace the output of every call
 
-For each call, all edits run first, then every observer, once, on the edited call. The output is computed by `compute`,
-else by the first observer that returns one, else by the library's kernel, else by the operation.
+For each attention call, all edits run first, then every observer, once, on the edited call. The output is computed by
+`compute`, else by the first observer that returns an output, else by the library kernel, else by the operation.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,11 +27,11 @@ Observe = Callable[[LayerCall], Tensor | None]  # may return the attention outpu
 
 @dataclass(eq=False)
 class Interception:
-    """One use of `intercept`.
+    """Functions of one use of `intercept`, and the backends that computed the attention.
 
     Attributes:
-        backends: backends of the outputs: "one pass" (an observer), "sdpa" or "chunked" (the library's kernel),
-            "compute", "operation".
+        backends: backends that computed attention outputs: "one pass" (an observer), "sdpa" or "chunked" (the library's
+            kernel), "compute", "operation".
     """
 
     edit: Edit | None = None
@@ -78,10 +78,10 @@ _handlers: WeakKeyDictionary[nn.Module, _Handler] = WeakKeyDictionary()
 def intercept(
     adapter: Adapter, *, edit: Edit | None = None, compute: Compute | None = None, observe: Observe | None = None
 ) -> Iterator[Interception]:
-    """Edit, compute or observe every attention call inside the `with` block.
+    """Edit, compute or observe every attention call of a model inside the `with` block.
 
     Raises:
-        SinklabError: if another thread intercepts this model, or `compute` is already set.
+        SinklabError: if another thread intercepts this model, or another `compute` is active.
     """
     use = Interception(edit, compute, observe)
     with probed_alone(adapter.module):

@@ -1,4 +1,4 @@
-"""Kinds of layers: attention, linear or recurrent, and feed-forward."""
+"""Kinds of a model's layers: softmax attention, linear or recurrent, and feed-forward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 LARGEST = 16  # maximum sequences per batch: larger batches are not faster, and progress is shown per batch
-TOKENS = 2**13  # maximum tokens per batch, for the same reason
+TOKENS = 2**13  # maximum tokens per batch: more tokens are not faster either
 SHARE = 0.5  # share of the free memory to use
 FLOAT = 4  # bytes; sums are in float32 for every dtype of the model
 LOGITS_AT_ONCE = 2**24  # logits per chunk: 64 MB in float32; the LM head is slower with a quarter of this
@@ -59,16 +59,16 @@ class Sizes:
 
 
 def sizes_of_run(config: "ModelConfig") -> Sizes:
-    """Return the sizes of a sinklab transformer."""
+    """Return the tensor sizes of a sinklab transformer, from its config."""
     return Sizes(config.width, config.ffn_width, config.layers, config.heads)
 
 
 def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: bool, logits: bool) -> Sizes:
-    """Return the sizes of a Hugging Face model, from its config.
+    """Return the tensor sizes of a Hugging Face model, from its config.
 
     Args:
         matrices: whether the model computes whole attention matrices (huggingface/matrix_records.py).
-        padded: whether there is padding.
+        padded: whether the sequences have padding.
         logits: whether the model always computes the logits of all positions.
     """
     text = config.get_text_config(decoder=True)
@@ -88,7 +88,7 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
 
 
 def fitting_batch(sizes: Sizes, length: int, device: torch.device, blocks: int = 1) -> int:
-    """Return the default batch size, limited by LARGEST, TOKENS and a SHARE of the free memory.
+    """Return the default number of sequences per batch, limited by LARGEST, TOKENS and a SHARE of the free memory.
 
     Args:
         blocks: number of blocks whose activations are in memory at the same time.

@@ -18,14 +18,14 @@ _probed: Locks = WeakKeyDictionary()
 
 @contextmanager
 def measured_in_turn(model: nn.Module) -> Iterator[None]:
-    """Wait until no other thread measures the model."""
+    """Wait until no other thread measures the model, and lock it for the `with` block."""
     with _lock(_measured, model):
         yield
 
 
 @contextmanager
 def probed_alone(model: nn.Module) -> Iterator[None]:
-    """Raise an error if another thread probes the model; waiting could deadlock.
+    """Let only one thread probe or intercept the model; raise an error instead of waiting, which could deadlock.
 
     Raises:
         SinklabError: if another thread has a probe on the model.

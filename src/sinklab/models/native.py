@@ -26,7 +26,7 @@ from sinklab.models.memory_budget import Sizes, sizes_of_run
 
 
 def attention_cores(model: nn.Module) -> list[AttentionCore]:
-    """Return the attention cores in layer order."""
+    """Return the attention cores of the layers that have attention, in layer order."""
     blocks = cast("Sequence[Any]", model.blocks)
     return [block.attention.core for block in blocks if hasattr(getattr(block, "attention", None), "core")]
 
@@ -57,7 +57,7 @@ class NativeAdapter:
         """Check that sequences are not longer than the context.
 
         Raises:
-            InputError: if they are; the message states the context length.
+            InputError: if the sequences are longer; the message states the context length.
         """
         if length > self.context:
             raise InputError(
@@ -66,10 +66,10 @@ class NativeAdapter:
             )
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
-        """Check that sequences are within the context, and `lengths` are not within a prefix mask.
+        """Check that sequences are within the context, and `lengths` are not below the length of a prefix mask.
 
         Raises:
-            InputError: if either is violated.
+            InputError: if the sequences are too long or a length is too short.
         """
         self.check_length(longest)
         shared = self.module.config.shared_tokens
@@ -86,7 +86,7 @@ class NativeAdapter:
         first_target: int | None,
         paused: AbstractContextManager[None],
     ) -> tuple[Tensor, int]:
-        """Run one forward pass; the loss includes the same targets as in training."""
+        """Run one forward pass; return the loss summed over the targets used in training, and the number of targets."""
         hidden_BTE = self.hidden(tokens_BT)
         nothing = hidden_BTE.new_zeros((), dtype=torch.float64), 0
         if first_target is None:
@@ -103,24 +103,24 @@ class NativeAdapter:
         self.hidden(tokens_BT)
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the hidden states after the final norm, without learned leading positions."""
+        """Compute the hidden states (B, T, E) after the final norm, without learned leading positions."""
         return self.module.hidden(tokens_BT)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Compute the next-token logits."""
+        """Compute the next-token logits (R, vocabulary)."""
         logits_RV = self.module.head(hidden_RE)
         return logits_RV.to(accumulate_dtype(logits_RV.dtype))
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:
-        """Return the sizes from the model's config."""
+        """Return the tensor sizes of a forward pass, from the model's config."""
         return sizes_of_run(self.module.config)
 
     def notes(self) -> list[str]:
-        """Return no notes: the recipe fully specifies the model."""
+        """Return an empty list: the recipe fully specifies the model."""
         return []
 
     def inseparable(self) -> str | None:
-        """Return a reason for models with a prefix mask, where queries see later tokens that a KV cache lacks."""
+        """Return why attention cannot be edited under a prefix mask (queries see later keys); None for other masks."""
         if all(kind.attention.mask.kind != "prefix" for kind in self.module.config.layer_kinds):
             return None
         return "under its prefix mask queries see later tokens, which a KV cache does not contain"
@@ -131,18 +131,18 @@ class NativeAdapter:
         return mask.kind == "prefix" and short < min(mask.length, long)
 
     def fixed_positions(self) -> str | None:
-        """Return a reason for models with absolute positional embeddings."""
+        """Return why keys cannot be rotated with absolute positional embeddings; None for other embeddings."""
         position = self.module.config.position
         if isinstance(position, Learnable | Absolute):
             return f"its {position.kind} positional embeddings are added to the token embeddings"
         return None
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
-        """Compute the loss as `read` does."""
+        """Return the loss summed over targets, and the number of targets, as `read` does."""
         return self.read(tokens_BT, real_tokens(torch.ones_like(tokens_BT)), first_target, nullcontext())
 
     def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Replace the output of each attention layer's norm.
+        """Replace the output x of each attention layer's norm by `change(index, x)` in the `with` block.
 
         Raises:
             InputError: if the model is post-norm or compiled.
@@ -163,9 +163,9 @@ class NativeAdapter:
         return enumerate((block for block in cast("list[Any]", self.blocks) if hasattr(block.attention, "core")), 1)
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Report gates on the attention output, or on the values, repeated over query heads that share a key head.
+        """Call `receive` with the gates on attention output or values, repeated over query heads that share a KV head.
 
-        Forget gates are not included. Compiled blocks report nothing, because they ignore hooks.
+        Forget gates are not included. Gates of compiled blocks are not received, because these ignore hooks.
         """
 
         def read(index: int, gate: OutputGating | ValueGating | ValueScaling, args: tuple[Tensor, ...]) -> None:
@@ -181,7 +181,7 @@ class NativeAdapter:
 
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """Compute the attention of every core with `handler`."""
+        """Compute the attention output of every layer with `handler`."""
         config = self.module.config
 
         def through(index: int, shift: ShiftRope | None, layer: LayerCall) -> Tensor:
@@ -201,7 +201,9 @@ def _is_compiled(block: Any) -> bool:
 
 
 def shift_rope(config: ModelConfig) -> ShiftRope | None:
-    """Return a function that rotates cached keys by any number of positions; with MLA, only the rotary channels.
+    """Return a function that rotates cached keys by any number of positions; None without RoPE.
+
+    With MLA, only the rotary channels are rotated.
 
     Args:
         config: config of the layer (`ModelConfig.of_layer`).

@@ -1,8 +1,8 @@
 """Records of models whose attention calls are intercepted: Hugging Face models and exported sinklab models.
 
-Where it is cheapest, attention output and column sums are computed here in one pass over the scores (one_pass.py). With
-gradients, on CUDA, or if the output is computed elsewhere, the sums are computed separately. The sums of a layer are
-accumulated over several passes while a sequence is decoded with a KV cache.
+Where it is cheapest, the attention output and the column sums of the weights are computed here in one pass over the
+scores (one_pass.py). With gradients, on CUDA, or if the model computes the output, the column sums are computed
+separately. They are accumulated over forward passes while a sequence is decoded with a KV cache.
 
 Calls are counted: a model that bypasses transformers' attention interface is measured by matrix_records.py instead,
 from the attention matrices that it returns.
@@ -37,7 +37,9 @@ FINGERPRINT_TOLERANCE = 0.05  # relative; keys recomputed from an MLA latent dif
 
 
 class LayerTotals:
-    """Column sums and norms of one layer over the passes of one batch; each pass has T new queries and S keys.
+    """Attention column sums and key and value norms of one layer over the forward passes of one batch.
+
+    Each pass has T new queries and S keys.
 
     Args:
         leading: number of learned tokens before the sequence.
@@ -60,7 +62,7 @@ class LayerTotals:
 
     @torch.no_grad()
     def add(self, sums: ColumnSums, seen_by_BGS: Tensor, key_BGSD: Tensor, value_BGSV: Tensor, queries: int) -> None:
-        """Add a forward pass with the last S keys (a sliding-window cache drops older ones).
+        """Add the column sums and norms of a forward pass with the last S keys (a windowed cache drops older keys).
 
         Args:
             seen_by_BGS: number of real queries of this pass that may see each key; batch and head may be 1.
@@ -106,7 +108,7 @@ class LayerTotals:
 
     @torch.no_grad()
     def record(self, real: RealTokens) -> LayerRecord:
-        """Compute the means over the real tokens so far; `real` are their positions after the leading tokens."""
+        """Return importance and norms over the real tokens so far; `real` has their positions after leading tokens."""
         assert self._sums_BHT is not None
         count_B = real.count_B.to(self._sums_BHT.device)
         importance_BHT = importance_from_sums(real.align(self._sums_BHT), count_B)
@@ -142,7 +144,7 @@ def _grown(total_BHT: Tensor | None, part_BHS: Tensor, positions: int) -> Tensor
 
 
 class CallRecords(Recorder):
-    """Records of all sequences of a model, including decoding with a KV cache.
+    """Recorder for models whose attention calls are intercepted, also while decoding with a KV cache.
 
     In sinklab's own attention, positions are ordered as padding, learned leading tokens, tokens (model/past.py).
     """
@@ -165,7 +167,7 @@ class CallRecords(Recorder):
         self._totals, self._placed = [], None
 
     def observe(self, layer: LayerCall) -> Tensor | None:
-        """Record a call and return its output if it was computed together with the sums, else None."""
+        """Record an attention call; return its output if computed together with the column sums, else None."""
         if not self._running:
             if self._native:
                 return None  # the inner transformer was called directly
@@ -222,7 +224,7 @@ class CallRecords(Recorder):
         return real_tokens((at_S >= first_B1) & (at_S < first_B1 + count_B[:, None]))
 
     def entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook at the start of a forward pass of the model."""
+        """Forward pre-hook of the model: start the records of a pass."""
         if self._paused:
             return
         arguments = self._signature.bind_partial(*args, **kwargs).arguments
@@ -235,7 +237,7 @@ class CallRecords(Recorder):
         self._calls, self._running, self._cached = 0, True, arguments.get("past_key_values") is not None
 
     def leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
-        """Hook at the end of a forward pass.
+        """Forward hook of the model: check that every layer was recorded.
 
         Raises:
             SinklabError: if the attention of some layer was not recorded.
@@ -266,7 +268,7 @@ class CallRecords(Recorder):
 def call_records(
     model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[CallRecords]:
-    """Implement `probe` for a model whose attention calls can be intercepted.
+    """Record attention as `probe` does, for a model whose attention calls can be intercepted.
 
     Raises:
         SinklabError: in a forward pass, if the attention of some layer was not recorded.

@@ -27,12 +27,12 @@ class SinkCallback(TrainerCallback):
     The added metrics, which `metric_for_best_model` can use:
 
         eval_sink_1       Sink_1, percentage of (sequence, layer, head) triples
-        eval_sink_bias    sink rate of an added bias, sink logit or sink token, if the model has one
-        eval_norm_ratio   norm of the first hidden state divided by the mean of the others, maximum over blocks;
-                          omitted if infinite
+        eval_sink_bias    sink rate of the added bias, sink logit or sink token, if any
+        eval_norm_ratio   norm of the first hidden state divided by the mean norm at later positions, maximum over
+                          blocks; omitted if infinite
 
     Use it with any Trainer: `Trainer(.., callbacks=[SinkCallback(tokens)])`. The Trainer calls W&B and TensorBoard
-    before user callbacks; call `callback.goes_first(trainer)` so that they log these metrics too.
+    before user callbacks; call `callback.goes_first(trainer)` so that they log the sink metrics too.
 
     Args:
         tokens: token ids (sequences, length), as in `sinklab.measure`.
@@ -89,7 +89,7 @@ class SinkCallback(TrainerCallback):
 
 
 def sink_numbers(measurement: Measurement) -> Mapping[str, float]:
-    """Return the logged metrics of a measurement."""
+    """Return the metrics to log by name, such as "eval_sink_1"."""
     numbers = {
         "sink_1": measurement.sink_rate[0],
         "sink_bias": measurement.sink_rate_bias,

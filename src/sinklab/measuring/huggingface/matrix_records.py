@@ -1,8 +1,8 @@
 """Records of models that bypass transformers' attention interface (Falcon, Bloom, MPT, GPT-J, GPT-Neo).
 
-These models return their attention matrices with `output_attentions`. Hooks reduce each matrix and replace it with an
-empty one, so that only one is in memory at a time. Keys and values are read from the returned KV cache. This costs
-O(T^2) memory and the time of eager attention; the reported backend is "eager".
+These models return their attention matrices with `output_attentions`. Hooks sum the columns of each matrix and replace
+it with an empty tensor, so that only one matrix is in memory at a time. Keys and values are read from the returned KV
+cache. Recording costs O(T^2) memory and the time of eager attention; the reported backend is "eager".
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from sinklab.models.huggingface.anatomy import attention_implementation, attenti
 
 
 class MatrixRecords(Recorder):
-    """Records from the attention matrices that the model returns."""
+    """Recorder that computes importance from the attention matrices returned by the model."""
 
     def __init__(
         self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
@@ -116,7 +116,7 @@ class MatrixRecords(Recorder):
 
 @torch.no_grad()
 def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the column sums over real queries, the number that may see each key, and the number of real queries."""
+    """Compute column sums over real queries, how many queries may see each key, and the number of real queries."""
     device, T = weights_BHTT.device, weights_BHTT.shape[-1]
     real_BT = real.mask_BT.to(device)
     counted_BT = real_BT.to(accumulate_dtype(weights_BHTT.dtype))
@@ -129,7 +129,7 @@ def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, T
 def matrix_records(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[MatrixRecords]:
-    """Implement `probe` for a model that bypasses transformers' attention interface.
+    """Record attention as `probe` does, for a model that bypasses transformers' attention interface.
 
     Raises:
         SinklabError: in a forward pass, if the attention of some layer was not recorded or a KV cache is passed.

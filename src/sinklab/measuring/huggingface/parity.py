@@ -1,4 +1,4 @@
-"""Compare the attention backends of the installed transformers on one model, including learned sinks.
+"""Compare logits and sinks of one model under the attention backends of the installed transformers.
 
 A backend is called twice in every layer: with the values, and with unit vectors as values, so that its output is its
 attention matrix. The importance is computed from the columns of this matrix; one minus its row sums is the attention
@@ -41,10 +41,10 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class BackendParity(Part):
-    """One backend compared with eager attention.
+    """Differences of logits and attention between one backend and eager attention.
 
     Attributes:
-        backend: name in transformers; "sinklab" for sinklab's own attention.
+        backend: name of the backend in transformers; "sinklab" for sinklab's own attention.
         why: reason if the backend is unavailable, or a remark; else None.
         logits_difference: largest |difference| from the reference logits, divided by the largest |reference logit|.
         without_sink_difference: `logits_difference` from the reference without its sink logits; None without sink
@@ -70,7 +70,7 @@ class _BackendReading:
 
     Attributes:
         importance: alpha (B, H, T) of every layer that uses transformers' attention interface.
-        shares: attention to the sink logit, mean over queries (B, H), for each layer that has one.
+        shares: attention to the sink logit, mean over queries (B, H), for each layer with a sink logit.
         computed_by: backend that transformers actually used.
         has_experts: whether the model is a mixture of experts.
     """
@@ -83,7 +83,7 @@ class _BackendReading:
 
     @property
     def sink_share(self) -> float | None:
-        """Mean attention to the sink logit; None if no layer has one."""
+        """Mean attention to the sink logit; None if no layer has a sink logit."""
         return float(torch.stack([share.mean() for share in self.shares]).mean()) if self.shares else None
 
     @property
@@ -99,7 +99,9 @@ def backend_parity(
     backends: Sequence[str] = BACKENDS,
     starts: Callable[[str], None] = lambda backend: None,
 ) -> list[BackendParity]:
-    """Compare every backend with eager attention, which is the first result; the model is restored afterwards.
+    """Compare logits and attention of every backend with eager attention, whose entry comes first.
+
+    The model is restored afterwards.
 
     Args:
         tokens_BT: token ids, on the input device of the model.
@@ -216,7 +218,7 @@ def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | st
 
 @contextmanager
 def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> Iterator[None]:
-    """Record every call of the backend in the `with` block, then restore transformers' function."""
+    """Record every call of the backend in `reading` within the `with` block; restore transformers' function after."""
     functions = AttentionInterface._global_mapping
     own = functions.get(backend)
 

@@ -104,7 +104,7 @@ def probe(
 def adapter_records(
     model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[Recorder]:
-    """Implement `probe` with an existing adapter of the model, or of the sinklab transformer in an exported model."""
+    """Record attention as `probe` does, with an existing adapter (of the inner transformer for an exported model)."""
     with probed_alone(model):
         recording = call_records(model, adapter, lengths, details) if adapter.dispatches else None
         with recording or matrix_records(model, lengths, details) as watch, generating(model, watch):

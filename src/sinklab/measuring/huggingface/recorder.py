@@ -1,4 +1,4 @@
-"""Base class of the probes: records of completed sequences and of the current ones."""
+"""Base class of the probes, which keep the attention records of completed and current sequences."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -34,7 +34,7 @@ class Generated:
         self._read_BT: Tensor | None = None
 
     def read(self, tokens_BT: Tensor | None, continued: bool) -> None:
-        """Add the tokens of a pass: new tokens if `continued` from a cache, else all tokens."""
+        """Add the tokens of a forward pass: only the new ones if `continued` from a KV cache, else whole sequences."""
         if not self._ends or tokens_BT is None:
             return
         before_BT, self._read_BT = self._read_BT, tokens_BT
@@ -53,12 +53,12 @@ class Generated:
 
 
 class Recorder(ABC):
-    """Base class of the probes: records of completed sequences and of the current ones.
+    """Base class of the probes, which keep the attention records of completed and current sequences.
 
     Args:
         expected: number of attention layers.
         lengths: additional lengths to which the sequences are truncated.
-        details: collector that receives every layer.
+        details: collector that receives the attention of every layer.
 
     Attributes:
         backends: attention backends used ("one pass", "sdpa", "chunked", "eager").
@@ -93,7 +93,7 @@ class Recorder(ABC):
 
     @property
     def real(self) -> RealTokens | None:
-        """The real tokens of all sequences; None before the first pass."""
+        """Positions of the real tokens in all sequences; None before the first pass."""
         batches = [real for real in (*(real for real, _ in self._done), self._real) if real is not None]
         if len(batches) < 2:
             return batches[0] if batches else None
@@ -102,7 +102,7 @@ class Recorder(ABC):
         return real_tokens(torch.cat([mask_BT.to(padded[0].device) for mask_BT in padded]))
 
     def clear(self) -> None:
-        """Drop all records."""
+        """Discard all records."""
         self._done, self._tokens_BT, self._real = [], None, None
         self._drop_latest()
 
@@ -172,11 +172,11 @@ class Recorder(ABC):
 
     @abstractmethod
     def _latest(self) -> list[LayerRecord]:
-        """The records of the current sequences."""
+        """Return the records of the current sequences, one per attention layer."""
 
     @abstractmethod
     def _drop_latest(self) -> None:
-        """Drop the records of the current sequences."""
+        """Discard the records of the current sequences."""
 
 
 def _continued(before_BT: Tensor | None, now_BT: Tensor | None) -> bool:

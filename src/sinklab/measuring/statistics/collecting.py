@@ -36,7 +36,7 @@ class LayerDetails:
     Attributes:
         means: mean over the queries of each sequence, by statistic name: (B, H), (B, H, distances), or (B, H, R) per
             key or query. Statistics that need angles are missing if queries cannot be read.
-        maps: sums over the batch (3, R, R) by head, 0-based.
+        maps: attention, cosine and norm product, summed over the batch (3, R, R), by head, 0-based.
     """
 
     means: dict[str, Tensor]
@@ -52,7 +52,7 @@ def layer_details(
     Args:
         rows: attention rows of all T queries over T keys.
         real: real tokens among the columns of the batch.
-        angles: angles between these queries and keys; None if queries cannot be read.
+        angles: cosines and norms of these queries and keys; None if queries cannot be read.
         mapped: heads whose maps are requested, 0-based.
     """
     layer: Layer | None = None
@@ -84,12 +84,13 @@ class BatchDetails:
 
     Attributes:
         layers: tensors by statistic name, one per attention layer in call order: (B, H) or (B, H, R). For the value
-            ratio: value norms, repeated over the query heads that share a key head. Gates only in models that have
-            gates.
-        stream: statistics of the residual stream before the first block and after each, by name: per token
-            (places, B, R) or per sequence (places, B); empty if blocks cannot be read.
+            ratio: value norms, repeated over the query heads that share a KV head. Gate statistics only in models
+            with gates.
+        stream: statistics of the residual stream before the first block and after each block, by name: per token
+            (M, B, R) or per sequence (M, B); empty if blocks cannot be read.
         tokens_BR: token ids.
-        maps: sums over the batch (3, R, R) by (layer, head), 1-based, in the requested order.
+        maps: attention, cosine and norm product, summed over the batch (3, R, R), by (layer, head), 1-based, in the
+            requested order.
     """
 
     layers: Mapping[str, Sequence[Tensor]]
@@ -99,7 +100,7 @@ class BatchDetails:
 
 
 class DetailsCollector:
-    """Collects the details of one forward pass at a time.
+    """Collects the statistics of `--details` for one forward pass at a time.
 
     Args:
         maps: (layer, head) of the requested maps, 1-based.
@@ -129,16 +130,16 @@ class DetailsCollector:
             yield
 
     def begin(self, real: RealTokens) -> None:
-        """Start a new pass with these real tokens, and drop the previous one."""
+        """Discard the previous forward pass and start a new one with the real tokens `real`."""
         self._layers, self._values, self._gates, self._real = [], [], {}, real
 
     def values(self, values_BGTV: Tensor) -> None:
-        """Add the values of the next attention layer."""
+        """Add the norms of the value vectors of the next attention layer."""
         assert self._real is not None
         self._values.append(self._real.align(token_norms(values_BGTV.detach())))
 
     def gates(self, layer: int, gates_BHTX: Tensor) -> None:
-        """Add the gates of an attention layer (1-based)."""
+        """Add the gate statistics of an attention layer (1-based), computed from its gates."""
         if self._real is None:
             return  # a forward pass before the first batch
         exact, align = gates_BHTX.detach().to(accumulate_dtype(gates_BHTX.dtype)), self._real.align
@@ -147,7 +148,7 @@ class DetailsCollector:
         }
 
     def attention(self, rows: Iterable[Rows], heads: int, angles: Angles | None) -> None:
-        """Add the rows of the next attention layer, and its angles if queries can be read.
+        """Add the attention rows of the next layer, and its query-key angles if queries can be read.
 
         Raises:
             InputError: if a map is requested for a head that this layer does not have.
@@ -161,7 +162,7 @@ class DetailsCollector:
         self._layers.append(layer_details(rows, self._real, angles, mapped))
 
     def batch(self, tokens_BT: Tensor) -> BatchDetails:
-        """Return the details of the current pass."""
+        """Return the statistics of the current forward pass, which has the token ids `tokens_BT`."""
         assert self._real is not None
         align, known = self._real.align, self._hidden[0] if self._hidden else ()
         layers = {name: [one.means[name] for one in self._layers] for name in self._layers[0].means}
@@ -179,14 +180,14 @@ class DetailsCollector:
         )
 
     def _gates_of_all_layers(self) -> dict[str, list[Tensor]]:
-        """Gate statistics (B, H, R) of every layer, by name; layers without gates have gates of 1."""
+        """Return the gate statistics (B, H, R) of every layer, by name; layers without gates have gates of 1."""
         ones_BHR1 = torch.ones_like(next(iter(self._gates.values()))["gate"])[..., None]
         absent = {name: one.read(ones_BHR1) for name, one in STATISTICS.items() if isinstance(one, OfGates)}
         found = [self._gates.get(number, absent) for number in range(1, len(self._layers) + 1)]
         return {name: [layer[name] for layer in found] for name in absent}
 
     def _stream(self, hidden_BTC: Tensor) -> dict[str, Tensor]:
-        """Compute the statistics at one place of the residual stream, per token (B, R) or per sequence (B,)."""
+        """Compute the statistics of the hidden states after one block, per token (B, R) or per sequence (B,)."""
         assert self._real is not None
         first_B = self._real.index_BR[:, 0].to(hidden_BTC.device)
         x_BTC = hidden_BTC.to(accumulate_dtype(hidden_BTC.dtype))
@@ -201,7 +202,7 @@ class DetailsCollector:
 
 
 class DetailTotals:
-    """Running sums over batches.
+    """Running sums of the statistics of `--details` over batches.
 
     Args:
         eps: attention threshold of a secondary sink.
@@ -215,11 +216,11 @@ class DetailTotals:
         self._search, self._maps = SecondarySearch(eps), MapTotals(length)
 
     def add(self, batch: BatchDetails, importance_ABHR: Tensor, hidden_MBR: Tensor | None, valid_BR: Tensor) -> None:
-        """Add one batch; tensors are on the CPU.
+        """Add the statistics of one batch; the other tensors are on the CPU.
 
         Args:
             importance_ABHR: alpha per sequence.
-            hidden_MBR: norms of the residual stream; None if blocks cannot be read.
+            hidden_MBR: l2 norms of the residual stream; None if blocks cannot be read.
             valid_BR: bool, False past the end of a sequence.
         """
         alignment_MBR = batch.stream.get("alignment")
@@ -232,7 +233,7 @@ class DetailTotals:
         self._maps.add(batch.maps, valid_BR)
 
     def _by_bucket(self, values_ABHR: Tensor, valid_BR: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean of each query bucket (A, B, H, Q), and which sequences have queries in it (B, Q)."""
+        """Return the mean value in each query bucket (A, B, H, Q), and which sequences have queries in it (B, Q)."""
         starts_Q, positions_R = torch.tensor(self._queries), torch.arange(1, valid_BR.shape[1] + 1)
         bucket_R = torch.searchsorted(starts_Q, positions_R, right=True) - 1
         member_RQ = torch.nn.functional.one_hot(bucket_R, len(starts_Q)).double()
@@ -240,7 +241,7 @@ class DetailTotals:
         return values_ABHR @ member_RQ / count_BQ[:, None].clamp(min=1), count_BQ > 0
 
     def details(self) -> Details:
-        """Return the means over all batches."""
+        """Return the statistics averaged over all batches."""
         arrays = {name: array for name, mean in self._means.items() if (array := mean.array()) is not None}
         by_layer = {
             field: numbers for name, mean in self._means.items() for field, numbers in mean.fields(arrays.get(name))
@@ -266,7 +267,7 @@ class DetailTotals:
 
 
 class _Mean:
-    """Running mean of one statistic over the sequences that have it, float64 on the CPU.
+    """Running mean of one statistic over sequences, float64 on the CPU.
 
     Args:
         widths: size to which the last axis is padded, by axis letter.
@@ -280,7 +281,7 @@ class _Mean:
         self._over_tokens_M, self._tokens = torch.zeros(1, dtype=torch.float64), 0
 
     def add(self, values_XBY: Tensor, valid_BY: Tensor) -> None:
-        """Add values of X layers or places at Y positions or buckets; `valid_BY` marks those the sequence has."""
+        """Add values of X layers or blocks at Y positions or buckets; `valid_BY` is False where a sequence has none."""
         values, count = values_XBY.cpu().double(), torch.tensor(float(values_XBY.shape[1]))
         if self.axes[-1] in "TQ":
             valid = valid_BY[:, None] if "H" in self.axes else valid_BY
@@ -293,7 +294,7 @@ class _Mean:
         self._count = count if self._count is None else self._count + count
 
     def array(self) -> np.ndarray | None:
-        """Return the mean; None if nothing was added, 0 at positions that no sequence has."""
+        """Return the array of the statistic; None if no values were added, 0 at positions that no sequence has."""
         if self._sum is None or self._count is None:
             return None
         return self._statistic.of_mean((self._sum / self._count.clamp(min=1)).float().numpy())

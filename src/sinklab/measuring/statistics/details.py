@@ -1,7 +1,7 @@
 """The statistics of `--details`: entropy, angles, distances, norms, kurtosis, compression, and their result `Details`.
 
-Each is averaged over the real queries of a sequence, then over sequences. To add a statistic, declare its class here
-and a field of `Details` for its array.
+Each statistic is averaged over the real queries of a sequence, then over sequences. To add a statistic, declare its
+class here and a field of `Details` for its array.
 """
 
 from collections.abc import Iterator, Mapping
@@ -407,4 +407,4 @@ class Details(WithArrays):
 
 
 STATISTICS = {name: declared for name, declared in Details.declared() if isinstance(declared, Statistic)}
-"""Every statistic by its name."""
+"""The statistics of `--details` by field name of `Details`."""

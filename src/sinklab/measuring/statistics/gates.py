@@ -1,8 +1,8 @@
 """Statistics of gates on the attention output or the values of a head (2505.06708).
 
 github.com/rajo69/Gate-Sparsity-and-Functional-Sensitivity published the same statistics for the models of that paper
-(mean and share below 0.1, first token and others, by layer and head). Forget gates, which bias the attention logits,
-are not included.
+(mean gate and share of gates below 0.1, for the first token and the others, by layer and head). Forget gates, which
+bias the attention logits, are not included.
 """
 
 from abc import ABC, abstractmethod
@@ -17,13 +17,13 @@ CLOSED = 0.1
 
 
 class OfGates(Statistic, ABC):
-    """A statistic of the gates of every token."""
+    """Base class of the statistics of attention gates, with one value per head and token."""
 
     axes = "LHT"
 
     @abstractmethod
     def read(self, gates_BHTX: Tensor, /) -> Tensor:
-        """Compute the value of every head and token (B, H, T) from gates in (0, 1) with X channels (or one)."""
+        """Compute the statistic of every head and token (B, H, T) from gates in (0, 1) with X channels (or one)."""
 
 
 class GateMean(OfGates):

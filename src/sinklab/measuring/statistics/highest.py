@@ -31,7 +31,7 @@ def sink_elsewhere(rates: Sequence[float | None]) -> tuple[int, float] | None:
 
 
 def elsewhere_text(rates: Sequence[float | None]) -> str:
-    """Text such as `76.8 % at position 2`, shown with Sink_1; empty if no later position has a higher rate."""
+    """Return a text such as `76.8 % at position 2`, shown with Sink_1; empty if no later position has a higher rate."""
     found = sink_elsewhere(rates)
     return f"{found[1]:.1f} % at position {found[0]}" if found else ""
 

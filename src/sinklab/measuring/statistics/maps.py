@@ -56,7 +56,7 @@ def draw(sums: Mapping[int, Tensor], block: ScoreBlock) -> None:
 
 
 class MapTotals:
-    """Sums over batches, for sequences of at most `length` positions.
+    """Running sums of the maps over batches, for sequences of at most `length` positions.
 
     Attributes:
         sums: sums of attention, cosine and norm product (3, T, T), float64, by (layer, head), 1-based.
@@ -68,7 +68,7 @@ class MapTotals:
         self._reaching_T = torch.zeros(length, dtype=torch.float64)
 
     def add(self, maps: Mapping[Head, Tensor], valid_BR: Tensor) -> None:
-        """Add the sums of one batch (3, R, R) and count its valid positions."""
+        """Add the maps of one batch, summed over its sequences (3, R, R), and count its valid positions."""
         short = self._length - valid_BR.shape[1]
         pad = torch.nn.functional.pad
         self._reaching_T += pad(valid_BR.double().sum(0), (0, short))

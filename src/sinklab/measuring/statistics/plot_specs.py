@@ -8,12 +8,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the per-layer table: the mean over heads, or `key 1 / other keys`.
+    """A column of the per-layer table: a statistic's mean over heads, or its means as `key 1 / other keys`.
 
     Attributes:
         title: column title.
         decimals: number of decimals.
-        of: function from the array to one number per layer; None to use the fields of measurement.json.
+        of: function from the statistic's array to one number per layer; None to use the fields of measurement.json.
     """
 
     title: str
@@ -23,7 +23,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Shown:
-    """A report figure with all measurements.
+    """A report figure of a statistic, with all measurements.
 
     Attributes:
         key: file name and page anchor; statistics with the same key share a figure.
@@ -38,7 +38,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Heatmap(Shown):
-    """A heatmap with one colour scale.
+    """A heatmap of a statistic, with one colour scale.
 
     Attributes:
         what: label of the colour scale.
@@ -51,7 +51,7 @@ class Heatmap(Shown):
 
 @dataclass(frozen=True)
 class HeadMap(Heatmap):
-    """Heatmap of layer by head (LH); for a statistic with positions (LHT), of position 1.
+    """Heatmap of layer by head (LH); for a statistic with positions (LHT), its values at position 1.
 
     Attributes:
         uniform: function from the number of tokens to the value under uniform attention, shown in the caption.
@@ -62,7 +62,7 @@ class HeadMap(Heatmap):
 
 @dataclass(frozen=True)
 class PositionMap(Heatmap):
-    """Heatmap of layer by position, mean over heads (LHT), or of residual stream place by position (MT)."""
+    """Heatmap of layer by position, mean over heads (LHT), or of block by position (MT)."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class BucketLines(Shown):
 
 @dataclass(frozen=True)
 class SequenceLines(Shown):
-    """Line chart of a per-sequence statistic by residual stream place (M), next to the first token's norm and the sink.
+    """Line chart of a per-sequence statistic by block (M), next to the first token's norm ratio and the sink rate.
 
     Attributes:
         what: axis label.
@@ -101,7 +101,7 @@ class SequenceLines(Shown):
 
 @dataclass(frozen=True)
 class BlockLines(Shown):
-    """Line chart of the first token and the mean of the others, by residual stream place (MT) or layer (LHT).
+    """Line chart of a statistic at the first token and its mean over later ones, by block (MT) or layer (LHT).
 
     Attributes:
         what: axis label.

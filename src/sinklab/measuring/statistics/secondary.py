@@ -3,7 +3,7 @@
 2512.22213 calls a sink secondary if it appears in middle layers, persists over some layers, and its hidden state is
 aligned with the first token's; the code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) only
 requires a cosine above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token with alpha > eps in
-some head is included, and the blocks in which it is aligned are reported.
+some head is included, and the blocks in which the token is aligned are reported.
 
 Tokens are listed from position 2 to the last position with enough later queries for a mean (`_listed`); the percentage,
 for comparing models, covers positions 5 .. T / 2 (`_counted`).
@@ -22,7 +22,7 @@ from sinklab.schema import Part
 
 FIRST_FEW = 4  # positions that are not secondary: a sink on the first token often includes its neighbours
 ALIGNED = 0.9  # cosine above which a hidden state is like the first token's, as in the code of 2512.22213
-STANDS_OUT = 3.0  # minimum ratio of the first token's norm to the others'
+STANDS_OUT = 3.0  # minimum ratio of the first token's norm to the mean norm of the other tokens
 STRONGEST = 8  # number of tokens listed at the first few positions, and at later ones
 ENOUGH = 16
 """Minimum number of queries of a mean; a column sums to 1 on average, and to 4.8 if alpha is 0.3 over 16 queries."""
@@ -39,11 +39,12 @@ class SecondarySink(Part):
         token: token id.
         heads: percent of (layer, head) pairs with alpha > eps.
         importance: alpha, mean over layers and heads.
-        block: block after which the ratio of the first token's norm to the others' is largest; None if blocks cannot
-            be read.
+        block: block after which the ratio of the first token's norm to the mean norm of the other tokens is largest;
+            None if blocks cannot be read.
         alignment: cosine of the token's hidden state and the first token's after that block.
         layers: attention layers in which a head has alpha > eps, 1-based; None in older files.
-        alike: blocks after which that cosine is above 0.9, where 0 is the embedding; None if unknown.
+        alike: blocks after which the cosine of these hidden states is above 0.9, where 0 is the embedding; None if
+            unknown.
     """
 
     sequence: int = Field(ge=1)
@@ -63,7 +64,7 @@ class SecondaryToken(Part):
     Attributes:
         token: token id.
         sinks: number of occurrences with alpha > eps in some head.
-        occurrences: number of all occurrences at these positions.
+        occurrences: number of all occurrences of the token at these positions.
     """
 
     token: int = Field(ge=0)
@@ -72,19 +73,19 @@ class SecondaryToken(Part):
 
 
 class Secondary(Statistic):
-    """Percentage of sequences with alpha_k > eps at some position k in 5 .. T / 2, and the strongest such tokens."""
+    """Percentage of sequences in which a head has alpha_k > eps at some position k in 5 .. T / 2."""
 
     axes = "LH"
 
 
 class SecondarySearch:
-    """Finds secondary sinks, batch by batch.
+    """Search for secondary sinks, batch by batch.
 
     Args:
         eps: threshold of the importance alpha.
 
     Attributes:
-        strongest: tokens found so far, strongest first: at most 8 at positions 2 .. 4 and 8 at later ones.
+        strongest: sinks found so far, strongest first: at most 8 at positions 2 .. 4 and 8 at later positions.
     """
 
     def __init__(self, eps: float) -> None:
@@ -106,11 +107,11 @@ class SecondarySearch:
         tokens_BR: Tensor,
         valid_BR: Tensor,
     ) -> Tensor:
-        """Add one batch, on the CPU.
+        """Search one batch, on the CPU, for secondary sinks and add them to `strongest`.
 
         Args:
             importance_ABHR: alpha per sequence.
-            hidden_MBR, alignment_MBR: norms of the residual stream and cosines with the first token; None if unknown.
+            hidden_MBR, alignment_MBR: norms of the hidden states, and cosines with the first token's; None if unknown.
             tokens_BR: token ids.
             valid_BR: bool, False past the end of a sequence.
 
@@ -153,7 +154,7 @@ class SecondarySearch:
 
 
 def _listed(position_R: Tensor, count_B1: Tensor) -> Tensor:
-    """Mask (B, R) of the listed positions: from 2 on, as long as half of the queries, or 16, follow."""
+    """Return a mask (B, R) of the listed positions: from 2 on, as long as half of the queries, or 16, follow."""
     return (position_R > 1) & ((2 * position_R <= count_B1) | (count_B1 - position_R + 1 >= ENOUGH))
 
 
@@ -162,7 +163,7 @@ def _counted(position_R: Tensor, count_B1: Tensor) -> Tensor:
 
 
 def first_of_each(sinks: Sequence[SecondarySink], number: int) -> list[SecondarySink]:
-    """Return the first `number` tokens at the first few positions and the first `number` at later ones, in order."""
+    """Return, in order, the first `number` sinks at positions up to 4 and the first `number` at later positions."""
     seen: Counter[bool] = Counter()
     kept = []
     for one in sinks:

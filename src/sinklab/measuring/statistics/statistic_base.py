@@ -3,11 +3,11 @@
 A statistic declares its axes, its computation from a block of rows or a hidden state, and its column and figures.
 Averaging, the fields of measurement.json and .npz with their validation, the terminal column and the report figure are
 derived from this declaration. The docstring of a statistic is its formula. A are the attention weights, whose rows sum
-to one together with the bias or sink logit; proxy scores if the model's weights do not (attention/importance.py). q and
-k are taken after rotary embedding and norms.
+to one together with the bias or sink logit; in a model whose weights do not sum to one, A are proxy scores
+(attention/importance.py). q and k are taken after rotary embedding and norms.
 
 Axes: L attention layers, H heads, T positions, D buckets of distances, Q buckets of queries, M places of the residual
-stream (before the first block and after each), P maps. Within a block: B sequences, G key heads, T columns of the
+stream (before the first block and after each), P maps. Within a block: B sequences, G KV heads, T columns of the
 batch, Q queries, S keys, R positions, aligned so that index 0 is the first real token.
 """
 
@@ -61,7 +61,7 @@ class WithArrays(Part):
 
     @classmethod
     def declared(cls) -> Iterator[tuple[str, Axes]]:
-        """Name and axes of every array."""
+        """Yield the name and axes of every array."""
         for name, field in cls.model_fields.items():
             yield from ((name, one) for one in field.metadata if isinstance(one, Axes))
 
@@ -71,7 +71,7 @@ class WithArrays(Part):
         return {name: arrays[cls.prefix + name] for name, _ in cls.declared() if cls.prefix + name in arrays}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of this part, by their names in measurement.npz."""
+        """Return the arrays of this part, by their names in measurement.npz."""
         found = {self.prefix + name: getattr(self, name) for name, _ in self.declared()}
         return {name: array for name, array in found.items() if array is not None}
 
@@ -127,7 +127,7 @@ class Angles:
 
 
 class Layer:
-    """Data shared by all blocks of one layer in one batch.
+    """Data shared by all query blocks of one layer in one batch.
 
     Attributes:
         real: real tokens among the columns of the batch.
@@ -161,18 +161,18 @@ class Layer:
 
     @property
     def seen_by_BHT(self) -> Tensor:
-        """Number of queries so far that see each key, at least 1; requires readable queries."""
+        """Number of queries counted so far that see each key, at least 1; requires readable queries."""
         assert self.sees_queries
         return self._pairs_BHT.clamp(min=1)
 
     def count(self, block: "ScoreBlock") -> None:
-        """Count the visible keys of the next block."""
+        """Add the queries of the next block to `seen_by_BHT`."""
         if self.sees_queries:
             self._pairs_BHT[:, :, block.keys] += block.cosine_and_seen[1].sum(-2)
 
 
 class ScoreBlock:
-    """Attention rows of a block of queries.
+    """Attention rows of a block of queries of one layer.
 
     Attributes:
         part: queries and keys of the block.
@@ -194,7 +194,7 @@ class ScoreBlock:
 
     @cached_property
     def by_distance_BHQD(self) -> Tensor:
-        """Attention of every query by distance bucket."""
+        """Attention of every query to the keys in each distance bucket."""
         first_B11 = self.layer.first_B11  # keys before an end have at least this distance
         ends_BQD = torch.maximum(self._query_1Q1 - self.layer.starts_D + 1, first_B11)
         edges = self._up_to(torch.cat((ends_BQD, first_B11.expand(-1, ends_BQD.shape[1], 1)), -1))
@@ -225,7 +225,7 @@ class ScoreBlock:
 
     @cached_property
     def _before(self) -> Tensor:
-        """Cumulative sums over the block's keys, from 0."""
+        """Cumulative sums of the attention over the block's keys, from 0."""
         return F.pad(self.weights_BHQS.cumsum(-1), (1, 0))
 
     def _up_to(self, column_BQX: Tensor) -> Tensor:
@@ -242,12 +242,12 @@ class Statistic(Axes):
     """One of the statistics of `--details`.
 
     Attributes:
-        axes: axes of its array (see the module docstring).
+        axes: axes of the statistic's array (see the module docstring).
         averaged: axes of the array that is averaged over sequences, if different.
-        angles: whether it needs queries, which cannot be read if the model returns its attention matrices.
+        angles: whether the statistic needs queries, which cannot be read if the model returns its attention matrices.
         fields: fields in measurement.json, one value per layer: mean over heads (LH); mean over heads for position 1
-            and for the others (LHT); mean over tokens (MT); the array itself (M). () for none.
-        column: column in the terminal; None for none.
+            and for later positions (LHT); mean over tokens (MT); the array itself (M). () for none.
+        column: column in the terminal's table, if any.
         figures: figures of the report.
     """
 
@@ -261,11 +261,11 @@ class Statistic(Axes):
         super().__init__(self.axes)
 
     def of_mean(self, mean: np.ndarray, /) -> np.ndarray | None:
-        """Compute the array from the mean over sequences; None if the sequences are too short."""
+        """Compute the statistic's array from its mean over sequences; None if it does not apply to them."""
         return mean
 
     def by_layer(self, array: np.ndarray, /) -> Sequence[list[float] | None]:
-        """Return the values of `fields`; None for later positions if there is only one position."""
+        """Return the values per layer or block of each of `fields`; None for later positions if there is only one."""
         if self.axes == "M":
             return [array.tolist()]
         if self.axes == "LH":
@@ -275,11 +275,11 @@ class Statistic(Axes):
 
 
 class OfRows(Statistic, ABC):
-    """A statistic of attention layers, computed from blocks of rows; axes LH, LHD, LHQ, or LHT with angles."""
+    """Base class of statistics of attention rows, computed in blocks; axes LH, LHD, LHQ, or LHT with angles."""
 
     @abstractmethod
     def read(self, block: ScoreBlock, sums: Tensor, /) -> None:
-        """Add a block of queries to the sums of its layer.
+        """Add the statistic of a block of queries to the sums of its layer.
 
         Args:
             block: block of attention rows.
@@ -288,7 +288,7 @@ class OfRows(Statistic, ABC):
         """
 
     def mean(self, sums: Tensor, layer: Layer, /) -> Tensor:
-        """Compute the mean over the real queries of each sequence from the sums over all blocks."""
+        """Compute the statistic's mean over the real queries of each sequence from its sums over all blocks."""
         match self.axes[-1]:
             case "T":
                 return layer.real.align(sums / layer.seen_by_BHT)
@@ -301,31 +301,31 @@ class OfRows(Statistic, ABC):
 
 
 class OfStream(Statistic, ABC):
-    """A statistic of tokens in the residual stream."""
+    """Base class of statistics of every token's hidden state, after each block."""
 
     axes = "MT"
 
     @abstractmethod
     def read(self, x_BTC: Tensor, first_B1C: Tensor, /) -> Tensor:
-        """Compute the value of every token (B, T).
+        """Compute the statistic of every token (B, T).
 
         Args:
-            x_BTC: hidden states at one place, float32 (float64 for float64).
+            x_BTC: hidden states after one block, float32 (float64 for a float64 model).
             first_B1C: hidden state of the first real token.
         """
 
 
 class OfStates(Statistic, ABC):
-    """A statistic of the residual stream over all tokens of a sequence."""
+    """Base class of statistics of all hidden states of a sequence, after each block."""
 
     axes = "M"
 
     @abstractmethod
     def read(self, x_BRC: Tensor, count_B: Tensor, /) -> Tensor:
-        """Compute the value of every sequence (B,).
+        """Compute the statistic of every sequence (B,).
 
         Args:
-            x_BRC: hidden states at one place, float32 (float64 for float64), from the first real token; 0 past the
-                end of a sequence.
+            x_BRC: hidden states after one block, float32 (float64 for a float64 model), from the first real token; 0
+                past the end of a sequence.
             count_B: number of tokens of each sequence.
         """

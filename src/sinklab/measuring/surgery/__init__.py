@@ -1,12 +1,12 @@
-"""Ablations of a model within a `with` block.
+"""Interventions on a model within a `with` block.
 
     with masked_first_keys(model, 4):            # no query after the fourth sees the first four keys
     with zeroed(model, layer=2, position=1, dimension=447):
     with swapped_positions(model, 1, 5):         # learned positions; replaced_position(model, 1, 5) for p_1 := p_5
 
-They support Hugging Face causal language models and sinklab transformers, around or inside a probe, and restore the
-model afterwards, also after an exception. Positions and layers are 1-based; with padding, position 1 is the first real
-token of each sequence. A KV cache is not supported.
+These functions support Hugging Face causal language models and sinklab transformers, around or inside a probe, and
+restore the model afterwards, also after an exception. Positions and layers are 1-based; with padding, position 1 is the
+first real token of each sequence. A KV cache is not supported.
 """
 
 from sinklab.measuring.surgery.changes import masked_first_keys, replaced_position, swapped_positions, zeroed

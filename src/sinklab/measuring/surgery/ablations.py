@@ -4,12 +4,12 @@
     no_bos         the sequences without their leading special tokens
     zero_massive   the channel of the largest activation is set to zero at its position, after the block where it
                    appears and after every later block                                         (surgery.zeroed)
-    zero_massive:LAYER   the same after this block only
+    zero_massive:LAYER   the same channel is set to zero after this block only
 
-Both losses are over the same targets: those predicted by a query with hidden keys (mask_first), those present in both
-versions of the sequence (no_bos), or all. A later block may rewrite a channel that is zeroed once, as in Sun et al.
-(2402.17762, section 3): layer 12 of SmolLM2-135M-Instruct rewrites the channel zeroed after layer 2. The result
-therefore contains the largest remaining activation.
+The losses without and with the ablation are over the same targets: those predicted by a query with hidden keys
+(mask_first), those present in both versions of the sequence (no_bos), or all targets. A later block may rewrite a
+channel that is zeroed once, as in Sun et al. (2402.17762, section 3): layer 12 of SmolLM2-135M-Instruct rewrites the
+channel zeroed after layer 2. The result therefore contains the largest remaining activation.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,11 +45,11 @@ class Plan:
     Attributes:
         name: requested name.
         what: description of the ablation.
-        surgery: context manager that changes the model.
-        first_target: 1-based position, in the whole sequences, of the first target included in the loss.
-        dropped: number of tokens removed from the start.
+        surgery: context manager that applies the ablation to the model.
+        first_target: 1-based position, before tokens are dropped, of the first target included in the loss.
+        dropped: number of tokens removed from the start of each sequence.
         hidden: number of keys hidden from later queries.
-        largest: the largest activation, if the ablation zeroes it.
+        largest: for zero_massive, the activation with the largest ratio to the median; else None.
     """
 
     name: str
@@ -71,7 +71,7 @@ def measure_ablations(
     """Measure the loss and the sinks under each ablation; the model is restored afterwards.
 
     Args:
-        tokens_NT: whole sequences, without padding.
+        tokens_NT: token ids, without padding.
         baseline: measurement of the same sequences.
         remeasure: function that measures the modified model.
 
@@ -116,7 +116,7 @@ def measure_ablations(
 
 
 def _first_and_top(found: Sequence[MassiveActivation]) -> tuple[MassiveActivation, MassiveActivation]:
-    """Return the top activation at the first block where its channel is the largest, and where it is strongest."""
+    """Return the strongest activation at two blocks: the first where its channel is the largest, and the strongest."""
     top = strongest(found)[0]
     return next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension)), top
 
@@ -132,11 +132,11 @@ def plan_ablation(name: str, model: "PreTrainedModel | Transformer", tokens_NT: 
     """Build the plan of the named ablation.
 
     Args:
-        tokens_NT: whole sequences, without padding; the massive activation is searched in the first sequence.
+        tokens_NT: token ids, without padding; the massive activation is searched in the first sequence.
         bos_tokens: number of special tokens at the start of each sequence.
 
     Raises:
-        InputError: if the name or layer is unknown, there are too few keys to hide, or no BOS to drop.
+        InputError: if the name or layer is unknown, there are too few keys to hide, or there is no BOS to drop.
         SinklabError: if the blocks of the model cannot be found.
     """
     hidden = check_ablation(name, tokens_NT.shape[1])

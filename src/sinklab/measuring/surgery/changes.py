@@ -1,4 +1,4 @@
-"""Changes of a model within a `with` block: hidden keys, zeroed channels, swapped or replaced learned positions.
+"""Interventions on a model in a `with` block: hidden keys, zeroed channels, swapped or replaced learned positions.
 
 In sinklab transformers, keys are hidden directly in the attention cores; in Hugging Face models, through the attention
 mask. Every attention module of transformers accepts `attention_mask`, which is None (causal), boolean or additive, so
@@ -58,11 +58,13 @@ def learned_positions(model: "PreTrainedModel | Transformer") -> Tensor | None:
 
 @contextmanager
 def first_columns(model: "PreTrainedModel | Transformer") -> Iterator[FirstColumns]:
-    """Provide the column of each sequence's first real token, after padding and learned positions, in forward passes.
+    """Provide a function that returns the column of each sequence's first real token in the current forward pass.
+
+    Padding and learned positions precede this column.
 
     Raises:
         InputError: in a forward pass, if the attention mask is not a padding mask.
-        SinklabError: in a forward pass, if it continues from a KV cache.
+        SinklabError: in a forward pass, if a KV cache is passed.
     """
     if isinstance(model, Transformer):
         yield lambda like: torch.full((len(like),), model.leading, device=like.device)
@@ -132,7 +134,7 @@ def swapped_positions(model: "PreTrainedModel | Transformer", i: int, j: int) ->
     """Swap the learned embeddings of positions i and j (table 7 of the paper, `swapped`).
 
     Raises:
-        InputError: if the model has no learned positional embeddings, or not these positions.
+        InputError: if the model has no learned positional embeddings, or lacks position i or j.
     """
     with _rewritten_positions(model, {i: j, j: i}):
         yield
@@ -143,7 +145,7 @@ def replaced_position(model: "PreTrainedModel | Transformer", i: int, j: int) ->
     """Replace the learned embedding of position i with that of position j (table 7 of the paper, `replaced`).
 
     Raises:
-        InputError: if the model has no learned positional embeddings, or not these positions.
+        InputError: if the model has no learned positional embeddings, or lacks position i or j.
     """
     with _rewritten_positions(model, {i: j}):
         yield
@@ -153,7 +155,7 @@ def check_pair(i: int, j: int) -> None:
     """Check that two positions are valid and different.
 
     Raises:
-        InputError: if one is below 1, or they are equal.
+        InputError: if a position is below 1, or i equals j.
     """
     if min(i, j) < 1:
         raise InputError(f"position {min(i, j)} does not exist: positions start at 1")
@@ -163,7 +165,7 @@ def check_pair(i: int, j: int) -> None:
 
 @contextmanager
 def _rewritten_positions(model: "PreTrainedModel | Transformer", source: dict[int, int]) -> Iterator[None]:
-    """Overwrite each learned embedding in `source` with the row it maps to, and restore them exactly afterwards."""
+    """Replace the learned embedding of each position in `source` by that of its value; restore the table afterwards."""
     table_PC = learned_positions(model)
     if table_PC is None:
         raise InputError(
@@ -221,7 +223,7 @@ def masked_first_keys(model: "PreTrainedModel | Transformer", n: int) -> Iterato
 
 
 class _HiddenKeys:
-    """Hooks that hide keys, and a count of the attention layers reached in the current forward pass."""
+    """Hooks that hide the first n keys, and the number of attention layers reached in the current forward pass."""
 
     def __init__(self, model: "PreTrainedModel", n: int, columns: FirstColumns) -> None:
         implementation, kinds = str(model.config._attn_implementation), anatomy.layer_kinds(model.config)

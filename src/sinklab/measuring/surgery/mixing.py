@@ -1,10 +1,10 @@
-"""How far a change of one token spreads, with and without the first token: over-mixing (2504.02732).
+"""Over-mixing (2504.02732): how far the effect of replacing one token spreads, with and without the first key.
 
 The token at one position is replaced by the next sequence's token at that position. After every block
 
     spread = mean over sequences and later positions t of |h'_t - h_t| / |h_t|
 
-is computed for the unchanged model, and with the first key hidden from all later queries (changes.py), so that no head
+is computed for the original model, and with the first key hidden from all later queries (changes.py), so that no head
 can use it as a sink. Before the first block the spread is 0. The paper removes BOS from the text instead, which is
 equivalent in a model with relative positions only, and reports the norm of the difference. Here it is divided by the
 norm of the hidden state, because norms grow from block to block.
@@ -27,8 +27,8 @@ from sinklab.models.hooks import evaluating, residual_stream, token_norms
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BATCH_SIZE = 4  # default number of sequences, each with two versions
-MIXING_PASSES = 4  # over the sequences: two versions of each, with the first key and without it
+BATCH_SIZE = 4  # default number of sequences, each with and without the replacement
+MIXING_PASSES = 4  # forward passes per sequence: original and replaced token, with the first key and without it
 
 
 def measure_mixing(
@@ -38,13 +38,13 @@ def measure_mixing(
     batch_size: int | None = None,
     step: Callable[[int], None] = lambda sequences: None,
 ) -> Mixing:
-    """Measure the spread of a change at one position, by block; the model is restored afterwards.
+    """Measure how far replacing the token at one position spreads, by block; the model is restored afterwards.
 
     Args:
-        tokens_NT: whole sequences, without padding.
+        tokens_NT: token ids, without padding.
         position: position of the replaced token, 1-based.
         batch_size: sequences per forward pass.
-        step: called with the number of sequences of every forward pass; all are `MIXING_PASSES` times N.
+        step: called with the number of sequences of every forward pass; the total is `MIXING_PASSES` times N.
 
     Raises:
         InputError: if the position does not exist, or all sequences have the same token there.
@@ -70,10 +70,10 @@ def measure_mixing(
 
 
 def check_perturbed(position: int, length: int) -> None:
-    """Check that the position is between the first token and the last.
+    """Check that the position is after the first token and before the last.
 
     Raises:
-        InputError: if it is not; the message states the possible positions.
+        InputError: if the position is not between them; the message states the possible positions.
     """
     if not 2 <= position < length:
         raise InputError(
@@ -89,11 +89,11 @@ def _spread(
     batch_size: int,
     step: Callable[[int], None],
 ) -> list[float]:
-    """Compute the spread before the first block and after each, mean over sequences and later positions."""
+    """Compute the spread before the first block and after each block, mean over sequences and later positions."""
     adapter, total_M = adapt(model), torch.zeros(())
 
     def change(hidden_BTC: Tensor) -> Tensor:
-        """Relative change of the later positions, summed over sequences.
+        """Return |h' - h| / |h|, mean over later positions, summed over sequences.
 
         The second half of the batch has the replaced token.
         """

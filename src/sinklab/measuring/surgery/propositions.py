@@ -6,13 +6,13 @@ layer. With equal queries and keys, q.k is the same for every pair, except for t
 
     1  none             A[t, j] = 1 / t
     2  relative, t5     A[t, j] = exp(g(t - j)) / sum over i = 1..t of exp(g(t - i)), g the bias of a distance
-    3  alibi            the same with g(d) = -m d, so that the last key has the largest share
+    3  alibi            as 2, with g(d) = -m d, so that the last key has the largest share
     4  rotary           A[t, j] <= e^(2 xi) / (e^(2 xi) + t - 1), xi = |q| |k| / sqrt(d)
 
-The fourth holds because a rotated product lies in [-xi, xi]: the numerator is at most e^xi, and each of the t - 1 other
-terms of the sum is at least e^-xi. With a sliding window, t is the number of keys in it. So no repeated token is a sink
-in these models, unless xi is large. Absolute positional embeddings, learned or not, make the hidden states differ: a
-sink is possible, and the check against 1 / t fails.
+Proposition 4 holds because a rotated product lies in [-xi, xi]: the numerator is at most e^xi, and each of the t - 1
+other terms of the sum is at least e^-xi. With a sliding window, t is the number of keys in it. So no repeated token is
+a sink in these models, unless xi is large. Absolute positional embeddings, learned or not, make the hidden states
+differ: a sink is possible, and the check against 1 / t fails.
 
 Rounding errors grow with depth: in bfloat16, hidden states of a real model that should be equal differ by 42 percent.
 A model is therefore checked in float32 if memory suffices (`in_float32`), and a deviation in lower precision is
@@ -159,7 +159,7 @@ def check_propositions(
     """Compute the model's deviation from the paper's proposition on its positional embedding, in float32 if possible.
 
     Args:
-        token: one token id, or several, each checked separately.
+        token: one token id, or several token ids, each checked separately.
         length: number of repetitions T; T x T matrices are kept in memory.
 
     Raises:
@@ -237,7 +237,7 @@ def softmax_of_distances(terms_HT: Tensor) -> Tensor:
     """Compute A[t, j] = exp(g(t - j)) / sum over i <= t of exp(g(t - i)), float64: (H, T, T).
 
     Args:
-        terms_HT: g per head, for the distances 0 .. T - 1.
+        terms_HT: bias g per head, for the distances 0 .. T - 1.
     """
     H, T = terms_HT.shape
     place_T = torch.arange(T)
@@ -247,7 +247,7 @@ def softmax_of_distances(terms_HT: Tensor) -> Tensor:
 
 
 def _distance_terms(model: "PreTrainedModel | Transformer", kind: PositionKind, heads: int, length: int) -> Tensor:
-    """Return g for every head and distance, (H, T); zero without a relative position bias."""
+    """Return the bias g for every head and distance (H, T); zero without a relative position bias."""
     distance_T = torch.arange(length)
     if kind == "alibi":
         ours = isinstance(model, Transformer)
@@ -267,7 +267,7 @@ def _spread(hidden_BTC: Tensor) -> float:
 
 
 def _slack(seen: Matrices) -> float:
-    """Return the minimum of bound minus attention weight (proposition 4), over queries that see more than one key."""
+    """Return the minimum of (bound - attention weight) of proposition 4, over queries that see more than one key."""
     least = torch.inf
     for attention_BHTT, xi_BH in zip(seen.attention, seen.logit_bounds, strict=True):
         others_BHT = (attention_BHTT > 0).sum(-1) - 1

@@ -1,4 +1,4 @@
-"""Measurement with interventions: changed positional embeddings, ablations, mixing, and propositions."""
+"""Measurement with interventions: changed positional embeddings, ablations, replaced tokens, and propositions."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +26,7 @@ TOKENS = 8  # repeated tokens on which the propositions are checked
 
 @contextmanager
 def changed_positions(model: "PreTrainedModel | Transformer", study: Study, length: int) -> Iterator[list[str]]:
-    """Swap or replace the learned positional embeddings in the `with` block; yields a note on each change.
+    """Swap or replace the learned positional embeddings in the `with` block; yields one note per intervention.
 
     Raises:
         InputError: if the model has no learned positional embeddings, or a position is beyond the sequences.
@@ -70,18 +70,20 @@ def measure_with_study(
     bos_tokens: int,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure the sequences and the interventions of `study`; repeated tokens are checked against the propositions.
+    """Measure the model, and the effects of the interventions in `study`, on the given sequences.
+
+    For repeated tokens, the paper's propositions are checked.
 
     Args:
-        tokens_NT: whole sequences, without padding.
+        tokens_NT: token ids, without padding.
         options: settings of the measurement; ablations are measured without lengths, details, maps, explored heads and
             gradients.
         bos_tokens: number of special tokens at the start of each sequence.
-        progress: called with (finished sequences, total sequences), including those of ablations and `perturb`.
+        progress: called with (finished sequences, total sequences), including the passes of ablations and `perturb`.
 
     Raises:
         InputError: if an ablation or a position does not exist in the model or the sequences.
-        SinklabError: if the model cannot be measured, or an ablation is impossible in it.
+        SinklabError: if the model cannot be measured, or an ablation is impossible in this model.
     """
     model = cast("PreTrainedModel | Transformer", adapter.module)
     plain = {"lengths": (), "details": False, "maps": (), "explore": False, "gradients": False}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
-    """Return the layers of the language model with softmax attention, and the linear or recurrent ones."""
+    """Return which layers of the language model have softmax attention, and which are linear or recurrent."""
     text = config.get_text_config(decoder=True)
     kinds = first_named(text, LAYER_KINDS)
     if not kinds:
@@ -34,7 +34,7 @@ def attention_layers(config: "PretrainedConfig") -> int:
     """Return the number of layers of the language model with softmax attention (not all layers in a hybrid model).
 
     Raises:
-        SinklabError: if there are none.
+        SinklabError: if no layer has softmax attention.
     """
     count = len(layer_kinds(config).attention)
     if not count:
@@ -92,7 +92,7 @@ def model_configs(model: "PreTrainedModel") -> "list[PretrainedConfig]":
 
 @contextmanager
 def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[None]:
-    """Set this attention implementation in every config of the model, and restore the previous ones afterwards."""
+    """Set attention implementation `name` in every config of the model; restore the previous ones afterwards."""
     before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
     try:
         for config, _ in before:
@@ -109,7 +109,7 @@ def check_length(config: "PretrainedConfig", length: int) -> None:
     The context is `max_position_embeddings`, or its scaled value with linear, dynamic or yarn RoPE scaling.
 
     Raises:
-        InputError: if they are; the message states the maximum length.
+        InputError: if the sequences are longer; the message states the maximum length.
     """
     text = config.get_text_config(decoder=True)
     context = getattr(text, "max_position_embeddings", None)

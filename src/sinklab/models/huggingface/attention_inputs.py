@@ -36,7 +36,7 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
     """Return the attention modules in call order, and check that the input of each is the output of a norm.
 
     Raises:
-        InputError: if an input is anything else (the residual stream, as in OLMo 2, or a scaled norm output).
+        InputError: if an input is not the output of a norm (in OLMo 2, it is the residual stream).
     """
     inputs: dict[nn.Module, Tensor | None] = {}
     norms: list[Tensor] = []

@@ -1,6 +1,6 @@
 """Gates on the attention output of Hugging Face models: the input of o_proj is out * sigmoid(logits).
 
-The gate logits are rows of the query projection, after the queries of each head (Qwen3-Next, Qwen3.5) or of each key
+The gate logits are rows of the query projection, after the queries of each head (Qwen3-Next, Qwen3.5) or of each KV
 head (the models of 2505.06708), or the output of a separate projection (AFMoE, Step 3.7), per head or per channel. The
 layout is not derived from the architecture name: each layout is tried on a few tokens, and used if out *
 sigmoid(logits) equals the input of o_proj. Other kinds of gates are not detected.
@@ -39,7 +39,7 @@ class GateLayout:
     """Layout of the gate logits among the outputs of a projection.
 
     Attributes:
-        linear: projection.
+        linear: projection whose output contains the gate logits.
         heads: number of query heads H.
         groups: number of groups of outputs; the last outputs of each group are gate logits.
         gates: number of gate logits per group.
@@ -58,7 +58,7 @@ class GateLayout:
 
 
 def gate_places(model: nn.Module) -> list[GatePlace]:
-    """Find attention modules with a gate projection, or a query projection that is larger than o_proj's input."""
+    """Return attention modules with a gate projection, or a query projection that is larger than o_proj's input."""
     found = []
     for module in model.modules():
         output = getattr(module, OUTPUT, None)
@@ -73,10 +73,10 @@ def gate_places(model: nn.Module) -> list[GatePlace]:
 
 @dataclass
 class GateTrial:
-    """A forward pass that compares all layouts with the input of the output projections.
+    """A forward pass that finds the gate layout of each attention layer.
 
     Attributes:
-        found: matching layout by attention layer, 1-based.
+        found: gate layout by attention layer, 1-based; layers without a matching layout are missing.
     """
 
     found: dict[int, GateLayout] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class GateTrial:
         self._logits[linear] = output_BTC
 
     def entering(self, place: GatePlace, x_BTC: Tensor) -> None:
-        """Compare the layouts with the input of an output projection."""
+        """Store the layout whose gated attention output equals the input of an output projection, if any."""
         logits_BTC = self._logits.pop(place.logits, None)
         if self._call is None or self._out_BHTV is None or logits_BTC is None:
             return
@@ -123,7 +123,7 @@ def _layouts(place: GatePlace, layer: LayerCall, width: int) -> Iterator[GateLay
 
 @contextmanager
 def trying_gates(places: Sequence[GatePlace]) -> Iterator[GateTrial]:
-    """Try the gate layouts in the forward pass of the `with` block, which must use `GateTrial.attention`."""
+    """Try all gate layouts in the forward pass of the `with` block, which must use `GateTrial.attention`."""
     trial = GateTrial()
     with hooked(
         handle
@@ -139,7 +139,7 @@ def trying_gates(places: Sequence[GatePlace]) -> Iterator[GateTrial]:
 def watched_gates(
     layouts: dict[int, GateLayout], receive: Callable[[int, Tensor], None]
 ) -> AbstractContextManager[None]:
-    """Call `receive` with the gates of these layers in every forward pass of the `with` block (see `Adapter.gated`)."""
+    """Call `receive` with the gates of `layouts` in every forward pass of the `with` block (see `Adapter.gated`)."""
     return hooked(
         one.linear.register_forward_hook(partial(_read_gates, receive, index, one)) for index, one in layouts.items()
     )

@@ -61,11 +61,11 @@ class Gguf:
         return notes
 
     def options(self) -> dict[str, Any]:
-        """Return the from_pretrained arguments; transformers looks for a relative path in the current directory."""
+        """Return from_pretrained arguments; transformers would look for a relative path in the current directory."""
         return {"gguf_file": str(self.path)}
 
     def weight_options(self) -> dict[str, Any]:
-        """Return the arguments that dequantise the weights (transformers 5.23 and later can leave them quantised)."""
+        """Return arguments that dequantise the weights; transformers 5.23 and later can leave them quantised."""
         import transformers
 
         config = getattr(transformers, "GgufConfig", None)
@@ -92,10 +92,12 @@ class Gguf:
 
 
 def find_gguf(name_or_dir: str) -> Path | None:
-    """Return the .gguf file: the name itself, or the only one in a directory without other weights; else None.
+    """Return the path of the .gguf file: the name itself, or the only .gguf file in a directory.
+
+    None if there is no such file, or the directory has safetensors files.
 
     Raises:
-        InputError: if the file does not exist, or the directory has several.
+        InputError: if the file does not exist, or the directory has several .gguf files.
     """
     path = Path(name_or_dir).expanduser()
     if path.suffix.lower() == SUFFIX and not path.is_dir():
@@ -112,11 +114,11 @@ def find_gguf(name_or_dir: str) -> Path | None:
 
 
 def read_header(path: Path) -> Gguf:
-    """Read the header of a file, without weights.
+    """Read the header of a GGUF file, without its weights.
 
     Raises:
-        InputError: if the packages are not installed, or the file cannot be read, is damaged or truncated, has no
-            weights, or is one part of several.
+        InputError: if gguf or accelerate is not installed, or the file cannot be read, is damaged or truncated, has no
+            weights, or is one part of a model split into several files.
     """
     for package in PACKAGES:
         try:

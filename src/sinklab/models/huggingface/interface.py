@@ -5,7 +5,7 @@ otherwise transformers silently drops padding and sliding windows. Rejected alte
 eager attention, stores every T x T matrix), and patching modules by class name (one patch per architecture).
 
 Models that dispatch through `AttentionInterface` call f(module, q, k, v, mask, scaling=..., **extras) with keys and
-values not repeated over their groups (H query heads, G key heads). The extras change the scores:
+values not repeated over their groups (H query heads, G KV heads). The extras change the scores:
 
     softcap         z -> softcap * tanh(z / softcap)                        (Gemma 2)
     s_aux           sink logit per head, part of the softmax                (gpt-oss)
@@ -48,7 +48,7 @@ def read_call(
     scaling: float | None = None,
     **extras: Any,
 ) -> LayerCall:
-    """Parse the arguments of one call.
+    """Convert the arguments of a call of transformers' attention interface to a `LayerCall`.
 
     Raises:
         SinklabError: if the attention is not causal or an extra argument is not supported.
@@ -118,7 +118,7 @@ def _additive(bias: Tensor | None) -> Score | None:
 
 @contextmanager
 def attention_function(model: PreTrainedModel, function: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
-    """Use `function` for all attention that the model passes through the interface, with boolean masks."""
+    """Use `function` for all attention calls of the model through transformers' interface, with boolean masks."""
     name = f"sinklab-{next(_numbers)}"
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)

@@ -62,7 +62,7 @@ class Pretrained:
     """A causal language model in evaluation mode, and its tokenizer.
 
     Attributes:
-        notes: notes on loading, shown with the results.
+        notes: notes on the dtype and the loaded weights, shown with the results.
         commit: commit on the hub; None for a local model.
     """
 
@@ -224,7 +224,7 @@ def pick_dtype(dtype: str) -> "torch.dtype | str":
     """Convert the value of --dtype to a torch dtype, or "auto".
 
     Raises:
-        InputError: if it is not one of DTYPES.
+        InputError: if `dtype` is not one of DTYPES.
     """
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype} is unknown; use one of {', '.join(DTYPES)}")
@@ -259,7 +259,7 @@ def check_name(name_or_dir: str) -> None:
     """Check that a name is a local model or a valid hub name, without a request to the hub.
 
     Raises:
-        InputError: if it is neither; the message lists the kinds of MODEL.
+        InputError: if the name is neither; the message lists the kinds of MODEL.
     """
     folder = Path(name_or_dir).expanduser()
     maybe_on_hub = HUB_NAME.fullmatch(name_or_dir) and not folder.exists()
@@ -313,7 +313,7 @@ def in_subfolder(name: str, subfolder: str | None) -> str:
 
 
 def name_in_results(name: str, subfolder: str | None) -> str:
-    """Return the model name for results, including the subfolder of a hub model (a local path already has it)."""
+    """Return the model name for results, with the subfolder for a hub model (a local path already contains it)."""
     return name if subfolder is None or _is_local(name) else f"{name}/{subfolder.strip('/')}"
 
 
@@ -372,7 +372,7 @@ def _is_local(name: str) -> bool:
 
 
 def advice(error: Exception, place: str, revision: str | None, gguf: str | None) -> str:
-    """Return a hint for an exception raised by transformers, with the first line of its message if that is informative.
+    """Return a hint for an exception raised by transformers, with the first line of its message if informative.
 
     Args:
         place: folder or hub name.

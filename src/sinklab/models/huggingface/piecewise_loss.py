@@ -31,7 +31,7 @@ def forward_loss(
     vocabulary: int,
     paused: AbstractContextManager[None],
 ) -> tuple[float, int]:
-    """Run one forward pass; return the cross-entropy summed over real targets 2..T, in nats, and their number.
+    """Run one forward pass; return the cross-entropy, summed over real targets, in nats, and the number of targets.
 
     Args:
         arguments: arguments passed to the model in addition to the tokens.
@@ -60,15 +60,15 @@ def forward_loss(
 
 
 def targets(tokens_BT: Tensor, real_BT: Tensor) -> Tensor:
-    """Return the target (next token) of each position; IGNORED if there is none or either token is padding."""
+    """Return the target (next token) of each position (B, T); IGNORED at the end and next to padding."""
     both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))
     return F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
 
 
 def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
-    """Sum the cross-entropy, in nats, over all targets that are not IGNORED.
+    """Return the cross-entropy, in nats, summed over all targets that are not IGNORED.
 
-    Computed in chunks of a few rows, which fit into the CPU cache and avoid a float32 copy of all logits.
+    It is computed in chunks of a few rows, which fit into the CPU cache and avoid a float32 copy of all logits.
     """
     logits_NV, wanted_N = logits_BTV.flatten(0, 1), wanted_BT.to(logits_BTV.device).flatten()
     rows = max(1, (LOGITS_AT_ONCE_CUDA if logits_NV.is_cuda else LOGITS_IN_CACHE) // logits_NV.shape[1])
@@ -90,7 +90,7 @@ def has_piecewise_logits(model: PreTrainedModel) -> bool:
 
 
 class _Body:
-    """Replacement of a body's forward, which returns the latest output instead of running while `frozen`."""
+    """Replacement of the forward of a model's body; while `frozen`, it returns the latest output without running."""
 
     def __init__(self, forward: Any, output: Any) -> None:
         self.frozen = output is not None
@@ -104,7 +104,7 @@ class _Body:
 
 @contextmanager
 def fixed_output(part: nn.Module, output: Any = None) -> Iterator[_Body]:
-    """Make the body return `output` instead of running; if None, its latest output once it is `frozen`."""
+    """Make a model's body return `output` without running; if None, its latest output once the body is `frozen`."""
     own = part.__dict__.get("forward")
     body = _Body(part.forward, output)
     part.__dict__["forward"] = body

@@ -58,7 +58,7 @@ class HuggingFaceAdapter:
         """Number of layers with softmax attention.
 
         Raises:
-            SinklabError: if there are none.
+            SinklabError: if no layer has softmax attention.
         """
         return anatomy.attention_layers(self.module.config)
 
@@ -95,7 +95,7 @@ class HuggingFaceAdapter:
         """Check that sequences are not longer than the context in the config.
 
         Raises:
-            InputError: if they are; the message states the maximum length.
+            InputError: if the sequences are longer; the message states the maximum length.
         """
         anatomy.check_length(self.module.config, length)
 
@@ -127,7 +127,7 @@ class HuggingFaceAdapter:
         first_target: int | None,
         paused: AbstractContextManager[None],
     ) -> tuple[Tensor, int]:
-        """Run one forward pass and compute the loss over real targets."""
+        """Run one forward pass; return the loss summed over real targets, and the number of targets."""
         arguments: dict[str, Any] = {"use_cache": False}
         if real.padded:  # positions start at the first real token
             arguments["attention_mask"] = real.mask_BT.long()
@@ -151,11 +151,11 @@ class HuggingFaceAdapter:
         forward_only(self.module, tokens_BT, {"use_cache": False})
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the last hidden state of the model's body."""
+        """Compute the final hidden states (B, T, E) of the model's body."""
         return self.module.base_model(tokens_BT, use_cache=False).last_hidden_state
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Compute logits with the model's own code between body and logits."""
+        """Compute logits (R, vocabulary) from final hidden states, with the model's own code (LM head, softcap)."""
         answer = dataclasses.replace(self._body_output, last_hidden_state=hidden_RE[None])
         with ExitStack() as stack:
             for body in anatomy.bodies(self.module):
@@ -169,19 +169,19 @@ class HuggingFaceAdapter:
         return self.module.base_model(self._some_tokens()[:, :1], use_cache=False)
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:
-        """Return the sizes from the model's config."""
+        """Return the tensor sizes of a forward pass, from the model's config."""
         logits = not has_piecewise_logits(self.module)
         return sizes_of_pretrained(self.module.config, matrices=matrices, padded=padded, logits=logits)
 
     def notes(self) -> list[str]:
-        """Return notes on quantised weights."""
+        """Return a note on quantised weights; empty without quantisation."""
         method = anatomy.quantisation(self.module.config)
         if method == "gguf" and is_unpacked(self.module):
             return ["the weights come from a gguf file and are dequantised"]
         return [f"the weights are quantised ({method}); dtype is that of the other weights"] if method else []
 
     def inseparable(self) -> str | None:
-        """Compare the logits of intercepted attention on a few tokens with the model's own logits."""
+        """Return why attention cannot be replaced; None if intercepted attention gives the logits of a few tokens."""
         why = self._why_inseparable()
         return why and (
             f"the attention of a {self.module.config.model_type!r} model cannot be replaced ({why}): assess a model "
@@ -217,7 +217,7 @@ class HuggingFaceAdapter:
         return anatomy.rope_depends_on_length(self.module.config, short, long)
 
     def fixed_positions(self) -> str | None:
-        """Return None if `shift_rope` reproduces the rotation in every layer that has positional embeddings."""
+        """Return why keys cannot be re-rotated; None if `shift_rope` reproduces RoPE in every layer that has it."""
         shift = shift_rope(self.module)
         if shift is None:
             return "it has no single rotary embedding for all layers"
@@ -247,7 +247,7 @@ class HuggingFaceAdapter:
         return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
-        """Compute the loss from all logits at once."""
+        """Compute the differentiable loss from all logits at once, summed over targets, and the number of targets."""
         logits_BTV, wanted_BT = self.module(tokens_BT, use_cache=False).logits, tokens_BT[:, first_target - 1 :]
         logits_NV = logits_BTV[:, first_target - 2 : -1].flatten(0, 1)
         exact_NV = logits_NV.to(accumulate_dtype(logits_NV.dtype))
@@ -255,7 +255,7 @@ class HuggingFaceAdapter:
         return torch.nn.functional.cross_entropy(exact_NV, wanted_N, reduction="sum"), len(wanted_N)
 
     def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Replace the inputs of the attention modules.
+        """Replace the input x of every attention module by `change(index, x)` in the `with` block.
 
         Raises:
             InputError: see `check_differentiable` and `attention_modules`; also if the model does not use transformers'
@@ -270,7 +270,7 @@ class HuggingFaceAdapter:
         return replaced_inputs(attention_modules(self.module, self._some_tokens()), change)
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Report the output gates found by gates.py; none if the attention cannot be intercepted."""
+        """Call `receive` with the output gates found by gates.py; none if the attention cannot be intercepted."""
         places = gate_places(self.module) if self.dispatches else []
         return watched_gates(self._tried_gates(places) if places else {}, receive)
 
@@ -281,7 +281,7 @@ class HuggingFaceAdapter:
 
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """Compute all attention calls of transformers' attention interface with `handler`."""
+        """Compute the output of all calls of transformers' attention interface with `handler`."""
         shift, outermost, calls = shift_rope(self.module), None, 0
 
         def entering(module: nn.Module, _: Any) -> None:
@@ -319,7 +319,7 @@ def _kept(layer: LayerCall, queries: list[Tensor]) -> Tensor:
 
 
 def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
-    """Return a function that applies the model's RoPE rotation (half-split); None if layers have different ones."""
+    """Return a function that rotates queries or keys by the model's RoPE (half-split); None if RoPE varies by layer."""
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ROTARY_EMBEDDING]
     if len(found) != 1 or "layer_type" in inspect.signature(found[0].forward).parameters:  # as in Gemma 3
         return None

@@ -35,10 +35,10 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy's th
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation rendered by its template.
+    """A conversation rendered by a chat template.
 
     Attributes:
-        text: the complete text.
+        text: the text of the whole conversation.
         marked: characters [start, end) of `text` within `{% generation %}` marks, in order.
     """
 
@@ -57,13 +57,14 @@ def render_chat(
     """Render a conversation with the chat template of a tokenizer.
 
     Args:
-        where: name of the conversation in errors.
+        where: name of the conversation in error messages.
         generation_prompt: append the beginning of the assistant's next message.
         remedy: advice appended to error messages.
 
     Raises:
-        InputError: if the template fails or exceeds the limits, or there are several templates without a default.
-        SinklabError: if the process cannot be started.
+        InputError: if the template fails or exceeds the limits on time, memory or output, or the tokenizer has several
+            templates without a default.
+        SinklabError: if the rendering process cannot be started.
     """
     conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
@@ -92,7 +93,7 @@ class _Process:
         self._complaints: IO[bytes] | None = None
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Send a line and return the response, which has the key `error` if the process ended."""
+        """Send a JSON line to the process and return its response, which has the key `error` if rendering failed."""
         with self._lock:
             process = self._process or self._start()
             assert process.stdin is not None
@@ -225,7 +226,7 @@ class Conversations:
         return rendered
 
     def notes(self) -> list[str]:
-        """Return a note on the rendering; empty if there were no conversations."""
+        """Return a note on how conversations were rendered; empty if there were none."""
         if not self._seen:
             return []
         if self._templated:
