@@ -175,7 +175,7 @@ class BiasParameters(nn.Module):
     """Parameters of a bias; fields that the bias does not have are None.
 
     Attributes:
-        key: learned key, (G, d_a), or (1, d_a) if shared; d_a is the head width unless `learnable_dims` is set.
+        key: learned key, (G, d_a), or (1, d_a) if shared; d_a is the head dimension unless `learnable_dims` is set.
         value: learned value, (G, V), or (1, V) if shared.
         fixed: fixed value, the same for all heads.
         logit: learned sink logit, (H,).

@@ -34,7 +34,7 @@ class AttentionCore(nn.Module):
 
     Args:
         config: attention section of a recipe.
-        kv_heads: number of key heads G.
+        kv_heads: number of KV heads G.
         head_width: width D of queries and keys.
         position: relative position bias; not applied to a bias key.
         heads: number of query heads H, by default G.
@@ -96,7 +96,7 @@ class AttentionCore(nn.Module):
         """Compute the attention output, (B, H, T, V).
 
         Args:
-            documents_BL: document number of every position, including leading tokens (their numbers are ignored);
+            documents_BL: document ID of every position, including leading tokens (their numbers are ignored);
                 required by the document mask. In padded rows, index 0 is the first position after the padding.
             gates_BLH: output of the operation's gate for every position, including leading tokens: cumulative sums of
                 the log forget gates, of all S positions, or logits of weights; required by operations with a gate.
@@ -181,7 +181,7 @@ class AttentionCore(nn.Module):
         """Build the arguments of the operation.
 
         Raises:
-            ValueError: if document numbers or gates are required and missing.
+            ValueError: if document IDs or gates are required and missing.
         """
         mask = self.visible(documents_BL, padding_B)
         log_kept_BLH, weight_BLH = self._gates(gates_BLH)

@@ -1,6 +1,6 @@
 """One call of an attention layer of a sinklab or Hugging Face model, and the quantities measured from it.
 
-B batch, H query heads, G key heads (H a multiple of G), T queries, S keys, V value width. The queries are the last T of
+B batch, H query heads, G KV heads (H a multiple of G), T queries, S keys, V value dimension. The queries are the last T of
 the S positions, which include learned leading tokens.
 """
 

@@ -292,10 +292,10 @@ class Padded(WrappedMask):
 
 @dataclass(frozen=True, eq=False)
 class Document(Mask):
-    """Document mask: query t sees the keys s <= t with the same document number.
+    """Document mask: query t sees the keys s <= t with the same document ID.
 
     Args:
-        documents_BS: integer document numbers per position.
+        documents_BS: integer document IDs per position.
     """
 
     documents_BS: Tensor

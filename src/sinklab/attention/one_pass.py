@@ -5,7 +5,7 @@ the scores of a block of queries, small enough for the CPU cache, are normalised
 column sums. benchmarks/measure.py compares the cost with the fused kernel alone. Rejected alternatives: another exp
 with the kernel's `lse`, and a matrix product with ones for the sums; neither was faster on the tested machine.
 
-B batch, H query heads, G key heads, T queries, S keys, D key width, V value width; no gradients.
+B batch, H query heads, G KV heads, T queries, S keys, D key dimension, V value dimension; no gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from sinklab.attention.operations.call import Call
 from sinklab.attention.scores import Score
 
 BLOCK_SCORES = 2**21  # scores per block: 8 MB in float32
-MOST_SCORES = 2**24  # maximum, with many threads or many query heads per key head: 64 MB
+MOST_SCORES = 2**24  # maximum, with many threads or many query heads per KV head: 64 MB
 BLOCK_QUERIES = 128
 
 
@@ -119,7 +119,7 @@ class _Walk:
 
     @staticmethod
     def _groups(scores: int) -> int:
-        """Return the number of key heads per block: at least one per thread, as long as the buffer stays small."""
+        """Return the number of KV heads per block: at least one per thread, as long as the buffer stays small."""
         return max(1, min(max(torch.get_num_threads(), BLOCK_SCORES // scores), MOST_SCORES // scores))
 
     def _rows(self, T: int, queries: int) -> Iterator[tuple[int, int, int]]:

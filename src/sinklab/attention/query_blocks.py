@@ -1,6 +1,6 @@
 """Blocks of queries, to compute a T x S score matrix without storing it.
 
-B batch, H query heads, G key heads (H a multiple of G), R = H / G, T queries, S keys, D key width, V value width.
+B batch, H query heads, G KV heads (H a multiple of G), R = H / G, T queries, S keys, D key dimension, V value dimension.
 """
 
 import math

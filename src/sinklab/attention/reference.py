@@ -123,7 +123,7 @@ def explicit(
     learned: nn.Module | None,
     weight_BTH: Tensor | None,
 ) -> Explicit:
-    """Build the explicit tensors; key heads and learned biases are repeated for their H / G query heads."""
+    """Build the explicit tensors; KV heads and learned biases are repeated for their H / G query heads."""
     (B, H, T, _), D = q_BHTD.shape, k_BGTD.shape[3]
     b, h, t, s = torch.meshgrid(*(torch.arange(n, device=q_BHTD.device) for n in (B, H, T, T)), indexing="ij")
     key_HD, value_HV = None, torch.zeros_like(v_BGTV[0, :1, 0]).expand(H, -1)
