@@ -275,7 +275,7 @@ class AssessPart(ReadDocument, ABC):
         return self.added(row.effect) if row.added is None else row.added
 
     def point(self, effect: Effect, series: str, x: object, y: object = None) -> dict[str, object]:
-        """Return a data row of a figure, with loss and KL divergence for the tooltip; `y` defaults to the added loss."""
+        """Return a data row of a figure, with loss and KL divergence for the tooltip; default `y`: the added loss."""
         y = self.added(effect) if y is None else y
         return {"series": series, "x": x, "loss": effect.loss, "kl": effect.kl, "y": y}
 

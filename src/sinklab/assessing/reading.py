@@ -231,7 +231,7 @@ class PairedReader:
         return ByPosition(first, loss_NP, kl_NP, None if hidden_NTE is self._unchanged_NTE else self.unchanged.loss_NP)
 
     def _log_p(self, number: int, states_RE: Tensor) -> Tensor:
-        """Return the unchanged model's log-probabilities for the `number`-th slice of rows (0-based), cached if possible."""
+        """Return the unchanged model's log-probabilities of row slice `number` (0-based), cached if possible."""
         if number < len(self._log_p_RV):
             return self._log_p_RV[number]
         log_p_RV = F.log_softmax(self.adapter.logits(states_RE), -1)

@@ -42,7 +42,7 @@ def gated_delta(
     rate_BHT: Tensor,
     state_BHDV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the outputs of all positions and the state after the last one, in chunks.
+    """Compute the outputs of all positions, and the state after the last position, in chunks.
 
     Args:
         q_BHTD, k_BHTD: queries and keys, already scaled and normalised.

@@ -56,7 +56,7 @@ def flex_attend(
 
 
 def score_mod(score: Score, offset: int) -> Any:
-    """Convert a score function to FlexAttention's `score_mod`; `offset` is the position of the first query."""
+    """Return a score function as FlexAttention's `score_mod`; `offset` is the first query's position among the keys."""
     function, tensors = score.function, score.tensors
 
     def modified(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

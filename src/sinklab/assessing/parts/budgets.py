@@ -142,7 +142,7 @@ class Budgets(AssessPart):
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the losses added when a quarter of the heads keeps all keys, and with the same total budget for all heads."""
+        """List the losses added if a quarter of the heads keeps all keys, and with this budget shared by all heads."""
         quarter = {one.policy: one for one in self.policies if one.full == SHOWN_FULL}
         if quarter:
             yield "budget_by_head_added", self.added(quarter[BY_COST])

@@ -2,7 +2,7 @@
 
     recent                 the C latest keys
     first and recent       the first n and the C - n latest keys (StreamingLLM, 2309.17453)
-    heavy hitters          the C / 2 latest, and the C / 2 other keys with the most accumulated attention (H2O, 2306.14048)
+    heavy hitters          the C / 2 latest, and C / 2 other keys with the most accumulated attention (H2O, 2306.14048)
     heavy without sink     heavy hitters, but the first n keys are kept only while recent
     random                 the C / 2 latest, and C / 2 other keys at random
 
@@ -166,7 +166,7 @@ def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor
 
 
 def _row_of_softmax(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
-    """Return a function like `_row` for softmax, which renormalises precomputed full rows over the keys in the cache."""
+    """Return a function like `_row` for softmax, which renormalises full rows over the keys in the cache."""
     groups = layer.call.k_BGTD.shape[1]
     scores_BHLL, bias_BHL = layer.scores()
     scores_BGRLL = scores_BHLL.unflatten(1, (groups, -1))

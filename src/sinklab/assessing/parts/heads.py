@@ -8,9 +8,9 @@ broadcast sinks induce low-rank outputs". The definitions and thresholds below a
     output_share     mean_t |A_t,sink v_sink| / mean_t |o_t|               broadcast if at least LARGE, and
     effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    at most LOW of V
 
-with s_i the singular values of the head's outputs o_t, of dimension V, over the queries after the sink. The sink is the bias key or sink
-logit, else the first position; of several registers it is the first, and the others count as tokens. A gate can replace
-a nop head, and a register or sink token a broadcast head.
+with s_i the singular values of the head's outputs o_t, of dimension V, over the queries after the sink. The sink is the
+bias key or sink logit, else the first position; of several registers it is the first, and the other registers count as
+tokens. A gate can replace a nop head, and a register or sink token a broadcast head.
 """
 
 from collections import Counter

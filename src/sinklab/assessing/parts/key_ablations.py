@@ -155,7 +155,7 @@ class SelectedKeys:
     seed: int = 0
 
     def matrix(self, layer: LayerCall) -> Tensor:
-        """Return a boolean mask (1 or H, L, L), True at the selected keys; all False for the bias, which has no column."""
+        """Return a boolean mask (1 or H, L, L) of the selected keys; all False for the bias, which has no column."""
         L, device = layer.length, layer.call.q_BHTD.device
         q_L1, k_L = torch.arange(L, device=device)[:, None], torch.arange(L, device=device)
         if self.keys == "bias":

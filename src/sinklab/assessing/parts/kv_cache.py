@@ -179,7 +179,7 @@ class KVCache(AssessPart):
         return f"; up to {self.residual} recent tokens are in full precision" if self.residual else ""
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the losses added when all positions are rounded, and the part of the added loss that is due to the sink."""
+        """List the losses added when all positions are rounded, and how much of it is due to the sink."""
         for one in self.settings:
             yield f"cache_{one.bits}_bits_added", self.added(one.everything)
         fewest = min(self.settings, key=lambda one: one.bits)
@@ -249,7 +249,7 @@ class RoundedCache:
         return replace(layer, value_BGSV=rounded(v_BGSV, 3, self.bits, left_GS1))
 
     def output(self, layer: LayerCall) -> Tensor:
-        """Compute the attention output with the rounded cache, in blocks of R queries that read the same keys: (B, H, T, V).
+        """Compute the attention output with the rounded cache, in blocks of R queries with the same keys: (B, H, T, V).
 
         Raises:
             InputError: with a residual, if queries see later keys, or if scores cannot be edited (`LayerCall.scores`).

@@ -23,7 +23,7 @@ class Bucket(ReadDocument):
 
     Attributes:
         whole: loss with the text read in one piece.
-        within: loss of the same targets, read in windows of the context; the reference for the KL divergence of `whole`.
+        within: loss of the same targets, read in windows of the context; the reference for the KL of `whole`.
     """
 
     start: int
@@ -73,7 +73,7 @@ class LossByLength(AssessPart):
         return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List the loss of the last positions read in one piece, minus the loss of the same targets within the context."""
+        """List the loss at the last positions of the text in one piece, minus that of the same targets in context."""
         for _, added in self.values():
             yield PartAnswer(f"positions {self.buckets[-1].positions} read at once", added)
 

@@ -8,7 +8,8 @@ query's own key is added, and so has one more).
 
 Positions are positions in the cache: the i-th key has position i, the query C - 1 once the cache is full. Distances to
 the latest keys are as in the text. The distance to a first key s is min(t, C - 1) - s. Queries are shifted only for
-the first keys, by wider queries and keys: [q_t, q_min(t, C-1)] . [k_s, 0] for a late key and . [0, k_s] for a first key.
+the first keys, by wider queries and keys: [q_t, q_min(t, C-1)] . [k_s, 0] for a late key,
+[0, k_s] for a first key.
 """
 
 import math
@@ -88,7 +89,7 @@ class Streaming(AssessPart):
         return PartJob((1 + readings) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List the loss added by the smallest cache with the fewest and with the most first tokens kept, and its change."""
+        """List the loss added by the smallest cache with the fewest and the most first tokens, and the difference."""
         size = min((one.cache for one in self.caches), default=0)
         by_first = {one.first: one for one in self.caches if one.cache == size}
         for first in sorted({min(by_first), max(by_first)} if by_first else ()):
@@ -104,7 +105,7 @@ class Streaming(AssessPart):
             yield PartRow(f"cache {one.cache}, first {one.first} kept", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the losses with the largest cache by number N of first keys kept, and those added by the smallest cache."""
+        """List the loss with the largest cache by number N of first keys, and the loss added by the smallest cache."""
         if not self.caches:
             return
         sizes = {one.cache for one in self.caches}

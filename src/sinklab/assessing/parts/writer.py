@@ -18,9 +18,9 @@ whose gradient of that output is non-zero in row c only; a_j is that gradient, w
 weight within an expert. The addition of an expert is the sum over its neurons.
 
 The single weight W_down[c, j]: j is chosen among the 8 neurons with the largest additions so that |x_c| after that
-block is smallest without it (later blocks often subtract x_c again, whether or not the weight is zeroed). `super_weight` is True if
-the public code of super weights selects the same weight (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c
-the largest |output| of the down map, j its largest |input|. In addition the neuron, the expert (super experts,
+block is smallest without it (later blocks often subtract x_c again in any case). `super_weight` is True if the
+public code of super weights selects the same weight (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c the
+largest |output| of the down map, j its largest |input|. In addition the neuron, the expert (super experts,
 2507.23279, are removed by zeroing their down map) and the part's output at the first position (2510.06477, section
 3.3) are zeroed, and as a control the largest weight of the down map to another channel.
 """
@@ -212,7 +212,7 @@ class Writer(AssessPart):
 
 
 def feed_forward(block: nn.Module) -> nn.Module | None:
-    """Return the block's feed-forward part: its last child with weight matrices that does not mix positions, or None."""
+    """Return the block's last child module with weight matrices that does not mix positions; None if not found."""
     found = [
         child
         for name, child in block.named_children()
