@@ -80,7 +80,7 @@ class Model:
 
     @property
     def spelled(self) -> Encode:
-        """Function like `encode` that also returns the text bytes of each token."""
+        """Function like `encode` that also returns the number of UTF-8 bytes of each token (`Spelled`)."""
         if isinstance(self.tokenizer, Tokenizer):
             return spelling(self.encode, self.tokenizer.token, set(self.tokenizer.backend.get_added_tokens_decoder()))
         return spelling(self.encode, self.tokenizer.convert_ids_to_tokens, set(self.tokenizer.added_tokens_decoder))

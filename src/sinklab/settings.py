@@ -73,7 +73,7 @@ def flag_of(settings: type[CommandSettings], field: str) -> Flag:
 
 
 def option_name(settings: type[CommandSettings], field: str) -> str:
-    """Return the option of a settings field: --batch-size for `batch_size`, --no-loss for a `loss` that is on by default."""
+    """Return the option of a field: --batch-size for `batch_size`, --no-loss for a `loss` that is on by default."""
     off = "no-" if settings.model_fields[field].default is True else ""
     return flag_of(settings, field).name or f"--{off}{field.replace('_', '-')}"
 

@@ -70,7 +70,7 @@ class AssessText:
         return both_NT[:N], both_NT[N:]
 
     def _stream(self, tokens: int) -> list[int]:
-        """Encode the text up to the document in which it reaches `tokens` tokens, or to its end."""
+        """Return at least `tokens` token ids from the start of the text, or the ids of the full text."""
         if self._text is None:
             if self.model.held_out is None:
                 raise InputError(f"--text is needed: {self.model.name} is not a run, so it has no validation text")

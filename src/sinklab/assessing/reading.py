@@ -125,7 +125,7 @@ class PairedReader:
             self._unchanged_NTE = self._within_context(whole_NTE)
             self.unchanged = self._against(self._unchanged_NTE)
             self._passed()
-            if whole:  # if not alike only now, as the dynamic RoPE of transformers keeps the frequencies of long text
+            if whole:  # last, as the dynamic RoPE of transformers keeps the frequencies of long text
                 self.whole = self._against(self._read(tokens_NT) if whole_NTE is None else whole_NTE)
                 self._passed()
 

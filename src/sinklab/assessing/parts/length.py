@@ -73,7 +73,7 @@ class LossByLength(AssessPart):
         return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List the loss at the last positions of the text in one piece, minus that of the same targets in context."""
+        """List the loss added at the last positions by reading the text in one piece instead of in windows."""
         for _, added in self.values():
             yield PartAnswer(f"positions {self.buckets[-1].positions} read at once", added)
 
