@@ -1,4 +1,4 @@
-"""Command-line entry point. Ctrl-C ends it without a traceback, also during imports."""
+"""Command-line entry point. Ctrl-C ends the command without a traceback, also during imports."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ from types import FrameType
 
 INTERRUPTED = 130
 OBJECTS = 20_000
-"""New objects between garbage collections. Python's default of 700 adds a tenth to a command's start-up time."""
+"""Number of allocations between garbage collections; Python's default of 700 adds a tenth to the start-up time."""
 
 
 def main() -> None:

@@ -8,11 +8,11 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FORMS = 128  # combinations of operations, masks, shapes, and gradient modes
+FORMS = 128  # maximum number of compiled variants: combinations of operation, mask, shape and gradient mode
 
 
 def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[P, R]:
-    """Compile `function` with a recompile limit of 128.
+    """Return `function` compiled by `torch.compile`, with a recompile limit of 128.
 
     After PyTorch's default of 8 recompilations, further variants run uncompiled: FlexAttention then materialises the
     T x T matrix.

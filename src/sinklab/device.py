@@ -15,7 +15,7 @@ from sinklab.errors import InputError, cause
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device with a name; "auto" is CUDA if available, else the CPU.
+    """Return the torch device of this name; "auto" is CUDA if available, else the CPU.
 
     Raises:
         InputError: if the device is not usable on this machine.
@@ -31,9 +31,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
-    """True if the device multiplies in a 16-bit dtype natively; emulation is slower than float32.
+    """Return whether the device multiplies 16-bit floats of this dtype natively; emulation is slower than float32.
 
-    False on a CPU if ATEN_CPU_CAPABILITY disables these instructions in PyTorch.
+    False on a CPU if ATEN_CPU_CAPABILITY disables the AVX-512 or AMX instructions in PyTorch.
     """
     if device.type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -44,7 +44,7 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype, or float32 on a CPU that only emulates it (bfloat16: five times slower)."""
+    """Return `dtype`, or float32 on a CPU that only emulates `dtype` (bfloat16: five times slower)."""
     emulated = device.type == "cpu" and dtype in INSTRUCTIONS and not multiplies_natively(dtype, device)
     return torch.float32 if emulated else dtype
 
@@ -58,7 +58,7 @@ def processor_name() -> str:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors to host memory, with one synchronisation per GPU."""
+    """Return copies of the tensors in host memory, with one synchronisation per GPU."""
     copies = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
     for card in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(card)
@@ -83,8 +83,8 @@ def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next training step.
 
     By default glibc returns large blocks to the system, which must zero the pages again at each step: 3 to 13 % of a
-    small model's training time (benchmarks/train_cpu.py). Results are unchanged. The setting lasts until the process
-    ends. No effect without glibc, or if its environment variables are set.
+    small model's training time (benchmarks/train_cpu.py). Numerical results are unchanged. The setting lasts until
+    the process ends. No effect without glibc, or if the user has set glibc's malloc environment variables.
     """
     variables = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in variables):

@@ -1,4 +1,4 @@
-"""Plotting hooks for `Measurement.plot()` and its HTML display in notebooks.
+"""Functions behind `Measurement.plot()` and the HTML display of a `Measurement` in notebooks.
 
 `sinklab/__init__.py` assigns functions of `report/` to these names, so that `measuring/` does not import `report/`.
 """

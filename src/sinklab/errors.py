@@ -4,7 +4,7 @@ from typing import Any
 
 
 class SinklabError(Exception):
-    """A command failed (exit status 1). The message says what happened and what to do.
+    """Base class of errors that end a command (exit status 1). The message says what happened and what to do.
 
     Attributes:
         said_elsewhere: True if another process of the command prints the same error.
@@ -24,7 +24,7 @@ class UnsavedError(SinklabError):
     """A result could not be saved (exit status 1).
 
     Attributes:
-        result: unsaved result; the command still prints it.
+        result: unsaved result, which the command still prints.
     """
 
     def __init__(self, message: str, result: Any) -> None:
@@ -37,21 +37,21 @@ class LostProcessError(SinklabError):
 
 
 class StoppedError(SinklabError):
-    """A stop was requested during work that is repeated on resume (exit status 1)."""
+    """A stop was requested during a step that is repeated when the command is resumed (exit status 1)."""
 
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if a memory allocation failed; PyTorch's CPU errors, which have no type of their own, match by message."""
+    """Return whether `error` is a failed memory allocation; PyTorch's CPU errors are recognised by their message."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def cause(error: BaseException) -> str:
-    """Shorten another library's message to its first line, plus the next line if the first ends with a colon."""
+    """Return the first line of another library's error message, with the next line if the first ends with a colon."""
     message = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
         message = f"{message} {line}".strip()

@@ -1,7 +1,7 @@
-"""Installation commands of extras; sinklab is not on a package index.
+"""Commands that install optional dependencies (extras); sinklab is not on a package index.
 
-In a checkout, the command installs the checkout with the extra. After an installation from a wheel or archive, which
-may have been deleted, it installs the extra's packages.
+In a checkout, the command installs the checkout with the extra. If sinklab was installed from a wheel or archive, which
+may have been deleted, the command installs the extra's packages.
 """
 
 import re

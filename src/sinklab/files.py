@@ -23,7 +23,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it replaces `path` atomically, on failure it is removed.
+    """Yield a temporary path next to `path`; on success the file there replaces `path`, on failure it is removed.
 
     If `path` is a link, its target is replaced and the link is kept.
 
@@ -68,7 +68,7 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """`json.loads` for untrusted text.
+    """Parse untrusted text like `json.loads`.
 
     Raises:
         ValueError: if the text is not JSON or nested too deeply.
@@ -80,7 +80,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """`yaml.safe_load` for untrusted text.
+    """Parse untrusted text like `yaml.safe_load`.
 
     Raises:
         ValueError: if the text is not YAML, nested too deeply, or has recursive aliases or above `MOST_VALUES` values.
@@ -119,7 +119,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """True if an error or any of its causes reports a full disk."""
+    """Return whether an error or any of its causes reports a full disk."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in FULL:
@@ -137,7 +137,7 @@ def sha256_of(path: Path) -> str:
 
 
 def is_at(file: IO[Any], path: Path) -> bool:
-    """True if an open file is still the one at `path`; a lock on a removed file has no effect."""
+    """Return whether an open file is still the file at `path`; a lock on a removed file would have no effect."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -145,7 +145,7 @@ def is_at(file: IO[Any], path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: SINKLAB_CACHE, or ~/.cache/sinklab.
+    """Return sinklab's cache folder: SINKLAB_CACHE, or ~/.cache/sinklab.
 
     Raises:
         InputError: if there is no home directory.

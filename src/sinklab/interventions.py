@@ -1,8 +1,8 @@
 """Catalogue of interventions: the recipe keys that change a model or its training, with variants and neutral values.
 
 The rows of the catalogue are read from the recipe's JSON schema. A variant is an overlay on a base recipe
-(`sinklab.train.recipe.build_recipe`). The variants here need a head dimension that is a multiple of 4 and a context
-above 8.
+(`sinklab.train.recipe.build_recipe`). The variants of this module need a head dimension that is a
+multiple of 4 and a context above 8.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ Overlay = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """A named overlay.
+    """An overlay on a base recipe, as an example of an intervention.
 
     Attributes:
-        overlay: changes to a base recipe.
+        overlay: nested recipe values that replace those of a base recipe.
         may_diverge: divergence is an expected result, because the paper reports it or the outputs are unbounded.
     """
 
@@ -36,8 +36,8 @@ class Neutral:
 
     Attributes:
         value: the value as text.
-        overlay: changes to the base recipe that set the value.
-        against: changes to the base recipe that make the baseline; default: none.
+        overlay: recipe values that set the intervention to this value.
+        against: recipe values of the baseline; default: the base recipe.
     """
 
     value: str
@@ -211,10 +211,10 @@ class Intervention:
 
     Attributes:
         key: dotted key of a recipe.
-        kind: `kind` of the union member that the row is or that has the key; None outside unions.
-        values: allowed values.
-        default: default value; empty if the key has none.
-        neutral: value that equals the baseline; empty if none is known.
+        kind: `kind` of the union member that the row describes or that has the key; None outside unions.
+        values: allowed values of the key.
+        default: default value; empty for a required key.
+        neutral: value at which the intervention equals the baseline; empty if no such value is known.
         explanation: one-line description.
     """
 

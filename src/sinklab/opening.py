@@ -43,17 +43,18 @@ class Model:
     Attributes:
         name: name as entered by the user.
         module: sinklab's Transformer, or a Hugging Face model.
+        loading: dtype, device and other options with which the model was loaded.
         tokenizer: sinklab's tokenizer, or a Hugging Face tokenizer.
         encode: function from text to token ids, without special tokens.
         special: ids of the special tokens that are prepended to a sequence by default.
         vocabulary: vocabulary size.
-        arrange: function (tokens (N, S), prepend special tokens?, seed) -> sequences as in training; seed None uses the
-            recipe's.
+        arrange: function (tokens (N, S), prepend special tokens?, seed) -> sequences as in training; seed None is the
+            seed of the recipe.
         files: hash of the model's files; None for a model on the hub.
-        commit: commit on the hub; None for a local model.
+        commit: commit of the model on the hub; None for a local model.
         step: training step of a run, also of an exported run.
         planned_steps: total training steps of a run that was not exported.
-        notes: notes on the loading of the model, shown with its results.
+        notes: notes from loading the model, shown with results.
         held_out: function that returns the first N tokens of a run's validation text; None for other models.
     """
 
@@ -74,12 +75,12 @@ class Model:
 
     @cached_property
     def adapter(self) -> Adapter:
-        """The adapter of `module`."""
+        """Adapter of `module`, which gives access to its blocks and attention calls."""
         return adapt(cast("Any", self.module))
 
     @property
     def spelled(self) -> Encode:
-        """`encode`, with the bytes of text of each token."""
+        """Function like `encode` that also returns the number of UTF-8 bytes of each token (`Spelled`)."""
         if isinstance(self.tokenizer, Tokenizer):
             return spelling(self.encode, self.tokenizer.token, set(self.tokenizer.backend.get_added_tokens_decoder()))
         return spelling(self.encode, self.tokenizer.convert_ids_to_tokens, set(self.tokenizer.added_tokens_decoder))
@@ -137,12 +138,12 @@ def open_model(
 
 
 def is_run(name: str) -> bool:
-    """True if `name` is a run directory."""
+    """Return whether `name` is a run directory, which contains a recipe.yaml."""
     return (Path(name) / "recipe.yaml").is_file()
 
 
 def model_files(place: Path) -> str | None:
-    """Hash the files of a local model (SHA-256); None if there is no such directory or file."""
+    """Return a SHA-256 of names, sizes and times of a local model's files; None if the path does not exist."""
     if not place.exists():
         return None
     files = {path for pattern in MODEL_FILES for path in place.rglob(pattern)} if place.is_dir() else {place}
@@ -179,7 +180,7 @@ def _pretrained(
 
 
 def _run(name: str, loading: Loading, step: int | None) -> Model:
-    """Load a run. Its sequences are built by its training loader, which inserts BOS, fixed and random tokens."""
+    """Load a run; `arrange` uses its training data loader, which inserts BOS, fixed and random tokens."""
     from sinklab.data.loader import Loader
     from sinklab.data.shards import TokenFile
     from sinklab.data.tokenizers import load_tokenizer

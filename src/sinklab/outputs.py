@@ -33,7 +33,7 @@ KEYS = {
     "sft.json": {"schema", "asked", "conversations"},
 }
 
-TABLES = {  # their first columns
+TABLES = {  # first columns of each table
     "importance": ("layer", "head", "position", "importance"),
     "positions": ("position", "sink_rate"),
     "layers": ("layer", "importance_first"),
@@ -47,7 +47,7 @@ def check_results(folder: Path, names: Sequence[str]) -> None:
 
     Args:
         folder: created for the check if it does not exist, and removed again.
-        names: keys of KEYS, "measurement.npz", "report.html", and those of TABLES with .csv or .parquet.
+        names: keys of KEYS, "measurement.npz", "report.html", and keys of TABLES with .csv or .parquet.
 
     Raises:
         InputError: if a check fails, or a measurement would replace that of a run; the message names the file.
@@ -105,7 +105,7 @@ def check_chart(path: Path) -> None:
 
 
 def target_of(path: Path) -> Path:
-    """Resolve the links of a path.
+    """Return the path of the file that symbolic links lead to.
 
     Raises:
         InputError: if the path is not a regular file, or its links are circular.

@@ -1,4 +1,4 @@
-"""Descriptions of chart axes, drawn by `report/charts.py`."""
+"""Description of chart axes; `report/charts.py` draws the charts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ class PlotAxis:
     """An axis of a chart.
 
     Attributes:
-        title: title with unit; ` (log scale)` is added for a logarithmic axis.
-        field: field of the data rows.
+        title: title of the axis with unit; ` (log scale)` is added for a logarithmic axis.
+        field: name of the field of the data rows that the axis shows.
         short: title in a tooltip; default: the title without its unit.
         order: values of a categorical axis; None for a continuous one.
         scale: kind of scale; "auto" is logarithmic if all values are above 0 and span more than a factor of 30.
-        zero: a linear scale includes 0.
+        zero: whether a linear scale includes 0.
         at_least: lower bound of the scale's maximum, so that noise does not look like an effect.
         domain: fixed ends of the scale.
         constant: value below which a symlog scale is approximately linear.
-        format: number format of labels; `precision` is that of tooltips. Both in d3's notation.
+        format, precision: number formats of axis labels and of tooltips, in d3's notation.
         ticks: tick positions; default: chosen by the library.
-        whole: values are integers.
+        whole: whether the values are integers.
     """
 
     title: str
@@ -40,6 +40,6 @@ class PlotAxis:
 
     @property
     def name(self) -> str:
-        """The title in a tooltip."""
+        """Title of the axis in a tooltip."""
         title = self.title.split(" (")[0]
         return self.short or title[:1].lower() + title[1:]

@@ -1,4 +1,4 @@
-"""Base classes of config parts and documents."""
+"""Base classes of recipe parts and of documents written by sinklab."""
 
 import math
 from collections.abc import Mapping
@@ -34,10 +34,10 @@ BEYOND = 2**20
 
 @dataclass(frozen=True)
 class Example:
-    """A named variant of a kind.
+    """An example configuration of a kind.
 
     Attributes:
-        values: values that differ from the kind's defaults.
+        values: field values that differ from the kind's defaults.
         may_diverge: divergence is an expected result, because the paper reports it or the outputs are unbounded.
     """
 
@@ -47,12 +47,12 @@ class Example:
 
 @dataclass(frozen=True)
 class NeutralExample:
-    """Values of a kind that are bit-identical to a baseline.
+    """Field values of a kind at which the model is bit-identical to a baseline.
 
     Attributes:
-        said: the values as text.
-        values: values of the kind.
-        against: values of the kind in the baseline; None if the baseline is the base recipe.
+        said: description of the values in the catalogue.
+        values: field values of the kind.
+        against: field values of the kind in the baseline; None if the baseline is the base recipe.
     """
 
     said: str
@@ -84,7 +84,7 @@ class ReadDocument(BaseModel):
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """Replace NaN and infinity, which JSON lacks, by None."""
+    """Return the value, or None for NaN and infinity, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -99,7 +99,7 @@ Ratio = Annotated[
 
 
 def leaves(values: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """Flatten nested mappings to values by dotted key."""
+    """Flatten nested mappings to a dictionary of values by dotted key, such as `model.width`."""
     found: dict[str, object] = {}
     for key, value in values.items():
         below = f"{path}.{key}" if path else str(key)

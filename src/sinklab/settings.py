@@ -14,7 +14,7 @@ from sinklab.errors import InputError
 LARGEST = 2**63 - 1  # largest 64-bit integer
 INPUT, TRAINING, MEASURED, OUTPUT, ADVANCED = PANELS = ("Input", "Training", "Measured", "Output", "Advanced")
 """Panels of a command's help, in order."""
-MOST = 10**9  # limit of sequences and of tokens per sequence; their product is a valid tensor size
+MOST = 10**9  # maximum number of sequences, and of tokens per sequence; the product is a valid tensor size
 
 T = TypeVar("T")
 Several = Annotated[tuple[T, ...], Strict(False)]
@@ -23,14 +23,14 @@ Several = Annotated[tuple[T, ...], Strict(False)]
 
 @dataclass(frozen=True)
 class Flag:
-    """Command-line form of a field, if it cannot be derived from the type.
+    """Command-line form of a settings field, as far as it cannot be derived from the field's type.
 
     Attributes:
         name: option name, if it differs from the field's.
         metavar: placeholder in the help, in place of the type.
         panel: help panel, if it differs from that of the settings.
-        text: option type if the field's validator parses the text: str, or list[str] for a repeatable option.
-        default: default text of such an option.
+        text: type of an option whose text the field's validator parses: str, or list[str] if repeatable.
+        default: default text of an option with `text`.
     """
 
     name: str | None = None
@@ -68,12 +68,12 @@ class CommandSettings(BaseModel, frozen=True):
 
 
 def flag_of(settings: type[CommandSettings], field: str) -> Flag:
-    """Return the command-line form of a field."""
+    """Return the `Flag` declared for a settings field, or one with default values."""
     return next((one for one in settings.model_fields[field].metadata if isinstance(one, Flag)), Flag())
 
 
 def option_name(settings: type[CommandSettings], field: str) -> str:
-    """Return a field's option: --batch-size for `batch_size`, --no-loss for a `loss` that is on by default."""
+    """Return the option of a field: --batch-size for `batch_size`, --no-loss for a `loss` that is on by default."""
     off = "no-" if settings.model_fields[field].default is True else ""
     return flag_of(settings, field).name or f"--{off}{field.replace('_', '-')}"
 

@@ -16,7 +16,7 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells and Typer report it."""
 
 CALL_AGAIN = 75
-"""Exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL of sysexits.h): saved; the same command resumes."""
+"""Exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL of sysexits.h): the work is saved, the same command resumes."""
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -29,7 +29,7 @@ class PreemptedError(BaseException):
 
 
 class StopRequest:
-    """Flag set by stop signals; calling it returns True if a stop was requested."""
+    """Flag set by stop signals; calling an instance returns whether a stop was requested."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
@@ -44,7 +44,7 @@ class StopRequest:
         return INTERRUPTED if self._by == signal.SIGINT else CALL_AGAIN
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: set the flag.
+        """Set the flag when a signal arrives.
 
         Raises:
             KeyboardInterrupt: on Ctrl-C after an earlier signal.
@@ -67,8 +67,8 @@ def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
 def left_on_signals() -> Iterator[None]:
     """Make SIGTERM and SIGUSR1 raise PreemptedError in the main thread, as SIGINT raises KeyboardInterrupt.
 
-    Python drops exceptions raised in callbacks of the garbage collector or of weak references. The signal is then sent
-    again after 10 ms.
+    Python drops exceptions raised in callbacks of the garbage collector or of weak references; in that case the signal
+    is sent again after 10 ms.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -105,7 +105,7 @@ def keeping_what_is_finished() -> Iterator[None]:
 
 
 def was_kept() -> bool:
-    """Return and clear the resumable flag."""
+    """Return whether the last interrupted work was marked as resumable, and clear the mark."""
     kept = _KEPT.is_set()
     _KEPT.clear()
     return kept

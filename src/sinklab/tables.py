@@ -13,7 +13,7 @@ T = TypeVar("T")
 NOTHING = "–"
 INFINITE = "∞"
 SINK_1 = "Sink₁"
-"""Name of Sink_1 in tables, charts and pages."""
+"""Name of the statistic Sink_1 in tables, charts and pages."""
 
 
 def number_text(value: float | None, form: str = "") -> str:
@@ -37,12 +37,12 @@ def counted(number: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class TableCell:
-    """A value with annotations.
+    """A table value with annotations.
 
     Attributes:
         value: number (formatted by its column) or text; None for a missing value.
-        note: small text after the value, such as its spread.
-        tone: verdict or `warn`, which determines the colour.
+        note: small text after the value, such as the spread over seeds.
+        tone: verdict or `warn`, which determines the colour of the cell.
         link: hyperlink target; ignored in the terminal.
     """
 
@@ -63,8 +63,8 @@ class TableColumn:
         title: column heading.
         unit: unit, shown below the title.
         form: format specification of the numbers.
-        text: cells are text, left-aligned and wrapped; leading text columns name the rows.
-        help: longer explanation.
+        text: whether cells are text, left-aligned and wrapped; leading text columns name the rows.
+        help: longer explanation of the column.
     """
 
     title: str
@@ -81,12 +81,12 @@ class TableColumn:
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table of results.
 
     Attributes:
         rows: rows with one value per column.
         notes: explanations shown below the table.
-        key: HTML anchor.
+        key: HTML anchor of the table.
     """
 
     title: str
@@ -101,7 +101,7 @@ class Table:
         return next((at for at, column in enumerate(self.columns) if not column.text), len(self.columns))
 
     def cells(self) -> list[list[tuple[str, TableCell]]]:
-        """Return every formatted value with its cell, by row."""
+        """Return, for every row, pairs of formatted value and cell."""
         return [
             [
                 (column.text_of(value), value if isinstance(value, TableCell) else TableCell(value))
@@ -111,7 +111,7 @@ class Table:
         ]
 
     def without_empty_columns(self) -> "Table":
-        """Copy the table without empty columns; columns that name the rows are kept."""
+        """Return a copy without empty columns; columns that name the rows are kept."""
         kept = [
             at
             for at in range(len(self.columns))
@@ -133,23 +133,23 @@ def table_of(
     notes: Sequence[str] = (),
     key: str = "",
 ) -> Table:
-    """A table with a row per item; each column is paired with the function that reads its value from an item."""
+    """Return a table with a row per item; each column is paired with the function from an item to its value."""
     rows = [[value(item) for _, value in columns] for item in items]
     return Table(title, [column for column, _ in columns], rows, notes, key)
 
 
 def names(*titles: str) -> list[TableColumn]:
-    """Create text columns."""
+    """Create a text column for each title."""
     return [TableColumn(title, text=True) for title in titles]
 
 
 def numbers(form: str, *titles: str, unit: str = "") -> list[TableColumn]:
-    """Create number columns with one format."""
+    """Create a number column for each title, all with the same format and unit."""
     return [TableColumn(title, unit, form) for title in titles]
 
 
 def markdown(table: Table) -> str:
-    """Format a Markdown table, without title and notes; Markdown and HTML markup in the text is escaped."""
+    """Return the table in Markdown, without title and notes; Markdown and HTML markup in cells is escaped."""
     lines = [_row(column.title for column in table.columns), _row("---" for _ in table.columns)]
     lines += [_row(" ".join(filter(None, (text, cell.note))) for text, cell in row) for row in table.cells()]
     return "\n".join(lines)

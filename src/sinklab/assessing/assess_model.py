@@ -1,4 +1,4 @@
-"""Assess a model, as a resumable job with a step per part."""
+"""Assess a model in a resumable job, with one step per part of the assessment."""
 
 import hashlib
 import json
@@ -33,14 +33,15 @@ def assess(
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
         text: a .txt or .jsonl file or a folder of them, read as one stream; default for a run: its validation text.
-        out: directory of assessment.json, written after every part; a repeated call resumes, and may add parts.
+        out: directory of assessment.json, written after every part; a repeated call resumes the assessment, and may
+            add parts.
 
     Raises:
         InputError: before anything is written, if a model, text or option is unusable, a requested part does not apply
-            to the model, or `out` has an assessment of another request.
+            to the model, or `out` has an assessment with other settings.
         HeldError: if another process writes an assessment to `out`.
-        UnsavedError: if a part cannot be saved; the error has the assessment so far.
-        SinklabError: if a change makes the model compute NaN.
+        UnsavedError: if a result cannot be saved; the error contains the assessment so far.
+        SinklabError: if an intervention makes the model compute NaN.
     """
     for name in options.parts:
         if name not in PARTS:
@@ -101,7 +102,7 @@ def open_separable(name: str, loading: Loading) -> Model:
 
 
 def _new(text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions) -> Assessment:
-    """Create an assessment without results."""
+    """Return an assessment of the text and settings, without results."""
     model, tokens_NT = text.model, text.sequences(settings.sequences, settings.length)
     asked = {
         "model": model.name,
@@ -121,7 +122,7 @@ def _new(text: AssessText, given: Path | None, settings: AssessSettings, options
 
 
 def _resumed(ledger: Ledger[Assessment], new: Assessment) -> Assessment:
-    """Load the assessment of an earlier call with the same request; else return the new one."""
+    """Return the assessment saved by an earlier call with the same settings; if none, `new`."""
     before = ledger.earlier(load_assessment)
     if before is None or ledger.path is None:
         return new
@@ -133,7 +134,11 @@ def _resumed(ledger: Ledger[Assessment], new: Assessment) -> Assessment:
 def _jobs(
     text: AssessText, settings: AssessSettings, options: AssessOptions
 ) -> tuple[dict[str, PartJob], dict[str, str]]:
-    """Prepare the parts that apply, and collect the reasons why others do not; requested parts must apply."""
+    """Return the jobs of the parts that can be run on the model, and the reason for each skipped part, by name.
+
+    Raises:
+        InputError: if a part requested by name cannot be run.
+    """
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}
     for name in options.parts or (IN_QUICK if options.quick else USUAL):

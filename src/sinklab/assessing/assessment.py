@@ -1,4 +1,4 @@
-"""assessment.json: cost and benefit of a sink in one model, by part; formulas in docs/assess.md."""
+"""assessment.json: cost and benefit of the sink in one model, by part; formulas in docs/assess.md."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,24 +24,24 @@ from sinklab.schema import ReadDocument
 ASSESSMENT = "assessment.json"
 HELD_OUT = "held_out"
 OF_THE_MODEL = {"model", "files"}
-"""The keys of `asked` in which comparable assessments may differ."""
+"""Keys of `Assessment.asked` that may differ between comparable assessments."""
 
 LOSSES = ((1.0, "A very large loss"), (0.1, "A large loss"), (0.01, "A small loss"))
-"""Minimum losses in nats per token, and their descriptions; docs/assess.md."""
+"""Minimum added losses in nats per token, each with the words that describe the loss; docs/assess.md."""
 
 OnePart = TypeVar("OnePart", bound=AssessPart)
 
 
 class Assessment(ReadDocument):
-    """assessment.json; each part has its own key, null until it is finished.
+    """Content of assessment.json; each part has its own key, null until the part is finished.
 
     Attributes:
-        asked: the request, which determines the numbers.
-        context, layers: context and number of layers of the model.
+        asked: model, text and settings, which determine the results.
+        context, layers: context length and number of layers of the model.
         notes: notes on the model, the text and the settings.
-        skipped: reasons why parts do not apply to the model, by part.
-        seconds: duration by part.
-        results: results by finished part.
+        skipped: reason why a part was skipped, by name of the part.
+        seconds: run time in seconds, by name of the part.
+        results: results of the finished parts, by name.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
@@ -71,11 +71,11 @@ class Assessment(ReadDocument):
         return {**document, **{name: results.get(name) for name in PARTS}}
 
     def document(self) -> dict[str, Any]:
-        """The content of assessment.json."""
+        """Return the content of assessment.json as a dictionary."""
         return self.model_dump(mode="json", by_alias=True)
 
     def result(self, part: type[OnePart]) -> OnePart:
-        """The result of a part.
+        """Return the result of a part.
 
         Raises:
             KeyError: if the part is not finished.
@@ -85,7 +85,7 @@ class Assessment(ReadDocument):
         return done
 
     def with_result(self, done: AssessPart, seconds: float) -> "Assessment":
-        """Return a copy with the result of one more part."""
+        """Return a copy that also contains the result and run time of a part."""
         results = {**self.results, done.name: done}
         ordered = {name: results[name] for name in PARTS if name in results}
         skipped = {name: why for name, why in self.skipped.items() if name != done.name}
@@ -93,13 +93,13 @@ class Assessment(ReadDocument):
         return self.model_copy(update={"results": ordered, "skipped": skipped, "seconds": took})
 
     def answers(self) -> Iterator[tuple[str, PartAnswer]]:
-        """List the answers of all parts, as pairs of question and answer."""
+        """List the answers of all finished parts, as pairs of the part's question and an answer."""
         for part in self.results.values():
             for one in part.answers():
                 yield part.question, one
 
     def answer(self) -> list[str]:
-        """Summarise the loss without the sink and, if it was assessed, the cost of the sink, in a sentence each."""
+        """Return a sentence on the loss added without the sink and, if it was assessed, one on the cost of the sink."""
         answers = [one for _, one in self.answers()]
         lost = [(one.added, one.lost) for one in answers if one.lost and one.added is not None]
         gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
@@ -112,11 +112,11 @@ class Assessment(ReadDocument):
         return [*said, *([f"The sink itself costs {_nats(gained)}."] if gained else [])]
 
     def remarks(self) -> list[str]:
-        """List the notes below the table."""
+        """List the notes of the parts that are shown below the result table."""
         return [remark for part in self.results.values() if (remark := part.remark())]
 
     def errors(self) -> list[str]:
-        """A note with the ranges of the standard errors of added losses by part; empty if there are none."""
+        """Return a note with the range of the standard errors of the added losses of each part; empty without any."""
         errors = {
             name: found
             for name, part in self.results.items()
@@ -136,7 +136,7 @@ class Assessment(ReadDocument):
 
 
 def _nats(found: Sequence[tuple[float, str]]) -> str:
-    """`+0.095 nats per token with the first key hidden, +0.082 in streaming`."""
+    """Format losses as `+0.095 nats per token with the first key hidden, +0.082 in streaming`."""
     first, *others = (f"{added:+.3f}{{}} {words}" for added, words in found)
     return ", ".join([first.format(" nats per token"), *(one.format("") for one in others)])
 
@@ -154,7 +154,7 @@ def load_assessment(path: Path) -> Assessment:
 
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:
-    """Select the largest group of assessments with the same text and settings."""
+    """Return the largest group of assessments with the same text and settings, by name of the model."""
     asked = {
         name: repr(sorted((key, repr(value)) for key, value in one.asked.items() if key not in OF_THE_MODEL))
         for name, one in assessments.items()

@@ -1,7 +1,7 @@
-"""The declaration of a part of an assessment: question, text, passes, result, answers, table rows, numbers, figure.
+"""Base class of the parts of an assessment: question, text, passes, result, answers, table rows, numbers, figure.
 
 A part is a subclass of `AssessPart` in a file of its own in `parts/`, which finds it. Its fields are its entry in
-assessment.json. Losses and divergences are in nats per token; positions and layers count from 1, a learned sink token
+assessment.json. Losses and KL divergences are in nats per token; positions and layers are 1-based, a learned sink token
 is position 0.
 """
 
@@ -60,7 +60,7 @@ class AssessText:
         return self.model.arrange(torch.tensor(stream[: count * body]).view(count, body), special > 0, None)
 
     def split(self, most: int, others: int, length: int) -> tuple[Tensor, Tensor]:
-        """Cut the stream into at most `most` sequences (N, T) and up to `others` further ones (M, T).
+        """Cut the stream into at most `most` sequences (N, T) and up to `others` further sequences (M, T).
 
         Raises:
             InputError: if the text is too short for two sequences.
@@ -70,7 +70,7 @@ class AssessText:
         return both_NT[:N], both_NT[N:]
 
     def _stream(self, tokens: int) -> list[int]:
-        """Encode at least this many tokens of the text, or all of it."""
+        """Return at least `tokens` token ids from the start of the text, or the ids of the full text."""
         if self._text is None:
             if self.model.held_out is None:
                 raise InputError(f"--text is needed: {self.model.name} is not a run, so it has no validation text")
@@ -84,14 +84,14 @@ class AssessText:
 
 
 class Effect(ReadDocument):
-    """Loss and divergence of a changed model.
+    """Loss of the model under an intervention, and its KL divergence from the unchanged model.
 
     Attributes:
-        loss: mean loss over the targets.
-        kl: mean divergence of the changed model's predictions from those of the unchanged model.
-        targets: number of targets.
-        error: standard error of the added loss; None for the unchanged model, a mean of several
-            draws, and too few targets.
+        loss: mean loss over the target tokens.
+        kl: mean over the targets of KL(unchanged model || model under the intervention).
+        targets: number of target tokens.
+        error: standard error of the added loss; None for the unchanged model, for a mean over
+            several random draws, and with too few targets.
     """
 
     loss: float
@@ -102,11 +102,11 @@ class Effect(ReadDocument):
 
 @dataclass(frozen=True)
 class PartJob:
-    """A part, ready to run.
+    """A prepared part of an assessment, ready to run.
 
     Attributes:
-        passes: number of sequences over all passes.
-        run: function that reads the sequences, calls its argument after each, and returns the result.
+        passes: number of sequences read, summed over all forward passes.
+        run: function that runs the model on the sequences, calls its argument after each one, and returns the result.
     """
 
     passes: int
@@ -115,12 +115,13 @@ class PartJob:
 
 @dataclass(frozen=True)
 class PartRow:
-    """A row of the result table: one change, or the unchanged model.
+    """A row of the result table: one intervention, or the unchanged model.
 
     Attributes:
-        what: description of the change.
-        more: remark on the row.
-        added: added loss relative to the same targets without the change; None to compare with `unchanged`.
+        what: description of the intervention.
+        effect: loss and KL divergence under the intervention.
+        more: remark shown at the end of the row.
+        added: loss minus the unchanged loss on the same targets; None to subtract the loss of `unchanged`.
     """
 
     what: str
@@ -136,10 +137,10 @@ class PartRow:
 
 @dataclass(frozen=True)
 class PartAnswer:
-    """An answer to the question of a part: a change, and the loss that it adds.
+    """An answer to the question of a part: an intervention, and the loss that it adds.
 
     Attributes:
-        change: the change in a few words.
+        change: description of the intervention in a few words.
         added: added loss in nats per token, or another loss difference that `change` describes; None if the
             answer is not a loss.
         lost: clause for the first sentence of the assessment, if `added` is the loss without the sink, such as
@@ -155,10 +156,10 @@ class PartAnswer:
 
 @dataclass(frozen=True)
 class PartNumber:
-    """A number of a part in nats per token, for claims and for tables of many models.
+    """A scalar result of a part in nats per token, for claims and for tables of many models.
 
     Attributes:
-        name: name in claims; N stands for a whole number.
+        name: name of the scalar in claims; N stands for an integer.
         label: heading of the column in the table of an experiment.
         column: heading and unit of the column on the leaderboard; None for no column.
         explained: explanation of the column on the leaderboard.
@@ -172,15 +173,15 @@ class PartNumber:
 
 @dataclass(frozen=True)
 class PartFigure:
-    """A figure as data; `report` draws it.
+    """The data and axes of a figure, which `report` draws.
 
     Attributes:
         rows: values by field, including the fields of `colour` and of the axes.
-        y: vertical axis; by default that of the added loss.
-        kind: a line per series, joined dots per category of y, or a scatter plot.
-        colour: field of the series; `series` is their order in the legend.
+        y: vertical axis; default: the added loss.
+        kind: "lines" (a line per series), "dots" (joined dots per category of y) or "scatter".
+        colour: field that contains the name of the series; `series` is the order of the names in the legend.
         reference: position of a dashed line on the y axis (for dots, on the x axis).
-        tooltip: further fields, each with its title and format.
+        tooltip: further fields in the tooltip, as triples of field, title and number format.
     """
 
     title: str
@@ -205,13 +206,13 @@ class AssessPart(ReadDocument, ABC):
         name: name of the part in `--parts`, assessment.json and experiments.
         rank: position of the part in the order of execution and display.
         question: question that the part answers.
-        long_text: whether the part is skipped if the text is too short; other parts raise an error.
-        on_request: whether the part runs only if it is named, because it takes long.
-        in_quick: whether --quick includes the part if no parts are named.
-        numbers: single numbers of the part.
-        loss_axis: title of an axis of the added loss.
-        sequences, length: N and T.
-        unchanged: effect of no change, on the same text within the context.
+        long_text: whether the part is skipped if the text is too short; otherwise an error is raised.
+        on_request: whether the part runs only if `--parts` names it, because it is slow.
+        in_quick: whether --quick includes the part if `--parts` is not given.
+        numbers: scalar results of the part.
+        loss_axis: title of the axis that shows the added loss.
+        sequences, length: number of sequences N and tokens per sequence T.
+        unchanged: loss of the unchanged model on the same text, read within its context.
     """
 
     name: ClassVar[str]
@@ -229,13 +230,13 @@ class AssessPart(ReadDocument, ABC):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        """The reason why the part does not apply to the model; None if it applies."""
+        """Return the reason why the part cannot be run on the model; None if it can."""
         return None
 
     @classmethod
     @abstractmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        """Read the text and prepare the passes.
+        """Tokenise the text and return the job that runs the forward passes of the part.
 
         Raises:
             InputError: if the text is too short.
@@ -243,42 +244,42 @@ class AssessPart(ReadDocument, ABC):
 
     @abstractmethod
     def answers(self) -> Iterator[PartAnswer]:
-        """List the answers to the question, which are shown before the rows."""
+        """List the answers to the part's question, which are shown before the table."""
 
     def rows(self) -> Iterator[PartRow]:
-        """List the rows of the table of all changes."""
+        """List the rows of the result table, one per intervention."""
         yield from ()
 
     def remark(self) -> str | None:
-        """A note below the table; None for no note."""
+        """Return the note below the result table; None for no note."""
         return None
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the values of `numbers` as pairs of name (N replaced by its value) and value."""
+        """List the scalar results declared in `numbers`, as pairs of name (with N filled in) and value."""
         yield from ()
 
     def figure(self) -> PartFigure | None:
-        """Describe the figure of the report; None for no figure."""
+        """Return the part's figure in the report; None for no figure."""
         return None
 
     def unchanged_row(self) -> PartRow:
-        """The row of the unchanged model."""
+        """Return the table row of the unchanged model."""
         return PartRow("unchanged", self.unchanged, f"{self.sequences} x {self.length:,} tokens")
 
     def added(self, effect: Effect) -> float:
-        """The loss that a change adds to that of the unchanged model."""
+        """Return the loss under an intervention minus the loss of the unchanged model."""
         return effect.loss - self.unchanged.loss
 
     def added_by(self, row: PartRow) -> float:
-        """The loss that the change of a row adds."""
+        """Return the loss that the intervention of a table row adds."""
         return self.added(row.effect) if row.added is None else row.added
 
     def point(self, effect: Effect, series: str, x: object, y: object = None) -> dict[str, object]:
-        """Make a row of a figure, with loss and divergence for the tooltip; `y` defaults to the added loss."""
+        """Return a data row of a figure, with loss and KL divergence for the tooltip; default `y`: the added loss."""
         y = self.added(effect) if y is None else y
         return {"series": series, "x": x, "loss": effect.loss, "kl": effect.kl, "y": y}
 
     @staticmethod
     def counted(count: int, noun: str) -> str:
-        """Put a number before a noun unless it is 1: `key`, `3 keys`."""
+        """Return the noun for a count of 1, else the count and the plural: `key`, `3 keys`."""
         return noun if count == 1 else f"{count} {noun}s"

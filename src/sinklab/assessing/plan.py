@@ -1,4 +1,4 @@
-"""Settings of an assessment, and the lengths, caches and budgets derived from them for one model."""
+"""Settings of an assessment, and the sequence lengths, cache sizes and budgets derived from them for one model."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,12 +19,12 @@ CACHE_GROUP = 32  # successive tokens or channels of a cache that are rounded to
 
 @dataclass(frozen=True)
 class DefaultSizes:
-    """Default sizes, which determine the duration of an assessment.
+    """Default amounts of text, which determine the run time of an assessment.
 
     Attributes:
-        within: maximum number of tokens per sequence within the context.
-        tokens: total number of tokens of these sequences.
-        streamed: total number of tokens of the streaming and length parts.
+        within: maximum number of tokens of a sequence that is read within the context.
+        tokens: total number of tokens of the sequences read within the context.
+        streamed: total number of tokens of the streaming part, and of the length part.
         kept: numbers of first tokens kept in the rolling cache.
     """
 
@@ -40,7 +40,7 @@ TWO_KEYS = "a cache must hold 2 keys or more, including the query's own"
 
 
 def _names(given: object) -> object:
-    """Parse a comma-separated list of names; empty for `all`."""
+    """Split a comma-separated list of part names into a tuple; empty for `all`."""
     if not isinstance(given, str):
         return given
     return () if given == "all" else tuple(name.strip() for name in given.split(","))
@@ -50,7 +50,7 @@ class AssessOptions(CommandSettings, frozen=True):
     """Settings of an assessment; None stands for a default that is derived from the model's context.
 
     Attributes:
-        where_possible: whether to skip requested parts that do not apply to the model.
+        where_possible: whether to skip requested parts that cannot be run on the model, instead of raising an error.
     """
 
     panel = MEASURED
@@ -109,7 +109,7 @@ class AssessOptions(CommandSettings, frozen=True):
 
     @property
     def sizes(self) -> DefaultSizes:
-        """The default sizes."""
+        """Default amounts of text: `QUICK` with --quick, else `FULL`."""
         return QUICK if self.quick else FULL
 
     @field_validator("caches", "budgets", "kept")
@@ -132,11 +132,11 @@ class AssessOptions(CommandSettings, frozen=True):
 
 
 class AssessSettings(AssessOptions, frozen=True):
-    """Settings with all derived values for one model.
+    """Settings of an assessment with all defaults filled in for one model.
 
     Attributes:
-        stream_sequences: number of sequences N of the streaming part.
-        long_length: tokens per sequence T of the length part; None if the model cannot read beyond its context.
+        stream_sequences: number of sequences of the streaming part.
+        long_length: tokens per sequence of the length part; None if the model cannot read beyond its context.
     """
 
     sequences: int = Field(default=...)
@@ -148,7 +148,7 @@ class AssessSettings(AssessOptions, frozen=True):
 
 
 def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
-    """Complete the options with defaults derived from the model's context.
+    """Return the options with the defaults that are derived from the model's context filled in.
 
     Raises:
         InputError: if an option is invalid for the model or the length of the sequences.

@@ -1,16 +1,16 @@
-"""Loss and divergence by position, for the same text read by the unchanged model and with a change.
+"""Loss and KL divergence at every position, for the same text read by the unchanged model and under an intervention.
 
     loss_t = -log p(x_t+1 | x_1 .. x_t)                             nats
-    kl_t   = sum_v p_t(v) (log p_t(v) - log q_t(v))                 nats; p of the unchanged model, q of the changed
+    kl_t   = sum_v p_t(v) (log p_t(v) - log q_t(v))                 nats; p of the unchanged model, q of the edited one
 
 If sequences are longer than the context, the unchanged model reads them in windows of its context that overlap by half.
 Only the second half of a window is scored, so that every token has at least half a context before it.
 
-Logits are computed for some rows at a time. log p of the unchanged model is computed once and kept for all changes, up
-to `LOG_PROBABILITIES_KEPT` bytes per text; for further rows it is recomputed with every change. A changed pass thus
-costs little more than one forward pass with the head: loss and divergence are computed in slices that fit in the CPU
-cache. Rejected: kl = sum p log p - sum p z_q + lse(z_q) with the sum of p log p kept,
-which needs no log q, as it loses digits where the divergence is small; half precision, for the same reason.
+Logits are computed for some rows at a time. log p of the unchanged model is computed once and kept for all
+interventions, up to `LOG_PROBABILITIES_KEPT` bytes per text; for further rows it is recomputed with every
+intervention. An intervention thus costs little more than one forward pass with the LM head: loss and KL divergence are
+computed in slices that fit in the CPU cache. Rejected: kl = sum p log p - sum p z_q + lse(z_q) with the sum of p log p
+kept, which needs no log q, as it loses digits where the divergence is small; half precision, for the same reason.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,17 +37,17 @@ LOG_PROBABILITIES_KEPT = 2**30  # bytes of a text: 5,461 positions of a vocabula
 SLICE = 2**19  # elements of the logits that are compared at a time on a CPU: 2 MB in float32
 Step = Callable[[], None]
 KeyHeads = frozenset[tuple[int, int]]
-"""Layer, from 1 among those with attention, and key head, from 1; query heads that share keys share a key head."""
+"""KV heads as pairs (layer, head), both 1-based; only attention layers are counted."""
 
 
 @dataclass(frozen=True)
 class ByPosition:
-    """Loss and divergence of every scored target.
+    """Loss and KL divergence at every target token of N sequences.
 
     Attributes:
         first: 1-based position of the first target.
-        loss_NP, kl_NP: loss and divergence of the targets first .. T; nats, float64.
-        unchanged_NP: loss of the unchanged model; None for that model itself.
+        loss_NP, kl_NP: loss and KL divergence of the targets at positions first .. T; nats, float64.
+        unchanged_NP: loss of the unchanged model at the same targets; None if this is the unchanged model.
     """
 
     first: int
@@ -56,9 +56,9 @@ class ByPosition:
     unchanged_NP: Tensor | None = None
 
     def effect(self, start: int = 1, stop: int | None = None) -> Effect:
-        """Means over the targets at positions start .. stop - 1 (1-based), all by default.
+        """Return mean loss and KL divergence over the targets at positions start .. stop - 1 (1-based); default: all.
 
-        The standard error is over blocks of 64 successive targets, as neighbouring targets are not independent.
+        The standard error is computed over blocks of 64 successive targets, as neighbouring targets are correlated.
 
         Raises:
             SinklabError: if a loss is not finite.
@@ -73,9 +73,9 @@ class ByPosition:
 
 
 def standard_error(x_NP: Tensor) -> float | None:
-    """Standard error of the mean, with blocks of 64 successive positions as clusters; None for a single block.
+    """Compute the standard error of the mean of x, clustered by blocks of 64 positions; None for a single block.
 
-    (B / (B - 1) sum_b (sum of block b - its positions times the mean)^2)^(1/2) / number of positions
+    (B / (B - 1) sum_b (sum of x in block b - size of b * mean)^2)^(1/2) / number of positions
     """
     deviations_B = torch.stack([block_NK.sum(1) for block_NK in (x_NP - x_NP.mean()).split(TARGETS_OF_A_BLOCK, 1)])
     B = deviations_B.numel()
@@ -83,24 +83,26 @@ def standard_error(x_NP: Tensor) -> float | None:
 
 
 class HeadCost(Effect):
-    """Effect of a change to one key head; layer and head count from 1, only layers with attention are counted."""
+    """Loss added when one KV head is rounded or restricted; `layer` and `head` are 1-based, in attention layers."""
 
     layer: int
     head: int
 
 
 class PairedReader:
-    """Reads sequences with changes, and keeps the unchanged model's hidden states and log-probabilities on them.
+    """Runs the model on the same sequences under interventions, and compares it with the unchanged model.
+
+    The hidden states and log-probabilities of the unchanged model are kept.
 
     Args:
         tokens_NT: token ids.
-        step: function called for every sequence after each pass.
-        whole: whether to read the text in one piece as well; its first window is reused if it is the same.
+        step: function called once per sequence after each forward pass.
+        whole: whether to also read every sequence in one piece, beyond the context.
         kept: maximum size in bytes of the stored log-probabilities; at most a quarter of the free memory is used.
 
     Attributes:
-        unchanged: loss of the unchanged model within the context.
-        whole: loss in one piece; None if not requested.
+        unchanged: loss of the unchanged model, read in windows of its context.
+        whole: loss of the unchanged model, read in one piece; None if not requested.
     """
 
     def __init__(
@@ -123,12 +125,12 @@ class PairedReader:
             self._unchanged_NTE = self._within_context(whole_NTE)
             self.unchanged = self._against(self._unchanged_NTE)
             self._passed()
-            if whole:  # if not alike only now, as the dynamic RoPE of transformers keeps the frequencies of long text
+            if whole:  # last, as the dynamic RoPE of transformers keeps the frequencies of long text
                 self.whole = self._against(self._read(tokens_NT) if whole_NTE is None else whole_NTE)
                 self._passed()
 
     def result_fields(self) -> dict[str, Any]:
-        """The fields that the results of all parts share: `sequences`, `length` and `unchanged`."""
+        """Return the fields that the results of all parts share: `sequences`, `length` and `unchanged`."""
         N, T = self.tokens_NT.shape
         return {"sequences": N, "length": T, "unchanged": self.unchanged.effect()}
 
@@ -139,9 +141,14 @@ class PairedReader:
         compute: Compute = LayerCall.output,
         surgery: AbstractContextManager[object] | None = None,
     ) -> ByPosition:
-        """Read the text with changed attention calls and, optionally, a changed model.
+        """Return loss and KL divergence with edited or replaced attention calls, optionally within a context manager.
 
-        Sequences beyond the context are read in one piece.
+        Args:
+            edit: function that edits every attention call.
+            compute: function that computes the output of every attention call.
+            surgery: context manager that edits the model during the pass.
+
+        Sequences longer than the context are read in one piece.
         """
         hidden_NTE = self.observed(edit, compute=compute, surgery=surgery)
         with evaluating(self.adapter.module):
@@ -154,14 +161,18 @@ class PairedReader:
         compute: Compute = LayerCall.output,
         surgery: AbstractContextManager[object] | None = None,
     ) -> Tensor:
-        """Read the text as `under` does, without the head; returns the hidden states (N, T, E)."""
+        """Return the final hidden states (N, T, E) under the interventions of `under`, without computing logits."""
         with evaluating(self.adapter.module), surgery or nullcontext():
             hidden_NTE = self._read(self.tokens_NT, edit, compute)
         self._passed()
         return hidden_NTE
 
     def by_key_head(self, under: Callable[[KeyHeads], ByPosition]) -> list[HeadCost]:
-        """Read the text once per key head with `under`, this reader's under a change of this head only."""
+        """Measure the cost of an intervention on each KV head alone.
+
+        Args:
+            under: function that reads this reader's text with the intervention on the given KV heads.
+        """
         heads = sorted(key_heads(self.adapter))
         return [
             HeadCost(layer=layer, head=head, **under(frozenset({(layer, head)})).effect().model_dump())
@@ -195,7 +206,7 @@ class PairedReader:
             self._step()
 
     def _against(self, hidden_NTE: Tensor) -> ByPosition:
-        """Compute the loss of hidden states, and the divergence from the unchanged model."""
+        """Compute the loss of hidden states (N, T, E), and their KL divergence from the unchanged model."""
         first = self.adapter.first_target
         states_RE, before_RE = (x[:, first - 2 : -1].flatten(0, 1) for x in (hidden_NTE, self._unchanged_NTE))
         targets_R1 = self.tokens_NT[:, first - 1 :].reshape(-1, 1).to(self.adapter.device)
@@ -220,7 +231,7 @@ class PairedReader:
         return ByPosition(first, loss_NP, kl_NP, None if hidden_NTE is self._unchanged_NTE else self.unchanged.loss_NP)
 
     def _log_p(self, number: int, states_RE: Tensor) -> Tensor:
-        """Return the unchanged model's log-probabilities of the slice of rows with this index (from 0)."""
+        """Return the unchanged model's log-probabilities of row slice `number` (0-based), cached if possible."""
         if number < len(self._log_p_RV):
             return self._log_p_RV[number]
         log_p_RV = F.log_softmax(self.adapter.logits(states_RE), -1)
@@ -233,7 +244,7 @@ class PairedReader:
 def changed_attention(
     adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output
 ) -> AbstractContextManager[object]:
-    """Intercept calls as `intercept` does, with every score scale reset to one over the root of the head width."""
+    """Intercept attention calls like `intercept`, with score scales other than 1 / sqrt(D) folded into the queries."""
 
     def edited(layer: LayerCall) -> LayerCall:
         scale, q_BHTD = layer.call.scale, layer.call.q_BHTD
@@ -245,20 +256,20 @@ def changed_attention(
 
 
 def first_importance(layer: LayerCall) -> Tensor:
-    """Importance of the first position, or of learned tokens before it, (B, H)."""
+    """Compute the importance alpha of the first position, or of the learned tokens before it: (B, H)."""
     alpha = layer.importance()
     return alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
 
 
 def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
-    """Average effects of several draws on the same targets; returns the fields of an `Effect`, and `losses` by draw."""
+    """Average the effects of several random draws; returns the fields of an `Effect`, and the `losses` of the draws."""
     losses = [one.loss for one in effects]
     kl = fmean(one.kl for one in effects)
     return {"loss": fmean(losses), "kl": kl, "targets": effects[0].targets, "losses": losses}
 
 
 def key_heads(adapter: Adapter) -> KeyHeads:
-    """List all key heads of a model, by reading two tokens."""
+    """Return all KV heads of a model, found by a forward pass on two tokens."""
     found: set[tuple[int, int]] = set()
 
     def watch(layer: LayerCall) -> None:
@@ -270,14 +281,14 @@ def key_heads(adapter: Adapter) -> KeyHeads:
 
 
 def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
-    """Boolean mask (G,) of the key heads of a layer that are in `heads`."""
+    """Return a boolean mask (G,), True at the KV heads of the layer that are in `heads`."""
     G = layer.call.k_BGTD.shape[1]
     chosen = [(layer.index, head) in heads for head in range(1, G + 1)]
     return torch.tensor(chosen, device=layer.call.k_BGTD.device)
 
 
 def refused(adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output) -> str | None:
-    """The reason why a change cannot be applied to the model, tested on four tokens; None if it can."""
+    """Return the reason why an intervention cannot be applied, tested on four tokens; None if it can."""
     try:
         with evaluating(adapter.module), changed_attention(adapter, edit, compute):
             adapter.hidden(torch.tensor([[1, 0, 1, 0]], device=adapter.device))

@@ -22,7 +22,7 @@ ASIDE = -12.0
 
 
 class BiasPart(Kind):
-    """Base class of the biases, with the properties that are checked against operation and backend."""
+    """Base class of attention biases, with the properties that are checked against operation and backend."""
 
     adds_logit: ClassVar[bool] = False  # whether it adds a logit without a key
     may_start: ClassVar[bool] = False  # whether `start` sets its initial logit
@@ -43,11 +43,11 @@ class BiasPart(Kind):
         return self.adds_logit
 
     def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int] | None:
-        """Shape of the learned keys, (G or 1, d_a); None if there are none."""
+        """Shape of the learned keys, (G or 1, d_a); None if the bias has no learned key."""
         return None
 
     def value_shape(self, kv_heads: int, value_width: int) -> tuple[int, int] | None:
-        """Shape of the learned values, (G or 1, V); None if there are none."""
+        """Shape of the learned values, (G or 1, V); None if the bias has no learned value."""
         return None
 
 
@@ -175,7 +175,7 @@ class BiasParameters(nn.Module):
     """Parameters of a bias; fields that the bias does not have are None.
 
     Attributes:
-        key: learned key, (G, d_a), or (1, d_a) if shared; d_a is the head width unless `learnable_dims` is set.
+        key: learned key, (G, d_a), or (1, d_a) if shared; d_a is the head dimension unless `learnable_dims` is set.
         value: learned value, (G, V), or (1, V) if shared.
         fixed: fixed value, the same for all heads.
         logit: learned sink logit, (H,).
@@ -226,7 +226,7 @@ SMALLEST_LOGIT = -1e30  # instead of log 0: the difference of two infinities has
 
 @dataclass(frozen=True)
 class ExtraKey:
-    """A key outside the sequence, with its log similarities.
+    """A key outside the sequence (such as a bias key), with its log-similarity to every query.
 
     Attributes:
         logits_BHT: log similarity of every query with this key.
@@ -237,7 +237,7 @@ class ExtraKey:
     value_HV: Tensor | None = None
 
     def merge(self, out_BHTV: Tensor, lse_BHT: Tensor) -> tuple[Tensor, Tensor]:
-        """Add this key to every row and return the new (out, lse)."""
+        """Return attention output and log-normaliser (out, lse) of the rows extended by this key."""
         total_BHT = torch.logaddexp(lse_BHT.clamp(min=SMALLEST_LOGIT), self.logits_BHT.clamp(min=SMALLEST_LOGIT))
         out = out_BHTV * torch.exp(lse_BHT - total_BHT)[..., None].to(out_BHTV.dtype)
         if self.value_HV is not None:
@@ -247,6 +247,6 @@ class ExtraKey:
 
 
 def extra_logits(q_BHTD: Tensor, key_HD: Tensor, scale: float) -> Tensor:
-    """Compute z_t = q_t.k_s * scale in float32 (float64 for float64): (B, H, T)."""
+    """Compute the bias key's scores z_t = q_t.k_s * scale in float32 (float64 for float64): (B, H, T)."""
     dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
     return torch.einsum("bhtd,hd->bht", q_BHTD.to(dtype), key_HD.to(dtype)) * scale

@@ -88,19 +88,19 @@ class _Chunked(torch.autograd.Function):
 
 
 def finite_normaliser(lse: Tensor) -> Tensor:
-    """Replace lse of empty rows by +inf, so that exp(logit - lse) is 0 there instead of NaN."""
+    """Return lse with +inf in rows without visible keys, so that exp(logit - lse) is 0 there instead of NaN."""
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
 def exponentials_(exponents: Tensor, score: Score | None) -> Tensor:
-    """Compute exponentials in place; for a deep score they are all above zero and must be masked again."""
+    """Compute exp(exponents) in place; for a deep score (`Score.deep`) no result is zero: mask the results again."""
     return bl.floored_exp_(exponents) if score is not None and score.deep else exponents.exp_()
 
 
 def _weights(
     z: Tensor, block: bl.Block, offset: int, keys: int, score: Score | None, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Return exp(logit - peak) of a block, its row sums, and the peak, which is 0 if similarities are in range."""
+    """Return exp(logit - peak) of a block, its row sums, and the row maximum `peak`, or 0 if no shift is needed."""
     if score is not None and score.similarity is not None:
         where = bl.indices(z, block, offset)
         weights = bl.mask_block_(score.similarity(z, *where, *score.tensors), block, offset, keys, mask, 0.0)

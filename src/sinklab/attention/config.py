@@ -149,12 +149,12 @@ Choice = Literal["operation", "bias", "mask"]
 
 
 def kinds_of(choice: Choice) -> tuple[type[Kind], ...]:
-    """Return the kinds of an operation, bias or mask that a recipe can choose."""
+    """Return the classes of all operations, biases or masks that a recipe can choose."""
     return typing.get_args(AttentionConfig.model_fields[choice].annotation)
 
 
 def examples_of(choice: Choice) -> dict[str, Example]:
-    """Return the examples declared by the kinds of a choice, by name, with complete values including `kind`."""
+    """Return the examples of all operations, biases or masks, by name, with complete values including `kind`."""
     return {
         name: replace(example, values=kind.chosen(example.values))
         for kind in kinds_of(choice)

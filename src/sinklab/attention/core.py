@@ -1,7 +1,7 @@
 """Attention core: computes the attention output from q, k and v with the operation, bias and mask of a recipe.
 
-It is an nn.Module so that probes can hook its inputs; training and measuring use the same code. The model computes
-projections and RoPE before the core; relative position biases are passed to the core.
+The core is an nn.Module so that probes can hook its inputs; training and measuring use the same code. The model
+computes projections and RoPE before the core; relative position biases are passed to the core.
 """
 
 from collections.abc import Callable
@@ -34,18 +34,18 @@ class AttentionCore(nn.Module):
 
     Args:
         config: attention section of a recipe.
-        kv_heads: number of key heads G.
+        kv_heads: number of KV heads G.
         head_width: width D of queries and keys.
         position: relative position bias; not applied to a bias key.
         heads: number of query heads H, by default G.
-        layer: layer number, 1-based, for operations whose initial values depend on it.
-        context: training sequence length, for operations that depend on it.
+        layer: 1-based layer index, used by operations whose initial values depend on the layer.
+        context: training sequence length, used by operations that depend on the length.
         value_width: width V of values and outputs, by default D.
 
     Attributes:
         leading: number of learned tokens before the sequence (a sink token or registers).
         proxy: True if the operation's scores do not sum to one, so that importance is computed from proxy scores.
-        bias: parameters of the bias.
+        bias: parameters of the attention bias.
         learned: learned parameters of the operation, or None.
         hidden_first: numbers n such that keys 1..n of the sequence are hidden from every query after the n-th; empty
             except in an ablation (measuring/surgery/changes.py).
@@ -96,7 +96,7 @@ class AttentionCore(nn.Module):
         """Compute the attention output, (B, H, T, V).
 
         Args:
-            documents_BL: document number of every position, including leading tokens (their numbers are ignored);
+            documents_BL: document ID of every position, including leading tokens (whose IDs are ignored);
                 required by the document mask. In padded rows, index 0 is the first position after the padding.
             gates_BLH: output of the operation's gate for every position, including leading tokens: cumulative sums of
                 the log forget gates, of all S positions, or logits of weights; required by operations with a gate.
@@ -154,7 +154,7 @@ class AttentionCore(nn.Module):
         return out_BHTD + given.offset_HV[:, None], scores_BHTS
 
     def visible(self, documents_BL: Tensor | None = None, padding_B: Tensor | None = None) -> masks.Mask:
-        """Build the mask, including leading tokens.
+        """Build the attention mask of the batch, including leading tokens and padding.
 
         Raises:
             ValueError: if the mask is `document` and no documents are passed.
@@ -178,10 +178,10 @@ class AttentionCore(nn.Module):
         gates_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> Call:
-        """Build the arguments of the operation.
+        """Build the arguments of the attention operation, except the values.
 
         Raises:
-            ValueError: if document numbers or gates are required and missing.
+            ValueError: if document IDs or gates are required and missing.
         """
         mask = self.visible(documents_BL, padding_B)
         log_kept_BLH, weight_BLH = self._gates(gates_BLH)
@@ -202,7 +202,7 @@ class AttentionCore(nn.Module):
         )
 
     def _gates(self, gates_BLH: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return (cumulative log forget gates, logits of weights); None for gates that the operation does not have."""
+        """Return (cumulative log forget gates, logits of weights), each None if the operation has no such gates."""
         operation = self.operation
         if gates_BLH is None and (operation.forgets or operation.weighs):
             wanted = (
@@ -214,7 +214,7 @@ class AttentionCore(nn.Module):
         return gates_BLH if operation.forgets else None, gates_BLH if operation.weighs else None
 
     def _in_place(self, mask: masks.Mask, padding_B: Tensor | None) -> masks.Mask:
-        """Apply hidden keys (ablations), leading tokens and padding to the mask."""
+        """Return the mask extended by hidden keys (ablations), leading tokens and padding."""
         for count in self.hidden_first:
             mask = masks.HiddenFirst(mask, count)
         mask = masks.Leading(mask, self.leading) if self.leading else mask

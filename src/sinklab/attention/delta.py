@@ -22,7 +22,7 @@ above are sums over channels: sum_d k_id k_jd exp(c_id - c_jd), and the same wit
 factored into exp(c_i) and exp(-c_j) they would be matrix products, but overflow if a channel decays within a chunk.
 Chunks are therefore shorter.
 
-B batch, H heads, T positions, D key width, V value width, N chunks of C positions, K 1 or D.
+B batch, H heads, T positions, D key dimension, V value dimension, N chunks of C positions, K 1 or D.
 """
 
 import torch
@@ -42,7 +42,7 @@ def gated_delta(
     rate_BHT: Tensor,
     state_BHDV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the outputs of all positions and the state after the last one, in chunks.
+    """Compute the outputs of all positions, and the state after the last position, in chunks.
 
     Args:
         q_BHTD, k_BHTD: queries and keys, already scaled and normalised.

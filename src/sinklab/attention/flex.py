@@ -17,12 +17,12 @@ from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score, apart
 from sinklab.compiling import compiled
 
-NARROWEST = 16  # smallest head width supported by the kernel
+NARROWEST = 16  # smallest head dimension supported by the kernel
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
-    """Return True if the kernel supports the call: tensors on CUDA, supported dtype and head width."""
+    """Return True if the kernel supports the call: tensors on CUDA, supported dtype and head dimension."""
     narrow = min(q_BHTD.shape[-1], v_BGSV.shape[-1] or NARROWEST) < NARROWEST
     return q_BHTD.is_cuda and q_BHTD.dtype in DTYPES and not narrow
 
@@ -56,7 +56,7 @@ def flex_attend(
 
 
 def score_mod(score: Score, offset: int) -> Any:
-    """Convert a score function to FlexAttention's `score_mod`; `offset` is the position of the first query."""
+    """Return a score function as FlexAttention's `score_mod`; `offset` is the first query's position among the keys."""
     function, tensors = score.function, score.tensors
 
     def modified(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -23,12 +23,12 @@ from sinklab.attention.scores import Score
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """Column sums of the attention matrix over the counted queries (real tokens, not padding).
+    """Sums of attention over the counted queries (real tokens, not padding), per key.
 
     Attributes:
-        keys_BHS: sum per key over queries t >= k, float32 (float64 for float64 input).
+        keys_BHS: attention to each key k, summed over queries t >= k, float32 (float64 for float64 input).
         bias_BH: attention to an added bias, summed over all counted queries; None if there is no bias.
-        earlier_BHS: sum per key over the queries before it; None under a causal mask.
+        earlier_BHS: attention to each key, summed over queries before the key; None under a causal mask.
     """
 
     keys_BHS: Tensor
@@ -36,22 +36,22 @@ class ColumnSums:
     earlier_BHS: Tensor | None = None
 
     def all_queries(self) -> Tensor:
-        """Return the sum per key over all counted queries: (B, H, S)."""
+        """Return the attention to each key, summed over all counted queries: (B, H, S)."""
         return self.keys_BHS if self.earlier_BHS is None else self.keys_BHS + self.earlier_BHS
 
 
 @dataclass(frozen=True)
 class Importance:
-    """alpha of the positions and of the added bias or learned tokens.
+    """Importance alpha of the positions, and of the bias or learned tokens.
 
     Attributes:
         positions_BHT: alpha of the T real positions.
-        bias_BH: alpha of the added bias or sink token, of all registers together, or of the remaining attention
-            (stick-breaking); None if there is none.
+        bias_BH: alpha of the bias or sink token, summed alpha of all registers, or alpha of the remaining attention
+            (stick-breaking); None if the layer has none of these.
         row_sums_BH: sum of the raw scores of a row, mean over real queries; None if every row sums to one.
-        seen_by_BGT: number of queries that may see each position (batch and head may be 1), on the CPU.
+        seen_by_BGT: number of queries that may see each position, on the CPU; axes B and G may have size 1.
         visible_BHT: mean attention over the queries that may see each position; None if equal to `positions_BHT`.
-        registers_BHN: alpha of each of N registers; None if N is below 2.
+        registers_BHN: alpha of each of N registers; None for fewer than 2 registers.
     """
 
     positions_BHT: Tensor
@@ -67,7 +67,7 @@ class Rows:
     """Attention weights of a block of queries.
 
     Attributes:
-        block: queries and keys of the block.
+        block: index ranges of the queries and keys.
         weights_BHQS: attention weights, float32 (float64 for float64 input); 0 at masked keys.
         bias_BHQ: attention to an added bias; None if there is no bias.
     """
@@ -125,7 +125,7 @@ def score_rows(
 def sum_rows(
     rows: Iterable[Rows], q_BHTD: Tensor, keys: int, mask: Mask, counted_BT: Tensor | None = None
 ) -> ColumnSums:
-    """Sum attention rows over the counted queries: t >= k for every key k, and all for an added bias.
+    """Sum attention rows into column sums: over counted queries t >= k for a key k, over all for an added bias.
 
     Args:
         rows: blocks of rows; may be changed in place.
@@ -203,17 +203,17 @@ def importance_of(
 
 @functools.lru_cache(maxsize=4)
 def _seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Compute `visible_queries` on the device and on the CPU, cached to synchronise only once per mask."""
+    """Return `visible_queries` twice, on the device and on the CPU; cached to synchronise only once per mask."""
     counts_BGS = visible_queries(mask, positions, positions, device)
     return counts_BGS, counts_BGS.cpu()
 
 
 def over_visible(sums_BHT: Tensor, seen_by_BGT: Tensor, later: Tensor) -> Tensor | None:
-    """Compute the mean over the queries that may see each key; None if these are the queries t >= k.
+    """Compute mean attention over the queries that may see each key k; None if these queries are all t >= k.
 
     Args:
-        sums_BHT: sums over all queries that may see the key.
-        seen_by_BGT: number of queries that may see the key (batch and head may be 1); if 0, the mean is 0.
+        sums_BHT: attention summed over all queries that may see the key.
+        seen_by_BGT: number of queries that may see the key; axes B and G may have size 1; if 0, the mean is 0.
         later: number of queries t >= k, broadcastable to `seen_by_BGT`.
     """
     if bool((seen_by_BGT == later).all()):

@@ -1,7 +1,7 @@
 """One call of an attention layer of a sinklab or Hugging Face model, and the quantities measured from it.
 
-B batch, H query heads, G key heads (H a multiple of G), T queries, S keys, V value width. The queries are the last T of
-the S positions, which include learned leading tokens.
+B batch, H query heads, G KV heads (H a multiple of G), T queries, S keys, V value dimension. The queries are at the
+last T of the S positions, which include learned leading tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
 
 ShiftRope = Callable[[Tensor, Tensor], Tensor]
-"""Function (x_BHTD, by_T) -> x that shifts the RoPE position of every token by `by_T`."""
+"""Function (x_BHTD, by_T) -> x_BHTD that shifts the RoPE position of every token by `by_T`."""
 
 
 class LibraryKernel(NamedTuple):
-    """The library's own computation of an attention call.
+    """The Hugging Face implementation of an attention call.
 
     Attributes:
-        name: backend name.
+        name: name of the attention backend.
         output: function that computes the attention output.
     """
 
@@ -38,7 +38,7 @@ class LibraryKernel(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One attention call.
+    """Arguments of one attention call of a layer, with the values.
 
     Attributes:
         operation: attention operation; softmax for Hugging Face models.
@@ -48,7 +48,7 @@ class LayerCall:
         padding_B: number of padding positions of each row, before the leading tokens; None means none.
         index: index of the layer among the attention layers, 1-based; 0 outside of `intercept`.
         shift_rope: function that shifts RoPE positions; None without RoPE.
-        library: the model's own computation of the output; None if the call was edited, and in sinklab models.
+        library: the Hugging Face implementation of the call; None if the call was edited, and in sinklab models.
     """
 
     operation: Operation
@@ -78,7 +78,7 @@ class LayerCall:
         return out
 
     def changed(self, **call: Any) -> "LayerCall":
-        """Return a copy with the given fields of `call` replaced, without the library's kernel, which ignores them."""
+        """Return a copy with the given fields of `call` replaced, and without `library`, which ignores them."""
         return replace(self, call=replace(self.call, **call), library=None)
 
     def masked(self, mask: Mask) -> "LayerCall":
@@ -127,7 +127,7 @@ class LayerCall:
         return importance_of(sums, self.call.mask, n, row_sums)
 
     def scores(self) -> tuple[Tensor, Tensor | None]:
-        """Compute the attention matrix A_BHTS and the scores of the bias (B, H, T), from normalised rows and row sums.
+        """Compute the attention matrix A_BHTS, and the attention to the bias (B, H, T) or None.
 
         Raises:
             InputError: if the operation's scores are not non-negative numbers divided by a normaliser.

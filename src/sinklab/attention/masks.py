@@ -13,16 +13,16 @@ from torch import Tensor
 
 from sinklab.attention.scores import broadcast_index
 
-COUNTED_ROWS = 128  # rows of the mask that are counted at a time
+COUNTED_ROWS = 128  # query rows of the mask that are counted at a time
 
 
 @dataclass(frozen=True)
 class RunningSum:
-    """Description of a mask under which linear attention can use running sums: causal, up to leading and prefix keys.
+    """Form of a mask under which linear attention can use running sums: causal except for leading and prefix keys.
 
     Attributes:
-        leading: queries before this position are causal in any case.
-        shared: every query from `leading` on also sees the keys before this position; 0 for a causal mask.
+        leading: queries before position `leading` see only earlier keys and their own.
+        shared: queries from position `leading` on also see all keys before position `shared`; 0 for a causal mask.
     """
 
     leading: int = 0
@@ -30,7 +30,7 @@ class RunningSum:
 
 
 class Mask(ABC):
-    """Base class of masks."""
+    """Base class of attention masks."""
 
     @property
     def causal(self) -> bool:
@@ -44,12 +44,12 @@ class Mask(ABC):
 
     @property
     def rows(self) -> int:
-        """Number of rows of the batch with separate masks; 1 if all share one mask."""
+        """Size of the mask's batch axis; 1 if all sequences share one mask."""
         return 1
 
     @property
     def heads(self) -> int:
-        """Number of heads with separate masks; 1 if all share one mask."""
+        """Size of the mask's head axis; 1 if all heads share one mask."""
         return 1
 
     @property
@@ -84,7 +84,7 @@ class Mask(ABC):
         )
 
     def of(self, row: int, heads: slice) -> "Mask":
-        """Return the mask of one row of the batch and some heads, as a batch of one."""
+        """Return the mask of one sequence of the batch and a slice of heads, with batch size 1."""
         return self
 
 
@@ -214,7 +214,7 @@ class WrappedMask(Mask):
 
 @dataclass(frozen=True)
 class Leading(WrappedMask):
-    """Mask with `count` learned leading tokens, visible to every query; they see only each other, causally."""
+    """Mask with `count` learned leading tokens, visible to all queries; these tokens see only each other, causally."""
 
     count: int = 1
 
@@ -292,10 +292,10 @@ class Padded(WrappedMask):
 
 @dataclass(frozen=True, eq=False)
 class Document(Mask):
-    """Document mask: query t sees the keys s <= t with the same document number.
+    """Document mask: query t sees the keys s <= t with the same document ID.
 
     Args:
-        documents_BS: integer document numbers per position.
+        documents_BS: integer document ID of every position.
     """
 
     documents_BS: Tensor
@@ -308,7 +308,7 @@ class Document(Mask):
         return Document(self.documents_BS[row : row + 1])
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # Within `Leading`, positions may be negative; results there are not used.
+        # `Leading` passes negative positions for leading tokens; their results are not used.
         return (k <= q) & (self.documents_BS[b, q.clamp(min=0)] == self.documents_BS[b, k.clamp(min=0)])
 
     def __eq__(self, other: object) -> bool:
@@ -323,7 +323,7 @@ class Dense(Mask):
     """Explicit boolean mask; rows may be empty, for example at padding.
 
     Args:
-        allowed_BHTS: bool, True = attend; batch and head may be 1. T queries at the last T key positions.
+        allowed_BHTS: bool, True = attend; axes B and H may have size 1. T queries at the last T key positions.
         later: True if some query may see a later key.
     """
 

@@ -3,9 +3,9 @@
 PyTorch's fused kernels do not return the attention weights, so computing the sums separately repeats q.k and exp. Here
 the scores of a block of queries, small enough for the CPU cache, are normalised in place and used for both output and
 column sums. benchmarks/measure.py compares the cost with the fused kernel alone. Rejected alternatives: another exp
-with the kernel's `lse`, and a matrix product with ones for the sums; neither was faster on the tested machine.
+with the kernel's `lse`, and a matrix product with ones for the sums, as neither was faster on the tested machine.
 
-B batch, H query heads, G key heads, T queries, S keys, D key width, V value width; no gradients.
+B batch, H query heads, G KV heads, T queries, S keys, D key dimension, V value dimension; no gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from sinklab.attention.operations.call import Call
 from sinklab.attention.scores import Score
 
 BLOCK_SCORES = 2**21  # scores per block: 8 MB in float32
-MOST_SCORES = 2**24  # maximum, with many threads or many query heads per key head: 64 MB
+MOST_SCORES = 2**24  # maximum, with many threads or many query heads per KV head: 64 MB
 BLOCK_QUERIES = 128
 
 
@@ -35,8 +35,8 @@ def attend_and_sum(
     """Compute the attention output and the column sums of the scores in one pass.
 
     Returns:
-        The output (B, H, T, V); column sums over the counted queries t >= k; and these sums over the queries before
-        each of `ends` (B, H, E, S), which are the sums of the truncated sequence.
+        The output (B, H, T, V); column sums over the counted queries t >= k; and the column sums (B, H, E, S) over the
+        queries before each of the E `ends`, which are the column sums of the truncated sequences.
 
     Args:
         call: softmax call without a bias key; a sink logit is supported.
@@ -70,7 +70,7 @@ def attend_and_sum(
 
 @dataclass
 class _Walk:
-    """Computes the blocks of one sequence at a time in a shared buffer."""
+    """Computes output and column sums of one sequence at a time, with one buffer for the scores of a block."""
 
     mask: Mask
     score: Score | None
@@ -119,11 +119,11 @@ class _Walk:
 
     @staticmethod
     def _groups(scores: int) -> int:
-        """Return the number of key heads per block: at least one per thread, as long as the buffer stays small."""
+        """Return the number of KV heads per block: at least one per thread, as long as the buffer stays small."""
         return max(1, min(max(torch.get_num_threads(), BLOCK_SCORES // scores), MOST_SCORES // scores))
 
     def _rows(self, T: int, queries: int) -> Iterator[tuple[int, int, int]]:
-        """Yield blocks of queries that do not cross an end: start, stop, and the number of earlier ends."""
+        """Yield (start, stop, number of earlier `ends`) of blocks of queries that do not cross one of the `ends`."""
         begin = 0
         for segment, end in enumerate(self.ends):
             for start in range(begin, min(end, T), queries):
@@ -141,7 +141,7 @@ class _Walk:
     def _normalise(
         self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the softmax, in place if possible, and the total attention to keys (1 without a sink logit)."""
+        """Return the softmax of a block's scores, and each row's total attention to keys; None without a sink logit."""
         if self.score is not None:
             device = z_HQS.device
             z_HQS = self.score(
@@ -164,7 +164,7 @@ class _Walk:
         return z_HQS, share
 
     def _hide(self, z_HQS: Tensor, b: int, heads: slice, block: bl.Block, offset: int) -> Tensor | None:
-        """Set masked keys to -inf; return a mask of empty rows, or None if the mask has none."""
+        """Set scores of masked keys to -inf; return a boolean mask of rows without keys, or None if no row is empty."""
         mask = self.mask.of(b, heads)
         bl.mask_block_(z_HQS[None], block, offset, self.keys, mask)
         if not mask.may_be_empty:

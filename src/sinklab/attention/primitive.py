@@ -75,10 +75,10 @@ def attend_output(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Compute only the output of `attend`, so that `auto` may use the fused kernel.
+    """Compute only the output of `attend`, so that `auto` may use PyTorch's fused kernel.
 
-    `auto` uses it for plain causal softmax with T = S, except for short sequences in bfloat16 on a CPU, where it is
-    slower.
+    `auto` uses the fused kernel for plain causal softmax with T = S, except for short sequences in bfloat16 on a CPU,
+    where the kernel is slower.
     """
     plain = score is None and mask.plain and q_BHTD.shape[2] == k_BGSD.shape[2]
     large = q_BHTD.is_cuda or q_BHTD.dtype != torch.bfloat16 or q_BHTD.shape[2] > FUSED_FROM
@@ -88,7 +88,7 @@ def attend_output(
     return attend(q_BHTD, k_BGSD, v_BGSV, score=score, mask=mask, scale=scale, backend=backend)[0]
 
 
-FUSED_FROM = 128  # below, the fused CPU kernel is slower in bfloat16 than chunked (benchmarks/attention.py)
+FUSED_FROM = 128  # below this length the fused CPU kernel is slower in bfloat16 than chunked (benchmarks/attention.py)
 
 
 def log_normaliser(

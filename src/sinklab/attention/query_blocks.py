@@ -1,6 +1,6 @@
 """Blocks of queries, to compute a T x S score matrix without storing it.
 
-B batch, H query heads, G key heads (H a multiple of G), R = H / G, T queries, S keys, D key width, V value width.
+B batch, H query heads, G KV heads (H a multiple of G), R = H / G, T queries, S keys, D key and V value dimension.
 """
 
 import math
@@ -14,14 +14,14 @@ from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
 
 BLOCK_ELEMENTS = 2**18  # scores held at a time: 1 MB in float32, which stays in a core's cache
-BLOCK_ELEMENTS_CUDA = 2**24  # 64 MB: there, fewer and larger kernels
+BLOCK_ELEMENTS_CUDA = 2**24  # scores held at a time on CUDA: 64 MB, for fewer and larger kernels
 SMALLEST_BLOCK = 32
-CHUNK = 64  # positions of linear attention whose scores are explicit
+CHUNK = 64  # positions per chunk of linear attention, within which scores are explicit
 
 
 @dataclass(frozen=True)
 class Block:
-    """Block of queries [start, stop) and keys [low, high)."""
+    """Block of the score matrix: queries [start, stop) and keys [low, high), 0-based."""
 
     start: int
     stop: int
@@ -30,7 +30,7 @@ class Block:
 
 
 def default_scale(q_BHTD: Tensor) -> float:
-    """Return 1 / sqrt(D)."""
+    """Return the default score scale 1 / sqrt(D)."""
     return 1.0 / math.sqrt(q_BHTD.shape[-1])
 
 
@@ -59,7 +59,7 @@ def blocks(q_BHTD: Tensor, k_BGSD: Tensor, mask: Mask, size: int | None = None) 
 
 
 def grouped_product(a_BHTD: Tensor, b_BGDS: Tensor) -> Tensor:
-    """Compute (B, H, T, D) x (B, G, D, S) -> (B, H, T, S), sharing each of G matrices between H / G heads."""
+    """Multiply (B, H, T, D) x (B, G, D, S) -> (B, H, T, S); each of G matrices is shared by H / G heads."""
     B, H, T, D = a_BHTD.shape
     G, S = b_BGDS.shape[1], b_BGDS.shape[3]
     if H == G:
@@ -68,7 +68,7 @@ def grouped_product(a_BHTD: Tensor, b_BGDS: Tensor) -> Tensor:
 
 
 def grouped_transpose_product(a_BHTS: Tensor, b_BHTD: Tensor, groups: int) -> Tensor:
-    """Sum a[t, s] b[t, d] over t and the heads of a group: (B, G, S, D)."""
+    """Sum a[t, s] b[t, d] over t and over the H / G heads of each of G groups: (B, G, S, D)."""
     B, H, T, S = a_BHTS.shape
     if groups != H:
         a_BHTS = a_BHTS.reshape(B, groups, H // groups * T, S)
@@ -82,14 +82,18 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def raw_scores(q_BHTD: Tensor, k_BGSD: Tensor, block: Block, scale: float) -> Tensor:
-    """Compute z = q.k * scale of one block: (B, H, stop - start, high - low) in the accumulation dtype."""
+    """Compute a block's raw scores z = q.k * scale: (B, H, stop - start, high - low), in the accumulation dtype."""
     q, k = q_BHTD[:, :, block.start : block.stop], k_BGSD[:, :, block.low : block.high]
     z = grouped_product(q, k.transpose(-1, -2)).to(accumulate_dtype(q.dtype))
     return z.mul_(scale) if not z.requires_grad else z * scale
 
 
 def indices(z_BHTS: Tensor, block: Block, offset: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return batch, head, query and key position indices that broadcast over a block's scores."""
+    """Return batch, head, query position and key position indices that broadcast over a block's scores.
+
+    Args:
+        offset: position of the first query among the keys, S - T.
+    """
     B, H, _, _ = z_BHTS.shape
     device = z_BHTS.device
     return (
@@ -101,7 +105,7 @@ def indices(z_BHTS: Tensor, block: Block, offset: int) -> tuple[Tensor, Tensor, 
 
 
 def score_block(z_BHTS: Tensor, block: Block, offset: int, score: Score | None) -> Tensor:
-    """Compute the block's logits before masking."""
+    """Apply the score function to a block's raw scores; returns unmasked logits."""
     return z_BHTS if score is None else score(z_BHTS, *indices(z_BHTS, block, offset))
 
 
@@ -116,7 +120,7 @@ def floored_exp_(exponents: Tensor) -> Tensor:
 def mask_block_(
     logits_BHTS: Tensor, block: Block, offset: int, keys: int, mask: Mask, value: float = -math.inf
 ) -> Tensor:
-    """Set masked entries of a block to `value`, in place."""
+    """Set the masked entries of a block's logits to `value`, in place."""
     first, end = block.start + offset, block.stop + offset
     low, high = mask.full_range(first, end, keys)
     low, high = max(low, block.low), min(high, block.high)

@@ -15,8 +15,8 @@ class RealTokens:
     Attributes:
         mask_BT: bool, True at real tokens; they are contiguous in every row.
         count_B: number of real tokens of each row.
-        index_BR: batch column of each of the R = max(count_B) aligned positions.
-        valid_BR: bool, False past the end of a row.
+        index_BR: column in the padded batch of each of the R = max(count_B) aligned positions.
+        valid_BR: bool, False past the last real token of a row.
         padded: whether any position is padding.
     """
 
@@ -27,17 +27,17 @@ class RealTokens:
     padded: bool
 
     def to(self, device: torch.device) -> "RealTokens":
-        """Copy to another device without synchronisation."""
+        """Return a copy with all tensors on another device, without synchronisation."""
         if self.mask_BT.device == device:
             return self
         return _aligned(self.mask_BT.to(device, non_blocking=True), self.index_BR.shape[1], self.padded)
 
     def from_position(self, position: int) -> Tensor:
-        """Return a mask (B, T) of the real tokens from this position (1-based) on."""
+        """Return a boolean mask (B, T) of the real tokens from `position` (1-based) on."""
         return self.mask_BT & (self.mask_BT.cumsum(1) >= position)
 
     def align(self, x: Tensor) -> Tensor:
-        """Align (B, ..., T) to (B, ..., R), the first real token of each row at index 0; 0 past the row's end."""
+        """Shift x (B, ..., T) to (B, ..., R), with each row's first real token at index 0 and zeros past its last."""
         shape = (x.shape[0],) + (1,) * (x.ndim - 2) + (-1,)
         index, valid = (part.to(x.device).view(shape) for part in (self.index_BR, self.valid_BR))
         return torch.where(valid, x.gather(-1, index.expand(*x.shape[:-1], -1)), 0)

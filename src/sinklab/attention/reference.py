@@ -1,7 +1,7 @@
 """Attention by the papers' formulas on explicit matrices, for the `reference` of every operation.
 
-This slow code is used only in tests, as the reference for all other code. It computes scores, softcap, mask and biases
-independently; shared with the other code are only `Mask.allowed` and the `Score` of a positional embedding.
+This slow code is used only in tests, as the reference for all other attention code. Scores, softcap, mask and biases
+are computed independently; only `Mask.allowed` and the `Score` of a positional embedding are shared with that code.
 
 If a bias adds a key or a logit, S = T + 1 and column 0 is this key: it has no position and is visible to every query.
 For operations with remaining attention (stick-breaking), column 0 is the rest. Otherwise S = T. A learned leading token
@@ -29,8 +29,8 @@ class Explicit:
         allowed_BHTT: boolean mask, True where a query sees a key.
         key_HD, value_HV: key and value of a bias; the value is zero if the bias has none.
         logit_H: sink logit, used instead of q.k_s.
-        added_H: number added to the logit of a bias key; zero if there is none.
-        offset_HV: vector added to the output by a V bias; zero if there is none.
+        added_H: learned number added to the logit of a bias key; zero without one.
+        offset_HV: vector added to the output by a V bias; zero without a V bias.
         softcap: softcap of the scores, in nats.
         position: relative position bias as a score function.
         fading_BHTT: term added to a score by forget gates; None without forget gates.
@@ -123,7 +123,7 @@ def explicit(
     learned: nn.Module | None,
     weight_BTH: Tensor | None,
 ) -> Explicit:
-    """Build the explicit tensors; key heads and learned biases are repeated for their H / G query heads."""
+    """Build the explicit tensors; KV heads and learned biases are repeated for their H / G query heads."""
     (B, H, T, _), D = q_BHTD.shape, k_BGTD.shape[3]
     b, h, t, s = torch.meshgrid(*(torch.arange(n, device=q_BHTD.device) for n in (B, H, T, T)), indexing="ij")
     key_HD, value_HV = None, torch.zeros_like(v_BGTV[0, :1, 0]).expand(H, -1)

@@ -30,7 +30,7 @@ class Score:
         similarity: function that computes exp of the logit directly; None if that is less accurate.
         vanishes: True if similarities can be exactly zero, not only by underflow.
         deep: True if most logits of a row may be so far below the maximum that their attention weights underflow.
-        apart: form of this score for FlexAttention; None if it is `function`.
+        apart: form of this score for FlexAttention; None if FlexAttention uses `function` itself.
     """
 
     function: Callable[..., Tensor]
@@ -72,8 +72,8 @@ class Apart:
 
     Attributes:
         score: remaining score function, which reads each tensor with gradients at most once; None is the identity.
-        factor_BHT: factor of the row's raw scores, applied to the query; None is 1.
-        term_BHS: term of each position, added to the log-normaliser of its query; None is 0.
+        factor_BHT: factor of the raw scores of each query, applied to the query; None is 1.
+        term_BHS: term added to the log-normaliser of the query at each position; None is 0.
     """
 
     score: Score | None
@@ -85,12 +85,12 @@ class Apart:
         return q_BHTD if self.factor_BHT is None else (q_BHTD * self.factor_BHT[..., None]).to(q_BHTD.dtype)
 
     def normaliser(self, lse_BHT: Tensor) -> Tensor:
-        """Compute the log-normaliser of the logits from that of `score`."""
+        """Return the log-normaliser of the full logits, given the log-normaliser `lse_BHT` of the logits of `score`."""
         return lse_BHT if self.term_BHS is None else lse_BHT + self.term_BHS[..., -lse_BHT.shape[-1] :]
 
 
 def apart(score: Score | None) -> Apart:
-    """Return the form of a score for FlexAttention."""
+    """Return the form of a score function that FlexAttention uses (`Apart`)."""
     return Apart(score) if score is None or score.apart is None else score.apart
 
 

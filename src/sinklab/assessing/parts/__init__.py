@@ -12,19 +12,19 @@ for file in iter_modules(__path__):
     import_module(f"{__name__}.{file.name}")
 
 PARTS = {part.name: part for part in sorted(AssessPart.__subclasses__(), key=lambda part: part.rank)}
-"""The parts by name, in the order of execution and display."""
+"""Parts of an assessment by name, in the order of execution and display."""
 
 USUAL = tuple(name for name, part in PARTS.items() if not part.on_request)
-"""The parts that run unless some are named."""
+"""Names of the parts that run by default."""
 
 IN_QUICK = tuple(name for name in USUAL if PARTS[name].in_quick)
-"""The parts that --quick runs unless some are named."""
+"""Names of the parts that run by default with --quick."""
 
 NUMBERS = tuple(number for part in PARTS.values() for number in part.numbers)
 
 
 def known_part(name: str) -> str:
-    """Validate the name of a part.
+    """Return `name` if it is the name of a part.
 
     Raises:
         ValueError: if no part has this name.

@@ -1,21 +1,21 @@
-"""Budgets: heads that need the full cache, and the loss when the others keep only the sink and recent keys.
+"""Budgets: KV heads that need the full cache, and the loss when the other heads keep only the sink and recent keys.
 
 After DuoAttention (2410.10819, section 2.2), where retrieval heads are those that "significantly alter model outputs
-when restricted to recent tokens and attention sinks"; a key head is restricted with the query heads that share it:
+when restricted to recent tokens and attention sinks"; a KV head is restricted with the query heads that share it:
 
     seen(t) = { s <= t : s < n or s > t - (C - n) },      every key at its own position in the text
-    cost of a key head = divergence from the unchanged model when it alone is restricted
+    cost of a KV head = KL divergence from the unchanged model when this head alone is restricted
 
 The paper trains a weight alpha for every head under an L1 loss (eq. 1 to 3; mit-han-lab/duo-attention fe93c31), and
 heads with alpha above a quantile keep all keys (eq. 4). Here the cost is measured per head on other sequences, without
-training, and the cost of a head does not depend on the others.
+training, and the cost of a head does not depend on the other heads.
 
-A fraction f of the key heads keeps all keys and the others keep C, by policy:
+A fraction f of the KV heads keeps all keys and the other heads keep C keys, by policy:
 
-    by cost           the heads with the highest cost keep all
-    by sink share     the heads with the lowest importance of the first position keep all
-    random            random heads, mean of several draws
-    one for all       every head keeps f T + (1 - f) C keys, the first n included: the same total at the end
+    by cost           the heads with the highest cost keep all keys
+    by sink share     the heads with the lowest importance of the first position keep all keys
+    random            random heads keep all keys, mean of several draws
+    one for all       every head keeps f T + (1 - f) C keys, the first n included: the same total at the end of the text
 """
 
 import random
@@ -53,12 +53,13 @@ BY_COST, BY_SINK, ANY, FOR_ALL = "by cost", "by sink share", "random", "one for 
 
 
 class HeadBudget(Effect):
-    """Effect with all keys for some heads and few for the others, averaged over draws.
+    """Loss when some KV heads keep all keys and the other heads few, mean over random draws.
 
     Attributes:
-        full: fraction of the key heads with all keys.
-        keys: number of keys per key head at the end of the text, mean over heads.
-        losses: loss of each draw.
+        policy: rule that selects the heads with all keys.
+        full: fraction of the KV heads with all keys.
+        keys: number of keys per KV head at the end of the text, mean over heads.
+        losses: loss of each random draw.
     """
 
     policy: str
@@ -68,15 +69,15 @@ class HeadBudget(Effect):
 
 
 class Budgets(AssessPart):
-    """Loss with a budget per head, compared with the same budget for all heads.
+    """Loss with a separate key budget for every KV head, compared with the same total budget shared equally.
 
     Attributes:
-        size, first: C and n; a learned sink token counts as the first key.
-        heads: cost of restricting each key head alone, on other sequences.
-        sink_shares: importance of the first position by key head, in the order of `heads`, on the same sequences.
-        retrieval: the quarter of the key heads (layer, head) with the highest cost; the others are streaming heads.
-        restricted: effect of C keys for every head.
-        policies: effects by policy and fraction of heads with all keys.
+        size, first: number C of keys of a restricted head, n of them first keys, including a learned sink token.
+        heads: loss added when each KV head alone is restricted, on other sequences.
+        sink_shares: importance of the first position by KV head, in the order of `heads` and on the same sequences.
+        retrieval: the quarter of the KV heads (layer, head) with the highest cost; the other heads are streaming heads.
+        restricted: loss with C keys for every head.
+        policies: loss by policy and fraction of heads with all keys.
     """
 
     name = "budgets"
@@ -120,7 +121,7 @@ class Budgets(AssessPart):
         return PartJob(passes * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List the added loss of every policy with all keys for a quarter of the heads."""
+        """List the loss added under every policy when a quarter of the heads keeps all keys."""
         for one in self.policies:
             if one.full == SHOWN_FULL:
                 yield PartAnswer(f"{one.keys:,.0f} of {self.length:,} keys, {one.policy}", self.added(one))
@@ -141,7 +142,7 @@ class Budgets(AssessPart):
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the added losses with all keys for a quarter of the heads, by head and for all heads."""
+        """List the losses added if a quarter of the heads keeps all keys, and with this budget shared by all heads."""
         quarter = {one.policy: one for one in self.policies if one.full == SHOWN_FULL}
         if quarter:
             yield "budget_by_head_added", self.added(quarter[BY_COST])
@@ -162,14 +163,14 @@ class Budgets(AssessPart):
 
 @dataclass(frozen=True)
 class RestrictedHeads:
-    """Edit that restricts key heads to the first n and the latest keys, C in total."""
+    """Attention edit that restricts KV heads to the first n and the latest keys, C in total."""
 
     size: int
     first: int
     heads: KeyHeads
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """Restrict the mask of the call."""
+        """Return the call with a mask that restricts the selected KV heads."""
         chosen_G = chosen_heads(layer, self.heads)
         if not chosen_G.any():
             return layer
@@ -182,11 +183,11 @@ class RestrictedHeads:
 def assess_budgets(
     adapter: Adapter, tokens_NT: Tensor, others_MT: Tensor, size: int, first: int, seed: int, step: Step
 ) -> Budgets:
-    """Measure the cost of restricting each head, and the loss with a budget per head.
+    """Measure the cost of restricting each KV head, and the loss with a separate budget for every head.
 
     Args:
-        others_MT: sequences that are read once for every key head.
-        size, first: C and n.
+        others_MT: sequences on which the cost of each KV head is measured.
+        size, first: number C of keys of a restricted head, and n of first keys.
     """
     alone = PairedReader(adapter, others_MT, step)
     heads = alone.by_key_head(lambda chosen: alone.under(RestrictedHeads(size, first, chosen)))
@@ -224,7 +225,7 @@ def assess_budgets(
 
 
 def _sink_shares(reader: PairedReader) -> dict[tuple[int, int], float]:
-    """Measure the importance of the first position, or of learned tokens before it, by key head."""
+    """Return the mean importance of the first position, or of learned tokens before it, by KV head (layer, head)."""
     found: dict[tuple[int, int], list[Tensor]] = {}
 
     def observe(layer: LayerCall) -> None:

@@ -1,14 +1,14 @@
-"""Eviction: the loss with a cache of a fixed budget, by policy; keys keep their positions in the text.
+"""Eviction: the loss with a KV cache of C keys, by eviction policy; keys keep their positions in the text.
 
     recent                 the C latest keys
-    first and recent       the first n and the C - n latest (StreamingLLM, 2309.17453)
-    heavy hitters          the C / 2 latest, and the C / 2 others with the most accumulated attention (H2O, 2306.14048)
-    heavy without sink     the same, without the first n as heavy hitters
-    random                 the C / 2 latest, and random others
+    first and recent       the first n and the C - n latest keys (StreamingLLM, 2309.17453)
+    heavy hitters          the C / 2 latest, and C / 2 other keys with the most accumulated attention (H2O, 2306.14048)
+    heavy without sink     heavy hitters, but the first n keys are kept only while recent
+    random                 the C / 2 latest, and C / 2 other keys at random
 
 Evicted keys are lost. As in H2O's public code, the attention to a key is summed over the queries at which it was in the
-cache, with the softmax over the cache, and the budget is halved between the two kinds. Heads that share keys share a
-cache, so their sums are added (that code predates shared keys and has a cache per head).
+cache, with the softmax over the cache, and half of the budget is for recent keys. Query heads that share a KV head
+share a cache, so their sums are added (H2O's code predates grouped-query attention and has a cache per query head).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,18 +29,18 @@ from sinklab.models.intercept import Edit
 from sinklab.plots import PlotAxis
 
 POLICIES = 5
-LEAST_SHARE = 1e-20  # of the attention on all keys that is on those in the cache
+LEAST_SHARE = 1e-20  # minimum share of a query's attention on the keys in its cache
 
 
 class Evicted(Effect):
-    """Effect of a cache with `budget` keys, on text within the context."""
+    """Loss with a cache of `budget` keys, evicted by `policy`, on text within the context."""
 
     policy: str
     budget: int
 
 
 class Eviction(AssessPart):
-    """Loss with a cache of a fixed budget of keys, by policy."""
+    """Loss with a cache of a fixed number of keys, by eviction policy; `first` is the number of first keys kept."""
 
     name = "eviction"
     rank = 3
@@ -69,7 +69,7 @@ class Eviction(AssessPart):
         return PartJob((1 + POLICIES * len(settings.budgets)) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List the added loss of every policy at the smallest budget."""
+        """List the loss added by every eviction policy at the smallest budget."""
         smallest = min((one.budget for one in self.policies), default=0)
         for one in self.policies:
             if one.budget == smallest:
@@ -81,7 +81,7 @@ class Eviction(AssessPart):
             yield PartRow(f"{one.policy}, {one.budget} keys", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the added loss of recent keys at the smallest budget."""
+        """List the loss added when the smallest cache keeps only recent keys."""
         recent = [one for one in self.policies if one.policy == "recent"]
         if recent:
             yield "recent_keys_added", self.added(min(recent, key=lambda one: one.budget))
@@ -98,10 +98,10 @@ class Eviction(AssessPart):
 
 @dataclass(frozen=True)
 class HeavyHitters:
-    """Edit that keeps recent keys and the keys with the most accumulated attention.
+    """Attention edit that keeps recent keys and the keys with the most accumulated attention.
 
     Attributes:
-        budget: C, number of keys in the cache when a query reads it, its own included.
+        budget: number C of keys in the cache when a query reads it, the query's own key included.
         barred: number of first keys that are kept only while recent.
     """
 
@@ -109,7 +109,7 @@ class HeavyHitters:
     barred: int = 0
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call restricted to the keys in the cache."""
+        """Return the call with every query restricted to the keys in its cache."""
         B, _, L, _ = layer.call.q_BHTD.shape
         groups = layer.call.k_BGTD.shape[1]
         total_BGL = layer.call.q_BHTD.new_zeros(B, groups, L, dtype=torch.float32)
@@ -125,13 +125,13 @@ class HeavyHitters:
 
 @dataclass(frozen=True)
 class RandomKeys:
-    """Edit that keeps recent keys and random others, drawn by layer, key head and sequence: an equal-budget control."""
+    """Attention edit that keeps recent keys and random other keys, drawn per layer, KV head and sequence: a control."""
 
     budget: int
     seed: int
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call restricted to the keys in the cache."""
+        """Return the call with every query restricted to the keys in its cache."""
         B, groups, L, _ = layer.call.k_BGTD.shape
         draw = torch.Generator().manual_seed(self.seed + layer.index)
         rank_BGL = torch.rand(B, groups, L, generator=draw).to(layer.call.k_BGTD.device)
@@ -139,11 +139,11 @@ class RandomKeys:
 
 
 def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Cache membership, a boolean (B, G, L, L): True where the key is in the cache at that query.
+    """Return a boolean mask (B, G, L, L), True where a key is in the cache when a query reads it.
 
     Args:
-        observe: (query, keys in its cache) -> the score of every key; the cache keeps the recent keys and, of the
-            others, those with the highest scores.
+        observe: (query index, keys in its cache) -> score of every key; the cache keeps the recent keys and, of the
+            older keys, those with the highest scores.
     """
     B, groups, L, _ = layer.call.k_BGTD.shape
     device = layer.call.k_BGTD.device
@@ -166,7 +166,7 @@ def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor
 
 
 def _row_of_softmax(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
-    """`_row` for softmax: rows over a subset of keys are the full rows, renormalised."""
+    """Return a function like `_row` for softmax, which renormalises full rows over the keys in the cache."""
     groups = layer.call.k_BGTD.shape[1]
     scores_BHLL, bias_BHL = layer.scores()
     scores_BGRLL = scores_BHLL.unflatten(1, (groups, -1))
@@ -185,7 +185,7 @@ def _row_of_softmax(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
 
 
 def _row(layer: LayerCall, t: int, kept_BGS: Tensor) -> Tensor:
-    """Attention of one query over the keys in its cache: (B, G, H / G, t + 1)."""
+    """Compute the attention weights of query t over the keys in its cache: (B, G, H / G, t + 1)."""
     call, groups = layer.call, kept_BGS.shape[1]
     kept_BHS = kept_BGS.repeat_interleave(call.q_BHTD.shape[1] // groups, 1)
     seen = call.mask.block(t, t + 1, 0, t + 1, kept_BHS.device) & kept_BHS[:, :, None]
@@ -201,10 +201,10 @@ def _finding(layer: LayerCall, found_BGLL: Tensor) -> LayerCall:
 def assess_eviction(
     adapter: Adapter, tokens_NT: Tensor, budgets: Sequence[int], first: int, seed: int, step: Step
 ) -> Eviction:
-    """Measure the loss for every policy and budget.
+    """Measure the loss for every eviction policy and budget.
 
     Args:
-        first: n, the first keys that are kept or barred; a learned sink token is the first of them.
+        first: number n of first keys that are kept or barred, a learned sink token included.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     found = []

@@ -6,11 +6,11 @@ broadcast sinks induce low-rank outputs". The definitions and thresholds below a
     share            mean over queries t of A_t,sink                       a sink if above SHARE
     value_norm       |v_sink| / mean over other s of |v_s|                 nop if at most NEGLIGIBLE
     output_share     mean_t |A_t,sink v_sink| / mean_t |o_t|               broadcast if at least LARGE, and
-    effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    at most LOW of the head's width
+    effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    at most LOW of V
 
-with s_i the singular values of the head's outputs o_t over the queries after the sink. The sink is the bias key or sink
-logit, else the first position; of several registers it is the first, and the others count as tokens. A gate can replace
-a nop, a register or sink token a broadcast.
+with s_i the singular values of the head's outputs o_t, of dimension V, over the queries after the sink. The sink is the
+bias key or sink logit, else the first position; of several registers it is the first, and the other registers count as
+tokens. A gate can replace a nop head, and a register or sink token a broadcast head.
 """
 
 from collections import Counter
@@ -39,13 +39,14 @@ LOW = 0.25
 
 
 class HeadRole(ReadDocument):
-    """Role of the sink in one head.
+    """Role of the sink in one query head; `layer` and `head` are 1-based.
 
     Attributes:
         share: share of attention on the sink, mean over the queries after it.
-        value_norm: |v| of the sink divided by the mean |v| of the other keys.
-        output_share: mean norm of the sink's contribution to the head's output, divided by that of the output.
-        effective_rank: effective rank of the head's outputs, at most `width`.
+        value_norm: norm of the sink's value vector divided by the mean norm of the other keys' value vectors.
+        output_share: mean norm of the sink's contribution to the head's output, divided by the mean norm of the output.
+        effective_rank: effective rank of the head's outputs, at most `Heads.width`.
+        kind: class of the head.
     """
 
     layer: int
@@ -58,7 +59,14 @@ class HeadRole(ReadDocument):
 
 
 class Heads(AssessPart):
-    """Roles of all heads; the sink is "bias" if the model has one, else the first position."""
+    """Roles of all query heads.
+
+    Attributes:
+        sink: "bias" if the model has a bias key or sink logit, else the first position.
+        width: dimension of a head's values and output.
+        heads: role of every query head.
+        counts: number of heads of each kind.
+    """
 
     name = "heads"
     rank = 6
@@ -118,7 +126,7 @@ class Heads(AssessPart):
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of one layer over the sequences, (H,), and the Gram matrices of the outputs, (H, V, V)."""
+    """Statistics of one layer summed over sequences: (H,) each, and the Gram matrices (H, V, V) of head outputs."""
 
     share_H: Tensor
     value_H: Tensor
@@ -129,7 +137,7 @@ class _Sums:
 
 
 class _Watch:
-    """Compute function that leaves the output unchanged and accumulates the quantities of each head."""
+    """Compute function that leaves the output unchanged and accumulates the statistics of each layer's heads."""
 
     def __init__(self) -> None:
         self.layers: dict[int, _Sums] = {}
@@ -168,7 +176,7 @@ class _Watch:
 
 
 def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
-    """Classify every head.
+    """Classify every query head by the role of the sink in it.
 
     Raises:
         InputError: if the attention operation has no separate scores.
@@ -205,7 +213,7 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
 
 
 def effective_rank(gram_VV: Tensor) -> float:
-    """Effective rank: exp of the entropy of the normalised eigenvalues; 0 for a zero matrix."""
+    """Compute exp of the entropy of the normalised eigenvalues of a Gram matrix; 0 for a zero matrix."""
     values = torch.linalg.eigvalsh(gram_VV).clamp(min=0)
     total = values.sum()
     if total <= 0:
@@ -215,7 +223,7 @@ def effective_rank(gram_VV: Tensor) -> float:
 
 
 def kind_of(share: float, value_norm: float, output_share: float, rank_share: float) -> HeadKind:
-    """Classify a head by the thresholds above."""
+    """Classify a head by the thresholds in this module; `rank_share` is its effective rank over its dimension."""
     if share <= SHARE:
         return "no sink"
     if value_norm <= NEGLIGIBLE:

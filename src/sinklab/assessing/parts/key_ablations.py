@@ -34,25 +34,25 @@ from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
-LAYERS_KEPT, KEYS_KEPT = 64, 2**19  # random keys are kept for the next change: of so many layers, so many of a layer
+LAYERS_KEPT, KEYS_KEPT = 64, 2**19  # cached random keys: number of layers, and of keys per layer
 SHIFTS = (-8.0, -4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 8.0)
 Keys = Literal["bias", "sink", "recent", "random"]
 
 
 class Shift(Effect):
-    """Effect of shifted logits; a shift of None is minus infinity, which hides the keys."""
+    """Loss when the keys' logits are shifted by `by`; None is minus infinity, which hides the keys."""
 
     by: float | None
 
 
 class AblatedKeys(ReadDocument):
-    """Effects of ablating the sink, or an equal number of other keys.
+    """Losses with the sink, or an equal number of control keys, ablated.
 
     Attributes:
-        share: share of attention on the keys, mean over layers, heads and the queries after them; for a bias, over all
-            queries.
-        value_zeroed, hidden, spread: effect of each ablation.
-        shifted: effects by shift, from minus infinity up.
+        share: share of attention on the ablated keys, mean over layers, heads and the queries after the keys; for a
+            bias, over all queries.
+        value_zeroed, hidden, spread: loss with each of the three ablations.
+        shifted: loss for each shift of the logits, in ascending order from minus infinity.
     """
 
     keys: Keys
@@ -93,7 +93,7 @@ class KeyAblations(AssessPart):
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List hidden, spread and zeroed-value ablations of the sink; of the control keys, hidden only."""
+        """List the added loss with the sink hidden, spread and its value zeroed; for control keys, only hidden."""
         names = {
             "bias": "learned bias",
             "sink": "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys",
@@ -101,7 +101,7 @@ class KeyAblations(AssessPart):
             "random": "as many random keys",
         }
         for number, one in enumerate(self.keys):
-            name, lost = names[one.keys], number == 0  # the bias where there is one
+            name, lost = names[one.keys], number == 0  # the bias, if any
             clause = f"with the {name} hidden" if lost else ""
             yield PartAnswer(f"{name} hidden", self.added(one.hidden), lost=clause)
             if one.keys in ("bias", "sink"):
@@ -120,7 +120,7 @@ class KeyAblations(AssessPart):
                     yield PartRow(f"{one.keys}: logit {shift.by:+g}", shift)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the added loss with the bias hidden; without a bias, with the first tokens hidden."""
+        """List the added loss with the bias hidden; in a model without bias, with the first tokens hidden."""
         hidden = {one.keys: one.hidden for one in self.keys}
         effect = hidden.get("bias", hidden.get("sink"))
         if effect is not None:
@@ -142,10 +142,11 @@ class KeyAblations(AssessPart):
 
 @dataclass(frozen=True)
 class SelectedKeys:
-    """Selection of keys for every query.
+    """Rule that selects the keys to ablate for every query.
 
     Attributes:
-        count: number n of keys.
+        keys: which keys are selected (see the module).
+        count: number n of selected keys.
         seed: random seed for random keys.
     """
 
@@ -154,7 +155,7 @@ class SelectedKeys:
     seed: int = 0
 
     def matrix(self, layer: LayerCall) -> Tensor:
-        """Boolean mask of the ablated keys by query, (1 or H, L, L); all False for the bias, which has no column."""
+        """Return a boolean mask (1 or H, L, L) of the selected keys; all False for the bias, which has no column."""
         L, device = layer.length, layer.call.q_BHTD.device
         q_L1, k_L = torch.arange(L, device=device)[:, None], torch.arange(L, device=device)
         if self.keys == "bias":
@@ -173,7 +174,10 @@ class SelectedKeys:
 
 @lru_cache(maxsize=LAYERS_KEPT)
 def _drawn(heads: int, L: int, count: int, seed: int) -> Tensor:
-    """Draw keys after the first `count` and before the query, (H, L, count); early queries have too few of them."""
+    """Draw `count` random keys for every query, after the first `count` keys and before the query: (H, L, count).
+
+    Early queries have fewer such keys; their rows also contain keys outside of this range.
+    """
     q_L1, k_L = torch.arange(L)[:, None], torch.arange(L)
     rank_HLL = torch.rand(heads, L, L, generator=torch.Generator().manual_seed(seed))
     return rank_HLL.masked_fill_((k_L < count) | (k_L >= q_L1), -1).topk(min(count, L), -1).indices
@@ -186,7 +190,7 @@ class ZeroedValues:
     selection: SelectedKeys
 
     def __call__(self, layer: LayerCall) -> Tensor:
-        """The layer's output."""
+        """Return the layer's output with the values of the selected keys set to zero."""
         scores_BHLL, bias_BHL = layer.scores()
         if self.selection.keys == "bias":
             layer = layer.changed(value_HV=None)
@@ -200,7 +204,7 @@ class SpreadShares:
     selection: SelectedKeys
 
     def __call__(self, layer: LayerCall) -> Tensor:
-        """The layer's output."""
+        """Return the layer's output with the attention of the selected keys spread over the other keys."""
         scores_BHLL, bias_BHL = layer.scores()
         L, device = layer.length, scores_BHLL.device
         selected_HLL = self.selection.matrix(layer)
@@ -215,12 +219,12 @@ class SpreadShares:
 
 @dataclass(frozen=True)
 class HiddenKeys:
-    """Edit that hides the selected keys."""
+    """Attention edit that hides the selected keys."""
 
     selection: SelectedKeys
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """Remove the selected keys from the call."""
+        """Return the call with the selected keys masked, or without its bias."""
         if self.selection.keys == "bias":
             return layer.changed(key_HD=None, logit_H=None, value_HV=None)
         return layer.masked(Dense(~self.selection.matrix(layer)[None], later=True))
@@ -228,13 +232,13 @@ class HiddenKeys:
 
 @dataclass(frozen=True)
 class ShiftedLogits:
-    """Edit that shifts the logits of the selected keys."""
+    """Attention edit that adds `by` to the logits of the selected keys."""
 
     selection: SelectedKeys
     by: float
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """Shift the scores of the call."""
+        """Return the call with the logits of the selected keys shifted."""
         if self.selection.keys == "bias":
             return replace(layer, call=_WithShiftedBias(**vars(layer.call), by=self.by), library=None)
         return layer.changed(position=compose(layer.call.position, self._added(layer)))
@@ -291,10 +295,11 @@ class _Shares:
 def ablate_keys(
     adapter: Adapter, tokens_NT: Tensor, sink_keys: int, shifts: Sequence[float], seed: int, step: Step
 ) -> KeyAblations:
-    """Measure the loss for every ablation of the sink, and of an equal number of other keys.
+    """Measure the loss for every ablation of the sink, and of an equal number of control keys.
 
     Args:
-        sink_keys: number n of first keys, a learned sink token included.
+        sink_keys: number n of first keys that form the sink, a learned sink token included.
+        shifts: numbers added to the logits of the selected keys.
 
     Raises:
         InputError: if the attention operation has no separate scores.
@@ -327,7 +332,7 @@ def _ablated(reader: PairedReader, selection: SelectedKeys, share: float, shifts
 
 
 def has_bias(adapter: Adapter, tokens_NT: Tensor) -> bool:
-    """Whether the model has a bias key or a sink logit."""
+    """Return whether any attention layer has a bias key or a sink logit, tested on two tokens."""
     found: list[bool] = []
 
     def watch(layer: LayerCall) -> Tensor:

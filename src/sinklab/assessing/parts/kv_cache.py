@@ -4,8 +4,8 @@ Numbers x that share a scale are rounded as in KIVI (2402.02750; jy-yuan/KIVI 87
 
     m = min x,  s = (max x - min x) / (2^bits - 1),  q(x) = m + s round((x - m) / s)
 
-    keys     per channel: 32 successive tokens of one channel of a key head, after RoPE
-    values   per token: 32 successive channels of one token of a key head
+    keys     per channel: 32 successive tokens of one channel of a KV head, after RoPE
+    values   per token: 32 successive channels of one token of a KV head
 
 A last group may be shorter. Every key that a query reads is rounded, its own included, unless `residual` is set.
 Three bits are not in the public code; the formula is the same.
@@ -16,15 +16,15 @@ Three bits are not in the public code; the formula is the same.
     keys     full for s >= R floor(t / R): R keys are rounded together once there are R of them, after the last is read
     values   full for t - s <= R: a value is rounded when R later ones are there, one at a time
 
-Spared positions keep their keys and values and are excluded from the scales: none; the first n; or the outlier tokens
+Spared positions stay in full precision and are excluded from the scales: no position; the first n; or outlier tokens
 detected by PrefixQuant's rule (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py, with block outputs):
 
     M_t = max over channels of |output of the block at t|,   t is an outlier where M_t > 64 median_s M_s in some block
 
     due_to_sink = loss(no position spared) - loss(the first n spared)               nats per token, as in `quantisation`
 
-By head: each key head is rounded alone to 2 bits, on other sequences. Then all heads are rounded except the tenth with
-the highest cost (by kl), or except as many random ones.
+By head: each KV head is rounded alone to 2 bits, on other sequences. Then all KV heads are rounded except the tenth
+with the highest cost (KL divergence), or except as many random heads.
 """
 
 import random
@@ -62,15 +62,16 @@ from sinklab.schema import ReadDocument
 
 BITS = (8, 4, 3, 2)
 HEAD_BITS = 2
-OUTLIER = 64  # times the median of the tokens
-EXEMPT = 10  # one key head in so many
+OUTLIER = 64  # times the median over tokens of the largest activation
+EXEMPT = 10  # one KV head in ten stays in full precision
 
 
 class CacheRounding(ReadDocument):
-    """Effects of a cache rounded to a number of bits.
+    """Losses with the KV cache rounded to `bits` bits.
 
     Attributes:
-        everything, first_spared, found_spared: effect with no position, the first n, or the outlier tokens spared.
+        everything: loss with all positions rounded.
+        first_spared, found_spared: loss with the first n positions, or the outlier tokens, in full precision.
         due_to_sink: loss of `everything` minus loss of `first_spared`.
     """
 
@@ -82,17 +83,18 @@ class CacheRounding(ReadDocument):
 
 
 class KVCache(AssessPart):
-    """Loss with a rounded KV cache, and the heads that cannot be rounded.
+    """Loss with a rounded KV cache, and the KV heads that are most costly to round.
 
     Attributes:
-        sink_positions: number of first positions spared, a learned sink token or registers included.
-        found: outlier tokens by sequence, positions from 1; learned tokens in front count as 0, -1 and so on.
-        settings: effects by number of bits.
-        head_bits: number of bits in the measurements by head.
-        residual: number of recent positions in full precision; 0 rounds all.
-        heads: cost of each key head rounded alone, on other sequences; kl is relative to the unchanged model.
-        exempt: the key heads (layer, head) with the highest cost.
-        without_exempt, without_random: all heads rounded to `head_bits` except these, or except as many random ones.
+        sink_positions: number of first positions kept in full precision, including a learned sink token or registers.
+        found: 1-based positions of the outlier tokens of each sequence; learned leading tokens are at 0, -1 and so on.
+        settings: losses by number of bits.
+        head_bits: number of bits when single KV heads are rounded.
+        residual: number of recent positions in full precision; 0 rounds all positions.
+        heads: loss added when each KV head alone is rounded, on other sequences.
+        exempt: the KV heads (layer, head) with the highest KL divergence when rounded alone.
+        without_exempt, without_random: loss with all KV heads rounded to `head_bits` except the exempt heads, or except
+            as many random heads.
     """
 
     name = "kv_cache"
@@ -177,7 +179,7 @@ class KVCache(AssessPart):
         return f"; up to {self.residual} recent tokens are in full precision" if self.residual else ""
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the added losses with all positions rounded, and the part that is due to the sink."""
+        """List the losses added when all positions are rounded, and how much of it is due to the sink."""
         for one in self.settings:
             yield f"cache_{one.bits}_bits_added", self.added(one.everything)
         fewest = min(self.settings, key=lambda one: one.bits)
@@ -205,7 +207,7 @@ class KVCache(AssessPart):
 
 
 def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
-    """Compute q(x) in groups along an axis; spared entries (bool, broadcast) are unchanged and not in the scales."""
+    """Round x to `bits` bits in groups along an axis; `spared` entries (bool) stay exact and outside the scales."""
     x_XI, spared_XI = x.movedim(axis, -1), spared.expand_as(x).movedim(axis, -1)
     width = x_XI.shape[-1]
     padding = (0, -width % CACHE_GROUP)
@@ -220,12 +222,12 @@ def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RoundedCache:
-    """Rounds the keys and values of every layer.
+    """Attention edit that rounds keys and values to `bits` bits.
 
     Attributes:
-        spared_S: positions in full precision, learned tokens in front included; None for none.
-        heads: key heads that are rounded; None for all.
-        residual: R, recent positions in full precision.
+        spared_S: boolean mask of positions in full precision, learned leading tokens included; None rounds all.
+        heads: KV heads that are rounded; None rounds all.
+        residual: number R of recent positions in full precision, used by `output`.
     """
 
     bits: int
@@ -234,7 +236,7 @@ class RoundedCache:
     residual: int = 0
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """The call with every position rounded, also recent ones."""
+        """Return the call with keys and values rounded, recent positions included."""
         k_BGSD, v_BGSV = layer.call.k_BGTD, layer.value_BGSV
         chosen_G = None if self.heads is None else chosen_heads(layer, self.heads)
         if chosen_G is not None and not chosen_G.any():
@@ -247,7 +249,7 @@ class RoundedCache:
         return replace(layer, value_BGSV=rounded(v_BGSV, 3, self.bits, left_GS1))
 
     def output(self, layer: LayerCall) -> Tensor:
-        """Compute the output with the rounded cache, in blocks of R queries with the same keys: (B, H, T, V).
+        """Compute the attention output with the rounded cache, in blocks of R queries with the same keys: (B, H, T, V).
 
         Raises:
             InputError: with a residual, if queries see later keys, or if scores cannot be edited (`LayerCall.scores`).
@@ -284,12 +286,12 @@ def assess_kv_cache(
     residual: int,
     step: Step,
 ) -> KVCache:
-    """Measure the loss with the cache rounded to decreasing numbers of bits, and by head.
+    """Measure the loss with the KV cache rounded to 8, 4, 3 and 2 bits, and with single KV heads rounded.
 
     Args:
-        others_MT: sequences that are read once for every key head.
-        sink_tokens: number of first tokens spared as sinks, in addition to learned tokens in front.
-        residual: R, recent positions in full precision; 0 for none.
+        others_MT: sequences on which the KV heads are rounded one at a time.
+        sink_tokens: number of first tokens in full precision, in addition to learned leading tokens.
+        residual: number R of recent positions in full precision; 0 rounds all.
     """
     kept = LOG_PROBABILITIES_KEPT // len(tokens_NT)
     readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]
@@ -342,7 +344,7 @@ def assess_kv_cache(
 
 
 def joined(read: Sequence[ByPosition]) -> ByPosition:
-    """Concatenate results of sequences that were read separately."""
+    """Concatenate the losses and KL divergences of sequences that were read separately."""
     unchanged = [one.unchanged_NP for one in read if one.unchanged_NP is not None]
     return ByPosition(
         read[0].first,
@@ -353,7 +355,7 @@ def joined(read: Sequence[ByPosition]) -> ByPosition:
 
 
 def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
-    """Find the positions that are outliers after some block: (N, S) bool, learned tokens in front included."""
+    """Return a boolean mask (N, S) of the outlier tokens, learned leading tokens included (PrefixQuant's rule)."""
     found = []
     with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_BSC: x_BSC.abs().amax(-1)) as largest:
         for tokens_1T in tokens_NT.split(1):

@@ -1,4 +1,4 @@
-"""Length: loss by position, beyond the training context."""
+"""Length: loss by position of the target, within and beyond the training context."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,17 +13,17 @@ from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
-LONGEST_UNASKED = 2**14  # tokens per sequence; where more are needed the part runs only if it is named
+LONGEST_UNASKED = 2**14  # tokens per sequence; with longer sequences the part runs only if `--parts` names it
 EDGES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 7 / 4, 2, 3, 4)
-"""Edges of the buckets, in contexts."""
+"""Edges of the position buckets, as multiples of the context length."""
 
 
 class Bucket(ReadDocument):
-    """Effects for targets at positions start .. stop - 1.
+    """Losses of the targets at positions start .. stop - 1.
 
     Attributes:
-        whole: effect with the text read in one piece.
-        within: the same targets read within the context; the reference for the divergence of `whole`.
+        whole: loss with the text read in one piece.
+        within: loss of the same targets, read in windows of the context; the reference for the KL of `whole`.
     """
 
     start: int
@@ -33,12 +33,12 @@ class Bucket(ReadDocument):
 
     @property
     def positions(self) -> str:
-        """The range of positions as text."""
+        """Range of positions as text, such as `1,025 to 1,280`."""
         return f"{self.start:,} to {self.stop - 1:,}"
 
 
 class LossByLength(AssessPart):
-    """Loss by position, beyond the context."""
+    """Loss by bucket of target positions; `context` is the training context in tokens."""
 
     name = "length"
     rank = 4
@@ -73,7 +73,7 @@ class LossByLength(AssessPart):
         return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List the loss added at the last positions, over the same targets read within the training context."""
+        """List the loss added at the last positions by reading the text in one piece instead of in windows."""
         for _, added in self.values():
             yield PartAnswer(f"positions {self.buckets[-1].positions} read at once", added)
 
@@ -83,7 +83,7 @@ class LossByLength(AssessPart):
             yield PartRow(f"positions {one.positions}", one.whole, within, one.whole.loss - one.within.loss)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the added loss of the last positions, if they are beyond the context."""
+        """List the loss added at the last positions, if these are beyond the context."""
         if self.buckets and (last := self.buckets[-1]).start > self.context:
             yield "beyond_context_added", last.whole.loss - last.within.loss
 
@@ -101,7 +101,7 @@ class LossByLength(AssessPart):
 
 
 def assess_length(adapter: Adapter, tokens_NT: Tensor, step: Step) -> LossByLength:
-    """Measure the loss by position with the text in one piece, and of the same targets within the context."""
+    """Measure the loss by position with the text read in one piece, and of the same targets within the context."""
     N, T = tokens_NT.shape
     reader = PairedReader(adapter, tokens_NT, step, whole=True)
     whole, within = reader.whole, reader.unchanged

@@ -1,4 +1,4 @@
-"""Pruning: the loss when attention heads are removed in order of their sink share, or in other orders.
+"""Pruning: the loss when attention heads are removed in order of their sink share, or in control orders.
 
     share of a head = mean over queries t after the sink of the share of A_t,sink         (as in the part `heads`)
 
@@ -10,10 +10,10 @@ A removed head's output is zeroed before norms, gates and the output map. Heads 
 
     sink first     descending share
     sink last      ascending share
-    random         random heads, several draws
-    same layers    random heads, with the same number per layer as `sink first`, several draws
+    random         random heads, mean of several draws
+    same layers    random heads, with the same number per layer as `sink first`, mean of several draws
 
-Kinds of heads (no-op, broadcast; see `heads`) are removed all at once, compared with as many random heads.
+In addition all no-op heads, or all broadcast heads (see `heads`), are removed at once, and as many random heads.
 """
 
 import random
@@ -33,22 +33,22 @@ from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
-SHOWN_SHARE = 0.1  # of the single numbers
+SHOWN_SHARE = 0.1  # fraction of heads removed in the scalar results
 DRAWS = 3
 KINDS = ("nop", "broadcast")
 SINK_FIRST, SINK_LAST, RANDOM, SAME_LAYERS = "sink first", "sink last", "random", "same layers"
 QueryHeads = frozenset[tuple[int, int]]
-"""Layer, from 1 among those with attention, and query head, from 1."""
+"""Query heads as pairs (layer, head), both 1-based; only attention layers are counted."""
 
 
 class RemovedHeads(Effect):
-    """Effect of removing some heads, averaged over draws.
+    """Loss with some heads removed, mean over random draws.
 
     Attributes:
-        order: order of removal, or the kind of heads removed, or "as many random" for its control.
+        order: order of removal; or the kind of heads removed, such as "all nop"; or "as many random as nop".
         share: fraction of heads removed.
         heads: number of heads removed.
-        losses: loss of each draw.
+        losses: loss of each random draw.
     """
 
     order: str
@@ -61,9 +61,9 @@ class Pruning(AssessPart):
     """Loss by fraction of heads removed.
 
     Attributes:
-        total: number of heads of the model.
-        orders: effects by order and fraction.
-        kinds: effects of removing all no-op or all broadcast heads, if any, each with a random control of equal size.
+        total: number of query heads of the model.
+        orders: losses by order of removal and fraction of heads.
+        kinds: losses with all no-op or all broadcast heads removed, if any, each with a random control of equal size.
     """
 
     name = "pruning"
@@ -113,7 +113,7 @@ class Pruning(AssessPart):
             yield PartRow(f"{one.order}, {self.counted(one.heads, 'head')} removed", one, _spread(one))
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the added losses with a tenth of the heads removed."""
+        """List the losses added when a tenth of the heads is removed, sink heads first and at random."""
         tenth = {one.order: one for one in self.orders if one.share == SHOWN_SHARE}
         if tenth:
             yield "sink_heads_pruned_added", self.added(tenth[SINK_FIRST])
@@ -137,12 +137,12 @@ def _spread(one: RemovedHeads) -> str:
 
 @dataclass(frozen=True)
 class WithoutHeads:
-    """Compute function that sets the output of these heads to zero."""
+    """Compute function that sets the output of the query heads `heads` to zero."""
 
     heads: QueryHeads
 
     def __call__(self, layer: LayerCall) -> Tensor:
-        """The layer's output."""
+        """Return the layer's output (B, H, T, V) with the removed heads set to zero."""
         out_BHTV = layer.output()
         kept = [(layer.index, head) not in self.heads for head in range(1, out_BHTV.shape[1] + 1)]
         return out_BHTV * torch.tensor(kept, device=out_BHTV.device)[:, None, None]

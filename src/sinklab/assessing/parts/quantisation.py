@@ -47,21 +47,21 @@ SETTINGS: dict[Weights, dict[str, Activations]] = {
     },
     "int4 in groups of 32": {"int4 weights": "full"},
 }
-"""Quantisation of the weights, and with each those of their inputs by name."""
-CALIBRATED = 4  # sequences at most
-DESTROYED = 10  # times the loss of the unchanged model
-DEVIATIONS = 6  # from the mean, beyond which a value is an outlier (2306.12929)
+"""Settings by quantisation of the weights: the name of each setting with the quantisation of the activations."""
+CALIBRATED = 4  # maximum number of calibration sequences
+DESTROYED = 10  # factor above the unchanged loss from which a model counts as destroyed
+DEVIATIONS = 6  # standard deviations from the mean beyond which a value is an outlier (2306.12929)
 
 
 class Quantised(ReadDocument):
-    """One setting of quantisation.
+    """Losses in one setting of quantisation.
 
     Attributes:
-        weights, activations: quantisation of weights and activations.
-        everything: effect with all tokens quantised.
-        without_sink: effect with the sink positions in full precision and excluded from the scales.
+        weights, activations: quantisation of weights and of activations.
+        everything: loss with all tokens quantised.
+        without_sink: loss with the sink positions in full precision and excluded from the scales.
         due_to_sink: loss of `everything` minus loss of `without_sink`.
-        destroyed: whether the loss is at least ten times that of the unchanged model.
+        destroyed: whether the loss of `everything` is at least ten times the loss of the unchanged model.
     """
 
     name: str
@@ -74,13 +74,13 @@ class Quantised(ReadDocument):
 
 
 class Outliers(ReadDocument):
-    """Outlier statistics of the residual stream after one block.
+    """Outlier statistics of the residual stream after one block (`layer`, 1-based).
 
     Attributes:
         kurtosis: kurtosis over channels, mean over tokens.
-        largest: largest absolute value.
+        largest: largest absolute activation.
         largest_norm, median_norm: maximum and median l2 norm over tokens.
-        channels: channels with a value more than six standard deviations from the mean.
+        channels: number of channels with a value more than six standard deviations from the mean.
     """
 
     layer: int
@@ -92,7 +92,13 @@ class Outliers(ReadDocument):
 
 
 class Quantisation(AssessPart):
-    """Loss after simulated quantisation, and the outliers of each block."""
+    """Loss after simulated quantisation, and outlier statistics of each block.
+
+    Attributes:
+        sink_positions: number of first positions kept in full precision in `Quantised.without_sink`.
+        settings: losses of every setting.
+        outliers: outlier statistics of every block.
+    """
 
     name = "quantisation"
     rank = 2
@@ -136,7 +142,7 @@ class Quantisation(AssessPart):
             yield PartRow(one.name, one.everything, due)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the added losses in int8 with static scales per tensor."""
+        """List the loss added by static int8, and the part of it that is due to the sink."""
         for one in self.settings:
             if one.name == STATIC:
                 yield "int8_added", self.added(one.everything)
@@ -163,10 +169,10 @@ class Quantisation(AssessPart):
 def assess_quantisation(
     adapter: Adapter, tokens_NT: Tensor, calibration_NT: Tensor, sink_tokens: int, step: Step
 ) -> Quantisation:
-    """Measure the loss for every setting, with and without the sink positions.
+    """Measure the loss for every setting, with the sink positions quantised and in full precision.
 
     Args:
-        calibration_NT: tokens of other text, for static scales.
+        calibration_NT: further sequences, from which static scales are computed.
         sink_tokens: number of first tokens that form the sink, in addition to a learned sink token.
     """
     spared = adapter.leading + sink_tokens
@@ -203,7 +209,7 @@ def assess_quantisation(
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
-    """Measure outliers in the residual stream of the first sequence, after each block."""
+    """Compute outlier statistics of the residual stream of the first sequence, after each block."""
     with evaluating(adapter.module), residual_stream(adapter.blocks, _outliers) as found:
         adapter.hidden(tokens_NT[:1].to(adapter.device))
     return [one.model_copy(update={"layer": number}) for number, one in enumerate(found) if number]
@@ -224,7 +230,7 @@ def _outliers(x_BTC: Tensor) -> Outliers:
 
 
 def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
-    """Compute q(x) with the scale for the maximum `largest` (broadcast); zero remains zero."""
+    """Round x to a symmetric grid of `bits` bits whose largest value is `largest` (broadcast); zero remains zero."""
     steps = 2 ** (bits - 1) - 1
     scale = largest / steps
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -232,7 +238,7 @@ def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
 
 
 def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
-    """Quantise a weight with output channels in rows; the last group may be shorter."""
+    """Return a weight (O, I) rounded per output channel or in groups; the last group of a row may be shorter."""
     if kind == "int8 per channel":
         return on_grid(weight_OI, INT8, weight_OI.abs().amax(1, keepdim=True))
     width = weight_OI.shape[1]
@@ -242,11 +248,11 @@ def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A linear map of a block.
+    """A linear layer of a transformer block.
 
     Attributes:
         transposed: whether the output channels are the columns of the weight, as in GPT-2.
-        block: block of the map; None if its inputs are always (B, T, I).
+        block: block that contains the layer; None if the layer's inputs are always (B, T, I).
     """
 
     module: nn.Module
@@ -255,22 +261,22 @@ class LinearMap:
 
     @property
     def weight(self) -> Tensor:
-        """The weight parameter."""
+        """The layer's weight, without gradients."""
         found: Any = self.module.weight
         return found.data
 
     def quantised(self, kind: Weights) -> Tensor:
-        """Quantise the weight, in the layout of the parameter."""
+        """Return the quantised weight, in the layout of the parameter."""
         return quantised_weight(self.weight.T, kind).T if self.transposed else quantised_weight(self.weight, kind)
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Apply the map with another weight."""
+        """Compute the layer's output for the input x with `weight` instead of its own weight."""
         bias: Any = self.module.bias
         return F.linear(x, weight.T if self.transposed else weight, bias)
 
 
 def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
-    """List the linear maps of the blocks in order, gates included."""
+    """List the linear layers of the blocks in order, gates included."""
     found = []
     for block in blocks:
         for module in block.modules():
@@ -283,7 +289,7 @@ def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
 
 @contextmanager
 def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
-    """Measure the largest |x| of the inputs of each map, excluding the first `skipped` positions."""
+    """Record the largest |x| of the inputs of each linear layer in the `with` block, without the first positions."""
     found: Maxima = {}
     shape = _SequenceShape()
 
@@ -301,14 +307,14 @@ def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
 def quantised(
     maps: Sequence[LinearMap], weights: Weights, activations: Activations, maxima: Maxima, spared: int
 ) -> Iterator[None]:
-    """Quantise weights and inputs of the maps within the context (see `quantised_weights`, `quantised_inputs`)."""
+    """Quantise weights and inputs of the layers in the `with` block (`quantised_weights`, `quantised_inputs`)."""
     with quantised_weights(maps, weights) as exact, quantised_inputs(maps, exact, activations, maxima, spared):
         yield
 
 
 @contextmanager
 def quantised_weights(maps: Sequence[LinearMap], weights: Weights) -> Iterator[dict[nn.Module, Tensor]]:
-    """Quantise the weights within the context, which gives the exact ones; on exit they are restored exactly."""
+    """Quantise the weights of the layers in the `with` block; yields copies of the exact weights, restored on exit."""
     exact = {one.module: one.weight.clone() for one in maps}
     try:
         for one in maps:
@@ -323,11 +329,11 @@ def quantised_weights(maps: Sequence[LinearMap], weights: Weights) -> Iterator[d
 def quantised_inputs(
     maps: Sequence[LinearMap], weights: dict[nn.Module, Tensor], activations: Activations, maxima: Maxima, spared: int
 ) -> Iterator[None]:
-    """Quantise the inputs of the maps within the context.
+    """Quantise the inputs of the linear layers in the `with` block.
 
     Args:
-        weights: exact weights, for the spared positions.
-        maxima: maximum of every map's input, for static scales.
+        weights: exact weights, applied at the spared positions.
+        maxima: largest |x| of the inputs of every layer, for static scales.
         spared: number of first positions in full precision and excluded from dynamic scales.
     """
     by_module = {one.module: one for one in maps}
@@ -360,10 +366,13 @@ def quantised_inputs(
 
 @dataclass(frozen=True)
 class _RoundedInput:
-    """The latest input of a map, and its rounded values.
+    """The latest input of a linear layer and its rounded values, cached for layers with the same input.
 
     Attributes:
-        version: number of changes in place, at the time of rounding.
+        x: input tensor.
+        version: PyTorch's in-place version counter of `x` at the time of rounding.
+        largest: maximum that sets the static scale; None for dynamic scales.
+        rounded: rounded values of `x`.
     """
 
     x: Tensor
@@ -372,7 +381,7 @@ class _RoundedInput:
     rounded: Tensor
 
     def of(self, x: Tensor, largest: Tensor | None) -> bool:
-        """Whether these are the rounded values of an input with this maximum."""
+        """Return whether `rounded` is valid for the input `x` and the maximum `largest`."""
         if x is not self.x or x._version != self.version:
             return False
         if largest is None or self.largest is None:
@@ -387,7 +396,7 @@ class _SequenceShape:
         self._shape = torch.Size((1, 1))
 
     def watched(self, maps: Sequence[LinearMap]) -> AbstractContextManager[None]:
-        """Record the shape from the input of each block."""
+        """Record the shape from the input of each block, in the `with` block."""
         blocks = dict.fromkeys(one.block for one in maps if one.block is not None)
         return hooked(block.register_forward_pre_hook(self._read, with_kwargs=True) for block in blocks)
 
@@ -404,7 +413,7 @@ def _rounded(x_BTI: Tensor, activations: Activations, largest: Tensor | None) ->
         return x_BTI
     if activations == "per token":
         return on_grid(x_BTI, INT8, x_BTI.abs().amax(-1, keepdim=True))
-    if activations == "dynamic per tensor":  # a tensor is one sequence: others in the batch change no result
+    if activations == "dynamic per tensor":  # one scale per sequence, so that results do not depend on the batch
         return on_grid(x_BTI, INT8, x_BTI.abs().amax((1, 2), keepdim=True))
     assert largest is not None, "static scales need the maxima of a calibration"
     return on_grid(x_BTI, INT8, largest)

@@ -1,14 +1,15 @@
-"""Streaming: long text read with a rolling cache, with and without the first tokens (2309.17453, table 3).
+"""Streaming: the loss on long text with a rolling KV cache that keeps or drops the first tokens (2309.17453, table 3).
 
 The rolling cache is a mask and a shift of positions, so that one pass over the text is exact. A cached key was computed
 from the keys in the cache when its own token was read. In each layer this equals a mask that allows query t the keys
 in the cache at t, so the text need not be read token by token. When a query reads it, the cache holds C keys, the
-query's own included: the first n and the latest C - n (the public code of StreamingLLM counts the cache before the
+query's own included: the first n and the latest C - n keys (the public code of StreamingLLM counts the cache before the
 query's own key is added, and so has one more).
 
-Positions are those in the cache: the i-th key has position i, the query C - 1 once the cache is full. Distances among
-the latest keys are those in the text. The distance to a first key s is min(t, C - 1) - s. Queries are shifted for these
-keys alone, by wider queries and keys: [q_t, q_min(t, C-1)] . [k_s, 0] for a late key and . [0, k_s] for a first key.
+Positions are positions in the cache: the i-th key has position i, the query C - 1 once the cache is full. Distances to
+the latest keys are as in the text. The distance to a first key s is min(t, C - 1) - s. Queries are shifted only for
+the first keys, by wider queries and keys: [q_t, q_min(t, C-1)] . [k_s, 0] for a late key,
+[0, k_s] for a first key.
 """
 
 import math
@@ -31,11 +32,11 @@ from sinklab.plots import PlotAxis
 
 
 class CachedReading(Effect):
-    """Effect of a rolling cache.
+    """Loss on long text with a rolling cache.
 
     Attributes:
         cache: number of keys in the cache when a query reads it.
-        first: number of first keys kept.
+        first: number of first keys kept in the cache.
         perplexity: exp(loss); None if it overflows.
     """
 
@@ -45,7 +46,12 @@ class CachedReading(Effect):
 
 
 class Streaming(AssessPart):
-    """Loss on long text with a rolling cache, with positions in the cache or in the text."""
+    """Loss on long text by size of the rolling cache and number of first keys kept.
+
+    Attributes:
+        positions: whether positions in the cache or in the text are used.
+        caches: loss with each rolling cache.
+    """
 
     name = "streaming"
     rank = 1
@@ -83,7 +89,7 @@ class Streaming(AssessPart):
         return PartJob((1 + readings) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List the added loss of the smallest cache, with the fewest and the most first tokens kept."""
+        """List the loss added by the smallest cache with the fewest and the most first tokens, and the difference."""
         size = min((one.cache for one in self.caches), default=0)
         by_first = {one.first: one for one in self.caches if one.cache == size}
         for first in sorted({min(by_first), max(by_first)} if by_first else ()):
@@ -99,7 +105,7 @@ class Streaming(AssessPart):
             yield PartRow(f"cache {one.cache}, first {one.first} kept", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the losses of the largest cache by N, and the added losses of the smallest cache."""
+        """List the loss with the largest cache by number N of first keys, and the loss added by the smallest cache."""
         if not self.caches:
             return
         sizes = {one.cache for one in self.caches}
@@ -134,7 +140,7 @@ class Streaming(AssessPart):
 def assess_streaming(
     adapter: Adapter, tokens_NT: Tensor, sizes: Sequence[int], kept: Sequence[int], positions: Placed, step: Step
 ) -> Streaming:
-    """Measure the perplexity for every cache size and number of first tokens kept.
+    """Measure the loss and perplexity for every cache size and number of first tokens kept.
 
     Raises:
         InputError: if a cache has no room for keys other than the first ones.
@@ -153,7 +159,7 @@ def assess_streaming(
 
 @dataclass(frozen=True)
 class Kept(Mask):
-    """Mask: query t sees the first `first` keys and the latest, `size` in total, its own included."""
+    """Causal mask: a query sees the first `first` keys and the latest keys, its own included, `size` in total."""
 
     size: int
     first: int
@@ -171,7 +177,7 @@ class Kept(Mask):
 
 @dataclass(frozen=True)
 class RollingCache:
-    """Edit that gives every layer a rolling cache; a bias key does not count towards its size.
+    """Attention edit that gives every layer a rolling cache; a bias key does not count towards the size.
 
     Attributes:
         size: number C of keys in the cache.
@@ -188,14 +194,14 @@ class RollingCache:
             raise InputError(f"a cache of {self.size} keys cannot keep the first {self.first}: keep fewer keys")
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """Apply the rolling cache to the call."""
+        """Return the call with the cache's mask and, if `in_cache`, with positions in the cache."""
         layer = layer.masked(Kept(self.size, self.first))
         if self.in_cache and layer.length > self.size and (self.first or layer.call.key_HD is not None):
             return self._placed(layer)
         return layer
 
     def _placed(self, layer: LayerCall) -> LayerCall:
-        """Shift queries relative to the first keys, according to their positions in the cache."""
+        """Return the call with queries shifted, relative to the first keys, to their positions in the cache."""
         call = layer.call
         if call.position is not None:
             call = replace(call, position=self._nearer(call.position))
@@ -228,5 +234,5 @@ class RollingCache:
 
 
 def _side_by_side(one: Tensor, other: Tensor, parts: int) -> Tensor:
-    """Concatenate two queries or keys within each of the `parts` of a head."""
+    """Concatenate two query or key tensors within each of the `parts` of a head's dimension."""
     return torch.cat((one.unflatten(-1, (parts, -1)), other.unflatten(-1, (parts, -1))), -1).flatten(-2)

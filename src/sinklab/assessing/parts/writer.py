@@ -1,7 +1,7 @@
 """Writer: the block, neuron, expert and single weight that write the massive activation of the first position.
 
-The channel c is that of the largest |x| at the first position of the residual stream, over blocks, of the mean over
-sequences. Each block adds to it
+The channel c has the largest |x| of the residual stream at the first position after any block, x averaged over
+sequences. Each block adds to x_c
 
     feed-forward = x_c after the block - x_c after the block with its feed-forward output set to zero
     attention    = x_c after the block - x_c before it - feed-forward              (or another token mixer)
@@ -15,14 +15,14 @@ Within the feed-forward part that adds most up to the block with the largest |x|
 
 where g is 1, or the factor that a norm after the part applies to c. W_down is identified, without names, as the weight
 whose gradient of that output is non-zero in row c only; a_j is that gradient, which includes the routing
-weight within an expert. An expert adds the sum over its neurons.
+weight within an expert. The addition of an expert is the sum over its neurons.
 
 The single weight W_down[c, j]: j is chosen among the 8 neurons with the largest additions so that |x_c| after that
-block is smallest without it (later blocks often subtract x_c again, with or without it). `super_weight` is True if
-the public code of super weights selects the same weight (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c
-the largest |output| of the down map, j its largest |input|. In addition the neuron, the expert (super experts,
+block is smallest without it (later blocks often subtract x_c again in any case). `super_weight` is True if the
+public code of super weights selects the same weight (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c the
+largest |output| of the down map, j its largest |input|. In addition the neuron, the expert (super experts,
 2507.23279, are removed by zeroing their down map) and the part's output at the first position (2510.06477, section
-3.3) are zeroed, and as the control the map's largest weight to another channel.
+3.3) are zeroed, and as a control the largest weight of the down map to another channel.
 """
 
 import re
@@ -53,7 +53,7 @@ Sublayer = Literal["attention", "feed-forward"]
 
 
 class BlockWrites(ReadDocument):
-    """Addition of one block (counted from 1) to the channel at the first position, mean over sequences."""
+    """Additions of one block (1-based) to channel c at the first position, mean over sequences."""
 
     layer: int
     attention: float
@@ -61,15 +61,15 @@ class BlockWrites(ReadDocument):
 
 
 class NeuronWrites(ReadDocument):
-    """Addition of one neuron of the feed-forward part.
+    """Addition of one neuron of the feed-forward part to channel c at the first position.
 
     Attributes:
-        name: name of its down map within the part.
-        expert: index of the expert, from 0; None without experts.
-        neuron: index of the neuron, from 0.
-        activation: a_j.
+        name: parameter name of the down map within the part.
+        expert: 0-based index of the expert; None without experts.
+        neuron: 0-based index j of the neuron.
+        activation: activation a_j of the neuron.
         weight: W_down[c, j].
-        adds: a_j W_down[c, j] g.
+        adds: addition to the channel, a_j W_down[c, j] g.
     """
 
     name: str
@@ -81,7 +81,7 @@ class NeuronWrites(ReadDocument):
 
 
 class ExpertWrites(ReadDocument):
-    """Addition of one expert (counted from 0) of a down map."""
+    """Addition of one expert (0-based) of the down map `name` to channel c at the first position."""
 
     name: str
     expert: int
@@ -89,15 +89,16 @@ class ExpertWrites(ReadDocument):
 
 
 class ZeroedWriter(Effect):
-    """Effect of zeroing a weight, neuron, expert or part output; or of no change.
+    """Loss and activations with a weight, neuron, expert or feed-forward output zeroed, or with nothing zeroed.
 
     Attributes:
+        what: description of the zeroed weights or output.
         channel: |x_c| at the first position after the block where it is largest in the unchanged model, mean over
             sequences.
-        largest: largest |x| at the first position over all channels and blocks.
-        elsewhere: the same for the largest other position.
-        sink: percent of (sequence, layer, head) with a share of the first position above 0.3; a learned token in front
-            is that position.
+        largest: largest |x| over channels and blocks at the first position, mean over sequences.
+        elsewhere: largest |x| over channels, blocks and all other positions, mean over sequences.
+        sink: percent of (sequence, layer, head) in which the importance of the first position, or of a learned leading
+            token, is above 0.3.
     """
 
     what: str
@@ -108,22 +109,22 @@ class ZeroedWriter(Effect):
 
 
 class Writer(AssessPart):
-    """The parts that write the massive activation.
+    """The sublayers, neurons, experts and weight that write the massive activation.
 
     Attributes:
-        channel: index of channel c, from 0.
-        block: block after which |x_c| is largest, from 1.
+        channel: 0-based index of channel c.
+        block: 1-based index of the block after which |x_c| is largest.
         value: x_c after `block`.
         median: median |x| after `block`, at the first position.
         embedding: x_c before the first block.
-        blocks: additions by block.
+        blocks: additions to x_c by block.
         layer, sublayer: layer and sublayer with the largest addition up to `block`.
         ffn_layer: layer of the feed-forward part with the largest addition up to `block`.
-        experts: experts of that part with an addition, in descending order.
-        neurons: neurons of that part with the largest additions.
-        weight: the single weight.
-        super_weight: whether the rule of the public code selects the same weight; None with experts.
-        zeroed: effects of no change, of zeroing the single weight, and so on.
+        experts: experts of this feed-forward part that add to x_c, largest addition first.
+        neurons: neurons of this feed-forward part with the largest additions.
+        weight: neuron whose weight W_down[c, j] is the single weight.
+        super_weight: whether the rule of the public super-weight code selects the same weight; None with experts.
+        zeroed: losses with nothing zeroed, with the single weight zeroed, and so on.
     """
 
     name = "writer"
@@ -189,7 +190,7 @@ class Writer(AssessPart):
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the added loss without the single weight."""
+        """List the loss added when the single weight is zeroed."""
         for one in self.zeroed:
             if one.what == WEIGHT:
                 yield "single_weight_added", self.added(one)
@@ -211,7 +212,7 @@ class Writer(AssessPart):
 
 
 def feed_forward(block: nn.Module) -> nn.Module | None:
-    """Find the last child of a block that has weight matrices and is not attention, recurrence or convolution."""
+    """Return the block's last child module with weight matrices that does not mix positions; None if not found."""
     found = [
         child
         for name, child in block.named_children()
@@ -222,12 +223,16 @@ def feed_forward(block: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def silenced(part: nn.Module, positions: int | None = None) -> Iterator[None]:
-    """Set the output of the part to zero within the context, everywhere or at the first position of each sequence."""
+    """Set a feed-forward output to zero in the `with` block.
+
+    Args:
+        positions: length of the sequences, to zero only their first position; None zeroes all positions.
+    """
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         out = hidden_states(output)
         zeros = torch.zeros_like(out)
-        if positions is not None:  # some parts are handed the positions of all sequences in one axis
+        if positions is not None:  # some feed-forward layers receive all sequences flattened into one axis
             zeros = out.reshape(-1, positions, out.shape[-1]).clone()
             zeros[:, 0] = 0
             zeros = zeros.view_as(out)
@@ -239,7 +244,7 @@ def silenced(part: nn.Module, positions: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def zeroed_entries(weight: Tensor, index: tuple[Any, ...]) -> Iterator[None]:
-    """Set some entries of a weight to zero within the context, and restore them exactly."""
+    """Set the entries `weight[index]` to zero in the `with` block; on exit they are restored exactly."""
     with torch.no_grad():
         before = weight[index].clone()
         weight[index] = 0
@@ -252,12 +257,14 @@ def zeroed_entries(weight: Tensor, index: tuple[Any, ...]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DownMap:
-    """The weights of a feed-forward part that write the channel.
+    """A down map: weights of a feed-forward part that write to the residual stream.
 
     Attributes:
-        weight: (I, E), (E, I), or either with a leading axis of experts.
+        name: parameter name within the feed-forward part.
+        weight: weight of shape (I, E) or (E, I), with experts after a leading expert axis.
         axis: axis of the E channels.
-        activation: a_j: (I,), or (experts, I).
+        channel: 0-based index of channel c.
+        activation: activation a_j of each neuron, (I,) or (experts, I).
     """
 
     name: str
@@ -268,17 +275,17 @@ class DownMap:
 
     @property
     def written(self) -> Tensor:
-        """W_down[c, j], in the shape of `activation`."""
+        """Weights W_down[c, j] to channel c, in the shape of `activation`."""
         return self.weight.detach().movedim(self.axis, 0)[self.channel]
 
     def entry(self, expert: int | None, neuron: int | slice, channel: int | slice) -> tuple[Any, ...]:
-        """The index of the selected weights in `weight`."""
+        """Return the index into `weight` of the given expert, neurons and channels."""
         rest = (neuron,) if expert is None else (expert, neuron)
         return (*rest[: self.axis], channel, *rest[self.axis :])
 
 
 def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int) -> tuple[list[DownMap], Tensor]:
-    """Find the maps of a feed-forward part that write to the stream, and its mean output (E,) at the first position."""
+    """Return the down maps of a feed-forward part, and the part's mean output (E,) at the first position."""
     outputs: list[Tensor] = []
     weights = {name: weight for name, weight in part.named_parameters() if weight.ndim > 1}
     asked = {name: weight.requires_grad for name, weight in weights.items()}
@@ -306,7 +313,7 @@ def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int
 
 
 def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
-    """Measure the contributions to the largest activation of the first position, and the loss without them."""
+    """Measure what writes the largest activation of the first position, and the loss with these writers zeroed."""
     tokens_N1, S = tokens_NT[:, :1], adapter.leading + tokens_NT.shape[1]
     parts = [feed_forward(block) for block in adapter.blocks]
     x_ME = _first_position(adapter, tokens_N1).mean(1)
@@ -379,14 +386,14 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
 
 
 def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:
-    """Read the residual stream at the first position, before the first block and after each: (M, N, E)."""
+    """Compute the residual stream at the first position, before the first and after every block: (M, N, E)."""
     with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_NSE: x_NSE[:, 0]) as found:
         adapter.hidden(tokens_N1.to(adapter.device))
     return torch.stack(found).float()
 
 
 def _neurons(maps: Sequence[DownMap], behind: float, sign: int) -> list[NeuronWrites]:
-    """List the neurons with the largest additions, over all maps."""
+    """Return the neurons of all down maps with the largest additions, largest first."""
     found = []
     for one in maps:
         adds = behind * (one.activation * one.written).float()
@@ -420,7 +427,7 @@ def _experts(maps: Sequence[DownMap], behind: float, sign: int) -> list[ExpertWr
 def _zeroed(
     reader: PairedReader, block: int, channel: int, what: str, change: AbstractContextManager[None]
 ) -> ZeroedWriter:
-    """Read the text with changed weights, and measure the stream and the sink at the first position."""
+    """Measure the loss, the residual stream and the sink at the first position within the context manager `change`."""
     written: list[Tensor] = []
     largest: list[Tensor] = []
     above: list[Tensor] = []

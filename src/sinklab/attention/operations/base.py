@@ -25,9 +25,9 @@ from sinklab.schema import Kind
 class OperationPart(Kind, ABC):
     """Base class of attention operations, which are chosen in a recipe."""
 
-    has_logits: ClassVar[bool] = True  # False for kernels, whose similarity is not a function of q.k
+    has_logits: ClassVar[bool] = True  # False for kernel attention, whose similarity is not a function of q.k
     zero_at_zero: ClassVar[bool] = False  # whether a key with logit 0 has similarity 0
-    forgets: ClassVar[bool] = False  # whether it uses forget gates (`forget_gate`)
+    forgets: ClassVar[bool] = False  # whether the operation uses forget gates (`forget_gate`)
     sequential: ClassVar[bool] = False  # whether attention weights depend on the order of keys (stick-breaking)
     keys_per_head: ClassVar[int] = 1  # number of parts into which a head's queries and keys are split
     queries_per_head: ClassVar[int] = 1  # number of queries per head for each key, concatenated
@@ -45,7 +45,7 @@ class OperationPart(Kind, ABC):
 
     @property
     def divides(self) -> bool:
-        """True if scores are divided by the row sum; then a key with value zero affects the output."""
+        """True if scores are divided by a row sum, so that a key with value zero affects the output."""
         return True
 
     @property
@@ -73,27 +73,33 @@ class OperationPart(Kind, ABC):
         return None
 
     def forget_gate(self, width: int, heads: int) -> nn.Module | None:
-        """Build the module from the attention input (B, L, width) to cumulative sums of log gates (B, L, heads)."""
+        """Build the module that maps the attention input (B, L, width) to cumulative sums of log gates (B, L, heads).
+
+        None for operations without forget gates.
+        """
         return None
 
     def weight_gate(self, width: int, heads: int) -> nn.Module | None:
-        """Build the module from the attention input (B, L, width) to logits of weights (B, L, heads)."""
+        """Build the module that maps the attention input (B, L, width) to logits of query weights (B, L, heads).
+
+        None for operations without such weights.
+        """
         return None
 
     @abstractmethod
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
-        """Compute sum_s A_ts v_s in the dtype of the values: (B, H, T, V)."""
+        """Compute the attention output sum_s A_ts v_s in the dtype of the values: (B, H, T, V)."""
 
     @abstractmethod
     def rows(self, call: Call) -> Iterator[Rows]:
-        """Compute |A_tk| / sum_s |A_ts|, including the bias key, in blocks of queries (2410.10781, table 6).
+        """Compute proxy scores |A_tk| / sum_s |A_ts|, with the bias key, in blocks of queries (2410.10781, table 6).
 
-        These are the attention weights if the scores of a row sum to one.
+        The proxy scores are the attention weights if the scores of a row sum to one.
         """
 
     @abstractmethod
     def row_sums(self, call: Call) -> Tensor:
-        """Compute sum_s A_ts, including the bias key: (B, H, T)."""
+        """Compute the row sums sum_s A_ts, including the bias key: (B, H, T)."""
 
     @abstractmethod
     def reference(self, given: Explicit) -> Tensor:
@@ -106,7 +112,7 @@ class OperationPart(Kind, ABC):
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Similarity and normalisation of an operation.
+    """Similarity and divisor that define the scores of an operation.
 
     Attributes:
         similarity: log-similarity l_ts, applied to the call's score; None is the identity.
@@ -126,7 +132,7 @@ class LogSimilarity(OperationPart):
 
     @abstractmethod
     def normalisation(self, call: Call) -> Normalisation:
-        """Return the operation's similarity and divisor."""
+        """Return the operation's log-similarity and divisor for this call."""
 
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
         normalisation = self.normalisation(call)

@@ -1,4 +1,4 @@
-"""Arguments of an operation: queries, keys, mask, biases and score functions."""
+"""Arguments of an attention operation: queries, keys, mask, biases and score functions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -74,7 +74,7 @@ class Call:
         return replace(self, q_BHTD=q_BHTD, k_BGTD=k_BGTD, weight_BTH=weight_BTH)
 
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
-        """Call `primitive.attend` with the call's score function and a log-similarity, without the bias key."""
+        """Compute (out_BHTV, lse_BHT) of `primitive.attend` for a log-similarity, without the bias key."""
         return attend(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
 
     def attend_output(self, v_BGTV: Tensor, similarity: Score | None = None) -> Tensor:
@@ -120,7 +120,11 @@ class Call:
 
 
 def at_every_query(score: Score | None, z_BHT: Tensor, first: int) -> Tensor:
-    """Apply a score function to one score per query, such as the bias key's; `first` is the first query's position."""
+    """Apply a score function to one score per query, such as that of a bias key; returns (B, H, T).
+
+    Args:
+        first: position of the first query among the keys.
+    """
     if score is None:
         return z_BHT
     B, H, T = z_BHT.shape

@@ -20,7 +20,7 @@ from sinklab.schema import Example
 
 
 class Lambda(nn.Module):
-    """Parameters of a layer: lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init, and the head output norm.
+    """Learned weight lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init of a layer, and its head output norm.
 
     Attributes:
         lambda_init: constant term of lambda.
@@ -46,10 +46,10 @@ class Difference(OperationPart):
 
     @abstractmethod
     def strength(self, call: Call) -> Tensor:
-        """Compute w, broadcastable to (B, H, T)."""
+        """Compute the weight w of the second softmax, broadcastable to (B, H, T)."""
 
     def difference(self, call: Call, v_BGTV: Tensor) -> Tensor:
-        """Compute A v in the dtype of w: (B, H, T, V)."""
+        """Compute the output A v without norm, in the dtype of w: (B, H, T, V)."""
         strength, outs = self.strength(call), []
         for half in halves(call):
             out, lse = half.attend(v_BGTV)
@@ -162,9 +162,9 @@ def _learned(module: nn.Module | None) -> Lambda:
 
 
 def halves(call: Call) -> tuple[Call, Call]:
-    """Return the calls on the first and second half of every head's queries, scaled by 1 / sqrt(half width).
+    """Return the calls with the first and with the second half of every head's queries, scaled by 1 / sqrt(D / 2).
 
-    Keys are also split in halves, unless they already have the half width.
+    Keys are also split in halves, unless their dimension is already D / 2.
     """
     width = call.q_BHTD.shape[-1] // 2
     parts = (slice(0, width), slice(width, None))

@@ -76,7 +76,7 @@ NEWTON_STEPS = 10  # at most eight were needed for tested rows of a million keys
 
 @torch.no_grad()
 def thresholds(call: Call) -> tuple[Tensor, Tensor]:
-    """Compute tau and the slope 2 sum relu(z / 2 - tau) of every row, including the bias key: (B, H, T).
+    """Compute the threshold tau and the slope 2 sum relu(z / 2 - tau) of every row, bias key included: (B, H, T) each.
 
     In a row without keys, tau is -1 and the slope is 1.
     """
@@ -100,7 +100,7 @@ def thresholds(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _rooted(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute tau and the slope of rows with maximum 0."""
+    """Compute tau and the slope (see `thresholds`) of rows x = z / 2 with maximum 0."""
     tau, limits = torch.full_like(x[..., :1], -1.0), torch.finfo(x.dtype)
     for _ in range(NEWTON_STEPS):
         above = F.relu(x - tau)

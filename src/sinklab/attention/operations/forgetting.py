@@ -18,7 +18,7 @@ class ForgetGate(nn.Linear):
     """Cumulative log forget gates log f_1 + .. + log f_t per query head, f_t = sigmoid(w.x_t + b).
 
     Args:
-        width: hidden size, the width of x.
+        width: hidden size, the dimension of x.
         heads: number of query heads.
         start: initial b.
     """
@@ -28,7 +28,7 @@ class ForgetGate(nn.Linear):
         self.initial = {"bias": (start, 0.0)}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute the sums (B, L, H), float32 (float64 for float64), from the attention input x (B, L, E)."""
+        """Compute the cumulative log gates (B, L, H), float32 (float64 for float64), from the input x (B, L, E)."""
         gate_BLH = super().forward(input)
         return F.logsigmoid(gate_BLH.to(accumulate_dtype(gate_BLH.dtype))).cumsum(1)
 

@@ -183,7 +183,7 @@ class MlpKernel(Kernel):
 
 
 def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum) -> Tensor:
-    """Compute the sum of (q_t.k_s) v_s over the visible keys given by `rows`: (B, H, T, V); T = S."""
+    """Compute the sum of (q_t.k_s) v_s over the keys visible under the mask `rows`: (B, H, T, V); requires T = S."""
     if not rows.shared:
         return causal_sums(q_BHTD, k_BGTD, v_BGTV)
     leading, end = rows.leading, min(rows.shared, k_BGTD.shape[2])
@@ -195,7 +195,7 @@ def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum
 
 
 def last_sums(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Mask) -> Tensor:
-    """Compute `linear_sums` with explicit scores, for a few queries at the last T of S positions: (B, H, T, V)."""
+    """Compute `linear_sums` for a few queries at the last T of S positions, from explicit scores: (B, H, T, V)."""
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
     similarity_BHTS = grouped_product(q_BHTD, k_BGSD.mT) * mask.block(S - T, S, 0, S, q_BHTD.device)
     return grouped_product(similarity_BHTS, v_BGSV)

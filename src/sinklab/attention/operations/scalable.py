@@ -14,7 +14,7 @@ from sinklab.schema import Example
 
 
 class Temperature(nn.Module):
-    """Score factor s log n + b of every head.
+    """Factor s log n + b of the scores, learned per head.
 
     Attributes:
         scale: learned s, (H,).
@@ -28,7 +28,7 @@ class Temperature(nn.Module):
         self.initial = {"scale": (start, 0.0)} | ({} if offset is None else {"offset": (offset, 0.0)})
 
     def forward(self, keys_BT: Tensor) -> Tensor:
-        """Compute the factor (B, H, T) from the number of keys of each query, in the same dtype."""
+        """Compute the factor (B, H, T) from the number of visible keys of each query, in the dtype of `keys_BT`."""
         factor_BHT = self.scale.to(keys_BT.dtype)[:, None] * keys_BT.log()[:, None]
         return factor_BHT if self.offset is None else factor_BHT + self.offset.to(keys_BT.dtype)[:, None]
 

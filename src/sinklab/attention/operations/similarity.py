@@ -86,11 +86,11 @@ class Similarity(LogSimilarity):
 
     @abstractmethod
     def log_similarity(self, call: Call) -> Score:
-        """Return the score log sim(z)."""
+        """Return the score function z -> log sim(z)."""
 
     @abstractmethod
     def similarity(self, given: Explicit) -> Tensor:
-        """Compute sim(z) for the reference, 0 for z = -inf."""
+        """Compute sim(z) on explicit matrices for `reference`, with sim(-inf) = 0: (B, H, T, S)."""
 
     def normalisation(self, call: Call) -> Normalisation:
         if not self.normalised:

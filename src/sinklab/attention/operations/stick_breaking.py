@@ -33,7 +33,7 @@ from sinklab.schema import Example
 
 
 class StickRest(nn.Module):
-    """Learned value of the rest per head (H, V)."""
+    """Learned value vector of the rest (the remaining attention) per head: (H, V)."""
 
     def __init__(self, heads: int, value_width: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class OtherKeys(WrappedMask):
 
 
 def broken(logits_BHQS: Tensor, seen: Callable[[Tensor, float], Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute (A_BHQS, rest_BHQ) from a block's logits; keys are ordered by position.
+    """Compute attention weights and remaining attention (A_BHQS, rest_BHQ) from a block's logits, keys in order.
 
     Args:
         logits_BHQS: logits of the block; not modified.
@@ -152,7 +152,7 @@ def broken(logits_BHQS: Tensor, seen: Callable[[Tensor, float], Tensor]) -> tupl
 def block_rows(
     q_BHTD: Tensor, k_BGSD: Tensor, block: bl.Block, score: Score | None, mask: Mask
 ) -> tuple[Tensor, Tensor]:
-    """Compute `broken` for one block of queries."""
+    """Compute attention weights and remaining attention of one block of queries (see `broken`)."""
     S = k_BGSD.shape[2]
     offset = S - q_BHTD.shape[2]
     z_BHQS = bl.raw_scores(q_BHTD, k_BGSD, block, bl.default_scale(q_BHTD))
@@ -226,17 +226,17 @@ def _scored(
 def break_sticks(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, *, eager: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out_BHTV, rest_BHT) of stick-breaking attention.
+    """Compute output and remaining attention (out_BHTV, rest_BHT) of stick-breaking attention.
 
     Args:
         q_BHTD: queries, the last T of S positions.
         k_BGSD, v_BGSV: keys and values; H a multiple of G.
         score: score function applied to q.k * scale; None is the identity.
         mask: mask of visible keys.
-        eager: compute the explicit matrix, differentiated by autograd.
+        eager: whether to compute the explicit T x S matrix, differentiated by autograd.
 
     Returns:
-        The output in the dtype of the values; the rest in float32 (float64 for float64).
+        The output in the dtype of the values; the remaining attention in float32 (float64 for float64).
     """
     bl.check_shapes(q_BHTD, k_BGSD)
     if eager:
