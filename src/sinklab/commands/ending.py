@@ -1,4 +1,4 @@
-"""Run a command: set the exit status, and print errors as one sentence on stderr, from one process only."""
+"""Run a command, set the exit status, and print an error as one sentence on stderr, under torchrun from rank 0 only."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ _OUT_OF_MEMORY = (
 
 
 def end(app: typer.Typer) -> NoReturn:
-    """Run the command that the process was called with, and exit with its status."""
+    """Run the command named in sys.argv, and exit the process with its status."""
     try:
         with signals.left_on_signals():
             status = _status(app)
@@ -45,7 +45,7 @@ def end(app: typer.Typer) -> NoReturn:
 
 
 def _status(app: typer.Typer) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command and return its exit status; print its error, if any."""
     try:
         status = app(standalone_mode=False)
     except SinklabError as error:
@@ -77,7 +77,7 @@ def _status(app: typer.Typer) -> int:
 
 
 def _has_others() -> bool:
-    """Whether torchrun has started several processes."""
+    """Return True if torchrun has started several processes."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
@@ -92,10 +92,10 @@ def _say_error(message: str) -> None:
 
 
 def say_on(console: Console, message: str) -> None:
-    """Print a line as plain text: control characters are replaced, markup is not interpreted."""
+    """Print a message as plain text: control characters are replaced, rich markup is not interpreted."""
     console.print(printable(message), **PLAIN)
 
 
 def stderr() -> Console:
-    """Open the console for everything except results."""
+    """Return a rich console on stderr, for all output except results."""
     return Console(stderr=True)
