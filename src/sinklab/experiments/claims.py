@@ -241,7 +241,7 @@ class GrowsWithSize(_OverSizes):
 
     def over(self, cells: tuple[str, ...]) -> Monotone:
         """Return the check `Monotone` over the result cells of the models (MODEL/CELL)."""
-                return Monotone.model_validate({"is": "rising", "over": cells, "value": self.value})
+        return Monotone.model_validate({"is": "rising", "over": cells, "value": self.value})
 
 
 class AlikeOverSizes(_OverSizes):
