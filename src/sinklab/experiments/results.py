@@ -202,7 +202,7 @@ def _excess(found: Propositions) -> float:
 
 
 def _angles(measured: Measurement, eps: float) -> dict[str, float]:
-    """Average cos(q, k) and |q| |k| over the heads in which the first token's mean importance exceeds eps, by quantity."""
+    """Average cos(q, k) and |q| |k| over heads with mean importance of the first token above eps, by quantity."""
     heads_LH = measured.importance[:, :, 0] > eps
     cosine_LHT = measured.details.cosine if measured.details else None
     product_LHT = measured.details.norm_product if measured.details else None

@@ -204,7 +204,7 @@ def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellRes
 
 
 def _beside_published(found: Finding, check: Check, published: Published, runs: Runs) -> Finding:
-    """Add to the evidence if the paper's numbers are in the 95 % prediction interval of a new seed (t distribution).
+    """Add to a finding whether the paper's numbers lie in the 95 % prediction interval of a new seed (t distribution).
 
     With five seeds, the interval is mean +- 3.04 standard deviations. A published number comes from one run.
     """
