@@ -301,8 +301,8 @@ def _require_cluster() -> None:
 
     Raises:
         InputError: if submitit (optional dependency) or Slurm is not installed, or no cluster answers.
-        """
-        try:
+    """
+    try:
         import submitit  # noqa: F401
     except ImportError as error:
         raise InputError(f"--engine slurm: submitit is not installed: {install_command('cluster')}") from error
