@@ -14,7 +14,7 @@ from sinklab.errors import SinklabError, is_out_of_memory
 from sinklab.files import FULL
 
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
-SHOWN = 80  # characters of a name that is too long
+SHOWN = 80  # characters shown of a path that is too long
 _KEPT = "interrupted; finished work is kept. Run the same command again to continue."
 _NOT_KEPT = "interrupted; nothing was written. Run the same command again to start over."
 _OUT_OF_MEMORY = (
@@ -55,13 +55,13 @@ def _status(app: typer.Typer) -> int:
     except typer.Exit as leaving:
         return leaving.exit_code
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # of whatever was given as a path
+        if error.errno == errno.ENAMETOOLONG:  # of any path on the command line
             _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; use a shorter one")
             return 2
         if error.errno not in FULL or error.filename is not None:
             raise
         _say_error(f"the result could not be printed ({error.strerror}): free some space, or print it elsewhere")
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left of it would fail again at the end
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  flushing the rest of the output at exit would fail again
         return 1
     except Exception as error:
         if is_out_of_memory(error):
@@ -69,8 +69,8 @@ def _status(app: typer.Typer) -> int:
             return 2
         if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
             raise
-        message = error.format_message()  # type: ignore[attr-defined]  # none beside a help text
-        if message and _is_first():  # all read the same command line
+        message = error.format_message()  # type: ignore[attr-defined]  # empty after a help text
+        if message and _is_first():  # all processes have the same command line
             _say_error(f"{message} See --help.")
         return 2
     return status if isinstance(status, int) else 0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 ONLY_TRAINING = ("steps", "jobs", "engine_options", "packed", "scale", "engine")
-"""Options that an experiment on existing models refuses."""
+"""Settings that are invalid with experiments on existing models."""
 
 
 @with_options

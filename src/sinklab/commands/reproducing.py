@@ -57,17 +57,17 @@ NAMED = "named"
 """Folder for the results of experiments with fixed models."""
 
 SUMMARISED_EVERY_S = 60.0
-"""Interval in seconds between summaries during training, so that one exists after a power cut."""
+"""Interval in seconds between writes of summary.json during training, so that it exists after a power cut."""
 
 LOOKS_EVERY_S = 2.0
-"""Interval in seconds between two checks for runs that other processes assess or tune."""
+"""Interval in seconds between checks of runs that other processes assess or fine-tune."""
 
 SCHEMA = Summary.model_fields["schema_version"].default
 
 
 @dataclass(frozen=True)
 class SweepEnding:
-    """The outcome of a sweep.
+    """The outcome of a sweep: its summary, and what failed.
 
     Attributes:
         summary: content of summary.json.
@@ -225,7 +225,7 @@ def _assess_and_tune(
     with JobProgress(console) as progress:
         while runs := [run for run in _missing(manifests, out) if _undone(run) not in done | left.keys()]:
             free = [run for run in runs if not is_written(run.document)]
-            if not free:  # other processes of this sweep have them
+            if not free:  # all are assessed or tuned by other processes
                 progress.begin("waiting for other processes, which assess or tune runs")
                 time.sleep(LOOKS_EVERY_S)
             for number, run in enumerate(free, 1):

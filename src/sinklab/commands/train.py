@@ -73,7 +73,7 @@ def train_command(
             run = world.together(lambda: open_run(loaded, dataset, out))
             try:
                 outcome = _trained(run, world, console, should_stop, trackers)
-            except StoppedError:  # before there was a model
+            except StoppedError:  # before the model was built
                 return Ended(run.directory, should_stop.exit_status, world.is_first, run.recipe)
     if outcome.status == "stopped":
         steps = run.recipe.train.steps

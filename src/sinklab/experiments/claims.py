@@ -23,7 +23,7 @@ from sinklab.survey.open_models import families
 Scale = Literal["tiny", "mini", "small", "60m", "1b"]
 
 Analysis = Literal["confirmatory", "exploratory"]
-"""Confirmatory: a claim of the paper, tested on runs trained after it was stated. Exploratory: all others."""
+"""Confirmatory: a claim of the paper, tested on runs trained after it was stated. Exploratory: any other claim."""
 
 
 class QuantityClaim(Part):

@@ -36,7 +36,7 @@ GRID = "+"
 """Separator of the parts of a grid cell's name."""
 
 ReplicateKind = Literal["seed", "draw", "model"]
-"""Replicate unit of an experiment: a training seed, a draw of sequences, or an existing model."""
+"""Unit of replication of an experiment: a training seed, a draw of sequences, or an existing model."""
 
 
 class RunRecord(ReadDocument):
@@ -387,7 +387,7 @@ class Summary(ReadDocument):
 
 
 def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
-    """Count the claims per verdict, for confirmatory and exploratory claims; references are excluded."""
+    """Return the number of claims by kind of analysis and verdict; references (`same_as`) are excluded."""
     counted = [claim for claim in claims if not claim.same_as]
     kinds = dict.fromkeys([*(one for one in ANALYSES if any(claim.analysis == one for claim in counted)),
                            *(claim.analysis for claim in counted)])  # fmt: skip
@@ -434,13 +434,13 @@ def record_of(directory: Path, run_hash: str) -> RunRecord | None:
 
 
 def checksums(directory: Path) -> dict[str, str]:
-    """Compute the SHA-256 of a run's result files (uncompressed) by name; missing files are omitted."""
+    """Return the SHA-256 of a run's result files (uncompressed) by file name; missing files are omitted."""
     contents = {name: _content(directory / name) for name in CHECKED}
     return {name: hashlib.sha256(text).hexdigest() for name, text in contents.items() if text is not None}
 
 
 def edited(directory: Path, record: RunRecord) -> list[str]:
-    """List the result files that were modified after the end of the run."""
+    """Return the names of the result files that were modified after the run had ended."""
     now = checksums(directory)
     return [name for name, before in record.files.items() if now.get(name) != before]
 

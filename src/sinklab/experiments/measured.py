@@ -217,7 +217,7 @@ class _OneAtATime:
         """
         chosen, asks = wanted.model(replicate), wanted.task is not None
         if self._model is None or self._wanted != (chosen, asks):
-            self._model = None  # frees its memory
+            self._model = None  # frees the memory of the previous model
             model = open_model(chosen.name, chosen.loaded_by(self.loading), as_transformers=asks)
             for one in self._passes:
                 if chosen in one.models.values() and (one.task is not None) == asks:

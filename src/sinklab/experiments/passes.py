@@ -170,7 +170,7 @@ def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment
         return experiment
     if len({cell.models for cell in experiment.requests.values()}) > 1 or experiment.replicate != "model":
         raise InputError(f"{experiment.id} has a fixed list of models: remove --model {models[0]}")
-    labels(models)  # refuses a repeated one
+    labels(models)  # raises InputError for duplicates
     if len(models) < 2:
         raise InputError(f"{experiment.id} compares models as replicates: pass several --model, five for verdicts")
     cells = {name: cell.model_copy(update={"models": tuple(models)}) for name, cell in experiment.requests.items()}

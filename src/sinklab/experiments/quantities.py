@@ -68,16 +68,16 @@ from pydantic import AfterValidator
 from sinklab.assessing.parts import NUMBERS
 
 EMERGED = 10.0
-"""Threshold of Sink_1, percent, for emergence."""
+"""Sink_1, percent, from which on a sink has emerged."""
 
 MASSIVE = 2.0
-"""Threshold of the norm ratio for a massive activation of the first token."""
+"""Norm ratio from which on the first token has a massive activation."""
 
 HALF = 50.0
-"""Threshold for a sink head, percent of sequences."""
+"""Percent of sequences with a sink on the first token from which on a head is a sink head."""
 
 LAST = 3
-"""Number of evaluations whose mean is a run's number."""
+"""Number of last evaluations over which a run's quantities are averaged."""
 
 NO_SINK = 1.0
 """Sink_1, percent, below which a model has no sink."""
@@ -89,7 +89,7 @@ JUMP_POINTS = 8
 """Minimum number of points before and after a jump."""
 
 BESIDE = ("0.2", "0.4")
-"""Thresholds at which Sink_1 is recorded in addition to the recipe's."""
+"""Values of eps at which sink rates are recorded in addition to the recipe's."""
 
 
 @dataclass(frozen=True)

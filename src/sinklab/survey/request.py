@@ -30,7 +30,7 @@ DECIDING = (
     "details",
     "maps",
 )
-"""Settings that affect the result, in the order of request.json, which is hashed as text."""
+"""Settings that affect a measurement, in the order of request.json, which is hashed as text."""
 
 
 class Request(CommandSettings, frozen=True):

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from sinklab.experiments.sweep.engine import Event
     from sinklab.jobs.progress import JobEvent
 
-SPEAKS_EVERY = 10.0  # seconds, without a terminal
-BEATS_EVERY = 1.0  # seconds between two looks at whether a line is due
+SPEAKS_EVERY = 10.0  # seconds between progress lines without a terminal
+BEATS_EVERY = 1.0  # seconds between two checks whether a progress line is due
 
-MANY = 8  # runs: of more, only those in progress have a line
+MANY = 8  # with more runs, only active runs have a line
 LOOKS_EVERY = 1.0  # seconds between two estimates of the time left
 SPEED_OVER = 600.0  # seconds over which the speed is averaged, evaluations included
-STALLED = 0.02  # share of the time spent waiting for data from which on it is shown
+STALLED = 0.02  # share of time spent waiting for data; larger shares are shown
 SECONDS_OF_A_YEAR = 365.25 * 86400
-DAYS_WITH_HOURS = 10  # from here on without hours
+DAYS_WITH_HOURS = 10  # durations of more days are shown without hours
 
 Clock = Callable[[], float]
 
@@ -197,7 +197,7 @@ class RunBoard(Board):
         now, latest = self.clock(), event.kind
         if event.kind in ("ready", "step", "row"):
             self.steps[event.run] = event.step
-            if event.kind == "ready" and event.step:  # made earlier, and not at the speed of this call
+            if event.kind == "ready" and event.step:  # steps of an earlier call do not count for the speed
                 self.progress.reset(self.whole, completed=sum(self.steps.values()))
         else:
             self.ended += 1

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 PROBLEMS = 20  # maximum number of problems listed per check
 GRADIENTS = 12
-"""Parameters that a replay lists."""
-VERDICT = 16, 30  # characters of a verdict in a line: below 100 columns, and from there on
+"""Number of parameters (largest gradients) that a replay lists."""
+VERDICT = 16, 30  # maximum width of a verdict in characters, on a console of less than 100 columns, and of 100 or more
 SHARES = ("acc", "exact_match")
-"""Beginnings of the metrics of downstream tasks that are shown in percent."""
+"""Prefixes of the names of task metrics that are shown in percent."""
 
 
 def print_report(data: ReportData, console: Console) -> None:

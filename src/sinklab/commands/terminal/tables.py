@@ -16,8 +16,8 @@ from rich.text import Text
 
 from sinklab.tables import Table
 
-NARROWEST_NAME = 18  # characters that a column of text may be narrowed to
-BETWEEN, EDGES = 3, 1  # characters of padding per column, and of the table
+NARROWEST_NAME = 18  # minimum width in characters of a column of wrapped text
+BETWEEN, EDGES = 3, 1  # characters of padding and borders: per column, and of the whole table
 TONES = {
     "reproduced": "bold green",
     "direction only": "bold cyan",

@@ -35,7 +35,7 @@ NUMBERS = (
     "sink_1", "sink_bias", "importance_first", "valid_loss", "train_loss", "norm_ratio", "norm_untrained",
     "norm_lowest", "norm_growth", "kurtosis", "emergence_step", "norm_step",
 )  # fmt: skip
-"""Quantities in the summary of every run, in addition to its experiments' quantities."""
+"""Quantities in the summary of every run, in addition to those of its experiments' tables and claims."""
 
 
 class ManifestCell(ReadDocument):

@@ -26,10 +26,10 @@ BEGUN = "begun"
 """Key of env.json with the start time of the run."""
 
 SAME_NUMBERS = ("processor", "torch", "python", "threads")
-"""Keys of env.json that must be equal for a bit-identical retrained run."""
+"""Keys of env.json that must be equal for a retrained run to match bit for bit."""
 
 FIRST_LOSS, LAST_LOSS = 1e-3, 0.15
-"""Relative tolerances of the first validation loss after step 0 and of the last, on another machine: training amplifies
+"""Relative tolerances, on another machine, of the first validation loss after step 0 and the last: training amplifies
 rounding differences."""
 
 

@@ -137,7 +137,7 @@ def _trained(
     trainer = Trainer(run, report, should_stop, world, record)
     with closing(trainer):
         watch(Event(planned.name, "ready", trainer.state.step))
-        if (found := world.from_first(lambda: record_of(run.directory, run.hash))) is not None:  # since
+        if (found := world.from_first(lambda: record_of(run.directory, run.hash))) is not None:  # by another process
             return _as_recorded(planned, found)
         if world.from_first(lambda: _is_finished(trainer)):
             record(trainer, None)

@@ -12,7 +12,7 @@ MANY = 9
 """Minimum number of seeds at which one seed may deviate."""
 
 SEPARATED = 0.004
-"""Maximum one-sided p of the exact rank sum test for two separate cells; 5 and 5 separated seeds have p = 1/252."""
+"""Maximum one-sided p-value (exact rank sum test) at which two cells differ; 5 above 5 seeds have p = 1/252."""
 
 
 def seed_by_seed(held: Sequence[bool]) -> bool | None:

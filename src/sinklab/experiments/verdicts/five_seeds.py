@@ -24,7 +24,7 @@ TWO_CELLS = 3.1
 """Difference between two cells that five seeds each detect with 80 % power, in standard deviations."""
 
 ONE_CELL = 1.7
-"""Distance from a bound, or from a cell at 0 in all seeds, that five seeds detect with 80 % power, in standard
+"""Distance from a bound, or from a cell that is 0 at all seeds, that five seeds detect with 80 % power, in standard
 deviations."""
 
 MARGIN = 2.0

@@ -37,7 +37,7 @@ GROWN = 2.0
 """Minimum growth of the norm ratio, relative to the untrained model, of a model with massive activations."""
 
 ORDER: tuple[Verdict, ...] = ("contradicted", "not run", "no verdict", "inconclusive", "direction only", "reproduced")
-"""Precedence of verdicts: a claim with several parts gets the first of these that a part has."""
+"""Precedence of verdicts: a claim with several checks gets the first verdict of this list that a check has."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Trial:
 
 
 def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]:
-    """Judge each claim of an experiment.
+    """Return a verdict on each claim of an experiment.
 
     Args:
         results: results by cell; cells of other experiments are ignored.
@@ -89,7 +89,7 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
 
 
 def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) -> JudgedClaim:
-    """Judge one claim on the runs of its cells.
+    """Return the verdict on one claim, from the runs of its cells.
 
     Args:
         published: the paper's numbers, at the paper's scale; None at other scales.
