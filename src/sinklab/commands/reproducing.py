@@ -67,7 +67,7 @@ SCHEMA = Summary.model_fields["schema_version"].default
 
 @dataclass(frozen=True)
 class SweepEnding:
-    """The outcome of a sweep: its summary, and what failed.
+    """The outcome of a sweep: summary, failed runs, and missing assessments and tunings.
 
     Attributes:
         summary: content of summary.json.

@@ -175,7 +175,7 @@ class PaperStatement(Part):
 
     @property
     def experiment(self) -> str:
-        """Id of the experiment of the first claim."""
+        """Id of the experiment that contains the statement's first claim."""
         return self.claims[0].partition(".")[0]
 
 

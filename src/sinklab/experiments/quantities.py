@@ -240,7 +240,7 @@ class RunNumbers:
         seed: seed of the recipe, or number of the draw.
         readings: evaluations in order of steps, at least one.
         kurtosis: kurtosis of the final hidden states, maximum over blocks; None if not measured.
-        seconds: duration of training, or of measuring.
+        seconds: duration of training, or of the measurement, in seconds.
         tokens_per_second: training tokens per second; None if unknown.
         peak_memory_mb: peak memory of the training process; None if unknown.
         sequences: number of sequences in the draw; None for a run.

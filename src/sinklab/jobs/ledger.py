@@ -20,7 +20,7 @@ from sinklab.train.directory.lock import one_writer
 
 
 class JobDocument(Protocol):
-    """Results of a job so far, finished or not."""
+    """Protocol of a job's results, which may be incomplete."""
 
     def document(self) -> dict[str, Any]:
         """Return the results as a JSON-serializable dict."""

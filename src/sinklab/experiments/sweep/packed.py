@@ -65,7 +65,7 @@ def is_packed(top: Path) -> bool:
 
 
 def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
-    """Write the packed runs of one experiment to a folder. The files are deterministic.
+    """Write the packed runs of one experiment to a folder; equal runs give identical files.
 
     Raises:
         SinklabError: if a file cannot be written.

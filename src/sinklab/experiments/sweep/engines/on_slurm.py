@@ -75,7 +75,7 @@ class SlurmOptions(Part):
         partition, account, qos: options of sbatch; default: the cluster's.
         cpus: number of cores and of PyTorch threads.
         gpus: number of GPUs; several GPUs train a run with torchrun.
-        memory_gb: memory of a job, GB; default: the cluster's.
+        memory_gb: memory of a job, GB (2**30 bytes); default: the cluster's.
         hours: time limit of a job, at which the run is saved and requeued.
         at_once: maximum number of concurrent runs; default: unlimited.
         poll_seconds: interval between queries of the queue.
