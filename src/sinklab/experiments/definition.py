@@ -96,7 +96,7 @@ ONLY_MEASURED = {"each", "against", "positions", "proposition"}
 
 
 def _overlays(said: Any) -> Any:
-    """Convert a trained cell to a list of recipe overlays, replacing variant names; return a measured cell unchanged."""
+    """Convert a trained cell to a list of overlays, replacing variant names; return a measured cell unchanged."""
     if _kind_of_cell(said) == "measured":
         return said
     return [_of_variant(one) if isinstance(one, str) else one for one in (said if isinstance(said, list) else [said])]
