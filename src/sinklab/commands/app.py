@@ -1,4 +1,4 @@
-"""The command line. Results go to standard output, everything else to stderr; heavy modules are imported lazily."""
+"""Command line of sinklab. Results go to standard output, everything else to stderr; heavy modules load lazily."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -30,12 +30,12 @@ data_app = typer.Typer(cls=PlainGroup, help="Prepare text for training.", no_arg
 
 
 def main() -> None:
-    """Run the command line; our errors end in a sentence on stderr and their exit status."""
+    """Run the command line; a SinklabError is printed as a sentence on stderr and sets the exit status."""
     end(app)
 
 
 class TrackerChoice(StrEnum):  # typer takes no lists of literals
-    """Trackers of training runs."""
+    """Experiment trackers to which training metrics can be logged."""
 
     wandb = "wandb"
     tensorboard = "tensorboard"

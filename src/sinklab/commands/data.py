@@ -92,10 +92,10 @@ def prepare(
 
 
 def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "Mix | None":
-    """Build the mix from the options.
+    """Build the data mix that the options describe; None without --mix.
 
     Raises:
-        InputError: if an option belongs to another kind of mix, or the file contains no weights.
+        InputError: if an option belongs to another kind of mix, or the weights file contains no weights.
     """
     from sinklab.data.config import UniformMix, WeightedMix
     from sinklab.files import parse_yaml

@@ -1,4 +1,4 @@
-"""Run a command: set the exit status, and print errors as one sentence on stderr, from one process only."""
+"""Run a command, set the exit status, and print an error as one sentence on stderr, under torchrun from rank 0 only."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from sinklab.errors import SinklabError, is_out_of_memory
 from sinklab.files import FULL
 
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
-SHOWN = 80  # characters of a name that is too long
+SHOWN = 80  # characters shown of a path that is too long
 _KEPT = "interrupted; finished work is kept. Run the same command again to continue."
 _NOT_KEPT = "interrupted; nothing was written. Run the same command again to start over."
 _OUT_OF_MEMORY = (
@@ -24,7 +24,7 @@ _OUT_OF_MEMORY = (
 
 
 def end(app: typer.Typer) -> NoReturn:
-    """Run the command that the process was called with, and exit with its status."""
+    """Run the command named in sys.argv, and exit the process with its status."""
     try:
         with signals.left_on_signals():
             status = _status(app)
@@ -45,7 +45,7 @@ def end(app: typer.Typer) -> NoReturn:
 
 
 def _status(app: typer.Typer) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command and return its exit status; print its error, if any."""
     try:
         status = app(standalone_mode=False)
     except SinklabError as error:
@@ -55,13 +55,13 @@ def _status(app: typer.Typer) -> int:
     except typer.Exit as leaving:
         return leaving.exit_code
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # of whatever was given as a path
+        if error.errno == errno.ENAMETOOLONG:  # of any path on the command line
             _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; use a shorter one")
             return 2
         if error.errno not in FULL or error.filename is not None:
             raise
         _say_error(f"the result could not be printed ({error.strerror}): free some space, or print it elsewhere")
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left of it would fail again at the end
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  flushing the rest of the output at exit would fail again
         return 1
     except Exception as error:
         if is_out_of_memory(error):
@@ -69,15 +69,15 @@ def _status(app: typer.Typer) -> int:
             return 2
         if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
             raise
-        message = error.format_message()  # type: ignore[attr-defined]  # none beside a help text
-        if message and _is_first():  # all read the same command line
+        message = error.format_message()  # type: ignore[attr-defined]  # empty after a help text
+        if message and _is_first():  # all processes have the same command line
             _say_error(f"{message} See --help.")
         return 2
     return status if isinstance(status, int) else 0
 
 
 def _has_others() -> bool:
-    """Whether torchrun has started several processes."""
+    """Return True if torchrun has started several processes."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
@@ -92,10 +92,10 @@ def _say_error(message: str) -> None:
 
 
 def say_on(console: Console, message: str) -> None:
-    """Print a line as plain text: control characters are replaced, markup is not interpreted."""
+    """Print a message as plain text: control characters are replaced, rich markup is not interpreted."""
     console.print(printable(message), **PLAIN)
 
 
 def stderr() -> Console:
-    """Open the console for everything except results."""
+    """Return a rich console on stderr, for all output except results."""
     return Console(stderr=True)

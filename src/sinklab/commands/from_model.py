@@ -29,14 +29,14 @@ METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "
 
 
 def _no_type(ctx: Any) -> None:
-    """Show no type for an argument in the help."""
+    """Replace typer's display of an argument's type in the help; shows nothing."""
 
 
 class PlainGroup(TyperGroup):
-    """A command group whose help shows no types of its flags."""
+    """A command group whose help shows no type column, as all its options are flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The options; they are all flags."""
+        """Return the options of the group without their types; all are flags."""
         parameters = super().get_params(ctx)
         for one in parameters:
             one.metavar = ""
@@ -44,7 +44,7 @@ class PlainGroup(TyperGroup):
 
 
 class PanelCommand(TyperCommand):
-    """A command that lists --help in the last panel instead of a separate one, and arguments by capitalized names."""
+    """A command whose help lists --help in the last panel of options, and arguments by their names in capitals."""
 
     def __init__(self, *arguments: Any, **values: Any) -> None:
         super().__init__(*arguments, **values)
@@ -54,12 +54,12 @@ class PanelCommand(TyperCommand):
                 one.display_type_rich = _no_type  # type: ignore[method-assign]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The usage line after the name of the command."""
+        """Return the usage line after the command's name, in parts: [OPTIONS] and the arguments."""
         arguments = [one for one in self.get_params(ctx) if isinstance(one, TyperArgument)]
         return ["[OPTIONS]", *(str(one.metavar) if one.required else f"[{one.metavar}]" for one in arguments)]
 
     def get_help_option(self, ctx: Any) -> Any:
-        """Assign the help option to the last panel."""
+        """Return the option --help, assigned to the last panel."""
         option = super().get_help_option(ctx)
         panels = [getattr(one, "rich_help_panel", None) for one in self.params]
         if option is not None and any(panels):
@@ -68,14 +68,14 @@ class PanelCommand(TyperCommand):
 
 
 class Only(tuple[str, ...]):
-    """Annotation of a settings parameter that selects the fields this command exposes, in the order of the help."""
+    """Annotation of a settings parameter: names of the fields that become options, in the order of the help."""
 
     def __new__(cls, *names: str) -> "Only":
         return super().__new__(cls, names)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option to the command for every field of its settings, including fields of nested models.
+    """Wrap a command so that every field of its settings models, nested ones included, is a command line option.
 
     The default value of the settings parameter, a model, sets the defaults of the options. Options of other parameters
     are displayed and checked in the same way.
@@ -117,13 +117,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _panel(parameter: inspect.Parameter) -> int:
-    """The sort key of an option by its panel; arguments have no panel and are first."""
+    """Return the sort key of an option: the index of its help panel, from 1; 0 for arguments, which have no panel."""
     panel = next((one.rich_help_panel for one in get_args(parameter.annotation) if isinstance(one, OptionInfo)), None)
     return PANELS.index(panel) + 1 if panel in PANELS else 0
 
 
 def _shown(name: str, option: OptionInfo, annotation: Any) -> OptionInfo:
-    """Copy an option for the help, with a short type name, without bounds, and without a --no form."""
+    """Copy an option for display in the help: with a short type name, without bounds, and without a --no form."""
     shown = copy.copy(option)
     shown.min = shown.max = None
     if annotation is bool and shown.default is ...:
@@ -134,19 +134,19 @@ def _shown(name: str, option: OptionInfo, annotation: Any) -> OptionInfo:
 
 
 def _element(annotation: Any) -> Any:
-    """The type of one value of an option that may be absent or repeated."""
+    """Return the type of a single value of an option: X for `list[X] | None`."""
     annotation = _present(annotation)
     return get_args(annotation)[0] if get_origin(annotation) is list else annotation
 
 
 def _present(annotation: Any) -> Any:
-    """The type of an option without None, which stands for an absent value."""
+    """Return the type of an option without None: X for `X | None`."""
     kinds = [one for one in get_args(annotation) if one is not NoneType]
     return kinds[0] if NoneType in get_args(annotation) else annotation
 
 
 def _check(name: str, option: OptionInfo, value: Any) -> None:
-    """Refuse a number outside the bounds of its option.
+    """Check that a number is within the bounds of its option.
 
     Raises:
         InputError: if the value is out of bounds; the message names the option and its bounds.
@@ -161,7 +161,7 @@ def _check(name: str, option: OptionInfo, value: Any) -> None:
 
 
 def _model(kind: type[CommandSettings], default: CommandSettings | None, given: Mapping[str, Any]) -> CommandSettings:
-    """Build the model from option values; None means that an option was not passed."""
+    """Build the settings model from option values by field name; a value of None leaves the field's default."""
     values = dict(default or ())
     for name, field in kind.model_fields.items():
         if _is_nested(field.annotation):
@@ -172,7 +172,7 @@ def _model(kind: type[CommandSettings], default: CommandSettings | None, given: 
 
 
 def _options(kind: type[CommandSettings], default: CommandSettings | None) -> dict[str, inspect.Parameter]:
-    """Make the options by field; a field without description has no option."""
+    """Return the command line options of a settings model by field name; fields without description have none."""
     options: dict[str, inspect.Parameter] = {}
     for name, field in kind.model_fields.items():
         value = REQUIRED if field.is_required() else field.default
@@ -185,7 +185,7 @@ def _options(kind: type[CommandSettings], default: CommandSettings | None) -> di
 
 
 def _option(kind: type[CommandSettings], name: str, value: Any) -> inspect.Parameter:
-    """Build the option of a field, with a default."""
+    """Return the command line option of a field as a function parameter; `value` is its default."""
     field, flag = kind.model_fields[name], flag_of(kind, name)
     annotation = _present(field.annotation)
     if flag.text is not None:

@@ -18,7 +18,7 @@ from sinklab.survey.request import Request
 
 
 class TableFormat(StrEnum):  # typer takes no lists of literals
-    """Formats of a measurement's tables."""
+    """File formats in which the tables of a measurement can be saved."""
 
     csv = "csv"
     parquet = "parquet"

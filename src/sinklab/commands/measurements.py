@@ -1,4 +1,4 @@
-"""Implementation of the measuring commands. Their options are in `measure.py`, which has few imports."""
+"""Implementation of `sinklab measure`, `compare` and `parity`; `measure.py` has their options and few imports."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,11 +38,11 @@ class Invocation:
     """The arguments that all measuring commands share.
 
     Attributes:
-        text: a file or folder.
-        request, loading: measurement request and loading settings of every model.
+        text: file or folder of text to measure on.
+        request, loading: measurement settings and loading settings, the same for every model.
         out: results directory; None saves nothing.
-        as_json: print the document instead of tables.
-        console: console for everything except the result.
+        as_json: print the result as JSON instead of tables.
+        console: console on stderr, for progress and messages.
     """
 
     text: Path | None
@@ -53,11 +53,11 @@ class Invocation:
     console: Console
 
     def print(self, result: AnyDocument, show: Show[AnyDocument]) -> None:
-        """Print the result to standard output."""
+        """Print the result to standard output: as JSON, or as tables by calling `show`."""
         print_result(self.as_json, result.document, partial(show, result))
 
     def finish(self, result: AnyDocument, show: Show[AnyDocument]) -> None:
-        """Print the result and, if it was saved, draw the report."""
+        """Print the result and, if it was saved, write report.html."""
         self.print(result, show)
         if self.out is not None:
             with JobProgress(self.console, phase="drawing the report"):
@@ -65,10 +65,10 @@ class Invocation:
             self.console.print(f"report: {path}", highlight=False, soft_wrap=True)
 
     def survey(self, what: str, total: int, measured: Callable[..., Any], show: Show[Any]) -> None:
-        """Run many measurements with one progress bar and print the result, even if it cannot be saved.
+        """Run `measured` with a progress bar over `total` measurements; print its result, even if it cannot be saved.
 
         Raises:
-            SinklabError: if some could not be measured; the others are printed and saved.
+            SinklabError: if some measurements failed; the finished measurements are printed and saved.
         """
         with (
             printed_if_unsaved(partial(self.print, show=show)),
@@ -95,10 +95,10 @@ def one_model(
     revision: str | None = None,
     over_steps: bool = False,
 ) -> str | None:
-    """Check and return the MODEL of `sinklab measure`; None with --family.
+    """Return the argument MODEL of `sinklab measure`, or None with --family, after checking the options.
 
     Args:
-        over_steps: whether to measure the checkpoints of MODEL.
+        over_steps: True if the checkpoints of MODEL are measured (--by-checkpoint or several --revision).
 
     Raises:
         InputError: if there is neither MODEL nor --family or both, or options exclude each other.
@@ -122,7 +122,7 @@ def one_model(
 
 
 def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> None:
-    """Measure one model on one text.
+    """Measure one model on one text, print and save the measurement.
 
     Args:
         tables: formats in which the tables are also saved (`frames.py`).
@@ -145,29 +145,29 @@ def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> 
 
 
 def domains_command(model: str, given: Invocation) -> None:
-    """Measure one model on every file of a folder.
+    """Measure one model on every file of a folder of texts, print and save the measurements.
 
     Raises:
-        InputError: if there is no folder; see also `measure_domains`.
-        SinklabError: if a domain could not be measured; the others are printed and saved.
+        InputError: if there is no folder of texts; see also `measure_domains`.
+        SinklabError: if a domain could not be measured; the other domains are printed and saved.
     """
     total = len(domain_files(given.text)) if given.text is not None and given.text.is_dir() else 0
     given.survey("domains", total, partial(measure_domains, model), partial(results.print_survey, DomainsDocument))
 
 
 def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation) -> None:
-    """Measure one model at several steps of its training.
+    """Measure the checkpoints of one model, print and save the measurements.
 
     Raises:
         InputError: see `measure_checkpoints`.
-        SinklabError: if a checkpoint could not be measured; the others are printed and saved.
+        SinklabError: if a checkpoint could not be measured; the other checkpoints are printed and saved.
     """
     total, measured = len(saved_models(model, revisions)), partial(measure_checkpoints, model, revisions)
     given.survey("checkpoints", total, measured, partial(results.print_survey, CheckpointsDocument))
 
 
 def compare_command(models: Sequence[str], given: Invocation) -> None:
-    """Measure models on the same text and print a comparison.
+    """Measure several models on the same text and print their comparison.
 
     Raises:
         InputError, SinklabError: see `compare_models`.
@@ -176,7 +176,7 @@ def compare_command(models: Sequence[str], given: Invocation) -> None:
 
 
 def parity_command(model: str, backends: Sequence[str], given: Invocation) -> None:
-    """Compare the attention backends of a model and print the result.
+    """Compare the logits and sinks of a model's attention backends, and print a table.
 
     Raises:
         InputError: see `compare_backends`.
@@ -197,7 +197,7 @@ def parity_command(model: str, backends: Sequence[str], given: Invocation) -> No
 
 
 def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
-    """Print the parameters, disk and memory of the paper's models.
+    """Print the number of parameters and the required disk and memory of the paper's models; measures nothing.
 
     Raises:
         InputError: if there is no such family or directory.
@@ -208,11 +208,11 @@ def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocati
 
 
 def families_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
-    """Measure the paper's models.
+    """Measure the paper's models of the named families, print and save the measurements.
 
     Raises:
         InputError: if there is no such family or directory, or no text.
-        SinklabError: if a model could not be measured; the others are printed and saved.
+        SinklabError: if a model could not be measured; the other models are printed and saved.
     """
     given = replace(given, out=given.out or FAMILIES_OUT)
     measured = partial(measure_families, names, models_dir=models_dir)

@@ -1,4 +1,4 @@
-"""Settings and options shared by several commands, and the printing of their results."""
+"""Settings and options shared by several commands, and functions that print results."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
-    """Declare an option in a panel of the help; without `names` it has that of its parameter."""
+    """Declare a command line option in a panel of the help; `names` default to the name of its parameter."""
     return typer.Option(*names, rich_help_panel=panel, help=help, **settings)
 
 
@@ -45,14 +45,14 @@ class LoadingOptions(CommandSettings, frozen=True):
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
 
     def on(self, console: Console) -> "Loading":
-        """Build the loader's settings; slow steps are announced on the console."""
+        """Return the settings of the model loader, which announces slow steps on the console."""
         from sinklab.models.huggingface.loading import Loading
 
         return Loading(**dict(self), say=partial(say_on, console))
 
 
 class SubfolderLoadingOptions(LoadingOptions, frozen=True):
-    """Loading options for models that may be in a folder of their repository."""
+    """Loading options with --subfolder, for models in a subfolder of a directory or repository."""
 
     subfolder: Annotated[str | None, Flag(metavar="FOLDER", panel=INPUT)] = Field(
         default=None, description="Folder of the model within the directory or repository."
@@ -60,7 +60,7 @@ class SubfolderLoadingOptions(LoadingOptions, frozen=True):
 
 
 class ReproduceSettings(CommandSettings, frozen=True):
-    """Settings of `sinklab reproduce` and `lab`; experiments on existing models use only five."""
+    """Settings of `sinklab reproduce` and `lab`."""
 
     panel = INPUT
 
@@ -112,15 +112,15 @@ class ReproduceSettings(CommandSettings, frozen=True):
 
     @property
     def directory(self) -> Path:
-        """The directory of the sweep."""
+        """Directory of the sweep: --out, or runs/SCALE."""
         return self.out or RUNS / self.scale
 
     @property
     def overlay(self) -> dict[str, Any]:
-        """The overlay on every recipe.
+        """Recipe keys that --steps and --text override in every run.
 
         Raises:
-            InputError: if there is no such text.
+            InputError: if the file or folder --text does not exist.
         """
         if self.text is not None and not self.text.exists():
             raise InputError(f"--text {self.text}: there is no such file or folder")
@@ -129,7 +129,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
 
 
 def print_result(as_json: bool, document: Callable[[], object], show: Callable[[Console], None]) -> None:
-    """Print a result to standard output, as JSON or for readers."""
+    """Print a result to standard output: the JSON of `document()`, or by calling `show`."""
     if as_json:
         print(json.dumps(document(), indent=2))
     else:
@@ -138,7 +138,7 @@ def print_result(as_json: bool, document: Callable[[], object], show: Callable[[
 
 @contextmanager
 def printed_if_unsaved(show: Callable[[Any], None]) -> Iterator[None]:
-    """Print a result that could not be saved, then raise the error."""
+    """Context manager: on an UnsavedError, print the result that it holds with `show`, then raise the error again."""
     try:
         yield
     except UnsavedError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 ONLY_TRAINING = ("steps", "jobs", "engine_options", "packed", "scale", "engine")
-"""Options that an experiment on existing models refuses."""
+"""Settings that are invalid with experiments on existing models."""
 
 
 @with_options
@@ -147,9 +147,9 @@ def reproduce(
 
 
 def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
-    """Load the named experiments without duplicates: either all trained or all on existing models.
+    """Return the named experiments without duplicates; all must train models, or all must measure existing models.
 
-    `all` includes those that tune their runs only with conversations (--data).
+    The name `all` includes experiments that fine-tune their runs only if conversations are passed (--data).
 
     Raises:
         InputError: if there is no such experiment, two different ones have the same id, trained and measured
@@ -185,10 +185,10 @@ def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "lis
 
 
 def _train(questions: "Sequence[Question]", settings: ReproduceSettings, as_json: bool) -> None:
-    """Run the sweep, and print its result to standard output.
+    """Train the runs of the experiments, and print the summary to standard output.
 
     Raises:
-        Exit: with status 1 if a run failed, except for divergence that is an expected result.
+        Exit: with status 1 if a run failed; divergence of a cell that may diverge is not a failure.
     """
     from sinklab.commands.reproducing import sweep
     from sinklab.commands.terminal.results import print_summary

@@ -1,6 +1,6 @@
 """Implementation of `sinklab reproduce`: sweeps of trained models, and measurements of existing ones.
 
-A sweep prepares its data once, shares its runs with other processes, and writes summary.json and the report.
+A sweep prepares its data once, divides its runs with other processes, and writes summary.json and report.html.
 """
 
 import time
@@ -57,22 +57,22 @@ NAMED = "named"
 """Folder for the results of experiments with fixed models."""
 
 SUMMARISED_EVERY_S = 60.0
-"""Interval in seconds between summaries during training, so that one exists after a power cut."""
+"""Interval in seconds between writes of summary.json during training, so that it exists after a power cut."""
 
 LOOKS_EVERY_S = 2.0
-"""Interval in seconds between two checks for runs that other processes assess or tune."""
+"""Interval in seconds between checks of runs that other processes assess or fine-tune."""
 
 SCHEMA = Summary.model_fields["schema_version"].default
 
 
 @dataclass(frozen=True)
 class SweepEnding:
-    """The outcome of a sweep.
+    """The outcome of a sweep: summary, failed runs, and missing assessments and tunings.
 
     Attributes:
-        summary: the summary as written.
-        failures: reasons for failure by run, without divergence that is an expected result.
-        left_out: reasons by sentences such as "softmax seed 0 was not assessed".
+        summary: content of summary.json.
+        failures: reason for failure by name of the run; divergence of a cell that may diverge is not a failure.
+        left_out: missing assessments and tunings: reason by a sentence such as "softmax seed 0 was not assessed".
     """
 
     summary: Summary
@@ -81,7 +81,7 @@ class SweepEnding:
 
 
 def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
-    """Estimate the cost of the sweep; writes nothing. The pace of a cluster is known only from finished runs.
+    """Estimate the hours of the sweep; writes nothing. The speed of a cluster is known only from finished runs.
 
     Raises:
         InputError: see `sweep`.
@@ -103,14 +103,14 @@ def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Pr
 
 
 def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
-    """Check that runs can be tuned, if the experiments tune them.
+    """Check the conversations and packages for fine-tuning, if any of the experiments fine-tunes its runs.
 
     Args:
-        chats: file of conversations.
+        chats: .jsonl file of conversations (--data).
 
     Raises:
-        InputError: if the file is missing, holds no conversation or is not used, if two experiments tune differently,
-            or trl is not installed.
+        InputError: if the file is missing, holds no conversation or is not used, if two experiments have different
+            tuning settings, or the optional dependency trl is not installed.
     """
     tuned = [one for one in experiments if one.tune is not None]
     if not tuned:
@@ -134,13 +134,13 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
 
 
 def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: Console) -> SweepEnding:
-    """Train the missing runs and summarise all; progress is printed to `console`.
+    """Train the missing runs of the experiments, and summarise all runs; progress is printed to `console`.
 
     Raises:
         InputError: if an experiment lacks the scale, a text or directory is unusable, an overlay yields an invalid
             recipe, or an engine is not installed or does not answer.
         KeyboardInterrupt: Ctrl-C; everything is saved and the same call resumes.
-        PreemptedError: SIGTERM or SIGUSR1, likewise.
+        PreemptedError: SIGTERM or SIGUSR1; everything is saved and the same call resumes.
     """
     out, overlay = settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
@@ -186,12 +186,12 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
 
 
 def _jobs(settings: ReproduceSettings, runs: int) -> int:
-    """Number of concurrent runs: as requested, else one per GPU, else by the number of cores."""
+    """Return the number of concurrent runs: --jobs, else one per GPU, else by the number of cores."""
     return settings.jobs or cards_here() or jobs_for(runs, cores_here())
 
 
 def _check_version(path: Path) -> None:
-    """Refuse to replace a summary of another schema version.
+    """Check that an existing summary.json has this schema version, so that no other version is overwritten.
 
     Raises:
         InputError: if the versions differ; the message names both.
@@ -212,20 +212,20 @@ def _check_version(path: Path) -> None:
 def _assess_and_tune(
     manifests: Sequence[store.SweepManifest], out: Path, chats: Path | None, console: Console
 ) -> dict[str, str]:
-    """Run the missing parts of `assess` and the missing tunings that the experiments request.
+    """Run the missing assessments (`assess`) and fine-tunings (`sft`) that the experiments request.
 
     Returns:
-        The errors, by a sentence such as "softmax seed 0 was not tuned".
+        Error messages, by a sentence such as "softmax seed 0 was not tuned".
 
     Raises:
-        KeyboardInterrupt, PreemptedError: a signal during a tuning, which is saved and resumed by the same call.
+        KeyboardInterrupt, PreemptedError: a signal during a fine-tuning, which is saved and resumed by the same call.
     """
     left: dict[str, str] = {}
     done = set[str]()
     with JobProgress(console) as progress:
         while runs := [run for run in _missing(manifests, out) if _undone(run) not in done | left.keys()]:
             free = [run for run in runs if not is_written(run.document)]
-            if not free:  # other processes of this sweep have them
+            if not free:  # all are assessed or tuned by other processes
                 progress.begin("waiting for other processes, which assess or tune runs")
                 time.sleep(LOOKS_EVERY_S)
             for number, run in enumerate(free, 1):
@@ -256,10 +256,10 @@ def _undone(run: store.Unassessed | store.TuningRequest) -> str:
 
 
 def _tune_run(run: store.TuningRequest, chats: Path, observe: Observer) -> None:
-    """Tune a run and save the results next to its directory.
+    """Fine-tune the model of a run on conversations, and save the results next to the run directory.
 
     Raises:
-        InputError: if its weights are missing, or a conversation cannot be used.
+        InputError: if the run's weights are missing, or a conversation cannot be used.
         SinklabError: if a loss or gradient is not finite.
     """
     ended = tune(str(run.directory), TuneSources(chats), run.options, run.document.parent, observe=observe)
@@ -268,10 +268,10 @@ def _tune_run(run: store.TuningRequest, chats: Path, observe: Observer) -> None:
 
 
 def _assess_run(run: store.Unassessed, observe: Observer) -> None:
-    """Assess a run on its own validation text; parts that do not apply to it are skipped.
+    """Assess the model of a run on the run's validation text; parts that do not apply to the model are skipped.
 
     Raises:
-        InputError: if the run was assessed on another text before, or its text or weights are missing.
+        InputError: if the run was assessed on another text before, or the run's text or weights are missing.
     """
     path = run.directory / ASSESSMENT
     if path.is_file() and not load_assessment(path).on_held_out:
@@ -284,14 +284,14 @@ def _assess_run(run: store.Unassessed, observe: Observer) -> None:
 
 
 def _summarised(manifests: Mapping[str, store.SweepManifest], out: Path) -> Summary:
-    """Write and return the summary."""
+    """Summarise the runs of all experiments, write summary.json, and return the summary."""
     summary = store.summary_of(manifests, out)
     summary.save(out)
     return summary
 
 
 def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, str]:
-    """Reasons for failures by run; divergence of a cell that may diverge is a result, not a failure."""
+    """Return the reason for failure by name of the run; divergence of a cell that may diverge is not a failure."""
     expected = {
         planned.hashes[name, seed]
         for name, cell in planned.plan.cells.items()
@@ -309,14 +309,16 @@ def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, st
 def measure_experiments(
     experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool, console: Console
 ) -> None:
-    """Run missing measurements and judge the claims; progress is printed to `console`, the result to standard output.
+    """Run the missing measurements of experiments on existing models, judge the claims, and print the summary.
+
+    Progress is printed to `console`, the summary to standard output.
 
     A single experiment is written to --out, several to folders in it named by id. The default is a folder per model in
     runs/models.
 
     Raises:
         InputError: if a model or text is missing or cannot be used.
-        SinklabError: if a measurement failed; the others are saved, summarised and printed.
+        SinklabError: if a measurement failed; the finished measurements are saved, summarised and printed.
         KeyboardInterrupt, PreemptedError: finished measurements are saved, and the same call resumes.
     """
     models, text, data = settings.models, settings.text, settings.data
@@ -356,7 +358,7 @@ def measure_experiments(
 
 
 def preview_measured(experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool) -> None:
-    """Print the planned measurements; no model is loaded.
+    """Print the planned measurements of experiments on existing models; no model is loaded.
 
     Raises:
         InputError: if a model or text is missing or cannot be used.

@@ -31,9 +31,9 @@ class Ended:
 
     Attributes:
         directory: run directory.
-        exit_status: 0 if the run is done; 130 or 75 if a signal stopped it after saving.
-        speaks: whether this process prints the results.
-        recipe: the resolved recipe.
+        exit_status: 0 if the run is done; 130 (Ctrl-C) or 75 (SIGTERM, SIGUSR1) if it was saved and stopped.
+        speaks: True if this process (rank 0) prints the results.
+        recipe: recipe with all defaults and overrides applied.
     """
 
     directory: Path
@@ -50,14 +50,14 @@ def train_command(
     trackers: Sequence[TrackerName] = (),
     anyway: bool = False,
 ) -> Ended:
-    """Train the recipe, or resume from the run directory; progress is logged to `console` and the trackers.
+    """Train a model as in the recipe, or resume from the run directory; log progress to `console` and the trackers.
 
     Args:
         anyway: train even if the memory estimate exceeds the machine's memory.
 
     Raises:
-        InputError: if a recipe, text or directory cannot be used, the model exceeds the memory, or the package of a
-            tracker is missing.
+        InputError: if a recipe, text or directory cannot be used, the model exceeds the memory, or the optional
+            dependency of a tracker is not installed.
         SinklabError: if training failed; saved checkpoints are kept.
     """
     keep_freed_memory()
@@ -73,7 +73,7 @@ def train_command(
             run = world.together(lambda: open_run(loaded, dataset, out))
             try:
                 outcome = _trained(run, world, console, should_stop, trackers)
-            except StoppedError:  # before there was a model
+            except StoppedError:  # before the model was built
                 return Ended(run.directory, should_stop.exit_status, world.is_first, run.recipe)
     if outcome.status == "stopped":
         steps = run.recipe.train.steps
@@ -122,10 +122,10 @@ def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
 
 
 def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, bool]:
-    """Estimate the cost of the recipe on this machine, with the processes that were started; nothing is trained.
+    """Estimate parameters, FLOPs and memory of training a recipe, with as many processes as were started.
 
     Returns:
-        The plan, and whether this process prints it.
+        The estimates, and True if this process (rank 0) prints them.
 
     Raises:
         InputError: if the recipe or text cannot be used.
@@ -137,7 +137,7 @@ def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, b
 
 
 def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step: int, console: Console) -> Replay:
-    """Replay the batch of one step of a run.
+    """Recompute loss and gradients on the batch of one step of a run, to find the first tensor with NaN.
 
     Raises:
         InputError: if there is no such run or step, or several processes were started.
@@ -151,14 +151,14 @@ def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step
 
 
 def _recipe(name: str, overrides: Iterable[str], world: World) -> Recipe:
-    """Load the recipe and initialise its device."""
+    """Load the recipe by name or file, and initialise the device it trains on."""
     recipe = started(load_recipe(name, overrides))
     world.use(recipe.train.device)
     return recipe
 
 
 def _check_fits(recipe: Recipe, world: World, console: Console) -> None:
-    """Check the memory before the text is prepared, if the vocabulary size is already known."""
+    """Check that the model fits into memory before the text is prepared, if the vocabulary size is already known."""
     check_fits(sized(recipe, world.device(recipe.train.device), lambda: _data(recipe, console)), world)
 
 

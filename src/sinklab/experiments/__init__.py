@@ -1,1 +1,1 @@
-"""Experiments as data: overlays on a base recipe, and claims about the results."""
+"""Experiments as data: cells (changes to a base recipe, or measurements), and claims about the results."""

@@ -23,11 +23,11 @@ from sinklab.survey.open_models import families
 Scale = Literal["tiny", "mini", "small", "60m", "1b"]
 
 Analysis = Literal["confirmatory", "exploratory"]
-"""Confirmatory: a claim of the paper, tested on runs trained after it was stated. Exploratory: all others."""
+"""Confirmatory: a claim of the paper, tested on runs trained after it was stated. Exploratory: any other claim."""
 
 
 class QuantityClaim(Part):
-    """Base class of the checks of a quantity.
+    """Base class of checks that compare a quantity between cells or with a bound.
 
     Attributes:
         value: name of the quantity (`quantities.py`), averaged over a run's last three evaluations.
@@ -63,7 +63,7 @@ def _require_rate(name: str, what: str) -> None:
 
 
 class Within(_OneCell, _Bounds):
-    """Every seed of a cell is within the bounds, in the quantity's unit."""
+    """The quantity is within the bounds, in its unit, at every seed of a cell."""
 
     kind: Literal["within"] = Field(default="within", alias="is")
 
@@ -87,13 +87,13 @@ class SinkAbsent(_OneCell, QuantityClaim):
 
 
 class Differs(_Bounds):
-    """All seeds of one cell are above (greater) or below (less) all seeds of another.
+    """The quantity is larger (greater) or smaller (less) at all seeds of one cell than at all seeds of another cell.
 
     Attributes:
         by: minimum difference, in the quantity's unit.
         times: minimum ratio of the larger to the smaller value.
-        at_least, at_most: bounds that every seed of the cell must satisfy.
-        absent: the cell must have no sink (below 1 % at each of the last three evaluations).
+        at_least, at_most: bounds on the quantity that every seed of `cell` must satisfy.
+        absent: `cell` must have no sink (sink rate below 1 % at each of the last three evaluations).
     """
 
     kind: Literal["greater", "less"] = Field(alias="is")
@@ -117,7 +117,7 @@ class Differs(_Bounds):
 
 
 class Equal(QuantityClaim):
-    """Two cells differ by at most a margin, in the quantity's unit, at every seed."""
+    """The quantity differs by at most a margin, in its unit, between two cells at every seed."""
 
     kind: Literal["equal"] = Field(default="equal", alias="is")
     cell: str
@@ -130,7 +130,7 @@ class Equal(QuantityClaim):
 
 
 class Alike(QuantityClaim):
-    """Every cell differs from the first by at most a margin at every seed."""
+    """The quantity in every cell of `of` differs from that in the first cell by at most a margin at every seed."""
 
     kind: Literal["alike"] = Field(default="alike", alias="is")
     of: tuple[str, ...] = Field(min_length=2)
@@ -142,7 +142,7 @@ class Alike(QuantityClaim):
 
 
 class Monotone(QuantityClaim):
-    """The quantity increases or decreases over the cells, in the given order."""
+    """The quantity rises or falls over the cells in their given order (sign of the slope at every seed)."""
 
     kind: Literal["rising", "falling"] = Field(alias="is")
     over: tuple[str, ...] = Field(min_length=3)
@@ -153,7 +153,7 @@ class Monotone(QuantityClaim):
 
 
 class StandsAt(_OneCell):
-    """The highest sink rate of a cell is at a position (from 1), and is at least a threshold in percent."""
+    """A cell's sink rate is highest at a 1-based position, and is at least `at_least` percent there."""
 
     kind: Literal["stands_at"] = Field(default="stands_at", alias="is")
     position: int = Field(ge=1)
@@ -161,7 +161,7 @@ class StandsAt(_OneCell):
 
 
 class Appears(_OneCell):
-    """Sink_1 of a cell reaches a rate (percent) by one step and, if `after` is set, not before another."""
+    """Sink_1 of a cell is at least `rate` percent at step `before` and, if `after` is set, below it at step `after`."""
 
     kind: Literal["appears"] = Field(default="appears", alias="is")
     rate: float = Field(default=10.0, gt=0, lt=100)
@@ -178,7 +178,7 @@ class Precedes(_OneCell):
 
 
 class Diverges(_OneCell):
-    """Training of a cell diverges (non-finite loss), or does not (`trains`)."""
+    """Training of a cell diverges (non-finite loss) at every seed, or at none (`trains`)."""
 
     kind: Literal["diverges", "trains"] = Field(alias="is")
 
@@ -190,7 +190,7 @@ SingleCheck = Annotated[
 
 
 class All(Part):
-    """Conjunction of checks: reproduced if all are reproduced, contradicted if any is contradicted."""
+    """Conjunction of checks: reproduced if all checks are reproduced, contradicted if any check is contradicted."""
 
     kind: Literal["all"] = Field(default="all", alias="is")
     of: tuple[SingleCheck, ...] = Field(min_length=2)
@@ -201,22 +201,22 @@ class All(Part):
 
 
 class AlikeOverDomains(_OneCell, QuantityClaim):
-    """The value in every domain differs from that in the first domain by at most a margin."""
+    """The quantity in every text domain differs from that in the first domain by at most a margin."""
 
     kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
     margin: float = Field(gt=0)
 
     def over(self, cells: tuple[str, ...]) -> Alike:
-        """Return the check of the cell's measurements, one per domain."""
+        """Return the check `Alike` over the result cells of the domains (DOMAIN/CELL)."""
         return Alike(of=cells, value=self.value, margin=self.margin)
 
 
 class _OverSizes(_OneCell, QuantityClaim):
-    """Base class of checks over the sizes of each model family.
+    """Base class of checks that compare the models of a family by size.
 
     Attributes:
-        families: families to compare; default: all.
-        but: families to exclude.
+        families: model families to check; default: all.
+        but: model families to exclude.
     """
 
     families: tuple[str, ...] = ()
@@ -230,22 +230,22 @@ class _OverSizes(_OneCell, QuantityClaim):
         return names
 
     def is_about(self, family: str) -> bool:
-        """True if the models of this family are compared."""
+        """Return True if the check applies to this model family."""
         return (not self.families or family in self.families) and family not in self.but
 
 
 class GrowsWithSize(_OverSizes):
-    """The value increases with model size within a family."""
+    """The quantity increases with model size within each family."""
 
     kind: Literal["grows_with_size"] = Field(default="grows_with_size", alias="is")
 
     def over(self, cells: tuple[str, ...]) -> Monotone:
-        """Return the check of the cell's measurements, one per model."""
+        """Return the check `Monotone` over the result cells of the models (MODEL/CELL)."""
         return Monotone.model_validate({"is": "rising", "over": cells, "value": self.value})
 
 
 class AlikeOverSizes(_OverSizes):
-    """The value in every model of a family differs from that in the smallest by at most a margin."""
+    """The quantity in every model of a family differs from that in the smallest model by at most a margin."""
 
     kind: Literal["alike_over_sizes"] = Field(default="alike_over_sizes", alias="is")
     margin: float = Field(gt=0)
@@ -266,12 +266,12 @@ Check = Annotated[
 
 
 def parts_of(check: Check) -> tuple[Check, ...]:
-    """List the checks that an `all` combines; for another kind, the check itself."""
+    """Return the checks that an `all` combines; for a check of another kind, the check itself."""
     return check.of if isinstance(check, All) else (check,)
 
 
 def quantities_of(check: Check) -> tuple[str, ...]:
-    """List the quantities of a check, the main one first; empty for `diverges` and `trains`."""
+    """Return the names of the quantities that a check uses, the main one first; empty for `diverges` and `trains`."""
     match check:
         case All():
             return tuple(dict.fromkeys(name for part in check.of for name in quantities_of(part)))
@@ -292,13 +292,14 @@ class Claim(Part):
 
     Attributes:
         id: identifier, unique within the experiment.
-        check: the comparison; files set either `check` or `same_as`, whose check is filled in on loading.
-        same_as: EXPERIMENT.CLAIM whose check is used; such a claim is not counted.
+        text: statement of the claim.
+        check: the check that decides the claim; files set either `check` or `same_as`.
+        same_as: EXPERIMENT.CLAIM whose check is filled in on loading; such a claim is not counted.
         scales: scales at which the claim is made; default: all.
-        asks_massive: judge the claim only if the trained baseline (True), or the cell with this name, has at least
-            twice its untrained norm ratio; default: the experiment's setting.
+        asks_massive: judge the claim only if training at least doubles the norm ratio of the baseline (True), or of
+            the cell with this name; default: the experiment's setting.
         positions: limit the claim to models with, or without, positional embeddings added to the token embedding.
-        proposition: limit the claim to models to which this proposition of the paper applies.
+        proposition: limit the claim to models to which the paper's proposition with this number applies.
         evidence: confirmatory or exploratory; default: the experiment's setting.
         stated: date on which the claim was written; default: the experiment's date.
         changed: `YYYY-MM-DD: the change, and which results had been seen`; shown with the claim.
@@ -326,7 +327,7 @@ class Claim(Part):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Cells that the check uses; empty for an unresolved reference (`same_as`)."""
+        """Names of the cells that the check uses; empty for an unresolved reference (`same_as`)."""
         return self.check.cells if self.check else ()
 
     def about(self, check: Check, subject: str = "") -> "Claim":
@@ -340,7 +341,7 @@ class Undecidable:
     """A claim that cannot be judged on the given models and texts.
 
     Attributes:
-        why: reason, a sentence.
+        why: reason why the claim cannot be judged, a sentence.
     """
 
     claim: Claim

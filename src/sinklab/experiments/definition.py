@@ -96,7 +96,7 @@ ONLY_MEASURED = {"each", "against", "positions", "proposition"}
 
 
 def _overlays(said: Any) -> Any:
-    """Convert a trained cell to a list of overlays, resolving variant names; measured cells are returned unchanged."""
+    """Convert a trained cell to a list of overlays, replacing variant names; return a measured cell unchanged."""
     if _kind_of_cell(said) == "measured":
         return said
     return [_of_variant(one) if isinstance(one, str) else one for one in (said if isinstance(said, list) else [said])]
@@ -127,7 +127,7 @@ class CellTask(Part):
 
     Attributes:
         name: name of an lm-eval task that reports acc or acc_norm.
-        items: number of items per draw; null for all.
+        items: number of task items per draw; null for all.
     """
 
     name: str
@@ -139,16 +139,16 @@ class MeasuredCell(Part):
 
     Attributes:
         model: role of the model among those passed with --model: the base model, or the optional chat model (second).
-        models: models to measure instead, as NAME or NAME@REVISION. Several models are replicates that read the same
-            sequences; a single model is measured on several draws.
+        models: models to measure instead of --model, as NAME or NAME@REVISION. Several models are replicates that read
+            the same sequences; a single model is measured on several draws of sequences.
         revision, subfolder: revision and subfolder of each of `models`; for a directory, the revision is a subfolder.
-        inputs: kind of sequences; required.
+        inputs: kind of sequences: natural text, random or repeated tokens; required in files.
         sequences, length: number of sequences N, and tokens per sequence T.
         eps: threshold of the sink rate.
-        loss: compute the loss, a third of the compute.
-        details: compute the statistics of `--details`.
-        swap_position, replace_position: changes to the learned positional embeddings (`Study`).
-        task: downstream task to evaluate in addition.
+        loss: also compute the loss, a third of the total compute.
+        details: also compute the statistics of `--details`.
+        swap_position, replace_position: interventions on the learned positional embeddings (`Study`).
+        task: downstream task on which the model is also evaluated.
     """
 
     model: Literal["base", "chat"] = "base"
@@ -167,7 +167,7 @@ class MeasuredCell(Part):
 
     @property
     def pass_key(self) -> str:
-        """Key of the forward pass; cells with equal keys share a pass."""
+        """All settings except eps and length, as JSON; cells with equal keys share their sequences and forward pass."""
         return self.model_dump_json(exclude={"eps", "length"})
 
 
@@ -181,13 +181,13 @@ Cell = Annotated[
 
 
 class Adaptation(Part):
-    """Differences from the paper's cells at one scale.
+    """Differences of the cells at one scale from the paper's.
 
     Attributes:
-        why: reason, a sentence.
-        change: overlay on every cell.
-        cells: overlays by cell; unknown cells are added.
-        without: cells to remove.
+        why: reason for the differences, a sentence.
+        change: recipe overlays on every cell.
+        cells: recipe overlays by cell; cells that the experiment lacks are added.
+        without: names of cells to remove.
     """
 
     why: str = Field(min_length=1)
@@ -208,20 +208,20 @@ class Experiment(Part):
         cells: cells by name: overlays on the base, merged in order, or measured cells.
         changes: axes of a grid, each with overlays by name. Every trained cell is crossed with one value of each axis;
             the overlays are applied in order, and the resulting cell is named CELL+VALUE+VALUE.
-        baseline: cell that the others are compared with; default: the first.
+        baseline: cell with which the other cells are compared; default: the first cell.
         adapted: differences from the paper's cells by scale.
         each: measure every cell for each domain or model; results are named DOMAIN/CELL or MODEL/CELL.
-        columns: quantities in the table.
-        against: two quantities of measured cells; a figure plots the second against the first.
+        columns: quantities in the table of results.
+        against: two quantities of measured cells; a figure plots the second quantity against the first.
         published: the paper's numbers for the cells.
         assess: parts of `sinklab assess` to run on the validation text of every run.
-        tune: settings of `sinklab sft`, applied to every run on the conversations of --data.
-        evidence: confirmatory or exploratory; default of all claims.
-        stated: date on which the claims were written; default of all claims.
+        tune: settings of `sinklab sft`, with which every run is fine-tuned on the conversations of --data.
+        evidence: confirmatory or exploratory, for claims that do not set it.
+        stated: date on which the claims were written, for claims that do not set it.
         seeds: number of replicates (seeds, or draws of sequences) intended for verdicts.
         first_seed: first seed of the runs; smaller seeds are not used.
-        asks_massive: judge claims about norms only if the trained baseline (True), or the cell with this name, has at
-            least twice its untrained norm ratio.
+        asks_massive: judge claims about norms only if training at least doubles the norm ratio of the baseline (True),
+            or of the cell with this name.
         rank: sort key in lists and in `reproduce all`, ascending.
     """
 
@@ -251,7 +251,7 @@ class Experiment(Part):
     @field_validator("base", mode="before")
     @classmethod
     def _one_recipe_is_of_one_scale(cls, base: Any) -> Any:
-        """Convert a single recipe to a mapping by scale: the scale of its name, else the smallest scale."""
+        """Convert a single base recipe to a mapping by scale: the scale of the same name, else the smallest scale."""
         return {base if base in SCALES else SCALES[0]: base} if isinstance(base, str) else base
 
     @model_validator(mode="before")
@@ -317,7 +317,7 @@ class Experiment(Part):
                 raise ValueError(f"{wrong[0]!r}, to be removed at scale {scale}, is not a cell")
 
     def _check_measured(self) -> None:
-        """Check that the claims compare cells, domains or models in agreement with `each`."""
+        """Check that the claims of measured cells fit `each`: over domains, over models, or over neither."""
         compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
         for claim in self.claims:
             wanted = compared.get(type(claim.check))
@@ -357,7 +357,7 @@ class Experiment(Part):
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """Names along each axis of a grid, cell names first; empty without a grid."""
+        """Names of the values along each axis of a grid, names of cells first; empty without a grid."""
         if not self.changes:
             return {}
         own = dict.fromkeys(name.rsplit(GRID, len(self.changes))[0] for name in self.cells)
@@ -365,7 +365,7 @@ class Experiment(Part):
 
     @property
     def replicate(self) -> ReplicateKind:
-        """Replicate unit: a seed for trained cells, a model or a draw of sequences for measured cells."""
+        """Unit of replication: a seed for trained cells, a model or a draw of sequences for measured cells."""
         if not self.requests:
             return "seed"
         return "model" if any(len(cell.models) > 1 for cell in self.requests.values()) else "draw"
@@ -376,7 +376,7 @@ class Experiment(Part):
         return "" if self.requests else self.baseline or next(iter(self.cells))
 
     def cells_at(self, scale: Scale) -> dict[str, Sequence[Mapping[str, Any]]]:
-        """Return the trained cells at a scale, each with all its overlays."""
+        """Return the trained cells at a scale by name, each with its recipe overlays in order of application."""
         cells: dict[str, list[Mapping[str, Any]]] = {
             name: list(overlays) for name, overlays in self.cells.items() if not isinstance(overlays, MeasuredCell)
         }
@@ -387,13 +387,13 @@ class Experiment(Part):
         return dict(cells)
 
     def claims_at(self, scale: Scale) -> list[Claim]:
-        """Return the claims made at a scale whose cells exist there, and references."""
+        """Return the claims that are made at a scale and whose cells exist at it, and unresolved references."""
         cells = self.cells_at(scale)
         made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]
 
     def massive_cell(self, claim: Claim) -> str | None:
-        """Return the cell whose norm ratio must have grown for the claim to be judged; None without a condition."""
+        """Return the cell whose norm ratio must double in training for the claim to be judged; None if none must."""
         said = claim.asks_massive
         if said is None:
             about_norms = claim.check and NORMS & set(quantities_of(claim.check))

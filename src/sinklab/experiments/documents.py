@@ -36,7 +36,7 @@ GRID = "+"
 """Separator of the parts of a grid cell's name."""
 
 ReplicateKind = Literal["seed", "draw", "model"]
-"""Replicate unit of an experiment: a training seed, a draw of sequences, or an existing model."""
+"""Unit of replication of an experiment: a training seed, a draw of sequences, or an existing model."""
 
 
 class RunRecord(ReadDocument):
@@ -46,11 +46,11 @@ class RunRecord(ReadDocument):
         hash: hash of the run (`Recipe.content_hash`).
         name, seed: name and seed of the recipe.
         status: done, or failed permanently (for example with a non-finite loss, which a retry would reproduce).
-        message: reason of the failure.
+        message: reason for the failure, if any.
         step: number of updates done, out of `steps`.
         triples: number of (sequence, layer, head) triples of the sink rates.
-        seconds: training time.
-        tokens_per_second: throughput of the updates.
+        seconds: training time in seconds.
+        tokens_per_second: training tokens per second of the updates.
         peak_memory_mb: peak memory of the GPU, or of the process on a CPU, MB.
         kurtosis: kurtosis of the final hidden states, maximum over blocks.
         files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run.
@@ -74,7 +74,7 @@ class RunRecord(ReadDocument):
     model_config = ConfigDict(populate_by_name=True)
 
     def save(self, directory: Path) -> None:
-        """Write record.json."""
+        """Write record.json in the run directory."""
         write_json(directory / RECORD, self.model_dump(by_alias=True))
 
 
@@ -85,11 +85,11 @@ class CellRun(ReadDocument):
         hash: hash of the run.
         directory: run directory, relative to the directory of the summary.
         status: done, failed, or unfinished.
-        message: reason of the failure.
-        values: available numbers by quantity (`quantities.py`).
+        message: reason for the failure, if any.
+        values: values of the run by quantity (`quantities.py`); missing values are omitted.
         never: step quantities whose threshold was never reached.
-        edited: files of the run that were modified after its end.
-        seconds: training time.
+        edited: names of result files that were modified after the run had ended.
+        seconds: training time in seconds.
     """
 
     seed: int
@@ -106,7 +106,7 @@ class CellRun(ReadDocument):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings: files edited since the run ended, and the message of a failure."""
+        """Warnings on the run: result files modified after its end, and the reason for a failure."""
         return [
             *([f"edited since it ended: {', '.join(self.edited)}"] if self.edited else []),
             *filter(None, [self.message]),
@@ -117,9 +117,10 @@ class CellEstimate(ReadDocument):
     """Median and range of a quantity over the seeds of a cell.
 
     Attributes:
-        seeds: value by seed, sorted by seed; seeds without a value are omitted, None is a step never reached.
+        seeds: values sorted by seed; seeds without a value are omitted, None is a step never reached.
         median, smallest, largest: statistics of `seeds`; None for a step never reached.
-        untrained, lowest: medians of the untrained value and of the minimum over evaluations; norm ratios only.
+        untrained, lowest: medians over the seeds of the value before training and of the minimum over evaluations; for
+            norm ratios only.
     """
 
     seeds: list[float | None] = Field(default_factory=list)
@@ -131,7 +132,7 @@ class CellEstimate(ReadDocument):
 
     @property
     def never_reached(self) -> int:
-        """Number of seeds that never reached the step."""
+        """Number of seeds at which the step was never reached."""
         return self.seeds.count(None)
 
 
@@ -139,15 +140,15 @@ class CellSummary(ReadDocument):
     """Results of a cell: medians over the finished seeds at the last evaluation; None or empty if unknown.
 
     Attributes:
-        sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples.
+        sink_rate: Sink_k for k = 1, 2, .., percent of (sequence, layer, head) triples.
         sink_rate_bias: sink rate of a bias, sink logit or sink token, percent.
         valid_loss: validation loss, nats per token.
         hidden_norm_ratio_max: |h_1| over the mean |h_t| of the other positions, maximum over blocks.
         seeds: number of finished runs.
-        seconds: mean training time per run.
+        seconds: mean training time per run in seconds.
         change: recipe keys (dotted) that differ from the base, with their values.
-        values: estimates over all seeds, by quantity.
-        runs: the runs, one per seed.
+        values: median and range over all seeds, by quantity.
+        runs: runs of the cell, one per seed.
         sink_max, sink_max_position: maximum of `sink_rate` over positions 1 to T / 2, percent, and its position.
     """
 
@@ -174,19 +175,19 @@ class CellSummary(ReadDocument):
         return found[0] if found else None
 
     def estimate(self, name: str) -> CellEstimate | None:
-        """Return the estimate of a quantity over the seeds; None if no seed has it."""
+        """Return median and range of a quantity over the seeds; None if no seed has a value."""
         return estimated(self.runs, name) or self.values.get(name)
 
     def by_seed(self, name: str) -> list[tuple[CellRun, float]]:
-        """Return the runs that have a quantity, with its values."""
+        """Return (run, value) pairs of a quantity, for the runs that have a value."""
         return [(run, run.values[name]) for run in self.runs if name in run.values]
 
     def count(self, status: str) -> int:
-        """Count the runs with a status."""
+        """Return the number of runs with a status."""
         return sum(run.status == status for run in self.runs)
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
-        """Copy the cell with these seeds only, for an experiment's table."""
+        """Return a copy of the cell with the runs of these seeds only."""
         runs = [run for run in self.runs if run.seed in seeds]
         if len(runs) == len(self.runs):
             return self
@@ -202,7 +203,7 @@ class CellSummary(ReadDocument):
 
 
 def estimated(runs: Sequence[CellRun], name: str) -> CellEstimate | None:
-    """Estimate a quantity over runs; None if no run has it."""
+    """Compute median and range of a quantity over runs; None if no run has a value."""
     has = [run for run in runs if name in run.values or name in run.never]
     if not has:
         return None
@@ -234,18 +235,18 @@ class JudgedClaim(ReadDocument):
         experiment: id of the experiment.
         scale: scale of the trained models, or names of the existing models.
         evidence: numbers behind the verdict, a sentence.
-        cells: cells of the claim.
+        cells: names of the cells that the claim compares.
         quantity: quantity compared; may be empty.
         analysis: confirmatory or exploratory; empty if unknown.
         stated: date on which the claim was written, YYYY-MM-DD.
-        changed: later changes to the claim, and the results that had been seen.
+        changed: later changes to the claim, and the results that had been seen by then.
         same_as: EXPERIMENT.CLAIM whose check is used; such a claim is not counted.
         seeds: number of seeds of the verdict; with two cells, the smaller number.
-        replicate: unit of `seeds`.
+        replicate: unit that `seeds` counts: seed, draw or model.
         models: number of existing models in the verdict.
-        at_eps: verdicts at other thresholds of the sink rate, if recorded.
+        at_eps: verdict by threshold of the sink rate other than the recipe's, if recorded.
         finds: minimum effect that five seeds detect with 80 % power, estimated from pilot runs.
-        elsewhere: earlier verdict with five seeds, if this one has fewer.
+        elsewhere: verdict of an earlier sweep with five seeds, if this verdict has fewer.
     """
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -271,7 +272,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def verdict_said(self) -> str:
-        """Format the verdict: `reproduced`, `one seed: no verdict`, `reproduced of this model`."""
+        """Verdict as text: `reproduced`, `one seed: no verdict`, `reproduced of this model`."""
         if self.verdict == "no verdict" and self.seeds == 1:
             return f"one {self.replicate}: no verdict"
         of = "this model" if self.models == 1 else "these models"
@@ -279,7 +280,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks: verdicts at other thresholds, an earlier verdict of five seeds, power, changes, references."""
+        """Remarks on the verdict: verdicts at other thresholds and of five seeds, power, changes, references."""
         differing = {eps: verdict for eps, verdict in self.at_eps.items() if verdict != self.verdict}
         same = [eps for eps in self.at_eps if eps not in differing]
         return [
@@ -293,7 +294,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def full_evidence(self) -> str:
-        """Evidence with all remarks."""
+        """Evidence followed by all remarks, as one text."""
         return "; ".join(filter(None, (self.evidence, *self.remarks)))
 
     @property
@@ -306,17 +307,17 @@ class ExperimentSummary(ReadDocument):
     """An experiment in summary.json.
 
     Attributes:
-        cells: names of the cells, in order.
-        baseline: cell that the others are compared with.
-        columns: quantities in the table.
+        cells: names of the cells, in the order of the table.
+        baseline: cell with which the other cells are compared.
+        columns: quantities in the table of results.
         published: the paper's numbers by cell and quantity; {"trains": 0.0} if training failed there.
-        elsewhere: the paper's numbers for its models, by model, cell and quantity.
-        against: two quantities; a figure plots the second against the first.
+        elsewhere: the paper's numbers for its own models, by model, cell and quantity.
+        against: two quantities; a figure plots the second quantity against the first.
         families: model family by cell, for the paper's models.
         adapted: reasons why cells differ from the paper's at this scale.
         seeds: seeds in the table; empty for all.
-        replicate: replicate unit.
-        axes: names along each axis of a grid; a cell's name joins one of each with `GRID`.
+        replicate: unit of replication: seed, draw or model.
+        axes: names of the values along each axis of a grid; a cell's name joins one value of each axis with `GRID`.
     """
 
     title: str = ""
@@ -342,7 +343,7 @@ class Summary(ReadDocument):
     Attributes:
         id, title: id and title of a single experiment; empty for several.
         scale: scale of all cells.
-        cells: cells of all experiments; a name refers to the same recipe in all of them.
+        cells: cells of all experiments by name; a name stands for the same recipe in all experiments.
         counts: number of claims per verdict, for confirmatory and exploratory claims; references are excluded.
     """
 
@@ -367,26 +368,26 @@ class Summary(ReadDocument):
         return {name: self.cell(experiment, name) for name in self.experiments[experiment].cells}
 
     def cell(self, experiment: str, name: str) -> CellSummary:
-        """Return a cell with the seeds of an experiment only; an empty cell if it does not exist."""
+        """Return a cell with the seeds of an experiment only; an empty cell if there is no cell of this name."""
         cell, about = self.cells.get(name, CellSummary(seeds=0)), self.experiments.get(experiment)
         return cell.of_seeds(about.seeds) if about and about.seeds else cell
 
     def claims_named(self, names: Iterable[str]) -> list[JudgedClaim]:
-        """Return the claims with these names (EXPERIMENT.CLAIM)."""
+        """Return the judged claims with these names (EXPERIMENT.CLAIM)."""
         found = {f"{claim.experiment}.{claim.id}": claim for claim in self.claims}
         return [found[name] for name in names if name in found]
 
     def claims_of(self, experiment: str) -> list[JudgedClaim]:
-        """Return the claims of an experiment."""
+        """Return the judged claims of an experiment, by its id."""
         return [claim for claim in self.claims if claim.experiment == experiment]
 
     def save(self, directory: Path) -> None:
-        """Write summary.json."""
+        """Write summary.json in a directory."""
         write_json(directory / SUMMARY, self.model_dump(by_alias=True))
 
 
 def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
-    """Count the claims per verdict, for confirmatory and exploratory claims; references are excluded."""
+    """Return the number of claims by kind of analysis and verdict; references (`same_as`) are excluded."""
     counted = [claim for claim in claims if not claim.same_as]
     kinds = dict.fromkeys([*(one for one in ANALYSES if any(claim.analysis == one for claim in counted)),
                            *(claim.analysis for claim in counted)])  # fmt: skip
@@ -433,19 +434,19 @@ def record_of(directory: Path, run_hash: str) -> RunRecord | None:
 
 
 def checksums(directory: Path) -> dict[str, str]:
-    """Compute the SHA-256 of a run's result files (uncompressed) by name; missing files are omitted."""
+    """Return the SHA-256 of a run's result files (uncompressed) by file name; missing files are omitted."""
     contents = {name: _content(directory / name) for name in CHECKED}
     return {name: hashlib.sha256(text).hexdigest() for name, text in contents.items() if text is not None}
 
 
 def edited(directory: Path, record: RunRecord) -> list[str]:
-    """List the result files that were modified after the end of the run."""
+    """Return the names of the result files that were modified after the run had ended."""
     now = checksums(directory)
     return [name for name, before in record.files.items() if now.get(name) != before]
 
 
 def _content(path: Path) -> bytes | None:
-    """Read a file or its compressed copy; None if neither can be read."""
+    """Return the content of a file, or of its compressed copy; None if neither can be read."""
     try:
         return path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}{COMPRESSED}").read_bytes())
     except (OSError, EOFError):

@@ -1,9 +1,9 @@
-"""Experiments on existing models: forward passes, measurements, and claims.
+"""Run experiments on existing models: forward passes, measurements, and verdicts on claims.
 
 A pass reads one draw of sequences for all cells that differ only in eps and length. Its measurement is saved in
 OUT/PASS/seed_DRAW, and a repeated call measures only missing passes (`survey/measure_many.py`). A pass is named after
-the domain or model, if there is one, and the cell, or the kind of inputs if several cells share the pass. If models are
-the replicates, they read the same draw, and measurements are saved in OUT/PASS/MODEL.
+the domain or model, if any, and the cell, or the kind of inputs if several cells share the pass. If models are the
+replicates, they read the same draw, and measurements are saved in OUT/PASS/MODEL.
 """
 
 import hashlib
@@ -46,18 +46,20 @@ PaperRows = dict[str, dict[str, dict[str, float]]]
 
 
 def downstream_tasks(experiment: Experiment) -> list[str]:
-    """List the downstream tasks of the experiment's cells."""
+    """Return the names of the downstream tasks of the experiment's cells, without duplicates."""
     return list(dict.fromkeys(cell.task.name for cell in experiment.requests.values() if cell.task))
 
 
 @dataclass(frozen=True)
 class MeasuredResults:
-    """Measurements of an experiment so far.
+    """Finished measurements of an experiment on existing models.
 
     Attributes:
-        subjects: domains or models that the cells are measured for.
+        subjects: domains or models for which every cell is measured.
+        passes: forward passes, each for one or several cells.
         draws: maximum number of replicates of each pass.
-        hashes: hash of each measurement request, by folder.
+        hashes: hash of each measurement's settings, by results folder.
+        outcome: measurements and reasons for failures, by results folder.
     """
 
     experiment: Experiment
@@ -72,7 +74,7 @@ class MeasuredResults:
         return self.summary().model_dump(by_alias=True)
 
     def summary(self) -> Summary:
-        """Build the summary: cells with their numbers, and a verdict on each claim."""
+        """Build the summary: numbers of each cell, and a verdict on each claim."""
         results = {name: self._cell(one, cell) for one in self.passes for name, cell in one.cells.items()}
         found = next((one.propositions for one in self.outcome.measured.values() if one.propositions), None)
         claims = list(claims_about(self.experiment, self.subjects, found))
@@ -99,7 +101,7 @@ class MeasuredResults:
         return CellResults(self._change(cell), runs, numbers)
 
     def _change(self, cell: MeasuredCell) -> dict[str, object]:
-        """Return the settings of a cell that differ from the default or between cells."""
+        """Return the settings of a cell that differ from the default or between cells, with their values."""
         dumped = [one.model_dump(mode="json") for one in self.experiment.requests.values()]
         varied = {name for name in MeasuredCell.model_fields if any(one[name] != dumped[0][name] for one in dumped)}
         changed = cell.model_dump(exclude_defaults=True)
@@ -139,11 +141,12 @@ def measure_experiment(
         draws: number of draws of sequences; if models are the replicates, the number of models.
         text: file or folder of text; for an experiment over domains, a folder with a file per domain.
         out: directory for the measurements and summary.json; a repeated call measures only missing passes.
-        data: HellaSwag file, for an experiment with that task.
+        data: HellaSwag file, for an experiment with HellaSwag as its downstream task.
 
     Raises:
-        InputError: if the first model or the text is unusable, a model lacks the positions that the experiment changes,
-            or `out` holds measurements with other settings. Later models are listed as failed instead.
+        InputError: if the first model or the text is unusable, a model lacks the positional embeddings that the
+            experiment changes, or `out` holds measurements with other settings. Later models that cannot be loaded are
+            listed as failed instead.
         UnsavedError: if a result cannot be saved; the exception holds the results so far.
     """
     experiment = of_given_models(experiment, models)
@@ -178,7 +181,7 @@ def measure_experiment(
 
 
 def _task_of(one: Pass, tasks: Mapping[str, ChosenTask]) -> TaskOfCell | None:
-    """Return the downstream task that a pass evaluates in addition to the measurement."""
+    """Return the downstream task that a pass evaluates in addition to the measurement; None without a task."""
     return None if one.task is None else TaskOfCell(tasks[one.task.name], one.task.items)
 
 
@@ -210,11 +213,11 @@ class _OneAtATime:
         """Return the model of a replicate, prepared for the downstream task if the pass has one.
 
         Raises:
-            InputError: if the model cannot be loaded, or cannot be measured with these settings.
+            InputError: if the model cannot be loaded, or does not fit the settings of its passes.
         """
         chosen, asks = wanted.model(replicate), wanted.task is not None
         if self._model is None or self._wanted != (chosen, asks):
-            self._model = None  # frees its memory
+            self._model = None  # frees the memory of the previous model
             model = open_model(chosen.name, chosen.loaded_by(self.loading), as_transformers=asks)
             for one in self._passes:
                 if chosen in one.models.values() and (one.task is not None) == asks:
@@ -226,10 +229,10 @@ class _OneAtATime:
 def claims_about(
     experiment: Experiment, subjects: Sequence[Subject], found: Propositions | None
 ) -> Iterator[Claim | Undecidable]:
-    """Select the claims that apply to these models, with cells renamed as in the results.
+    """Yield the claims that apply to the models of `subjects`, with cells renamed as in the results.
 
     Args:
-        found: results on repeated tokens, which determine the proposition that applies to the model; None if unknown.
+        found: results on repeated tokens, which tell which proposition applies to the model; None if not measured.
     """
     roles = {role for one in subjects for role in one.models}
     for claim in experiment.claims:
@@ -246,7 +249,7 @@ def claims_about(
 
 
 def _applies(claim: Claim, found: Propositions | None) -> bool:
-    """True if a claim applies to the model; no proposition applies if positions are added to the embedding."""
+    """Return True if the claim's `proposition` and `positions` fit the model, as known from repeated tokens."""
     if claim.proposition is not None:
         return found is not None and found.number == claim.proposition
     return claim.positions is None or (found is not None and (claim.positions == "added") == (found.number is None))
@@ -318,7 +321,7 @@ def _described(
 
 
 def paper_model(given: str) -> OpenModel | None:
-    """Find the paper's model that matches a given one, by Hugging Face id, or by a folder named like its last part."""
+    """Return the paper's model with this Hugging Face id, or named like this folder; None if there is none."""
     label = next(iter(labels([given]))).lower()
     return next(
         (one for one in models_of([EVERY]) if label in (one.id.lower(), one.id.rpartition("/")[2].lower())), None
@@ -326,10 +329,11 @@ def paper_model(given: str) -> OpenModel | None:
 
 
 def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, given: str) -> dict[str, float]:
-    """Return the paper's numbers for a model with the settings of a cell; empty if there are none.
+    """Return the paper's numbers, by quantity, for a model with the settings of a cell; empty if there are none.
 
     Args:
         name: name of the cell in the experiment.
+        given: model as passed by the user: Hugging Face id or path.
     """
     model, wanted = paper_model(given), setting()
     same = (cell.sequences, cell.length, cell.eps) == (wanted.sequences, wanted.length, wanted.eps)
@@ -343,7 +347,7 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
 
 
 def paper_rows(experiment: Experiment) -> PaperRows:
-    """Return the rows of the paper's table by model."""
+    """Return the numbers of the paper's table by model, cell and quantity."""
     if experiment.published is None:
         return {}
     rows = {name: row.numbers for name, row in published_tables()[experiment.published.table].rows.items()}

@@ -27,9 +27,9 @@ class PublishedRow(Part):
     """A row of a table of the paper.
 
     Attributes:
-        values: values by quantity, or by a column of `OF_MODELS`.
+        values: the paper's numbers by quantity, or by a column of `OF_MODELS`.
         trains: False if training failed according to the paper.
-        without: reason why no cell corresponds to the row.
+        without: reason why none of our cells corresponds to the row.
     """
 
     values: dict[str, float] = Field(default_factory=dict)
@@ -59,7 +59,7 @@ class PublishedRow(Part):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Values by quantity; {"trains": 0.0} if training failed."""
+        """The paper's numbers by quantity; {"trains": 0.0} if training failed."""
         return dict(self.values) if self.trains else {TRAINS: 0.0}
 
 
@@ -81,7 +81,7 @@ class Published(Part):
     Attributes:
         table: name of a table in `published.yaml`.
         rows: row name by cell; default: the row with the cell's name.
-        model: model of the rows, for measured cells; default: each row is a model, with Sink_1 by cell.
+        model: model that the rows are about, for measured cells; default: each row is a model, with Sink_1 by cell.
     """
 
     table: str
@@ -133,11 +133,11 @@ def paper_coverage() -> Mapping[str, Covered]:
 
 
 class DrawnNumber(Part):
-    """The number of a statement in the figure that compares our numbers with the paper's.
+    """Our and the paper's number for a statement, in the figure that compares them.
 
     Attributes:
-        cell: cell in the experiment of the statement's first claim.
-        value: quantity of that cell, in percent.
+        cell: name of our cell, in the experiment of the statement's first claim.
+        value: quantity of the cell, in percent.
         row: row of the paper, as TABLE.ROW of `published.yaml`.
     """
 
@@ -163,7 +163,7 @@ class PaperStatement(Part):
         says: short form of the statement.
         paper: the paper's numbers for the statement; rates are percent of heads.
         claims: claims that encode the statement, as EXPERIMENT.CLAIM; only those made at the scale are judged.
-        number: number to plot; None if the paper prints no percentage.
+        number: numbers to plot; None if the paper prints no percentage.
         caveat: difference between our claims and the paper's statement, a sentence.
     """
 
@@ -175,11 +175,11 @@ class PaperStatement(Part):
 
     @property
     def experiment(self) -> str:
-        """The experiment of the first claim."""
+        """Id of the experiment that contains the statement's first claim."""
         return self.claims[0].partition(".")[0]
 
 
 @cache
 def statements() -> Sequence[PaperStatement]:
-    """Load the twenty statements, in the order of the paper."""
+    """Load the paper's twenty main statements from `glance.yaml`, in the order of the paper."""
     return tuple(PaperStatement.model_validate(one) for one in _data("glance.yaml"))

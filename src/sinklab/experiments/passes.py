@@ -26,8 +26,9 @@ class Subject:
     """A domain or model for which all cells are measured.
 
     Attributes:
-        name: name; empty if there is only one.
-        models: models by role (base, chat).
+        name: name of the domain or model; empty if there is only one subject.
+        models: model names or paths by role (base, chat).
+        text: file or folder of text; None if no text is needed.
     """
 
     name: str
@@ -35,13 +36,13 @@ class Subject:
     text: Path | None
 
     def cell_name(self, cell: str) -> str:
-        """Return the name of a cell in the results."""
+        """Return the name of a cell in the results: SUBJECT/CELL, or CELL for a subject without a name."""
         return f"{self.name}/{cell}" if self.name else cell
 
 
 @dataclass(frozen=True, order=True)
 class ModelChoice:
-    """A model and its version.
+    """A model to load, with its revision and subfolder.
 
     Attributes:
         name: Hugging Face id, directory, .gguf file or run directory.
@@ -53,12 +54,12 @@ class ModelChoice:
     subfolder: str = ""
 
     def __str__(self) -> str:
-        """Format as NAME/SUBFOLDER@REVISION."""
+        """Return NAME/SUBFOLDER@REVISION; empty parts are omitted."""
         name = f"{self.name}/{self.subfolder}" if self.subfolder else self.name
         return f"{name}@{self.revision}" if self.revision else name
 
     def loaded_by(self, loading: Loading) -> Loading:
-        """Return the loading settings of the model."""
+        """Return a copy of the loading settings with the revision and subfolder of this model."""
         return replace(loading, revision=self.revision or loading.revision, subfolder=self.subfolder or None)
 
 
@@ -83,11 +84,11 @@ class Pass:
     """Forward passes over sequences of one kind, shared by several cells.
 
     Attributes:
-        name: folder name.
-        models: models by folder name; several models are the replicates, a single one is measured on several draws.
+        name: name of the pass and of its results folder.
+        models: models by folder name; several models are replicates, a single model is measured on several draws.
         text: text of natural inputs; None for other inputs.
         cells: cells by their names in the results.
-        fewer: accept fewer sequences if the text is short.
+        fewer: accept fewer sequences than requested if the text is short.
     """
 
     name: str
@@ -97,19 +98,19 @@ class Pass:
     fewer: bool
 
     def replicates(self, most: int) -> range:
-        """Return the numbers of the replicates: at most `most` draws or models."""
+        """Return the indices of the replicates (draws or models), at most `most`."""
         return range(most if len(self.models) == 1 else min(most, len(self.models)))
 
     def folder(self, replicate: int) -> str:
-        """Return the folder of a replicate, relative to the results folder."""
+        """Return the path of a replicate's results, relative to the results folder."""
         return f"{self.name}/{f'seed_{replicate}' if len(self.models) == 1 else list(self.models)[replicate]}"
 
     def model(self, replicate: int) -> ModelChoice:
-        """Return the model of a replicate."""
+        """Return the model that a replicate measures."""
         return list(self.models.values())[0 if len(self.models) == 1 else replicate]
 
     def draw(self, replicate: int) -> int:
-        """Return the draw of sequences of a replicate."""
+        """Return the number of the draw of sequences that a replicate reads; 0 if models are the replicates."""
         return replicate if len(self.models) == 1 else 0
 
     @property
@@ -118,7 +119,7 @@ class Pass:
         return next(iter(self.cells.values())).task
 
     def request(self, draw: int) -> Request:
-        """Return the settings of the measurement."""
+        """Return the measurement settings of the pass on one draw of sequences."""
         first, lengths = next(iter(self.cells.values())), sorted({cell.length for cell in self.cells.values()})
         return Request(
             options=Options(
@@ -155,12 +156,12 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
 
 
 def _named(experiment: Experiment) -> tuple[str, ...]:
-    """Return the models that the cells set; empty if the user passes the models."""
+    """Return the models that the cells set (`models`); empty if the models are passed by --model."""
     return tuple(dict.fromkeys(model for cell in experiment.requests.values() for model in cell.models))
 
 
 def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment:
-    """Replace the models that an experiment sets by these.
+    """Return a copy of the experiment in which `models` replace the models that its cells set.
 
     Raises:
         InputError: if the cells have different models, or the experiment measures a single model per cell.
@@ -169,7 +170,7 @@ def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment
         return experiment
     if len({cell.models for cell in experiment.requests.values()}) > 1 or experiment.replicate != "model":
         raise InputError(f"{experiment.id} has a fixed list of models: remove --model {models[0]}")
-    labels(models)  # refuses a repeated one
+    labels(models)  # raises InputError for duplicates
     if len(models) < 2:
         raise InputError(f"{experiment.id} compares models as replicates: pass several --model, five for verdicts")
     cells = {name: cell.model_copy(update={"models": tuple(models)}) for name, cell in experiment.requests.items()}
@@ -201,7 +202,7 @@ def _check_given_models(experiment: Experiment, models: Sequence[str]) -> None:
 
 
 def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]:
-    """Group the cells into passes, ordered by model."""
+    """Group the cells of all subjects into forward passes, ordered by model."""
     found: dict[str, Pass] = {}
     for subject in subjects:
         groups: dict[str, dict[str, MeasuredCell]] = {}
@@ -225,19 +226,19 @@ def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]
 
 
 def _models_of(cell: MeasuredCell, subject: Subject) -> dict[str, ModelChoice]:
-    """Return the models of a cell by folder name."""
+    """Return the models on which a cell is measured, by folder name."""
     given = cell.models or (subject.models[cell.model],)
     choices = {str(choice): choice for one in given for choice in [model_choice(one, cell)]}
     return {label.replace("/", "_"): choices[full] for label, full in labels(list(choices)).items()}
 
 
 def enumerated(names: Sequence[str]) -> str:
-    """Join names: `a, b`, or `9 models, a to i` if there are more than MANY."""
+    """Return names as text: `a, b`, or `9 models, a to i` if there are more than MANY."""
     return ", ".join(names) if len(names) <= MANY else f"{len(names)} models, {names[0]} to {names[-1]}"
 
 
 def download_of(models: Sequence[ModelChoice]) -> str:
-    """Describe number and size of the models to download; sizes follow from the names, at two bytes per parameter."""
+    """Return a phrase with number and size of the models to download: parameters from the name, two bytes each."""
     remote = [model for model in models if not Path(model.name).expanduser().exists()]
     if not remote:
         return f"{plural(len(models), 'model')}, all on this machine"

@@ -68,16 +68,16 @@ from pydantic import AfterValidator
 from sinklab.assessing.parts import NUMBERS
 
 EMERGED = 10.0
-"""Threshold of Sink_1, percent, for emergence."""
+"""Sink_1, percent, from which on a sink has emerged."""
 
 MASSIVE = 2.0
-"""Threshold of the norm ratio for a massive activation of the first token."""
+"""Norm ratio from which on the first token has a massive activation."""
 
 HALF = 50.0
-"""Threshold for a sink head, percent of sequences."""
+"""Percent of sequences with a sink on the first token from which on a head is a sink head."""
 
 LAST = 3
-"""Number of evaluations whose mean is a run's number."""
+"""Number of last evaluations over which a run's quantities are averaged."""
 
 NO_SINK = 1.0
 """Sink_1, percent, below which a model has no sink."""
@@ -89,7 +89,7 @@ JUMP_POINTS = 8
 """Minimum number of points before and after a jump."""
 
 BESIDE = ("0.2", "0.4")
-"""Thresholds at which Sink_1 is recorded in addition to the recipe's."""
+"""Values of eps at which sink rates are recorded in addition to the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ QuantityName = Annotated[str, AfterValidator(_known)]
 
 @dataclass(frozen=True)
 class Reading:
-    """Numbers of one evaluation of a run; None if not measured or not finite.
+    """Metrics of a run at one evaluation; None if a metric was not measured or is not finite.
 
     Attributes:
         step: number of updates done.
@@ -212,7 +212,7 @@ class Reading:
         importance_first: alpha of the first position, mean over layers and heads, percent.
         window_start: sink rate of the first key of a window, percent.
         norm_ratio_before_norm, norm_ratio_sink_token: maximum over blocks; None if not applicable.
-        beside: `sink_1`, `sink_1_visible` and `sink_bias` at the thresholds of `BESIDE`, by quantity.
+        beside: `sink_1`, `sink_1_visible` and `sink_bias` at the thresholds of `BESIDE`, by quantity and threshold.
     """
 
     step: int
@@ -239,12 +239,12 @@ class RunNumbers:
     Attributes:
         seed: seed of the recipe, or number of the draw.
         readings: evaluations in order of steps, at least one.
-        kurtosis: maximum over blocks at the end; None if not measured.
-        seconds: time of training, or of measuring.
-        tokens_per_second: training throughput; None if unknown.
+        kurtosis: kurtosis of the final hidden states, maximum over blocks; None if not measured.
+        seconds: duration of training, or of the measurement, in seconds.
+        tokens_per_second: training tokens per second; None if unknown.
         peak_memory_mb: peak memory of the training process; None if unknown.
         sequences: number of sequences in the draw; None for a run.
-        measured: numbers that are not in the evaluations, by name (pretrained models, `assess`, `tune`).
+        measured: quantities measured only once, by name (of pretrained models, `assess` and `tune`).
     """
 
     seed: int
@@ -262,7 +262,7 @@ class RunNumbers:
         return self.readings[-1]
 
     def value(self, name: str, at_step: int | None = None, eps: str | None = None) -> float | None:
-        """Return the number with a name; None if the run lacks it, infinity for a step that was never reached.
+        """Return the value of a quantity; None if the run lacks it, infinity for a step that was never reached.
 
         Args:
             at_step: average the last three evaluations up to this step (None if the run ended earlier); default: the
@@ -324,7 +324,7 @@ class RunNumbers:
 
 
 class _Crossing(NamedTuple):
-    """Definition of a step quantity: the first step at which `number` reaches `bound`."""
+    """Definition of a step quantity: the first step at which the quantity `number` reaches `bound`."""
 
     number: str
     bound: float
@@ -332,7 +332,7 @@ class _Crossing(NamedTuple):
 
 
 def _crossing(name: str) -> _Crossing | None:
-    """Return metric and threshold of a quantity that is the step of a crossing, as `emergence_step`; else None."""
+    """Return metric and threshold of a step quantity such as `emergence_step`; None for other quantities."""
     if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
         return _Crossing(f"sink_layer_{found[2]}", HALF)
     return {

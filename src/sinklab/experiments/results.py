@@ -1,4 +1,4 @@
-"""Results of a cell, read from run directories or from measurements of existing models."""
+"""Read the results of a cell from run directories, or from measurements of existing models."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,9 +27,9 @@ class CellResults:
 
     Attributes:
         change: recipe keys (dotted) that differ from the base, with their values.
-        runs: runs as in the summary, one per seed, finished or not.
-        numbers: numbers of the finished runs.
-        failed: runs that diverged.
+        runs: runs as in summary.json, one per seed, finished or not.
+        numbers: quantities of the finished runs, one entry per run.
+        failed: number of runs that diverged.
     """
 
     change: Mapping[str, object]
@@ -38,7 +38,7 @@ class CellResults:
     failed: int = 0
 
     def of_seeds(self, seeds: Collection[int] | None) -> "CellResults":
-        """Copy the results with these seeds only; default: all."""
+        """Return a copy of the results with the runs of these seeds only; default: all seeds."""
         if seeds is None:
             return self
         runs = [run for run in self.runs if run.seed in seeds]
@@ -47,8 +47,9 @@ class CellResults:
 
 
 def read_numbers(directory: Path) -> RunNumbers:
-    """Read the numbers of a finished run from metrics.jsonl (or .gz), recipe.yaml, record.json, assessment.json and the
-    sft.json beside it.
+    """Read the quantities of a finished run.
+
+    The files are metrics.jsonl (or .gz), recipe.yaml, record.json, assessment.json, and sft.json next to the directory.
 
     Raises:
         InputError: if one of these files cannot be read or is damaged.
@@ -72,14 +73,14 @@ def read_numbers(directory: Path) -> RunNumbers:
 
 
 def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, float], list[str]]:
-    """Return the available numbers of a run by name, and the step quantities that were never reached."""
+    """Return the values of a run by quantity, and the step quantities whose threshold was never reached."""
     found = {name: value for name in names if (value := numbers.value(name)) is not None}
     never = [name for name, value in found.items() if value == math.inf]
     return {name: value for name, value in found.items() if name not in never}, never
 
 
 def _assessed(directory: Path) -> dict[str, float]:
-    """Read the numbers of an assessment on the run's validation text; empty for another text."""
+    """Read the quantities of a run's assessment.json; empty if it is missing or not on the run's validation text."""
     if not (directory / ASSESSMENT).is_file():
         return {}
     assessment = load_assessment(directory / ASSESSMENT)
@@ -87,7 +88,7 @@ def _assessed(directory: Path) -> dict[str, float]:
 
 
 def _tuned(directory: Path) -> dict[str, float]:
-    """Read the numbers of a finished tuning; empty without one."""
+    """Read the quantities of a run's fine-tuning by name; empty if the run was not fine-tuned."""
     path = tuned_beside(directory) / SFT
     return load_tuning(path).numbers() if path.is_file() else {}
 
@@ -128,16 +129,16 @@ def _mean_of_known(values: Sequence[float | None]) -> float | None:
 
 
 def _largest(ratios: Sequence[float] | None) -> float | None:
-    """Compute the maximum over blocks; None if there are no values or one is infinite."""
+    """Return the maximum over blocks; None if there are no values, or a value is infinite."""
     return finite_or_none(max(ratios or (), default=None))
 
 
 def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> RunNumbers:
-    """Compute the numbers of a measured cell on one draw.
+    """Compute the quantities of a measured cell on one draw of sequences.
 
     Args:
-        measured: measurement of the pass; a cell with shorter sequences has sink rates only.
-        draw: number of the draw, used as the seed.
+        measured: measurement of the cell's pass; for a cell with shorter sequences, only sink rates are returned.
+        draw: number of the draw, recorded as `seed`.
     """
     whole = cell.length == measured.length
     reading = Reading(
@@ -195,13 +196,13 @@ def _importance(measured: Measurement) -> dict[str, float]:
 
 
 def _excess(found: Propositions) -> float:
-    """Compute the largest deviation from the proposition, in units of the rounding tolerance."""
+    """Return the largest deviation from the paper's proposition, in units of the rounding tolerance."""
     deviations = (found.hidden_deviation, found.attention_deviation or 0.0, -(found.bound_slack or 0.0))
     return max(deviations) / found.tolerance
 
 
 def _angles(measured: Measurement, eps: float) -> dict[str, float]:
-    """Average the angles over the heads whose mean importance of the first token exceeds eps; empty without any."""
+    """Average cos(q, k) and |q| |k| over heads with mean importance of the first token above eps, by quantity."""
     heads_LH = measured.importance[:, :, 0] > eps
     cosine_LHT = measured.details.cosine if measured.details else None
     product_LHT = measured.details.norm_product if measured.details else None
@@ -220,7 +221,7 @@ def _angles(measured: Measurement, eps: float) -> dict[str, float]:
 
 
 def _gates(measured: Measurement) -> dict[str, float]:
-    """Average the gates over layers and heads; empty without gates."""
+    """Average the gates over layers and heads, by quantity; empty for a model without gates."""
     details = measured.details
     if details is None or details.gate is None or details.gate_closed is None or measured.length < 2:
         return {}

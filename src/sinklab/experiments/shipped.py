@@ -1,4 +1,4 @@
-"""Load experiments, shipped with sinklab (YAML files in `shipped/`) or from a file, and list them with their cost."""
+"""Load experiments, shipped with sinklab (YAML files in `shipped/`) or from a file, and list their cost."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ FILE = ".yaml"
 
 
 def experiment_ids() -> list[str]:
-    """List the ids of the shipped experiments, most informative first."""
+    """Return the ids of the shipped experiments, most informative first."""
     return [one.id for one in sorted((load_experiment(name) for name in _shipped()), key=lambda one: one.rank)]
 
 
@@ -54,10 +54,10 @@ def load_experiment(name: str) -> Experiment:
 
 
 def _with_references(experiment: Experiment) -> Experiment:
-    """Resolve references: a claim with `same_as` gets the check of the referenced claim.
+    """Return a copy of the experiment in which claims with `same_as` have the check of the referenced claim.
 
     Raises:
-        ValueError: if there is no such claim, or it is a reference itself.
+        ValueError: if the referenced claim does not exist, or is a reference itself.
     """
     if not any(claim.same_as for claim in experiment.claims):
         return experiment
@@ -82,7 +82,7 @@ def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
 
 
 def _with_recipes_beside(experiment: Experiment, file: Path | Traversable) -> Experiment:
-    """Resolve base recipes that are files in the directory of the experiment's file."""
+    """Return a copy of the experiment in which base recipes next to the experiment's file are given by their paths."""
     if not isinstance(file, Path):
         return experiment
     found = {scale: file.parent / base for scale, base in experiment.base.items() if base.endswith(FILE)}
@@ -91,7 +91,7 @@ def _with_recipes_beside(experiment: Experiment, file: Path | Traversable) -> Ex
 
 
 def _shipped() -> dict[str, Traversable]:
-    """Return the files of the shipped experiments by id."""
+    """Return the YAML files of the shipped experiments by id."""
     top = resources.files("sinklab") / "experiments" / "shipped"
     folders = [path for path in top.iterdir() if path.is_dir()]
     files = [path for folder in folders for path in folder.iterdir() if path.name.endswith(FILE)]
@@ -104,8 +104,8 @@ class ScaleCost:
 
     Attributes:
         cells, claims: number of cells and claims.
-        hours: total duration of all cells and seeds on one core or one GPU.
-        estimated: source of the estimate.
+        hours: hours to train all cells and seeds on one core or one GPU.
+        estimated: how the hours were estimated, a phrase.
     """
 
     cells: int
@@ -120,8 +120,8 @@ class ListedExperiment:
 
     Attributes:
         cells, claims: number of cells and claims over all scales.
-        seeds: number of seeds intended for verdicts; 0 for existing models.
-        scales: cost by scale; empty for existing models.
+        seeds: number of seeds intended for verdicts; 0 for experiments on existing models.
+        scales: cost by scale; empty for experiments on existing models.
         cell_names, claim_texts: names of the cells, and texts of the claims.
     """
 
@@ -142,7 +142,7 @@ class ListedExperiment:
 
 
 def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
-    """List experiments by id or file; default: all shipped ones, most informative first.
+    """Return experiments with their cost, by id or file; default: all shipped experiments, most informative first.
 
     Raises:
         InputError: if there is no such experiment, or the file is invalid.
@@ -152,7 +152,7 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
 
 
 def jobs_here() -> int:
-    """Return the number of concurrent runs of this machine that the cost estimate assumes."""
+    """Return the number of concurrent runs assumed in time estimates: GPUs of this machine, else cores."""
     return cards_here() or cores_here()
 
 
@@ -172,7 +172,7 @@ def _listed(experiment: Experiment, paces: dict[str, Pace]) -> ListedExperiment:
 
 
 def _cost(experiment: Experiment, scale: Scale, paces: dict[str, Pace]) -> ScaleCost:
-    """Estimate the cost; cells count by tokens, because FLOPs per token are about those of the base."""
+    """Estimate the training cost at a scale; the FLOPs per token of every cell are taken to be those of the base."""
     values = base_values(experiment, scale)
     base = build_recipe(values, origin=experiment.base[scale])
     if experiment.base[scale] not in paces:

@@ -19,10 +19,10 @@ from sinklab.experiments.verdicts.judging import Trial, judge
 
 
 def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> Trial:
-    """Describe a trained experiment at one scale.
+    """Return a trained experiment at one scale, with the claims to judge and its entry in summary.json.
 
     Args:
-        seeds: seeds in table and verdicts; default: all.
+        seeds: seeds in table and verdicts; default: all seeds.
     """
     cells = list(experiment.cells_at(scale))
     published = {cell: experiment.published.numbers_of(cell) for cell in cells} if experiment.published else {}
@@ -46,12 +46,12 @@ def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None
 
 
 def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], altered: bool = False) -> Summary:
-    """Summarise experiments: results of cells, and verdicts on claims.
+    """Build summary.json: results of the cells, and verdicts on the claims.
 
     Args:
         trials: experiments at a scale, in the order of display.
-        results: results by cell; a name refers to the same recipe in all experiments, unused cells are omitted.
-        altered: True if recipes were changed (--steps, --text), so that the shipped results do not apply.
+        results: results by cell; a name stands for the same recipe in all experiments. Unused cells are omitted.
+        altered: True if --steps or --text override recipes, so that the shipped verdicts do not apply.
     """
     scales = {trial.described.scale for trial in trials}
     alone = trials[0].experiment if len(trials) == 1 else None
@@ -71,7 +71,7 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
 
 
 def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
-    """Copy to each reference the verdict of the referenced claim, if that claim is included."""
+    """Return the claims; each reference (`same_as`) has the verdict of the referenced claim, if that is among them."""
     known = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
     copied = {"verdict", "evidence", "seeds", "at_eps", "analysis", "stated", "finds", "elsewhere", "replicate"}
     return [
@@ -83,14 +83,14 @@ def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
 
 
 def _with_five_seeds(claim: JudgedClaim) -> JudgedClaim:
-    """Add the shipped verdict of five seeds to a claim without a verdict."""
+    """Return a claim with too few seeds for a verdict with the shipped verdict of five seeds added."""
     if claim.verdict != "no verdict" or claim.seeds >= FEWEST or claim.replicate != "seed":
         return claim
     return claim.model_copy(update={"elsewhere": verdict_of_five(claim)})
 
 
 def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
-    """Summarise a cell: medians over the finished seeds, and quantities by seed."""
+    """Return the cell's entry in summary.json: medians over the finished seeds, and the quantities `names` by seed."""
     last = [run.last for run in of.numbers]
     return CellSummary(
         sink_rate=[_median(rates) for rates in zip(*(one.sink_rate for one in last), strict=False)],
@@ -106,6 +106,6 @@ def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    """Compute the median of the known values; None if there are none."""
+    """Return the median of the values that are not None; None if all are."""
     known = [value for value in values if value is not None]
     return median(known) if known else None

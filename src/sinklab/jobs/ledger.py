@@ -1,7 +1,7 @@
-"""Resumable jobs: results are saved after each step, and a repeated call computes the missing ones.
+"""Resumable jobs: results are saved after each step, and a repeated call computes the missing results.
 
 The request of a job contains all settings that affect its results. Results are saved in a document (`Ledger`) or line
-by line (`LineLedger`). A call with other settings is refused, so that no document mixes settings.
+by line (`LineLedger`). A call with other settings raises InputError, so that no document mixes settings.
 """
 
 import json
@@ -20,10 +20,10 @@ from sinklab.train.directory.lock import one_writer
 
 
 class JobDocument(Protocol):
-    """Results of a job so far."""
+    """Protocol of a job's results, which may be incomplete."""
 
     def document(self) -> dict[str, Any]:
-        """Return the content as a JSON-serializable dict."""
+        """Return the results as a JSON-serializable dict."""
         ...
 
 
@@ -31,11 +31,11 @@ AnyDocument = TypeVar("AnyDocument", bound=JobDocument)
 
 
 class Ledger(Generic[AnyDocument]):
-    """Document of a job's results.
+    """File that holds the results of a job as one JSON document.
 
     Args:
         out: output directory; None keeps the results in memory only.
-        name: file name of the document.
+        name: file name of the JSON document.
 
     Raises:
         InputError: if the directory cannot be written, or an existing file was not written by sinklab.
@@ -47,7 +47,7 @@ class Ledger(Generic[AnyDocument]):
             check_results(out, (name,))
 
     def locked(self) -> AbstractContextManager[None]:
-        """Return a context manager that holds the lock on the document.
+        """Return a context manager that holds the lock on the file.
 
         Raises:
             HeldError: if another process holds the lock.
@@ -55,16 +55,16 @@ class Ledger(Generic[AnyDocument]):
         return one_writer(self.path)
 
     def earlier(self, load: Callable[[Path], AnyDocument]) -> AnyDocument | None:
-        """Load the document of an earlier call; None if there is none."""
+        """Load the results of an earlier call with `load`; None if there are none."""
         if self.path is None or not self.path.is_file() or not self.path.stat().st_size:
             return None
         return load(self.path)
 
     def save(self, found: AnyDocument) -> None:
-        """Write the document atomically.
+        """Write the results to the file, atomically.
 
         Raises:
-            UnsavedError: if the document cannot be written; the exception contains the results.
+            UnsavedError: if the file cannot be written; the exception contains the results.
         """
         with unsaved(lambda: found):
             if self.path is not None:
@@ -73,7 +73,7 @@ class Ledger(Generic[AnyDocument]):
 
 @contextmanager
 def unsaved(result: Callable[[], object]) -> Iterator[None]:
-    """Convert errors in the `with` block to an UnsavedError that contains the results so far."""
+    """Context manager: raise a SinklabError of the `with` block as an UnsavedError that contains `result()`."""
     try:
         yield
     except SinklabError as error:
@@ -83,16 +83,16 @@ def unsaved(result: Callable[[], object]) -> Iterator[None]:
 def check_request(
     path: Path, what: str, before: Mapping[str, Any], now: Mapping[str, Any], ignored: Set[str] = frozenset()
 ) -> None:
-    """Check that earlier results have the same settings.
+    """Check that earlier results were computed with the current settings.
 
     Args:
         path: path of the earlier results.
         what: description of the results, such as "an assessment".
         before, now: earlier and current settings, JSON-serializable.
-        ignored: settings that may differ.
+        ignored: names of settings that may differ.
 
     Raises:
-        InputError: if a setting differs; the message names the first one, with both values.
+        InputError: if a setting differs; the message names the first such setting, with both values.
     """
     for key in sorted({*before, *now} - ignored):
         if before.get(key) != now.get(key):
@@ -104,12 +104,12 @@ def check_request(
 
 @dataclass(frozen=True)
 class JobStep:
-    """A step of a job.
+    """A step of a job, with its saved result if an earlier call computed it.
 
     Attributes:
-        name: name in events.
-        run: function that computes and saves the result, and returns a short summary.
-        kept: short summary of the saved result of an earlier call; None if the step must be run.
+        name: name of the step in events.
+        run: function that computes and saves the result, and returns a short summary of it.
+        kept: short summary of the result saved by an earlier call; None if the step must be run.
     """
 
     name: str
@@ -120,11 +120,11 @@ class JobStep:
 def run_steps(
     steps: Iterable[JobStep], observe: Observer, on_failure: Callable[[str, str], None] | None = None
 ) -> None:
-    """Run the unfinished steps in order.
+    """Run the unfinished steps of a job in order, and report the progress of all steps to `observe`.
 
     Args:
-        on_failure: callback, called with name and reason of a failed step; later steps are run. Default: raise the
-            error.
+        on_failure: callback, called with name of and reason for a failed step; the later steps are then run. Default:
+            raise the error.
 
     Raises:
         UnsavedError: if a result cannot be saved.
@@ -159,7 +159,7 @@ def _sentence(error: Exception) -> str:
 
 
 class LineLedger:
-    """Small results by key in a .jsonl file: the settings in the first line, then a line per result.
+    """.jsonl file of small results by key: the settings in the first line, then a line per result.
 
     Args:
         path: path of the file; None keeps the results in memory only.
@@ -183,11 +183,11 @@ class LineLedger:
         write_text(path, "".join(f"{json.dumps(line)}\n" for line in lines))
 
     def get(self, key: str) -> Any:
-        """Return the result of a key; None if there is none yet."""
+        """Return the result saved for a key; None if there is none yet."""
         return self._results.get(key)
 
     def add(self, results: Mapping[str, Any]) -> None:
-        """Append results.
+        """Append results, by key, to the file.
 
         Raises:
             SinklabError: if the file cannot be written.
@@ -198,13 +198,13 @@ class LineLedger:
             append_line(self._path, "\n".join(lines))
 
     def remove(self) -> None:
-        """Delete the file."""
+        """Delete the file with all results."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
 
 def _complete_lines(path: Path) -> Sequence[dict[str, Any]]:
-    """Read the lines before the first incomplete one.
+    """Read the JSON lines of a file, up to the first incomplete line.
 
     Raises:
         InputError: if the file was not written by sinklab.

@@ -1,4 +1,4 @@
-"""Progress events of jobs, passed to an observer such as the terminal."""
+"""Progress events of resumable jobs, passed to an observer such as the terminal display."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ EventKind = Literal["started", "advanced", "finished", "kept", "failed", "skippe
 
 @dataclass(frozen=True)
 class JobEvent:
-    """An event of a job.
+    """A progress event of a job.
 
     Attributes:
         kind: "started" at the start of a step, and again when its total is known; "kept" for a step finished by an
             earlier call; "skipped" for a step that does not apply; "noted" for a remark.
-        step: name of the step.
-        done, total: number of units done, and total number; None if unknown.
+        step: name of the step of the job.
+        done, total: number of units of the step that are done, and number of all units; None if unknown.
         text: short result, reason for a failure or skip, or remark.
-        seconds: duration of a finished step.
+        seconds: duration of the step, for "finished".
     """
 
     kind: EventKind
@@ -36,26 +36,26 @@ def ignore(event: JobEvent) -> None:
 
 
 class StepProgress:
-    """Report the progress of a step to an observer."""
+    """Reports the progress of one step of a job to an observer, as events."""
 
     def __init__(self, step: str, observe: Observer) -> None:
         self._step, self._observe = step, observe
         self._done, self._total = 0.0, None
 
     def begin(self, total: int | None = None, text: str = "", done: float = 0.0) -> None:
-        """Start the step with `total` units."""
+        """Report the start of the step, with `done` of `total` units done; call again when the total is known."""
         self._done, self._total = done, total
         self._observe(JobEvent("started", self._step, done, total, text))
 
     def advance(self, units: float = 1, text: str = "") -> None:
-        """Add finished units."""
+        """Report that further units of the step are done."""
         self.reach(self._done + units, self._total, text)
 
     def note(self, text: str) -> None:
-        """Report a remark."""
+        """Report a remark on the step."""
         self._observe(JobEvent("noted", self._step, self._done, self._total, text))
 
     def reach(self, done: float, total: int | None, text: str = "") -> None:
-        """Set the number of finished units."""
+        """Report the number of units done so far, and the total."""
         self._done, self._total = done, total
         self._observe(JobEvent("advanced", self._step, done, total, text))

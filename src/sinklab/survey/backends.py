@@ -22,15 +22,15 @@ HARMLESS = ("reference", "agrees", "unavailable")
 
 @dataclass(frozen=True)
 class Parity:
-    """Agreement of the attention backends.
+    """Agreement of a model's attention backends with eager attention.
 
     Attributes:
         default: backend that transformers selects for this model.
-        transformers, torch: versions of the libraries.
+        transformers, torch: installed versions of the libraries.
         device, dtype: device and data type of the model.
         sequences, length: number of sequences, and tokens per sequence.
-        tolerance: maximum relative difference of the logits of backends that agree.
-        backends: results by backend; eager is first, sinklab's last.
+        tolerance: largest relative difference from the logits of eager attention that counts as agreement.
+        backends: comparison of each backend; eager is first, sinklab's backend last.
     """
 
     model: str
@@ -46,11 +46,11 @@ class Parity:
 
     @property
     def has_sinks(self) -> bool:
-        """True if a layer has learned sink logits."""
+        """True if a layer of the model has learned sink logits."""
         return self.backends[0].sink_share is not None
 
     def wrong(self) -> str | None:
-        """Sentence that names the backends that disagree; None if all agree."""
+        """Sentence that names the backends that disagree with eager attention; None if all agree."""
         found = [one for one in self.backends if one.verdict not in HARMLESS]
         if not found:
             return None
@@ -58,7 +58,7 @@ class Parity:
         return f"not all attention backends compute the same for {self.model}: {', '.join(said)}"
 
     def document(self) -> dict[str, Any]:
-        """Return the content as a JSON-serializable dict."""
+        """Return the comparison as a JSON-serializable dict."""
         return {
             "schema": 1,
             "model": self.model,
@@ -84,11 +84,11 @@ def compare_backends(
     backends: Sequence[str] | None = None,
     observe: Observer = ignore,
 ) -> Parity:
-    """Compare the backends on the same tokens.
+    """Compare logits and sinks of a model's attention backends on the same tokens.
 
     Args:
         model: model directory, .gguf file, or name on the hub.
-        backends: names from `measuring.huggingface.parity.BACKENDS`; default: all.
+        backends: names of backends in `measuring.huggingface.parity.BACKENDS`; default: all.
 
     Raises:
         InputError: if the model is a run directory or has no eager attention, or model, text or a backend is unusable.

@@ -38,11 +38,11 @@ MAGNITUDES = {"m": 10**6, "b": 10**9, "t": 10**12}
 
 @dataclass(frozen=True)
 class SavedModel:
-    """One checkpoint.
+    """A checkpoint of a model during training.
 
     Attributes:
         step: number of updates or tokens at the checkpoint.
-        name: revision or folder.
+        name: name of the revision or folder.
         model: Hugging Face id, model directory or run directory.
         revision: revision on the hub; None for a local model.
         place: directory of the model; None for a model on the hub.
@@ -58,16 +58,18 @@ class SavedModel:
 
     @property
     def key(self) -> str:
-        """Name in the results and of the results directory: step_100, tokens_100000000."""
+        """Key of the checkpoint in the results, and name of its directory: step_100, tokens_100000000."""
         return f"{self.unit}_{self.step}"
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Measurements by checkpoint key, `step_N` or `tokens_N`.
+    """Measurements of a model's checkpoints, by key (`step_N` or `tokens_N`).
 
     Attributes:
+        text: identity of the text; None without a text.
         saved: checkpoints by key, ordered by step.
+        outcome: measurements and reasons for failures, by key.
     """
 
     model: str
@@ -76,7 +78,7 @@ class Checkpoints:
     outcome: Outcome
 
     def rows(self) -> dict[str, MeasuredCheckpoint]:
-        """Return the rows of the table, ordered by step."""
+        """Return the main numbers of each measured checkpoint by key, ordered by step."""
         return {name: _row(self.saved[name], one) for name, one in self.outcome.measured.items()}
 
     def document(self) -> dict[str, Any]:
@@ -100,16 +102,16 @@ def measure_checkpoints(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Checkpoints:
-    """Measure a model at several steps of its training, on the same sequences.
+    """Measure checkpoints of a model at several steps of its training, on the same sequences.
 
     Args:
         model: Hugging Face id with `revisions`; else a folder of checkpoints or a run directory.
-        revisions: revisions whose names contain the step.
+        revisions: revisions of the model, whose names contain the step.
         out: output directory: checkpoints.json and one directory per checkpoint; a repeated call resumes.
 
     Raises:
         InputError: see `saved_models`; also if a text or option is unusable, `out` has results with other settings, or
-            all checkpoints fail. A single failed checkpoint is listed in the results.
+            all checkpoints fail. If only some checkpoints fail, they are listed in the results.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     saved = {one.key: one for one in saved_models(model, revisions)}
@@ -174,7 +176,7 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
 
 
 def step_in(name: str) -> tuple[int, StepUnit] | None:
-    """Parse the step or number of tokens in a checkpoint name (50K is 50,000, 100M 100,000,000); None without one."""
+    """Parse the step or number of tokens in a checkpoint name (50K is 50,000); None if the name has neither."""
     if found := STEP.search(name):
         return int(found[1]) * (1000 if found[2] else 1), "step"
     if found := TOKENS.search(name):

@@ -33,13 +33,17 @@ ComparedNumber = tuple[str, str, Callable[[Measurement], float | None]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Measurements by model; the first model is the reference."""
+    """Measurements of several models by label; the first model is the reference.
+
+    Attributes:
+        text: identity of the text; None without a text.
+    """
 
     text: str | None
     measured: dict[str, Measurement]
 
     def rows(self) -> list[ComparedQuantity]:
-        """Return the rows of the table: quantities that at least one model has."""
+        """Return the rows of the comparison: one per quantity that at least one model has."""
         rows = [_row(quantity, self.measured) for quantity in _quantities(next(iter(self.measured.values())))]
         return [row for row in rows if row.infinite or any(value is not None for value in row.values.values())]
 
@@ -111,10 +115,10 @@ def compare_models(
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:
-    """Return the shortest distinct labels of models: the Hugging Face id, or the last folders of a path.
+    """Return the shortest distinct label of each model: its Hugging Face id, or the last folders of its path.
 
     Raises:
-        InputError: if there are duplicates.
+        InputError: if a model is listed twice.
     """
     parts = {model: _parts(model) for model in models}
     for count in range(1, 2 + max(map(len, parts.values()))):
@@ -156,7 +160,7 @@ def _difference(value: float | None, reference: float | None) -> float | None:
 
 
 def _quantities(first: Measurement) -> list[ComparedNumber]:
-    """List the quantities to compare; sink rates at every requested threshold."""
+    """Return the quantities to compare, with functions that read them; sink rates at every requested threshold."""
     quantities: list[ComparedNumber] = [
         (f"Sink_{k + 1}", "% of heads", lambda m, k=k: m.sink_rate[k]) for k in range(min(POSITIONS, first.length))
     ]

@@ -1,4 +1,4 @@
-"""Measure the paper's open models and compare with the published sink rates; model sizes (`--dry-run`)."""
+"""Measure the paper's open models and compare their sink rates with the published rates; estimate model sizes."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,14 +30,14 @@ PER_LOGIT = 12  # bytes: logits, their float32 copy and their softmax
 
 @dataclass(frozen=True)
 class Families:
-    """Measurements by Hugging Face id, and reasons for failures."""
+    """Measurements of the paper's models by Hugging Face id, and reasons for failures."""
 
     models: list[OpenModel]
     request: Request
     outcome: Outcome
 
     def published(self, model: OpenModel) -> float | None:
-        """Return the published Sink_1, percent; None if the paper has none for these settings."""
+        """Return the published Sink_1 of a model, percent; None if the paper has none for these settings."""
         return published(model, self.request)
 
     def document(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def measure_families(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Families:
-    """Measure every model of the families.
+    """Measure every model of the named families.
 
     Args:
         names: families of open_models.yaml, or `all`.
@@ -79,8 +79,8 @@ def measure_families(
         out: output directory: families.json and one directory per model; a repeated call resumes and may add families.
 
     Raises:
-        InputError: if there is no such family or directory, no text, or `out` has results with other settings. A failed
-            model is listed in the results.
+        InputError: if there is no such family or directory, no text, or `out` has results with other settings. Models
+            that fail are listed in the results.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     asked = models_of(names)
@@ -114,19 +114,19 @@ def published(model: OpenModel, request: Request) -> float | None:
 
 
 def sink_1(measurement: Measurement) -> float:
-    """Return Sink_1 in percent, at the paper's threshold if requested, else at the first threshold."""
+    """Return Sink_1 of a measurement, percent, at the paper's eps if it was measured, else at the first eps."""
     rates = (measurement.sink_rates or {}).get(f"{setting().eps:g}", measurement.sink_rate)
     return rates[0]
 
 
 def check_models_dir(models_dir: Path | None) -> None:
-    """Raise InputError if the path is not a directory."""
+    """Raise InputError if `models_dir` is set and is not a directory."""
     if models_dir is not None and not models_dir.is_dir():
         raise InputError(f"--models-dir {models_dir} is not a directory: pass the directory that contains the models")
 
 
 def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
-    """Return the model's directory in `models_dir`; None if there is none."""
+    """Return the directory of a model in `models_dir`; None if there is none."""
     if models_dir is None:
         return None
     candidates = (models_dir / model.id, models_dir / model.id.rpartition("/")[2])
@@ -134,7 +134,7 @@ def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
 
 
 def place_of(model: OpenModel, models_dir: Path | None) -> str:
-    """Return the name to load: the model's directory, or its Hugging Face id without `models_dir`.
+    """Return the name by which to load a model: its directory in `models_dir`, if set, else its Hugging Face id.
 
     Raises:
         InputError: if `models_dir` does not contain the model.
@@ -161,7 +161,7 @@ class Size:
         family: family in open_models.yaml.
         parameters: number of parameters, with tied embeddings counted once.
         counted: source of `parameters`: "config" (a local configuration) or "list" (open_models.yaml).
-        disk_gb: size of the local weight files, else of the parameters in the checkpoint's dtype.
+        disk_gb: size of the local weight files, if any, else of the parameters in the checkpoint's dtype.
         float32_gb, bfloat16_gb: size of the weights in memory, by dtype (float16 as bfloat16).
         peak_gb: estimated peak memory: weights, process, and the larger of one batch and (if the dtype is converted)
             the checkpoint.
@@ -187,7 +187,7 @@ def sizes(
     dtype: str = "auto",
     device: str = "auto",
 ) -> list[Size]:
-    """Estimate the size of the families' models without downloads and without reading weights.
+    """Estimate disk and memory of the models of families, without downloads and without reading weights.
 
     Raises:
         InputError: if there is no such family or directory.
@@ -198,12 +198,17 @@ def sizes(
 
 
 def sizes_document(found: Sequence[Size]) -> dict[str, Any]:
-    """Return the output of `--dry-run --json`."""
+    """Return the model sizes as a JSON-serializable dict, printed by `--dry-run --json`."""
     return {"schema": 1, "models": [asdict(size) for size in found]}
 
 
 def working_bytes(width: int, vocabulary: int, request: Request) -> float:
-    """Estimate the memory of one batch in bytes: a block's activations, and the logits."""
+    """Return the estimated memory of one batch in bytes: activations of one block, and logits.
+
+    Args:
+        width: hidden size.
+        vocabulary: vocabulary size.
+    """
     batch = min(request.options.batch_size or LARGEST, request.sequences)
     activations = Sizes(width, ffn_width=4 * width, layers=0, heads=0).bytes_per_sequence(request.length)
     return batch * activations + min(batch * request.length * vocabulary, LOGITS_AT_ONCE) * PER_LOGIT
@@ -233,13 +238,13 @@ def _size(model: OpenModel, directory: Path | None, request: Request, dtype: str
 
 
 def parameters_of_config(name: str) -> int | None:
-    """Count the parameters from a local configuration; the model is built on the meta device.
+    """Count the parameters of a model from its local configuration, by building it on the meta device.
 
     Args:
         name: directory, or Hugging Face id with a cached configuration.
 
     Returns:
-        Number of parameters; None if there is no local configuration that transformers supports.
+        Number of parameters; None without a local configuration that transformers supports.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

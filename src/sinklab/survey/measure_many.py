@@ -1,6 +1,7 @@
-"""Surveys: several measurements, each saved with its settings in a separate directory, and a document of the results.
+"""Surveys: several measurements, each saved with its settings in a separate directory, and one document of all results.
 
-A repeated call runs only missing measurements. A call with other settings is refused, so that no table mixes settings.
+A repeated call runs only the missing measurements; a call with other settings raises InputError, so that no table mixes
+settings.
 """
 
 import gc
@@ -38,9 +39,9 @@ class Item:
     """One measurement of a survey.
 
     Attributes:
-        name: name in the result and of the directory.
-        request: settings that affect the result, JSON-serializable.
-        measure: function that runs the measurement.
+        name: name of the measurement in the results, and of its directory.
+        request: settings that affect the measurement, JSON-serializable.
+        measure: function that runs the measurement, given a progress callback.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Item:
     measure: Callable[[Progress], Measurement]
 
     def finished(self, folder: Path) -> Measurement | None:
-        """Load the measurement of an earlier call; None if there is none.
+        """Load the measurement that an earlier call has saved in `folder`; None if there is none.
 
         Raises:
             InputError: if the measurement has other settings or is damaged.
@@ -59,12 +60,12 @@ class Item:
             before = parse_json((folder / REQUEST).read_text("utf-8")) if (folder / REQUEST).is_file() else {}
         except ValueError as error:
             raise InputError(f"{folder / REQUEST} is damaged: delete {folder} to measure it again") from error
-        unknown = None in (before.get(FILES), self.request.get(FILES))  # the model is, or was, not on this machine
+        unknown = None in (before.get(FILES), self.request.get(FILES))  # model not on this machine, now or then
         check_request(folder, "a measurement", before, self.request, {FILES} if unknown else set())
         return Measurement.load(folder)
 
     def save(self, folder: Path, measurement: Measurement) -> None:
-        """Save the measurement with its settings."""
+        """Save the measurement with its settings in `folder`."""
         write_json(folder / REQUEST, self.request)
         measurement.save(folder)
 
@@ -77,10 +78,10 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
 
     def check_any(self, what: str) -> None:
-        """Check that not all measurements failed.
+        """Check that at least one measurement succeeded.
 
         Raises:
-            InputError: if all failed; the message contains the first reason.
+            InputError: if all measurements failed; the message contains the first reason.
         """
         if not self.measured:
             name, failure = next(iter(self.failed.items()))
@@ -97,14 +98,14 @@ def measure_all(
     prepare: Callable[[Sequence[str]], None] = lambda unfinished: None,
     stop_at_failure: bool = False,
 ) -> AnyDocument:
-    """Measure the items that are not finished.
+    """Run the unfinished measurements of a survey, save all results, and return them.
 
     Args:
-        result_of: function that builds the result from the measurements so far.
+        result_of: function that builds the survey's result from the measurements so far.
         out: output directory; None saves nothing.
-        document: file name of the result, which is written after every measurement.
+        document: name of the file for the survey's result, written after every measurement.
         prepare: callback, called with the names of unfinished items, if any, before the first measurement.
-        stop_at_failure: raise the error of an item; the document is then written only at the end.
+        stop_at_failure: raise the error of a failed item; `document` is then written only at the end.
 
     Raises:
         InputError: before any measurement, if `out` cannot be written, or has files not written by sinklab or
@@ -153,7 +154,7 @@ def measure_all(
 
 
 def summary_line(measurement: Measurement) -> str:
-    """Format the main numbers of a measurement as one line."""
+    """Return the main numbers of a measurement as one line of text."""
     parts = [f"Sink_1 {measurement.sink_rate[0]:.2f} %" + in_brackets(elsewhere_text(measurement.sink_rate))]
     if measurement.loss is not None:
         parts.append(f"loss {measurement.loss:.4f}")
@@ -167,7 +168,7 @@ def deciding_request(
 
     Args:
         place: directory or file of the model; None for a model on the hub.
-        text: identity of the text; None without a text.
+        text: identity of the measured text; None without a text.
     """
     files = None if place is None else model_files(place)
     loaded = {"revision": loading.revision, "dtype": loading.dtype}
@@ -176,7 +177,7 @@ def deciding_request(
 
 
 def _release_memory() -> None:
-    """Release the memory of the previous model."""
+    """Release the memory of models that are no longer referenced, on CPU and GPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -220,7 +221,8 @@ def measure_domains(
 
     Raises:
         InputError: if there is no folder of texts, the inputs are not natural, model or an option is unusable, `out`
-            has results with other settings, or all domains fail. A single failed domain is listed in the results.
+            has results with other settings, or all domains fail. If only some domains fail, they are listed in the
+            results.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     if folder is None or not folder.is_dir():
@@ -250,7 +252,7 @@ def measure_domains(
 
 
 def domain_files(folder: Path) -> dict[str, Path]:
-    """Return the files of a folder by domain: the path without suffix, or with suffix if ambiguous.
+    """Return the .txt and .jsonl files of a folder by domain: the path without suffix, or with suffix if ambiguous.
 
     Raises:
         InputError: if the folder has no .txt or .jsonl file.

@@ -1,4 +1,4 @@
-"""Measure one model by its name.
+"""Measure one model, loaded by its name.
 
 Bits per byte normalise the loss by the bytes of the text, so they are comparable between tokenizers:
 
@@ -53,7 +53,7 @@ def measure_model(
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure a model on one text.
+    """Load a model by its name and measure its attention sinks on one text.
 
     Args:
         model: a run directory (it has a recipe.yaml), a model directory, or a name on the Hugging Face hub.
@@ -63,7 +63,7 @@ def measure_model(
 
     Raises:
         InputError: if model, text or an option is unusable, or `out` cannot be written.
-        UnsavedError: if the result could not be saved; the exception contains it.
+        UnsavedError: if the measurement could not be saved; the exception contains the measurement.
         SinklabError: if the model cannot be measured.
     """
     check_name(model)
@@ -83,18 +83,18 @@ def load_model(
     """Load a model for a measurement.
 
     Args:
-        step: step of the checkpoint, for a run directory; default: the newest.
+        step: step of the checkpoint to load from a run directory; default: the newest checkpoint.
         request, text: settings of the measurement, checked against the tokenizer before the weights are read.
 
     Raises:
-        InputError: if the model cannot be loaded, or the request does not fit it.
+        InputError: if the model cannot be loaded, or the request does not fit the model.
     """
     check = None if request is None else partial(_check_bos, name, request, text)
     return open_model(name, loading, step=step, check=check)
 
 
 def check_loadable(name: str, loading: Loading) -> None:
-    """Check that a model exists and has a config.
+    """Check that a model exists and has a config, without loading the weights.
 
     Raises:
         InputError: if the model cannot be loaded.
@@ -125,7 +125,7 @@ def check_readable(name: str, loading: Loading, text: Path | None, request: Requ
 
 
 def _check_bos(name: str, request: Request, text: Path | None, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise InputError if BOS is to be ablated but neither the tokenizer nor its chat template adds one."""
+    """Raise InputError if BOS is to be ablated but neither the tokenizer nor its chat template adds a BOS."""
     if "no_bos" not in request.study.ablate or default_prefix(tokenizer):
         return
     conversations = Conversations(tokenizer, keep_bos=not request.drawn_text)
@@ -149,7 +149,7 @@ class ReadTokens:
         tokens_NT: token ids, (N, T).
         sizes_NT: bytes of text per token (`inputs.sizes_of`); None for random and repeated tokens.
         bos_tokens: number of special tokens at the start of each sequence.
-        conversations: renderer of chat conversations.
+        conversations: renderer that applied the chat template to conversations, with its notes.
     """
 
     tokens_NT: Tensor
@@ -159,7 +159,7 @@ class ReadTokens:
 
 
 def check_request(model: Model, request: Request) -> None:
-    """Check that the settings fit the model.
+    """Check that the measurement settings fit the model.
 
     Raises:
         InputError: if the sequences exceed the context, or learned positions are changed in a model without them.
@@ -170,7 +170,7 @@ def check_request(model: Model, request: Request) -> None:
 
 
 def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens:
-    """Build the input sequences.
+    """Build the input sequences of a measurement, from the text or at random.
 
     Raises:
         InputError: if the sequences exceed the context, the text is unusable, or there is no BOS to ablate.
@@ -195,7 +195,7 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
 
 
 def measure_loaded(model: Model, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-    """Measure a loaded model; arguments as in `measure_model`.
+    """Measure a loaded model; the other arguments are those of `measure_model`.
 
     Raises:
         InputError: if the text or an option is unusable.
@@ -223,7 +223,7 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
 
 
 def _with_bits_per_byte(measurement: Measurement, sizes_NT: Tensor | None, first_target: int) -> Measurement:
-    """Add `bits_per_byte`, or a note why it could not be computed.
+    """Return the measurement with `bits_per_byte`, or with a note why it could not be computed.
 
     Args:
         sizes_NT: bytes of text per token, 0 for BOS, negative if tokens and text differ; None for random and repeated
@@ -250,7 +250,7 @@ def _annotated(
     conversations: Conversations,
     loaded: Sequence[str] = (),
 ) -> Measurement:
-    """Add notes on the loading of the model and on the text."""
+    """Return the measurement with notes on how model and text were loaded."""
     notes = [*loaded, *conversations.notes()]
     folder = text if request.options.inputs == "natural" and text is not None and text.is_dir() else None
     if folder is not None and len(files := text_files(folder)) > 1:

@@ -1,4 +1,4 @@
-"""The paper's open models with sizes and published sink rates (`open_models.yaml`)."""
+"""Load the list of the paper's open models, with sizes and published sink rates (`open_models.yaml`)."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +16,7 @@ EVERY = "all"
 
 
 class Setting(Part):
-    """Settings of the published sink rates, except the text."""
+    """Settings with which the paper measured the published sink rates, except the text."""
 
     sequences: int
     length: int
@@ -31,7 +31,7 @@ class OpenModel(Part):
         family: name of the family on the command line.
         dtype: data type of the checkpoint.
         parameters: number of parameters, with tied embeddings counted once.
-        width, vocabulary: hidden size, and vocabulary size of the embedding.
+        width, vocabulary: hidden size, and number of rows of the embedding.
         published: published Sink_1 in percent, by kind of input; empty if the paper has none.
         source: table of the paper with the published rates.
     """
@@ -54,13 +54,13 @@ class OpenModel(Part):
 
 @cache
 def setting() -> Setting:
-    """Load the settings of the published sink rates."""
+    """Load the settings with which the paper measured the published sink rates."""
     return Setting.model_validate(_document()["setting"])
 
 
 @cache
 def families() -> dict[str, tuple[OpenModel, ...]]:
-    """Load the models by family."""
+    """Load the paper's open models by family."""
     return {
         name: tuple(OpenModel(family=name, dtype=family["dtype"], **model) for model in family["models"])
         for name, family in _document()["families"].items()
@@ -68,10 +68,12 @@ def families() -> dict[str, tuple[OpenModel, ...]]:
 
 
 def models_of(names: Sequence[str]) -> list[OpenModel]:
-    """Return the models of families without duplicates, in the order of the list; `all` selects every family.
+    """Return the models of the named families without duplicates, in the order of open_models.yaml.
+
+    The name `all` selects every family.
 
     Raises:
-        InputError: if a family is unknown; the message lists the known ones.
+        InputError: if a family is unknown; the message lists the known families.
     """
     known = families()
     if unknown := [name for name in names if name not in (*known, EVERY)]:

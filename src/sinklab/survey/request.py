@@ -1,4 +1,4 @@
-"""Settings of a measurement: input sequences and measured quantities."""
+"""Settings of a measurement: input sequences, measured quantities and ablations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,20 +30,20 @@ DECIDING = (
     "details",
     "maps",
 )
-"""Settings that affect the result, in the order of request.json, which is hashed as text."""
+"""Settings that affect a measurement, in the order of request.json, which is hashed as text."""
 
 
 class Request(CommandSettings, frozen=True):
     """Settings of a measurement of one or several models.
 
     Attributes:
-        options: measured quantities, and the kind of inputs; lengths in any order.
+        options: measured quantities, and the kind of inputs; `lengths` in any order.
         sequences, length: number of sequences N and tokens per sequence T.
         no_bos: leave out the special tokens that the tokenizer or the run's recipe prepends.
         seed: random seed of random and repeated tokens; number of the draw for drawn text.
         drawn_text: sample natural sequences from the whole text instead of reading its beginning.
         fewer: accept fewer sequences if the text is short, with a note; always True for drawn text.
-        study: ablations and changed positions.
+        study: ablations, and interventions on positional embeddings.
     """
 
     panel = INPUT
@@ -60,7 +60,7 @@ class Request(CommandSettings, frozen=True):
     study: Study = Study()
 
     def check(self, text: Path | None) -> None:
-        """Check the settings against the text.
+        """Check the settings, and that natural inputs have a readable text.
 
         Raises:
             InputError: if the inputs are natural and there is no readable text, or `check_options` fails.
@@ -89,10 +89,10 @@ class Request(CommandSettings, frozen=True):
             raise InputError(f"--ablate no_bos leaves out BOS, but {why}: use only one of the two options")
 
     def needed(self, text: Path | None) -> Path:
-        """Return the text of natural inputs.
+        """Return the text, which natural inputs require.
 
         Raises:
-            InputError: if there is no text.
+            InputError: if the text is None.
         """
         if text is None:
             raise InputError("natural inputs need a text: add --text FILE (.txt or .jsonl), or use --inputs random")
@@ -119,7 +119,7 @@ class Request(CommandSettings, frozen=True):
         return with_prefix(bodies, prefix), sizes_of(bodies, prefix)
 
     def drawn(self, vocabulary: int) -> "Tensor | None":
-        """Sample random or repeated tokens; None for natural inputs."""
+        """Sample random or repeated token ids, (N, T); None for natural inputs."""
         from sinklab.measuring.inputs import random_tokens, repeated_tokens
 
         draw = {"random": random_tokens, "repeat": repeated_tokens}.get(self.options.inputs)
@@ -132,7 +132,7 @@ class Request(CommandSettings, frozen=True):
         return self._in_order().model_copy(update={"model_name": model_name, "bos": bos})
 
     def document(self) -> dict[str, Any]:
-        """Return the settings that affect the result as a JSON-serializable dict."""
+        """Return the settings that affect the measurement, as a JSON-serializable dict."""
         asked = {name: True for name in ("explore", "gradients") if getattr(self.options, name)}
         found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
@@ -141,6 +141,6 @@ class Request(CommandSettings, frozen=True):
         return {key: found[key] for key in DECIDING} | drawn | asked
 
     def _in_order(self) -> Options:
-        """Copy the options with sorted lengths, without the full length."""
+        """Return a copy of the options with `lengths` sorted and without the full length."""
         lengths = tuple(sorted(set(self.options.lengths) - {self.length}))
         return self.options.model_copy(update={"lengths": lengths})

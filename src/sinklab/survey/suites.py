@@ -8,7 +8,7 @@ from sinklab.schema import ReadDocument
 
 
 class DomainsDocument(ReadDocument):
-    """domains.json: one model on several texts.
+    """domains.json: measurements of one model on several texts.
 
     Attributes:
         model: name or path of the model.
@@ -22,7 +22,7 @@ class DomainsDocument(ReadDocument):
 
 
 class ComparedQuantity(ReadDocument):
-    """A row of a comparison.
+    """A row of a comparison of models: one quantity.
 
     Attributes:
         quantity, unit: name and unit of the quantity.
@@ -40,10 +40,11 @@ class ComparedQuantity(ReadDocument):
 
 
 class ComparisonDocument(ReadDocument):
-    """comparison.json: several models on the same text; the first is the reference.
+    """comparison.json: measurements of several models on the same text; the first model is the reference.
 
     Attributes:
-        measured: all measurements by directory name.
+        rows: quantities that at least one model has, with differences from the first model.
+        measured: measurements by label of the model.
     """
 
     rows: list[ComparedQuantity]
@@ -52,7 +53,7 @@ class ComparisonDocument(ReadDocument):
 
 
 class FamilyMember(ReadDocument):
-    """A measured open model.
+    """Published and measured sink rate of one of the paper's open models.
 
     Attributes:
         parameters: number of parameters, with tied embeddings counted once.
@@ -67,7 +68,7 @@ class FamilyMember(ReadDocument):
 
 
 class FamiliesDocument(ReadDocument):
-    """families.json: the paper's open models; attributes as in the other documents."""
+    """families.json: the paper's open models; `measured` and `failed` are by Hugging Face id."""
 
     measured: dict[str, FamilyMember] = Field(alias="models")
     failed: dict[str, str] = Field(default_factory=dict)
@@ -78,15 +79,15 @@ StepUnit = Literal["step", "tokens"]
 
 
 class MeasuredCheckpoint(ReadDocument):
-    """One checkpoint of a training run.
+    """Main numbers of a checkpoint of a model during training.
 
     Attributes:
         step: number of updates or tokens at the checkpoint.
         unit: unit of `step`.
-        checkpoint: revision or folder.
+        checkpoint: name of the revision or folder.
         sink_1, sink_bias: sink rates, percent of (sequence, layer, head) triples; None without a bias.
         uniform_ratio: importance of the first token relative to uniform attention.
-        loss: loss, nats per token; None if not measured.
+        loss: loss on the text, nats per token; None if not measured.
         norm_ratio: |h_1| over the mean |h_t| of the other positions, maximum over blocks; None if unknown or infinite.
         by_layer: Sink_1 by attention layer, percent.
     """
@@ -103,7 +104,7 @@ class MeasuredCheckpoint(ReadDocument):
 
 
 class CheckpointsDocument(ReadDocument):
-    """checkpoints.json: one model during its training; attributes as in the other documents."""
+    """checkpoints.json: one model during its training; `measured` and `failed` are by key, `step_N` or `tokens_N`."""
 
     model: str
     measured: dict[str, MeasuredCheckpoint] = Field(alias="checkpoints")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
-    """Print two lines per experiment: cells and time per scale, and the question, cut to the width."""
+    """Print two lines per experiment: number of cells and time per scale, and the question, cut to the width."""
     scales: list[Scale] = [scale for scale in SCALES if any(scale in one.scales for one in found)]
     jobs = jobs_here()
     rows = [("", "cells", *scales)]
@@ -48,7 +48,7 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
 
 
 def print_experiment(one: ListedExperiment, console: Console) -> None:
-    """Print one experiment in full: question, claims, cells, and time per scale."""
+    """Print one experiment in full: question, cells, claims, and time per scale."""
     console.print(Text(printable(f"{one.id}: {one.title}"), style="bold"))
     for text in filter(None, (one.question, one.source and f"After {one.source}")):
         console.print(Text(printable(text)))
@@ -77,7 +77,7 @@ def _time_here(one: ListedExperiment, scale: Scale, jobs: int, said: Callable[[f
 
 
 def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Console) -> None:
-    """Print the source of the time estimates, once for all scales with the same source."""
+    """Print how the times were estimated, once for all scales with the same kind of estimate."""
     ways: dict[str, list[str]] = {}
     for scale in SCALES:
         for cost in [one.scales[scale] for one in found if scale in one.scales][:1]:
@@ -87,7 +87,7 @@ def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Cons
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
-    """Print the statement of each table, figure, takeaway and proposition, its claims, and the parts not encoded."""
+    """Print the statement of each part of the paper (table, figure, ..), our claims on it, and what no claim covers."""
     for name, part in parts.items():
         console.print(Text.assemble((printable(name), "bold"), f": {printable(part.says)}"))
         claims = ", ".join(one.removeprefix(f"{name}.") for one in part.claims)
@@ -97,7 +97,7 @@ def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
 
 
 def hours_line(ahead: Preview) -> str:
-    """Describe the missing runs and their expected duration in a sentence."""
+    """Return a sentence with the number of unfinished runs and their expected duration."""
     if not ahead.missing:
         return f"all {ahead.runs} runs are done"
     trained = f"{ahead.missing} of {ahead.runs} runs are to be trained"
@@ -108,7 +108,7 @@ def hours_line(ahead: Preview) -> str:
 
 
 def print_preview(ahead: Preview, console: Console) -> None:
-    """Print a line per cell with its changes and finished runs, and the total time."""
+    """Print a line per cell with its changed recipe keys and finished runs, then the total hours of the sweep."""
     rows = [
         (
             cell.name,
@@ -125,10 +125,10 @@ def print_preview(ahead: Preview, console: Console) -> None:
 
 
 def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console) -> None:
-    """Print a line per pass over sequences (models, inputs and cells), then the total cost.
+    """Print a line per measurement pass (models, inputs, cells), then the number of tokens and the download size.
 
     Args:
-        planned: triples of experiment, pass, and replicates.
+        planned: triples of experiment id, pass, and numbers of its replicates.
     """
     from sinklab.experiments.passes import download_of, enumerated
 
@@ -146,7 +146,7 @@ def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console)
 
 
 def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
-    """Print a line per intervention; the kinds of a choice are followed by their own values."""
+    """Print a line per recipe key (intervention) with its legal, default and neutral values."""
     rows = []
     for one in found:
         notes = [one.explanation.removesuffix(".")]

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from sinklab.experiments.sweep.engine import Event
     from sinklab.jobs.progress import JobEvent
 
-SPEAKS_EVERY = 10.0  # seconds, without a terminal
-BEATS_EVERY = 1.0  # seconds between two looks at whether a line is due
+SPEAKS_EVERY = 10.0  # seconds between progress lines without a terminal
+BEATS_EVERY = 1.0  # seconds between two checks whether a progress line is due
 
-MANY = 8  # runs: of more, only those in progress have a line
+MANY = 8  # with more runs, only active runs have a line
 LOOKS_EVERY = 1.0  # seconds between two estimates of the time left
 SPEED_OVER = 600.0  # seconds over which the speed is averaged, evaluations included
-STALLED = 0.02  # share of the time spent waiting for data from which on it is shown
+STALLED = 0.02  # share of time spent waiting for data; larger shares are shown
 SECONDS_OF_A_YEAR = 365.25 * 86400
-DAYS_WITH_HOURS = 10  # from here on without hours
+DAYS_WITH_HOURS = 10  # durations of more days are shown without hours
 
 Clock = Callable[[], float]
 
@@ -108,32 +108,32 @@ class Lines:
 
     @property
     def due(self) -> bool:
-        """Whether a progress line is due."""
+        """True if a progress line may be printed: SPEAKS_EVERY seconds after the last line, and never in a terminal."""
         return not self._console.is_terminal and self._clock() - self._said >= SPEAKS_EVERY
 
     def begin(self, phase: str) -> None:
-        """Begin a phase of the work, unless it is the current one; prints nothing yet."""
+        """Set the current phase of the work and restart its clock; prints nothing."""
         if phase != self._phase:
             self._phase, self._place, self._since = phase, phase, self._clock()
 
     def say(self, what: str) -> None:
-        """Print a line unconditionally, in a terminal as well."""
+        """Print a line at once, whether or not a line is due, in a terminal as well."""
         self._said = self._clock()
         self._console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
 
     def reached(self, name: str, done: float, total: float | None, shown: str = "", unit: str = "") -> None:
-        """Print a progress line, if one is due, and set it as the current phase."""
+        """Print a progress line `NAME: DONE of TOTAL UNIT, SHOWN`, if one is due."""
         of = "" if total is None else f" of {total:,.0f}"
         self.reach(f"{name}: {done:,.0f}{of}{unit and ' '}{unit}" + (f", {shown}" if shown else ""))
 
     def reach(self, place: str) -> None:
-        """Print the progress of the phase, if a line is due."""
+        """Set the text that describes the progress of the phase, and print it if a line is due."""
         self._place = place
         if self.due:
             self.say(place)
 
     def beat(self) -> None:
-        """Print the phase and its duration so far, if a line is due."""
+        """Print the latest progress text and the duration of the phase so far, if a line is due."""
         if self._place and self.due:
             self.say(f"{self._place}, {elapsed(self._clock() - self._since)} so far")
 
@@ -147,8 +147,8 @@ class Board:
 
     Args:
         phase: name of the first phase of the work.
-        columns: columns of the bars.
-        settings: further settings of rich's `Progress`.
+        columns: columns of rich's progress bars.
+        settings: further settings of `rich.progress.Progress`.
     """
 
     def __init__(self, console: Console, phase: str, clock: Clock, *columns: ProgressColumn, **settings: Any) -> None:
@@ -166,9 +166,10 @@ class Board:
 
 
 class RunBoard(Board):
-    """Live display of a line per run (steps, losses, sink rate) and the time left; of many runs, only active ones.
+    """Live display of a line per run (steps, losses, sink rate) and the time left; with many runs, active runs only.
 
-    Without a terminal: a line per evaluation, and one after a longer time without events. Failures are printed at once.
+    Without a terminal, a line is printed per evaluation and after a longer time without events. Failures are printed
+    at once.
 
     Args:
         console: console to print to.
@@ -192,11 +193,11 @@ class RunBoard(Board):
         self.whole = self.progress.add_task("all", total=sum(lengths.values()), latest="")
 
     def watch(self, event: "Event") -> None:
-        """Show an event."""
+        """Update the display with an event of a run."""
         now, latest = self.clock(), event.kind
         if event.kind in ("ready", "step", "row"):
             self.steps[event.run] = event.step
-            if event.kind == "ready" and event.step:  # made earlier, and not at the speed of this call
+            if event.kind == "ready" and event.step:  # steps of an earlier call do not count for the speed
                 self.progress.reset(self.whole, completed=sum(self.steps.values()))
         else:
             self.ended += 1
@@ -231,7 +232,7 @@ class RunBoard(Board):
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Describe one evaluation in a few words."""
+    """Return the losses and sink rate of one evaluation (a line of metrics.jsonl) as a short text."""
     parts = [
         f"loss {row['valid_loss']:.3f}",
         f"Sink_1 {row['sink_rate'][0]:.1f} %" + in_brackets(elsewhere_text(row["sink_rate"])),
@@ -261,7 +262,7 @@ class DataBoard(Board):
         self._rate = ""
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Show the progress of a stage; the `progress` of `prepare`."""
+        """Show the progress of a stage; passed to `prepare` as its callback `progress`."""
         name = {"tokenizer": "training the tokenizer", "tokens": "preparing tokens"}.get(stage, stage)
         if stage not in self._tasks:
             self._tasks[stage] = self.progress.add_task(name, total=total, rate="")
@@ -272,7 +273,7 @@ class DataBoard(Board):
         self.lines.reached(name, done / 1e6, total and total / 1e6, self._rate, unit="MB")
 
     def counted(self, tokens: int) -> None:
-        """Update the rate from the number of tokens so far; the `counted` of `prepare`."""
+        """Update the tokens per second from the tokens so far; passed to `prepare` as its callback `counted`."""
         now = time.monotonic()
         if self._start is None:
             self._start = now, tokens
@@ -281,7 +282,7 @@ class DataBoard(Board):
 
 
 class JobProgress(Board):
-    """Displays the events of a job: a bar for the current step, one for all steps if their number is known, and lines.
+    """Display of a job's events: a bar for the current step, a bar for all steps if their number is known, and lines.
 
     Args:
         what: plural noun for the steps, such as "domains".
@@ -307,17 +308,17 @@ class JobProgress(Board):
         self._step = self.progress.add_task(escape(printable(phase)), total=None)
 
     def begin(self, phase: str, total: int | None = None, done: float = 0) -> None:
-        """Begin a phase; for a phase without events, name and duration are shown."""
+        """Begin a phase of `total` units and show its name; in a phase without events, also its duration so far."""
         self._phase = phase
         self.progress.reset(self._step, description=escape(printable(phase)), total=total, completed=int(done))
         self.lines.begin(phase)
 
     def say(self, text: str) -> None:
-        """Print a line."""
+        """Print a line of text above the bars."""
         self.lines.say(text)
 
     def __call__(self, event: "JobEvent") -> None:
-        """Display an event."""
+        """Update bars and lines with an event of the job."""
         match event.kind:
             case "started":
                 self.begin(event.step, event.total, event.done)

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 PROBLEMS = 20  # maximum number of problems listed per check
 GRADIENTS = 12
-"""Parameters that a replay lists."""
-VERDICT = 16, 30  # characters of a verdict in a line: below 100 columns, and from there on
+"""Number of parameters (largest gradients) that a replay lists."""
+VERDICT = 16, 30  # maximum width of a verdict in characters, on a console of less than 100 columns, and of 100 or more
 SHARES = ("acc", "exact_match")
-"""Beginnings of the metrics of downstream tasks that are shown in percent."""
+"""Prefixes of the names of task metrics that are shown in percent."""
 
 
 def print_report(data: ReportData, console: Console) -> None:
-    """Print the tables of the report with notes, then the experiments, then other claims."""
+    """Print the tables of a report with their notes, then the experiments, then claims outside of these experiments."""
     for table in [*([cells_table(data, curves=True)] if data.cells else []), *result_tables.suite_tables(data)]:
         print_table(table, console)
     print_notes([f"{name}: {note}" for name, note in data.notes], console)
@@ -59,7 +59,7 @@ def print_report(data: ReportData, console: Console) -> None:
 
 
 def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
-    """Print the verdict and text of each claim, with the evidence below."""
+    """Print the verdict and text of each claim, with its evidence below."""
     table = claims_table(claims)
     drawn = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     drawn.add_column(max_width=VERDICT[console.width >= 100])
@@ -72,7 +72,7 @@ def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
 
 
 def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> None:
-    """Print our numbers next to the paper's and the verdict of each claim, for some experiments of a summary."""
+    """Print our numbers next to the paper's and the verdict of each claim, for the experiments with ids in `wanted`."""
     for name in wanted:
         experiment = summary.experiments[name]
         cells = summary.cells_of(name)
@@ -95,7 +95,7 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
 
 
 def print_assessment(assessment: "Assessment", console: Console, full: bool = False) -> None:
-    """Print the conclusion, a table of questions, and with `full` a table of all changes."""
+    """Print the conclusion and main table of an assessment, and with `full` the loss under every intervention."""
     print_title(f"{assessment.model}: {assessment.layers} layers, context {assessment.context:,}", console)
     console.print(" ".join(assessment.answer()), markup=False, highlight=False)
     print_table(result_tables.answers_table(assessment), console)
@@ -104,7 +104,7 @@ def print_assessment(assessment: "Assessment", console: Console, full: bool = Fa
 
 
 def print_measurement(measurement: "Measurement", console: Console) -> None:
-    """Print the conclusion of one measurement, then its tables and notes."""
+    """Print the conclusion, tables and notes of one measurement."""
     m = measurement
     model = (m.model or "model") + (f" at {m.revision}" if m.revision else "")
     title = f"{model}: {m.sequences} sequences of {m.length} tokens, {m.inputs}"
@@ -120,7 +120,7 @@ def print_survey(
     survey: "Domains | Families | Checkpoints",
     console: Console,
 ) -> None:
-    """Print a line per domain, model or checkpoint; nothing if none was measured."""
+    """Print a line per measured domain, model or checkpoint; nothing if no measurement succeeded."""
     if measured := survey.outcome.measured:
         document = kind.model_validate({**survey.document(), "failed": {}})
         data = ReportData.of_suite(document, measured)
@@ -129,7 +129,7 @@ def print_survey(
 
 
 def print_comparison(comparison: "Comparison", console: Console) -> None:
-    """Print a line per quantity, a column per model, and the difference of each from the first."""
+    """Print a line per quantity, with a column per model and the difference of each model from the first."""
     first = next(iter(comparison.measured.values()))
     print_title(
         f"Comparison: {first.sequences} sequences of {first.length} tokens, {first.inputs}, eps {first.eps:g}", console
@@ -143,7 +143,7 @@ def print_comparison(comparison: "Comparison", console: Console) -> None:
 
 
 def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
-    """Print a line per model: its size on disk and in memory."""
+    """Print a line per model with its number of parameters and its size on disk and in memory, GB."""
     columns = [*names("model"), TableColumn("size", "millions", ",.1f")]
     columns += numbers(".2f", "disk", "float32", "bfloat16", "peak", unit="GB")
     columns += [TableColumn("published", "Sink_1, %", ".2f")]
@@ -166,7 +166,7 @@ def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
 
 
 def print_parity(parity: "Parity", console: Console) -> None:
-    """Print a line per attention backend, and the reasons why others are unavailable."""
+    """Print a line per attention backend with its deviation from eager, and why backends are unavailable."""
     print_title(
         f"{parity.model}: {parity.sequences} sequences of {parity.length} tokens, {parity.dtype} on {parity.device}",
         console,
@@ -195,7 +195,7 @@ def print_parity(parity: "Parity", console: Console) -> None:
 
 
 def print_scores(scores: "DownstreamScores", console: Console) -> None:
-    """Print a line per metric of every task with the sink on its items, then the notes."""
+    """Print a line per metric of every downstream task, with the sink rate on the task's items, then the notes."""
     columns = [*names("task", "metric"), *numbers("", "value", "standard error"), *numbers(",d", "items")]
     columns += [TableColumn("Sink_1", "%", ".1f")]
     rows = [
@@ -220,14 +220,14 @@ def print_scores(scores: "DownstreamScores", console: Console) -> None:
 
 
 def _score(metric: str, score: "TaskMetric") -> tuple[str, str | None]:
-    """Format value and standard error; fractions in percent."""
+    """Return value and standard error of a metric as text (None without an error), fractions in percent."""
     times, unit, form = (100, " %", ".1f") if metric.startswith(SHARES) else (1, "", ".4f")
     stderr = None if score.stderr is None else f"{times * score.stderr:{form}}{unit}"
     return f"{times * score.value:{form}}{unit}", stderr
 
 
 def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
-    """Print the last evaluation of a finished run, its directory, and suggested commands."""
+    """Print the last evaluation of a finished run, the run directory, and commands to try next."""
     if history := read_history(directory / "metrics.jsonl"):
         last = history[-1]
         found = {
@@ -257,7 +257,7 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
 
 
 def print_replay(found: "Replay", console: Console) -> None:
-    """Print the loss, the first tensor that is not finite, and the parameters with the largest gradients."""
+    """Print the loss of a replayed step, its first non-finite tensor, and the parameters with the largest gradients."""
     begin = "the initial weights" if found.checkpoint is None else str(found.checkpoint)
     console.print(f"step {found.step} from {begin}, {found.repeated} updates repeated", highlight=False, soft_wrap=True)
     console.print(f"loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}", highlight=False)
@@ -270,7 +270,7 @@ def print_replay(found: "Replay", console: Console) -> None:
 
 
 def print_checks(checks: "Sequence[Verified]", console: Console) -> None:
-    """Print the outcome of every check of packed results, with its first problems and notes."""
+    """Print the outcome of every check of packed results, with the check's first problems and notes."""
     for check in checks:
         wrong = len(check.problems)
         problems = f"{wrong} problems" if wrong else "no problem"
@@ -280,7 +280,7 @@ def print_checks(checks: "Sequence[Verified]", console: Console) -> None:
 
 
 def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
-    """Print a line per run."""
+    """Print a line per training run: state, step, sink rate, loss, and recipe keys that differ between runs."""
     table = table_of(
         "Runs",
         runs,
@@ -302,7 +302,7 @@ def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
 
 
 def print_tuning(tuning: "Tuning", console: Console) -> None:
-    """Print a comparison of the base and the chat model, and the notes."""
+    """Print loss and sink of the model before and after fine-tuning, and the notes."""
     asked = tuning.asked
     about = f"{asked.steps} updates of {asked.batch_size} conversations of at most {asked.length} tokens"
     print_title(tuning.model, console, [about])

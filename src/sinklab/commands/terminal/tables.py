@@ -16,8 +16,8 @@ from rich.text import Text
 
 from sinklab.tables import Table
 
-NARROWEST_NAME = 18  # characters that a column of text may be narrowed to
-BETWEEN, EDGES = 3, 1  # characters of padding per column, and of the table
+NARROWEST_NAME = 18  # minimum width in characters of a column of wrapped text
+BETWEEN, EDGES = 3, 1  # characters of padding and borders: per column, and of the whole table
 TONES = {
     "reproduced": "bold green",
     "direction only": "bold cyan",
@@ -36,7 +36,7 @@ def printable(text: str) -> str:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table with its notes, split into as many parts as the console width requires."""
+    """Print a table with its notes; columns beyond the console width are printed below as further tables."""
     names = list(range(table.names))
     title, group = table.title, list[int]()
     for column in range(table.names, len(table.columns)):
@@ -50,20 +50,20 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def print_notes(notes: Iterable[str], console: Console) -> None:
-    """Print warnings, a line each."""
+    """Print each note or warning on a line of its own."""
     for note in notes:
         console.print(Text("note: ", style="yellow"), Text(printable(note)), sep="")
 
 
 def print_title(title: str, console: Console, below: Sequence[str] = ()) -> None:
-    """Print the subject of the tables that follow, with facts in a line below."""
+    """Print a title above tables, with the texts of `below` on the next line."""
     console.print(Text(printable(title), style="bold"))
     if below:
         console.print(Text(printable(", ".join(below)), style="dim"))
 
 
 def _narrowest(table: Table, columns: Sequence[int]) -> int:
-    """Compute the minimum width of the columns, with text wrapped and numbers unbroken."""
+    """Return the minimum total width in characters of the given columns, with text wrapped and numbers unbroken."""
     wanted = _wanted(table, columns)
     return EDGES + sum(
         BETWEEN + (min(width, NARROWEST_NAME) if table.columns[at].text else width) for at, width in wanted.items()
@@ -71,7 +71,7 @@ def _narrowest(table: Table, columns: Sequence[int]) -> int:
 
 
 def _wanted(table: Table, columns: Sequence[int]) -> dict[int, int]:
-    """Compute the width of the longest line of each column, including its heading."""
+    """Return the width in characters of the longest line of each column, heading included, by column index."""
     return {
         at: max(
             cell_len(line)
@@ -87,7 +87,7 @@ def _wanted(table: Table, columns: Sequence[int]) -> dict[int, int]:
 
 
 def _widths(table: Table, columns: Sequence[int], width: int) -> dict[int, int]:
-    """Allocate the width of each column of text: short columns in full, the others share the rest equally."""
+    """Return the width of each column of text: full width for short columns, equal shares of the rest for long ones."""
     wanted = _wanted(table, columns)
     texts = sorted((at for at in columns if table.columns[at].text), key=wanted.__getitem__)
     left = width - EDGES - BETWEEN * len(wanted) - sum(wanted[at] for at in columns if at not in texts)
@@ -99,7 +99,7 @@ def _widths(table: Table, columns: Sequence[int], width: int) -> dict[int, int]:
 
 
 def broken(text: str, width: int) -> str:
-    """Break words longer than `width` into lines, after the last punctuation that fits."""
+    """Return the text with words longer than `width` broken into lines, after the last punctuation that fits."""
 
     def lines(word: str) -> Iterator[str]:
         while len(word) > width:
@@ -112,7 +112,7 @@ def broken(text: str, width: int) -> str:
 
 
 def printable_lines(text: str) -> list[str]:
-    """Split a text into lines and remove control characters."""
+    """Return the lines of a text, with control characters replaced."""
     return [printable(line) for line in text.split("\n")]
 
 

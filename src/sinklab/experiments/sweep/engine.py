@@ -29,13 +29,13 @@ HELD_POLL_S = 1.0
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to be trained; pickled for worker processes, also on other machines with the same file system.
+    """A run to be trained; pickled for worker processes on this or other machines with the same file system.
 
     Attributes:
         name: display name, unique in the sweep.
         recipe: resolved recipe as YAML.
         directory: run directory.
-        hash: expected hash of the run; a worker that computes another hash, because its text differs, fails.
+        hash: expected hash of the run; a worker whose text differs computes another hash and fails.
         processes: number of training processes; default: one per usable GPU of the worker's machine.
     """
 
@@ -46,21 +46,22 @@ class PlannedRun:
     processes: int | None = None
 
     def read_recipe(self) -> Recipe:
-        """Parse the recipe."""
+        """Parse the YAML of the recipe."""
         return build_recipe(yaml.safe_load(self.recipe), origin=self.name)
 
 
 @dataclass(frozen=True)
 class Event:
-    """Progress of a run.
+    """A progress event of a run.
 
     Attributes:
         run: name of the run.
-        kind: `ready` (the model is built), `step` (update), `row` (evaluation), or a last event: `done`, `stopped` (by
-            request; resumed when submitted again), `busy` (trained by another process) or `failed`.
+        kind: `ready` (the model is built), `step` (after an update), `row` (after an evaluation), or a last event:
+            `done`, `stopped` (by request; resumed when submitted again), `busy` (another process trains the run) or
+            `failed`.
         step: number of updates done.
-        row: evaluation of a `row` event.
-        message: reason for `failed`; holder of the lock for `busy`.
+        row: metrics of the evaluation, for `row`.
+        message: reason for the failure, for `failed`; holder of the run's lock, for `busy`.
     """
 
     run: str
@@ -95,7 +96,7 @@ class Engine(Protocol):
         ...
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """Return the events since the last call, in order; wait at most `timeout` seconds for the first.
+        """Return the events of all runs since the last call, in order; wait at most `timeout` seconds for an event.
 
         Every submitted run has one last event, also if its process was killed (`failed`, with the signal in the
         message). A run that is `stopped` without a request was preempted.
@@ -103,16 +104,16 @@ class Engine(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ask all runs to save and end; their last events follow. Runs not yet started end as `stopped`."""
+        """Ask all runs to save and end; their last events follow in `events`. Runs not yet started end as `stopped`."""
         ...
 
     def close(self) -> None:
-        """Release all resources. Jobs on a cluster keep running."""
+        """Release the engine's resources. Slurm jobs keep running."""
         ...
 
 
 class MetricsTail:
-    """Incremental reader of a run's evaluations. Evaluations repeated after a resume are skipped.
+    """Incremental reader of a run's metrics.jsonl. Evaluations repeated after a resume are skipped.
 
     Args:
         directory: run directory; may not exist yet.
@@ -145,7 +146,7 @@ def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event
 
     Raises:
         KeyboardInterrupt: on Ctrl-C, after all runs have saved and stopped.
-        PreemptedError: on SIGTERM or SIGUSR1 to this or a training process, likewise.
+        PreemptedError: on SIGTERM or SIGUSR1 to this or a training process, after all runs have saved and stopped.
     """
     with stop_on_signals() as stop_requested:
         try:
@@ -192,7 +193,7 @@ class _Scheduler:
         return any(event.kind == "stopped" for event in self._ended.values())
 
     def _report_recorded(self) -> None:
-        """Report finished runs first, so that the remaining time is estimated from the other runs only."""
+        """Report runs with a record at once, so that the time left is estimated from the unfinished runs only."""
         found = [(run, _recorded_end(run)) for run in self._waiting]
         self._waiting = deque(run for run, ended in found if ended is None)
         for _, ended in found:
@@ -200,7 +201,7 @@ class _Scheduler:
                 self._end(ended)
 
     def _submit(self) -> None:
-        """Submit as many runs as the engine accepts, in order."""
+        """Submit waiting runs to the engine, in order, as many as the engine has room for."""
         room, batch = self._engine.room(), []
         while self._waiting and len(batch) < room:
             run = self._waiting.popleft()

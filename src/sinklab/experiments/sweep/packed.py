@@ -41,13 +41,13 @@ _DOCUMENT = re.compile(rf"^{re.escape(_HEAD)}(.+)\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class PackedRun:
-    """Packed files of a run.
+    """Contents of a run's files in a packed sweep.
 
     Attributes:
         directory: run directory, relative to the directory of the sweep.
         recipe, metrics: contents of recipe.yaml and metrics.jsonl.
         record, environment, assessment: contents of record.json, env.json (without local paths) and assessment.json.
-        tuning: content of the sft.json beside the run.
+        tuning: content of sft.json in the fine-tuning directory next to the run; None without one.
     """
 
     directory: str
@@ -60,12 +60,12 @@ class PackedRun:
 
 
 def is_packed(top: Path) -> bool:
-    """True if a folder contains packed runs."""
+    """Return True if a subfolder of `top` contains packed runs."""
     return any(top.glob(f"*/{RUNS}"))
 
 
 def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
-    """Write the runs of one experiment. The output is deterministic.
+    """Write the packed runs of one experiment to a folder; equal runs give identical files.
 
     Raises:
         SinklabError: if a file cannot be written.
@@ -85,7 +85,7 @@ def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
 
 
 def read_packed(folder: Path) -> list[PackedRun]:
-    """Read the runs of one experiment.
+    """Read the packed runs of one experiment from a folder.
 
     Raises:
         InputError: if a file is damaged.
@@ -128,7 +128,7 @@ def unpack(top: Path, into: Path) -> list[Path]:
         The run directories created.
 
     Raises:
-        InputError: if there are no packed runs, or a file is damaged.
+        InputError: if `top` contains no packed runs, or a file is damaged.
         SinklabError: if a file cannot be written.
     """
     if not is_packed(top):
@@ -162,7 +162,7 @@ def take_up(top: Path, out: Path) -> list[Path]:
 
 
 def _write_run(directory: Path, run: PackedRun) -> None:
-    """Write the files of a run; env.json, which marks a run directory, is last."""
+    """Write the files of a run to its directory; env.json, which marks a run directory, is written last."""
     if run.tuning is not None:
         write_json(tuned_beside(directory) / SFT, run.tuning)
     write_text(directory / RECIPE, run.recipe)
@@ -173,21 +173,21 @@ def _write_run(directory: Path, run: PackedRun) -> None:
 
 
 def environment_to_pack(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove local paths from the content of env.json."""
+    """Return the content of env.json without local paths."""
     return {key: value for key, value in found.items() if key not in OF_THE_MACHINE}
 
 
 def write_checksums(top: Path) -> None:
-    """Write the SHA-256 of every file of a packed sweep."""
+    """Write checksums.txt: the SHA-256 of every file of a packed sweep."""
     files = sorted(path for path in top.rglob("*") if path.is_file() and path != top / CHECKSUMS)
     write_text(top / CHECKSUMS, "".join(f"{sha256_of(path)}  {path.relative_to(top).as_posix()}\n" for path in files))
 
 
 def read_checksums(top: Path) -> dict[str, str]:
-    """Read the SHA-256 of every file from checksums.txt.
+    """Read checksums.txt: the SHA-256 of every file of a packed sweep, by path.
 
     Raises:
-        InputError: if the list is missing or damaged.
+        InputError: if checksums.txt is missing or damaged.
     """
     try:
         lines = (top / CHECKSUMS).read_text(encoding="utf-8").splitlines()

@@ -20,10 +20,10 @@ from sinklab.train.start import started
 
 @dataclass(frozen=True)
 class Question:
-    """An experiment requested at a scale, with a number of seeds.
+    """An experiment to be trained at a scale with a number of seeds.
 
     Attributes:
-        scale: scale of the cells.
+        scale: model scale of the cells.
         seeds: number of seeds per cell, counted from the experiment's first seed.
     """
 
@@ -33,19 +33,19 @@ class Question:
 
     @property
     def own_seeds(self) -> range:
-        """Return the seeds of the runs."""
+        """Return the random seeds of the experiment's runs."""
         return self.experiment.own_seeds(self.seeds)
 
 
 @dataclass(frozen=True)
 class SweepCell:
-    """A cell used by one or several experiments.
+    """A trained cell used by one or several experiments of a sweep.
 
     Attributes:
-        recipe: recipe with seed 0.
+        recipe: recipe of the cell, with seed 0.
         change: recipe keys (dotted) that differ from the base, with their values.
         seeds: union of the seeds of all experiments that use the cell.
-        may_diverge: divergence is an expected result, not a failure.
+        may_diverge: True if divergence is an expected result, not a failure.
     """
 
     name: str
@@ -55,7 +55,7 @@ class SweepCell:
     may_diverge: bool
 
     def of_seed(self, seed: int) -> Recipe:
-        """Copy the recipe with another seed."""
+        """Return the recipe with another seed."""
         return self.recipe.model_copy(update={"seed": seed})
 
 
@@ -78,7 +78,7 @@ class PlannedSweep:
 
     Attributes:
         runs: runs in the order of training; cells with the same recipe share a run.
-        hashes: hash of the run by cell and seed.
+        hashes: hash of the run by (cell name, seed).
     """
 
     plan: SweepPlan
@@ -87,7 +87,7 @@ class PlannedSweep:
 
 
 def scale_of(experiment: Experiment, scale: str) -> Scale:
-    """Look up a scale of the experiment by name.
+    """Return the scale with this name, if the experiment has it.
 
     Raises:
         InputError: if the experiment lacks the scale; the message lists its scales.
@@ -99,7 +99,7 @@ def scale_of(experiment: Experiment, scale: str) -> Scale:
 
 
 def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> SweepPlan:
-    """Plan the cells and their order; needs no data.
+    """Build the recipes of all cells, and the order of training; needs no data.
 
     Args:
         questions: requested experiments, all at the same scale.
@@ -130,7 +130,11 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
 
 
 def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
-    """Build the cells of an experiment; raises as `plan_sweep`, and if an initial checkpoint does not fit its model."""
+    """Build the cells of an experiment by name.
+
+    Raises:
+        InputError: as `plan_sweep`; also if a checkpoint to continue from does not fit its model.
+    """
     experiment, scale = question.experiment, question.scale
     scale_of(experiment, scale)
     checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
@@ -147,10 +151,10 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
 
 
 def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
-    """Read the values of an experiment's base recipe.
+    """Return the keys and values of an experiment's base recipe at a scale, before validation.
 
     Raises:
-        InputError: if there is no such recipe, or it is not YAML.
+        InputError: if the base recipe does not exist, or is not YAML.
     """
     name = experiment.base[scale]
     try:
@@ -206,7 +210,7 @@ def place_sweep(
 
 
 def data_key(recipe: Recipe) -> str:
-    """Cache key of the prepared data; recipes with the same key share it."""
+    """Return a key of the prepared data of a recipe; recipes with equal keys share the data."""
     return recipe.data.model_dump_json(include=DATA_ORIGIN)
 
 

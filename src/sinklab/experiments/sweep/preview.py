@@ -1,4 +1,4 @@
-"""Preview of a sweep: finished runs, and estimated hours of the others. Writes nothing.
+"""Preview of a sweep: finished runs, and estimated hours of the missing runs. Writes nothing.
 
 The throughput is estimated from finished runs, timed updates, or the speed of matmuls. The cost of a run is counted in
 FLOPs (`train/flops.py`): three forward passes per training sequence, one per evaluated sequence, and two per sequence
@@ -43,36 +43,36 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Pace:
-    """Throughput of a run.
+    """Throughput of a run, for time estimates.
 
     Attributes:
         operations_per_second: FLOP/s of one run.
-        source: source of the estimate, a key of SOURCES.
+        source: how the throughput was estimated, a key of SOURCES.
     """
 
     operations_per_second: float
     source: Literal["runs", "updates", "products"]
 
     def seconds(self, recipe: Recipe) -> float:
-        """Estimate the duration of a run, seconds."""
+        """Return the estimated duration of a run in seconds."""
         return operations(recipe) / self.operations_per_second
 
     @property
     def said(self) -> str:
-        """Describe the source."""
+        """Phrase that says how the throughput was estimated."""
         return SOURCES[self.source]
 
 
 @dataclass(frozen=True)
 class CellPreview:
-    """Preview of a cell.
+    """Preview of a cell: finished seeds and estimated hours.
 
     Attributes:
         change: recipe keys (dotted) that differ from the base, with their values.
         seeds: number of requested seeds.
         done: number of finished seeds.
         hours: duration of one run on one share of the machine; None for a cluster without finished runs.
-        same_as: earlier cell with the same runs; empty if there is none.
+        same_as: name of an earlier cell with the same runs; empty if there is none.
     """
 
     name: str
@@ -85,15 +85,15 @@ class CellPreview:
 
 @dataclass(frozen=True)
 class Preview:
-    """Preview of a sweep.
+    """Preview of a sweep: its cells, number of runs and estimated hours.
 
     Attributes:
         runs: number of distinct runs.
         missing: number of unfinished runs.
-        engine: name of the engine.
+        engine: name of the execution engine.
         jobs: number of concurrent runs; None if the cluster decides.
         hours: estimated time for the unfinished runs, with `jobs` concurrent runs; None if unknown.
-        estimated: source of the estimate; empty without an estimate.
+        estimated: how `hours` was estimated, a phrase; empty without an estimate.
     """
 
     cells: Sequence[CellPreview]
@@ -112,7 +112,9 @@ class Preview:
 def preview(
     plan: SweepPlan, out: Path, found: Mapping[str, Path], engine: str, pace: Pace | None, jobs: int | None
 ) -> Preview:
-    """Find the finished runs and estimate the hours of the others. Runs without prepared data cannot have started.
+    """Find the finished runs of a plan and estimate the hours of the missing runs.
+
+    Runs without prepared data cannot have started.
 
     Args:
         found: directories of existing runs, by hash.
@@ -141,7 +143,7 @@ def preview(
 
 
 def _identity(plan: SweepPlan, name: str) -> str:
-    """Return a key that is equal for cells with the same runs."""
+    """Return the cell's recipe without its name, as JSON: a key that is equal for cells with the same runs."""
     return plan.cells[name].recipe.model_dump_json(exclude={"name"})
 
 
@@ -158,10 +160,10 @@ def _prepared_data(plan: SweepPlan) -> dict[str, TokenDataset]:
 
 
 def operations(recipe: Recipe, like: Recipe | None = None) -> float:
-    """Count the FLOPs of a whole run: updates, evaluations and measurements.
+    """Count the FLOPs of a run: updates, evaluations and sink measurements.
 
     Args:
-        like: recipe whose model has the same FLOPs per token, which are then not counted again.
+        like: recipe whose FLOPs per token are used, to save counting those of a similar model.
     """
     train, metric = recipe.train, recipe.metric
     of_sequence = (
@@ -178,7 +180,7 @@ def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace
 
     Args:
         threads: number of PyTorch threads on a CPU.
-        finished: run directories; finished runs are preferred for the estimate.
+        finished: run directories; if any run has finished, its throughput is used.
     """
     if found := pace_of_runs(finished):
         return found
@@ -191,7 +193,7 @@ def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace
 
 
 def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
-    """Estimate the throughput from the finished runs among run directories of any machine; None without any."""
+    """Estimate the throughput from the finished runs among run directories of any machine; None if there are none."""
     found = []
     for directory in directories:
         try:
@@ -220,7 +222,7 @@ def _sized(recipe: Recipe) -> ModelConfig:
 
 
 def _of_sequence(recipe: Recipe) -> int:
-    """Count the FLOPs of one training sequence."""
+    """Count the FLOPs (forward and backward pass) of one training sequence."""
     return _of_model(_sized(recipe).model_dump_json())
 
 
@@ -236,7 +238,7 @@ def _speed_of_products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
-    """Measure the duration of an update on random tokens, seconds."""
+    """Measure the duration in seconds of a training update on random tokens."""
     config, train = _sized(base), base.train
     model = Transformer(config, base.seed).to(device)
     optimizer = build_optimizer(model, base.optim)
@@ -257,7 +259,7 @@ def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
 
 
 def _seconds_each(work: Callable[[], object], limit: float, device: torch.device) -> float:
-    """Measure the median duration of a call in seconds, over `limit` seconds of calls after a warm-up call."""
+    """Return the median duration of a call of `work` in seconds, over `limit` seconds of calls after a warm-up call."""
     work()
     taken: list[float] = []
     while sum(taken) < limit or not taken:

@@ -1,6 +1,6 @@
 """Directory of a sweep: manifests (asked/ID.json), runs by hash, and results.
 
-A manifest records an experiment and the hashes of its runs; runs may be anywhere below the directory.
+A manifest records an experiment and the hashes of its runs; run directories may be anywhere below the directory.
 """
 
 import os
@@ -35,7 +35,7 @@ NUMBERS = (
     "sink_1", "sink_bias", "importance_first", "valid_loss", "train_loss", "norm_ratio", "norm_untrained",
     "norm_lowest", "norm_growth", "kurtosis", "emergence_step", "norm_step",
 )  # fmt: skip
-"""Quantities in the summary of every run, in addition to its experiments' quantities."""
+"""Quantities in the summary of every run, in addition to those of its experiments' tables and claims."""
 
 
 class ManifestCell(ReadDocument):
@@ -51,13 +51,13 @@ class ManifestCell(ReadDocument):
 
 
 class SweepManifest(ReadDocument):
-    """asked/ID.json: a requested experiment and its runs.
+    """asked/ID.json: a requested experiment and the hashes of its runs.
 
     Attributes:
         experiment: definition of the experiment when it was requested.
         scale: requested scale.
-        overlay: overlay on every recipe (--steps, --text).
-        cells: cells by name.
+        overlay: recipe keys that --steps and --text override in every run.
+        cells: changed recipe keys and run hashes by name of the cell.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -69,22 +69,22 @@ class SweepManifest(ReadDocument):
     cells: dict[str, ManifestCell] = Field(default_factory=dict)
 
     def shares_summary_with(self, other: "SweepManifest") -> bool:
-        """True if both have the same scale and overlay, and so belong to one summary."""
+        """Return True if both manifests have the same scale and overlay, and so belong to one summary."""
         return self.scale == other.scale and self.overlay == other.overlay
 
     @property
     def seeds(self) -> list[int]:
-        """Return the seeds of the runs."""
+        """Seeds of the experiment's runs, sorted."""
         return sorted({seed for _, seed, _ in self.runs()})
 
     def runs(self) -> Iterator[tuple[str, int, str]]:
-        """Yield the cell, seed and hash of every run."""
+        """Yield (cell name, seed, hash) of every run."""
         for name, cell in self.cells.items():
             for seed, run_hash in cell.hashes.items():
                 yield name, seed, run_hash
 
     def save(self, out: Path) -> None:
-        """Write asked/ID.json."""
+        """Write asked/ID.json in the directory of the sweep."""
         path = out / MANIFESTS / f"{self.experiment.id}.json"
         document = self.model_dump(mode="json", by_alias=True, exclude={"experiment"})
         experiment = self.experiment.model_dump(mode="json", by_alias=True, exclude=OF_MEASURED)
@@ -92,7 +92,7 @@ class SweepManifest(ReadDocument):
 
 
 def manifest_of(question: Question, sweep: PlannedSweep, overlay: Mapping[str, Any]) -> SweepManifest:
-    """Build the manifest of one experiment of a sweep."""
+    """Return the manifest of one experiment of a planned sweep."""
     names = question.experiment.cells_at(question.scale)
     cells = {
         name: ManifestCell(
@@ -108,7 +108,7 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
     """Read the manifests in the directory of a sweep, by experiment id.
 
     Raises:
-        InputError: if a file is damaged or has another schema version.
+        InputError: if a manifest is damaged or has another schema version.
     """
     found: dict[str, SweepManifest] = {}
     for path in sorted((out / MANIFESTS).glob("*.json")):
@@ -125,7 +125,7 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
 
 
 def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, SweepManifest]) -> dict[str, SweepManifest]:
-    """Merge new manifests with the seeds and experiments of earlier ones.
+    """Return the new manifests together with the seeds and experiments of earlier manifests of the directory.
 
     Raises:
         InputError: if an earlier manifest has a different run for the same cell and seed.
@@ -147,7 +147,7 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
 
 
 def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> SweepManifest:
-    """Add the earlier seeds of unchanged cells, unless the experiment's first seed has changed."""
+    """Return a manifest with the seeds of an earlier one added to unchanged cells, if the first seed is the same."""
     if before is None or before.experiment.first_seed != now.experiment.first_seed:
         return now
     cells = {}
@@ -160,7 +160,7 @@ def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> Swe
 
 
 def found_runs(out: Path) -> dict[str, Path]:
-    """Find the run directories in and below a folder by hash; of several with one hash, the most advanced.
+    """Find the run directories in and below a folder, by hash; of several directories with one hash, the most advanced.
 
     Raises:
         SinklabError: if an env.json is damaged.
@@ -188,7 +188,7 @@ def _progress(directory: Path) -> tuple[bool, bool, int]:
 
 
 def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, CellResults]:
-    """Read the results of all cells, by name.
+    """Read the results of all cells of the manifests, by name of the cell.
 
     Raises:
         InputError: if a file of a run is damaged.
@@ -212,7 +212,7 @@ def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, C
 
 
 def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
-    """Summarise these experiments from the runs below a directory.
+    """Build summary.json of the manifests' experiments from the runs below a directory.
 
     Raises:
         InputError: if a file of a run is damaged.
@@ -256,12 +256,12 @@ def _read(
 
 @dataclass(frozen=True)
 class Unassessed:
-    """A finished run that lacks parts of `assess` requested by its experiments.
+    """A finished run that lacks parts of `sinklab assess` requested by its experiments.
 
     Attributes:
-        name: cell and seed.
-        parts: all parts requested by its experiments.
-        document: assessment.json of the run.
+        name: display name, from cell and seed.
+        parts: names of all parts requested by its experiments.
+        document: path of the run's assessment.json.
     """
 
     doing: ClassVar = "assessing"
@@ -277,7 +277,7 @@ class Unassessed:
 
 
 def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed]:
-    """Find the finished runs of experiments that lack assessments.
+    """Find the finished runs that lack an assessment requested by their experiments.
 
     Raises:
         InputError: if a record or an assessment is damaged.
@@ -296,11 +296,12 @@ def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed
 
 @dataclass(frozen=True)
 class TuningRequest:
-    """A finished run that its experiment tunes.
+    """A finished run that its experiment fine-tunes.
 
     Attributes:
-        name: cell and seed.
-        document: sft.json of the tuning.
+        name: display name, from cell and seed.
+        options: settings of the fine-tuning.
+        document: path of the fine-tuning's sft.json.
     """
 
     doing: ClassVar = "tuning"
@@ -316,7 +317,7 @@ class TuningRequest:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has been tuned.
+        """Return True if the fine-tuning of the run is complete.
 
         Raises:
             InputError: if sft.json is damaged.
@@ -325,7 +326,7 @@ class TuningRequest:
 
 
 def tuning_requests(manifests: Iterable[SweepManifest], out: Path) -> list[TuningRequest]:
-    """Find the finished runs that these experiments tune, including those that have been tuned.
+    """Find the finished runs that the experiments fine-tune, including runs that have been fine-tuned.
 
     Raises:
         InputError: if a record is damaged.

@@ -37,7 +37,7 @@ def cards_for(recipe: Recipe) -> int:
 def train_with_torchrun(
     planned: PlannedRun, processes: int, watch: Callable[[Event], None], should_stop: Callable[[], bool]
 ) -> Event:
-    """Train a run with several processes; return its last event.
+    """Train a run with several torchrun processes; return the run's last event.
 
     Raises:
         LostProcessError: if the processes ended without a last event.

@@ -26,20 +26,20 @@ BEGUN = "begun"
 """Key of env.json with the start time of the run."""
 
 SAME_NUMBERS = ("processor", "torch", "python", "threads")
-"""Keys of env.json that must be equal for a bit-identical retrained run."""
+"""Keys of env.json that must be equal for a retrained run to match bit for bit."""
 
 FIRST_LOSS, LAST_LOSS = 1e-3, 0.15
-"""Relative tolerances of the first validation loss after step 0 and of the last, on another machine: training amplifies
+"""Relative tolerances, on another machine, of the first validation loss after step 0 and the last: training amplifies
 rounding differences."""
 
 
 @dataclass
 class Verified:
-    """The outcome of one check.
+    """The outcome of one check of a packed sweep.
 
     Attributes:
         name: name of the check.
-        checked: number of items.
+        checked: number of items checked (files, runs, claims).
         problems: problems found, a sentence each.
         notes: limitations of the check.
     """
@@ -66,7 +66,7 @@ def verify_packed(
         watch: callback, called with the events of the retrained runs.
 
     Raises:
-        InputError: if the folder contains no packed sweep, or a file cannot be read.
+        InputError: if `top` contains no packed sweep, or a file cannot be read.
     """
     checks = [_check_files(top)]
     with TemporaryDirectory(prefix="sinklab-") as folder:
@@ -98,7 +98,7 @@ def _check_files(top: Path) -> Verified:
 
 
 def _check_runs(runs: dict[str, Path]) -> Verified:
-    """Check the hash of every recipe, and the recorded checksums of recipe and metrics."""
+    """Check that the recipe of every run has the run's hash, and recipe and metrics their recorded checksums."""
     check = Verified("recipes and metrics of runs", len(runs))
     for run_hash, directory in sorted(runs.items(), key=lambda item: item[1].name):
         record = read_record(directory)
@@ -115,7 +115,7 @@ def _check_runs(runs: dict[str, Path]) -> Verified:
 
 
 def _check_verdicts(top: Path, files: Path) -> Verified:
-    """Recompute every cell and claim of summary.json from the metrics and the manifests in asked/."""
+    """Recompute the cells and claims of summary.json from metrics and manifests, and compare."""
     now = summary_of(read_manifests(top), files)
     before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
     check = Verified("verdicts judged anew", len(before.claims))
@@ -156,7 +156,7 @@ def _retrained(
 
 
 def _train_again(directory: Path, again: Path, watch: Callable[[Event], None]) -> tuple[list[str], str]:
-    """Retrain a run; return the differences, and a description of the comparison's tolerance."""
+    """Retrain a run; return its deviations from the record, and a phrase with the tolerance of the comparison."""
     recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
     dataset = prepared(recipe.data)
     record = read_record(directory)
@@ -213,7 +213,7 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
 
 
 def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:
-    """Check that every claim was stated before its runs began, or on the same day.
+    """Check that every claim was stated before the day, or on the day, on which the runs of its cells began.
 
     A later confirmatory claim is a problem, a later exploratory claim a note. References, claims without a date and
     runs without a start time are not checked.

@@ -52,7 +52,7 @@ def train_cell(
 
     Args:
         threads: number of PyTorch threads on a CPU; default: unchanged.
-        watch: callback for all events but the last, which is returned.
+        watch: callback, called with all events but the last, which is returned.
         should_stop: callback, called before every update; True saves and ends. It must then keep returning True.
         world: training processes, all of which call this function.
 
@@ -92,7 +92,7 @@ def _as_recorded(planned: PlannedRun, record: RunRecord) -> Event:
 
 
 def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
-    """Record a finished run without checkpoints, so that it is not trained again only for its record.
+    """Write record.json of a finished run whose checkpoints are gone, so that the run is not trained again.
 
     Returns:
         True if the run was recorded.
@@ -110,7 +110,7 @@ def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
 
 
 def _opened(planned: PlannedRun, recipe: Recipe, world: World) -> Run:
-    """Open the run and check that it matches the plan."""
+    """Prepare the data, open the run directory, and check that the run has the planned hash."""
     dataset = world.together(lambda: prepared(recipe.data))
     run = world.together(lambda: open_run(recipe, dataset, planned.directory))
     if run.hash != planned.hash:
@@ -137,7 +137,7 @@ def _trained(
     trainer = Trainer(run, report, should_stop, world, record)
     with closing(trainer):
         watch(Event(planned.name, "ready", trainer.state.step))
-        if (found := world.from_first(lambda: record_of(run.directory, run.hash))) is not None:  # since
+        if (found := world.from_first(lambda: record_of(run.directory, run.hash))) is not None:  # by another process
             return _as_recorded(planned, found)
         if world.from_first(lambda: _is_finished(trainer)):
             record(trainer, None)
@@ -150,13 +150,13 @@ def _trained(
 
 
 def _is_finished(trainer: Trainer) -> bool:
-    """True if the run was trained and measured, for example by `sinklab train`, but has no record."""
+    """Return True if the run is trained and measured, for example by `sinklab train`, and only lacks its record."""
     is_measured = (trainer.run.directory / "measurement.json").is_file()
     return is_measured and trainer.state.step == trainer.recipe.train.steps
 
 
 class _PeakMemory:
-    """Peak memory of this process's updates.
+    """Peak memory of this process during training updates.
 
     On a GPU the peak is read after every update, because measurements between updates reset the counter.
 
@@ -168,20 +168,20 @@ class _PeakMemory:
         self._device, self._largest, self._updated = device, 0, False
 
     def updated(self) -> None:
-        """Update the peak after an update."""
+        """Record the peak memory of a training update that has ended."""
         self._updated = True
         if self._device.type == "cuda":
             self._largest = max(self._largest, torch.cuda.max_memory_allocated(self._device))
 
     def mb(self) -> float | None:
-        """Return the peak memory of the GPU, or of the process on a CPU, in MB (2**20 bytes); None without updates."""
+        """Return the peak memory of the GPU, or on a CPU of the process, in MB (2**20 bytes); None without updates."""
         if not self._updated:
             return None
         return self._largest / 2**20 if self._device.type == "cuda" else process_peak_mb()
 
 
 def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakMemory) -> None:
-    """Write record.json of a finished or diverged run while the trainer holds the lock. Called by all processes.
+    """Write record.json of a finished or diverged run, whose lock the trainer holds. All processes call this function.
 
     Raises:
         StoppedError: if a stop was requested before the record was complete; a later call writes it.
@@ -213,7 +213,7 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
 
 
 def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
-    """Write record.json of a finished run without checkpoints.
+    """Write record.json of a finished run from its metrics and measurement, as it has no checkpoints.
 
     Raises:
         SinklabError: if the run's files cannot be read, or the disk is full.
@@ -238,14 +238,14 @@ def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
 
 
 def _kurtosis(trainer: Trainer) -> float | None:
-    """Compute the kurtosis of the finished model, maximum over blocks, on the sequences of its measurement."""
+    """Compute the kurtosis of the finished model's hidden states, maximum over blocks, on the measured sequences."""
     details = trainer.evaluator.measure(details=True).details
     by_block = details.by_layer.get("kurtosis_by_block") if details else None
     return max(by_block) if by_block else None
 
 
 def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
-    """Compute the mean throughput of the updates with known duration."""
+    """Return the mean training tokens per second over the updates with known duration; None if there are none."""
     tokens, before = 0.0, 0.0
     for one in history:
         reached = before if one.tokens is None else one.tokens

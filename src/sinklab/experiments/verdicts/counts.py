@@ -12,7 +12,7 @@ MANY = 9
 """Minimum number of seeds at which one seed may deviate."""
 
 SEPARATED = 0.004
-"""Maximum one-sided p of the exact rank sum test for two separate cells; 5 and 5 separated seeds have p = 1/252."""
+"""Maximum one-sided p-value (exact rank sum test) at which two cells differ; 5 above 5 seeds have p = 1/252."""
 
 
 def seed_by_seed(held: Sequence[bool]) -> bool | None:
@@ -25,12 +25,12 @@ def seed_by_seed(held: Sequence[bool]) -> bool | None:
 
 
 def pairs_against(above: Sequence[float], below: Sequence[float]) -> int:
-    """Count the pairs of seeds in which the first value is not above the second; ties count."""
+    """Count the pairs of seeds in which the value of `above` is not above that of `below`; ties count."""
     return sum(a <= b for a in above for b in below)
 
 
 def separated(above: Sequence[float], below: Sequence[float]) -> bool:
-    """True if the first values exceed the second ones by the exact one-sided rank sum test."""
+    """Return True if the values of `above` exceed those of `below` by the exact one-sided rank sum test."""
     return rank_sum_p(len(above), len(below), pairs_against(above, below)) <= SEPARATED
 
 
@@ -72,7 +72,7 @@ def _binomial(share: float, counts: range, seeds: int) -> float:
 
 
 def _where(below: Callable[[float], bool]) -> float:
-    """Find by bisection the share up to which a predicate is true."""
+    """Find by bisection the share in [0, 1] up to which a predicate is true."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2

@@ -24,7 +24,7 @@ TWO_CELLS = 3.1
 """Difference between two cells that five seeds each detect with 80 % power, in standard deviations."""
 
 ONE_CELL = 1.7
-"""Distance from a bound, or from a cell at 0 in all seeds, that five seeds detect with 80 % power, in standard
+"""Distance from a bound, or from a cell that is 0 at all seeds, that five seeds detect with 80 % power, in standard
 deviations."""
 
 MARGIN = 2.0
@@ -38,7 +38,7 @@ class PilotSpread(ReadDocument):
         sd: standard deviation over the seeds of a cell, pooled over cells.
         sd_of_difference: standard deviation of the difference of two cells at the same seed, pooled over pairs of
             cells; None with one cell.
-        cells: seeds by cell.
+        cells: seeds of the pilot runs by cell.
     """
 
     sd: float = Field(ge=0)
@@ -57,15 +57,15 @@ class Pilots(ReadDocument):
 
 @cache
 def shipped_pilots() -> Pilots:
-    """Load the shipped pilots.json; empty without the file."""
+    """Load the shipped pilots.json; without the file, return no spreads."""
     return Pilots.model_validate(_shipped(PILOTS))
 
 
 def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
-    """Describe the effect that five seeds detect with 80 % power; empty without pilot runs of the quantity.
+    """Return a phrase with the effect that five seeds detect with 80 % power; empty without pilot runs of the quantity.
 
     Args:
-        pilots: spreads of pilot runs; default: shipped with sinklab.
+        pilots: spreads of pilot runs; default: the shipped pilots.json.
     """
     if isinstance(check, All):
         return "; ".join(dict.fromkeys(said for part in check.of if (said := detectable(part, scale, pilots))))
@@ -108,15 +108,15 @@ class Committed(ReadDocument):
 
 @cache
 def shipped_verdicts() -> Committed:
-    """Load the shipped committed.json; empty without the file."""
+    """Load the shipped committed.json; without the file, return no verdicts."""
     return Committed.model_validate(_shipped(COMMITTED))
 
 
 def verdict_of_five(claim: JudgedClaim, committed: Committed | None = None) -> str:
-    """Describe the verdict of five seeds or more at the same scale; empty if there is none.
+    """Return a phrase with the committed verdict of five seeds or more on a claim at its scale; empty if there is none.
 
     Args:
-        committed: committed verdicts; default: shipped with sinklab.
+        committed: committed verdicts; default: the shipped committed.json.
     """
     known = (committed or shipped_verdicts()).scales.get(claim.scale, {})
     found = known.get(claim.same_as or f"{claim.experiment}.{claim.id}")

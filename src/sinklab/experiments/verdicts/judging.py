@@ -37,17 +37,17 @@ GROWN = 2.0
 """Minimum growth of the norm ratio, relative to the untrained model, of a model with massive activations."""
 
 ORDER: tuple[Verdict, ...] = ("contradicted", "not run", "no verdict", "inconclusive", "direction only", "reproduced")
-"""Precedence of verdicts: a claim with several parts gets the first of these that a part has."""
+"""Precedence of verdicts: a claim with several checks gets the first verdict of this list that a check has."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An experiment at one scale or on given models.
+    """An experiment at one scale or on given models, whose claims are to be judged.
 
     Attributes:
-        described: the experiment's part of the summary.
+        described: the experiment's entry in summary.json.
         claims: claims made at the scale, in the order of the experiment.
-        seeds: seeds of the verdicts; default: all.
+        seeds: seeds on which the verdicts are based; default: all.
     """
 
     experiment: Experiment
@@ -57,7 +57,7 @@ class Trial:
 
 
 def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]:
-    """Judge each claim of an experiment.
+    """Return a verdict on each claim of an experiment.
 
     Args:
         results: results by cell; cells of other experiments are ignored.
@@ -89,7 +89,7 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
 
 
 def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) -> JudgedClaim:
-    """Judge one claim on the runs of its cells.
+    """Return the verdict on one claim, from the runs of its cells.
 
     Args:
         published: the paper's numbers, at the paper's scale; None at other scales.
@@ -106,7 +106,7 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
 
 
 def _replicates(claim: Claim, runs: Runs) -> str:
-    """Format the replicates: `5 draws of 100 sequences`, `9 models on 100 sequences`."""
+    """Return number and size of the replicates as text: `5 draws of 100 sequences`, `9 models on 100 sequences`."""
     numbers = [run for cell in claim.cells for run in runs.of(cell)]
     read = [run.sequences or 0 for run in numbers]
     each = str(max(read)) if min(read) == max(read) else f"{min(read)} to {max(read)}"
@@ -126,7 +126,7 @@ def _blank(claim: Claim) -> JudgedClaim:
 
 
 def _judged(check: Check, runs: Runs, published: Published | None = None) -> tuple[Verdict, str, int]:
-    """Return the verdict, the evidence, and the number of seeds."""
+    """Return the verdict on a check, the evidence as text, and the number of seeds."""
     found = [_part(part, runs, published) for part in parts_of(check)]
     verdict: Verdict = next(one for one in ORDER if any(part[0] == one for part in found))
     failures = [] if isinstance(check, Diverges) else _failures(check.cells, runs)
@@ -155,7 +155,7 @@ def _verdict(found: Finding) -> Verdict:
 
 
 def _at_eps(check: Check, runs: Runs) -> Verdict | None:
-    """Return the verdict at another threshold; None if the rates were not recorded at that threshold."""
+    """Return the verdict at the threshold `runs.eps`; None if the sink rates were not recorded at that threshold."""
     names = set(quantities_of(check))
     others = {name for name in names - AT_EPS if quantity(name).unit in ("%", "steps")}
     if not names & AT_EPS or others or any(isinstance(part, StandsAt) for part in parts_of(check)):
@@ -165,7 +165,7 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
 
 
 def _waits_for(check: Check, runs: Runs) -> str:
-    """Describe the cells of a check that lack a finished run."""
+    """Return a text that names the cells of a check without a finished run; empty if all cells have one."""
     said = []
     for cell in check.cells:
         failed = runs.results[cell].failed if cell in runs.results else 0
@@ -177,14 +177,14 @@ def _waits_for(check: Check, runs: Runs) -> str:
 
 
 def _failures(cells: Sequence[str], runs: Runs) -> list[str]:
-    """Describe the excluded seeds of each cell, whose training diverged."""
+    """Return a sentence for each cell with seeds that are excluded because their training diverged."""
     failed = {cell: runs.results[cell].failed for cell in cells if cell in runs.results and runs.of(cell)}
     return [f"{plural(count, 'seed')} of {cell} did not train and {'is' if count == 1 else 'are'} left out"
             for cell, count in failed.items() if count]  # fmt: skip
 
 
 def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
-    """Return the claim unjudged if it requires massive activations that the baseline lacks, else None."""
+    """Return the claim without a verdict if it requires massive activations that the baseline lacks, else None."""
     if baseline is None or claim.check is None:
         return None
     runs, blank = Runs(results), _blank(claim)
@@ -204,7 +204,7 @@ def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellRes
 
 
 def _beside_published(found: Finding, check: Check, published: Published, runs: Runs) -> Finding:
-    """Add a comparison of the paper's numbers with the 95 % prediction interval of a new seed (t distribution).
+    """Add to a finding whether the paper's numbers lie in the 95 % prediction interval of a new seed (t distribution).
 
     With five seeds, the interval is mean +- 3.04 standard deviations. A published number comes from one run.
     """

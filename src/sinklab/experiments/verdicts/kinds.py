@@ -44,10 +44,10 @@ class Finding:
     """Outcome of a check; the minimum number of seeds is not applied yet.
 
     Attributes:
-        holds: reproduced (True), contradicted (False), or neither (None).
+        holds: True if the check is reproduced, False if contradicted, None if neither.
         said: evidence as text.
         seeds: number of seeds; with two cells, the smaller number.
-        size: True if the stated size or absence also holds, or none is stated.
+        size: True if the stated size of an effect or absence of a sink also holds, or none is stated.
     """
 
     holds: bool | None
@@ -61,7 +61,7 @@ class Runs:
     """Runs on which a check is evaluated.
 
     Attributes:
-        results: results by cell.
+        results: results of the runs by cell.
         eps: threshold of the sink rates; default: the recipe's.
         noun: replicate unit in the evidence: seed, draw, or model.
     """
@@ -76,17 +76,17 @@ class Runs:
         return sorted(found, key=lambda run: run.seed)
 
     def by_seed(self, cell: str, name: str, at_step: int | None = None) -> dict[int, float]:
-        """Return the value by seed; seeds without a value are omitted."""
+        """Return the value of a quantity by seed; seeds without a value are omitted."""
         found = {run.seed: run.value(name, at_step, self._eps(name)) for run in self.of(cell)}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def last(self, cell: str, name: str, at_step: int | None = None, count: int = 3) -> dict[int, list[float]]:
-        """Return the values of the last evaluations by seed; seeds without evaluations are omitted."""
+        """Return a quantity at the last `count` evaluations by seed; seeds without evaluations are omitted."""
         found = {run.seed: run.evaluations(name, at_step, self._eps(name), count) for run in self.of(cell)}
         return {seed: values for seed, values in found.items() if values}
 
     def counted(self, held: Sequence[bool]) -> str:
-        """Format a count of seeds: `5 of 5 seeds (48 to 100 % of all seeds)`."""
+        """Return the count of True as text: `5 of 5 seeds (48 to 100 % of all seeds)`."""
         return counted(held, self.noun)
 
     def _eps(self, name: str) -> str | None:
@@ -94,7 +94,7 @@ class Runs:
 
 
 def put_to(check: SingleCheck, runs: Runs) -> Finding:
-    """Evaluate a check."""
+    """Evaluate a check on the runs of its cells."""
     match check:
         case StandsAt():
             return _stands_at(check, runs)
@@ -148,7 +148,7 @@ def _absent(check: SinkAbsent, values: Values, runs: Runs) -> Finding:
 
 
 def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
-    """Return for each seed True if its rate is below 1 % at each of its last evaluations, and the evidence."""
+    """Return for each seed True if its sink rate is below 1 % at each of its last evaluations, and the evidence."""
     last = runs.last(check.cell, check.value, check.at_step)
     held = [max(values) < NO_SINK for values in last.values()]
     each = " at each of the last three evaluations" if any(len(values) > 1 for values in last.values()) else ""
@@ -184,14 +184,14 @@ def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
 
 
 def _paired(values: Values, runs: Runs, check: Equal | Alike | Monotone) -> tuple[list[int], str]:
-    """Return the seeds shared by all cells, and the text of their values."""
+    """Return the seeds with values in all cells, and the values of all cells as text."""
     each = "; ".join(each_seed(cell, found.values(), quantity(check.value)) for cell, found in values.items())
     shared = sorted(set.intersection(*(set(found) for found in values.values())))
     return shared, each if shared else f"{each}: no {runs.noun} has all"
 
 
 def _equivalence(check: Equal | Alike, others: Sequence[str], first: str, values: Values, runs: Runs) -> Finding:
-    """Evaluate equivalence: every other cell must be within the margin of the first at every seed."""
+    """Evaluate equivalence: the cells `others` must be within the margin of the cell `first` at every seed."""
     of = quantity(check.value)
     shared, each = _paired(values, runs, check)
     if not shared:
@@ -228,7 +228,7 @@ def _monotone(check: Monotone, values: Values, runs: Runs) -> Finding:
 
 
 def _slope(values: Sequence[float]) -> float:
-    """Compute the slope over the cells' ranks, up to a positive factor."""
+    """Return the least-squares slope of the values over their indices, up to a positive factor."""
     middle = (len(values) - 1) / 2
     return sum((rank - middle) * value for rank, value in enumerate(values) if rank != middle)
 

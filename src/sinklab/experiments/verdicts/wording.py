@@ -1,4 +1,4 @@
-"""Format numbers and counts of the evidence. `noun` is the replicate unit: seed, draw, or model."""
+"""Format numbers and counts for the evidence of a claim. `noun` is the unit of replication: seed, draw, or model."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, share_i
 
 
 def number(value: float, of: Quantity) -> str:
-    """Format a number without unit; a step that was never reached is `never`."""
+    """Format a value of a quantity without its unit; a step that was never reached is `never`."""
     if math.isinf(value):
         return "never"
     decimals = of.decimals + (of.unit == "%" and 0.005 <= abs(value) < 1)
@@ -17,22 +17,22 @@ def number(value: float, of: Quantity) -> str:
 
 
 def unit(of: Quantity) -> str:
-    """Return the unit to append to a number."""
+    """Return the unit to append to a value of the quantity, such as ` %`; empty for a ratio."""
     return {"x": "", "": ""}.get(of.unit, f" {of.unit}")
 
 
 def step_unit(of: Quantity) -> str:
-    """Return the unit to append to a difference."""
+    """Return the unit to append to a difference of two values: ` points` for percentages."""
     return {"%": " points"}.get(of.unit, unit(of))
 
 
 def each_seed(cell: str, values: Iterable[float], of: Quantity) -> str:
-    """Format the numbers of all seeds of a cell: `softmax 12.1, 15.3, 9.8 %`."""
+    """Format the values of all seeds of a cell: `softmax 12.1, 15.3, 9.8 %`."""
     return f"{cell} {', '.join(number(value, of) for value in values)}{unit(of)}"
 
 
 def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what: str = "difference") -> str:
-    """Format median, minimum and maximum over seeds: `difference -26.7 points [-39.7, -15.7]`."""
+    """Format median, minimum and maximum of differences over seeds: `difference -26.7 points [-39.7, -15.7]`."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return f"no {what} at any {noun}"
@@ -42,7 +42,7 @@ def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what:
 
 
 def counted(held: Sequence[bool], noun: ReplicateKind) -> str:
-    """Format a count: `5 of 5 seeds (48 to 100 % of all seeds)`; `3 of 3 seeds so far` if too few for a verdict."""
+    """Format the count of True: `5 of 5 seeds (48 to 100 % of all seeds)`, or `3 of 3 seeds so far` if below FEWEST."""
     kept, n = sum(held), len(held)
     if n < FEWEST:
         return f"{kept} of {plural(n, noun)} so far"
@@ -51,12 +51,12 @@ def counted(held: Sequence[bool], noun: ReplicateKind) -> str:
 
 
 def overlapping(against: int, n: int, m: int, noun: ReplicateKind) -> str:
-    """Format the opposing pairs: `2 of 25 pairs of seeds against`."""
+    """Format the number of pairs of seeds that oppose a claim: `2 of 25 pairs of seeds against`."""
     return f"{against} of {n * m} pairs of {noun}s against{' so far' if min(n, m) < FEWEST else ''}"
 
 
 def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:
-    """Format bounds: `at least 10 %`."""
+    """Format the bounds on a quantity: `at least 10 %`."""
     said = [f"at least {at_least:g}"] if at_least is not None else []
     said += [f"at most {at_most:g}"] if at_most is not None else []
     return f"{' and '.join(said)}{unit(of)}"

@@ -1,4 +1,4 @@
-"""Engines by name, and their options (`--engine-option KEY=VALUE`). Engines are imported lazily."""
+"""Create execution engines by name, with options (`--engine-option KEY=VALUE`). Engines are imported lazily."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -25,7 +25,7 @@ class EngineName(StrEnum):
 
 
 def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str] = ()) -> "Engine":
-    """Create an engine.
+    """Create the execution engine with this name.
 
     Args:
         jobs: number of concurrent runs of the local engine.
@@ -33,7 +33,8 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
         settings: options of slurm or ray, as KEY=VALUE.
 
     Raises:
-        InputError: if a required package or command is missing, no cluster answers, or an option is unknown.
+        InputError: if an optional dependency or command of the engine is not installed, no cluster answers, or an
+            option is unknown.
     """
     if name == EngineName.slurm:
         from sinklab.experiments.sweep.engines.on_slurm import SlurmEngine, SlurmOptions
@@ -51,10 +52,11 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
 
 
 def read_options(kind: type[OptionsOfEngine], engine: str, settings: Sequence[str]) -> OptionsOfEngine:
-    """Parse options from KEY=VALUE; the last value of a repeated key is used.
+    """Parse the options of an engine from KEY=VALUE; the last value of a repeated key is used.
 
     Raises:
-        InputError: if a key is unknown (the message lists all) or a value is invalid (the message names its bounds).
+        InputError: if a key is unknown (the message lists all keys) or a value is invalid (the message names the
+            bounds).
     """
     values: dict[str, str] = {}
     for setting in settings:

@@ -27,9 +27,9 @@ class MachineShare:
     """Cores and GPUs assigned to a run.
 
     Attributes:
-        cores: cores to which the run is pinned; None for all.
+        cores: CPU cores to which the run is pinned; None for all cores.
         threads: number of PyTorch threads.
-        cards: value of CUDA_VISIBLE_DEVICES; None leaves the variable unchanged.
+        cards: GPUs, as value of CUDA_VISIBLE_DEVICES; None leaves the variable unchanged.
     """
 
     cores: frozenset[int] | None
@@ -38,7 +38,7 @@ class MachineShare:
 
 
 def shares(jobs: int) -> list[MachineShare]:
-    """Split the machine into `jobs` shares: disjoint cores if there are enough, else one thread each; GPUs likewise.
+    """Split this machine into `jobs` shares: disjoint cores if there are enough, else one thread each; and GPUs.
 
     A share has at most OMP_NUM_THREADS threads.
     """
@@ -53,17 +53,17 @@ def shares(jobs: int) -> list[MachineShare]:
 
 
 def cores_here() -> int:
-    """Count the cores available to this process."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def jobs_for(runs: int, cores: int) -> int:
-    """Choose the number of concurrent runs: all runs if at most two per core, else one per core."""
+    """Return the default number of concurrent runs: all runs if at most two per core, else one per core."""
     return max(1, runs if runs <= 2 * cores else cores)
 
 
 def _cards(jobs: int) -> list[str | None]:
-    """Return CUDA_VISIBLE_DEVICES for each share; GPUs are shared if there are fewer GPUs than shares."""
+    """Return the value of CUDA_VISIBLE_DEVICES for each share; several shares use a GPU if there are too few GPUs."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(number) for number in range(cards_here())]
     if given == "" or len(names) < 2:
@@ -72,7 +72,7 @@ def _cards(jobs: int) -> list[str | None]:
 
 
 def cards_here() -> int:
-    """Count the CUDA devices visible to this process."""
+    """Return the number of CUDA devices visible to this process."""
     import torch
 
     return torch.cuda.device_count()
@@ -117,7 +117,7 @@ class LocalEngine:
             self._running[run.name] = _Running(process, share, ours)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """Collect the events of the processes; a process that died counts as failed."""
+        """Return the new events of the training processes; a process that died has the event `failed`."""
         ready = wait([one.pipe for one in self._running.values()], timeout) if self._running else []
         found: list[Event] = []
         for name, one in list(self._running.items()):
@@ -129,7 +129,7 @@ class LocalEngine:
         return found
 
     def _over(self, name: str, said: Sequence[Event]) -> list[Event]:
-        """Remove a process; return a last event if it has not sent one."""
+        """Remove a process that has ended; return the event `failed` for its run if it sent no last event."""
         one = self._running.pop(name)
         one.process.join()
         one.pipe.close()
@@ -141,21 +141,21 @@ class LocalEngine:
         return [one.process.pid for one in self._running.values() if one.process.pid is not None]
 
     def stop(self) -> None:
-        """Ask all processes to save and end."""
+        """Ask all training processes to save a checkpoint and end."""
         self._stopping = True
         for one in self._running.values():
             with contextlib.suppress(OSError):  # the process has ended
                 one.pipe.send(None)
 
     def close(self) -> None:
-        """Ask the remaining processes to stop, and wait for them."""
+        """Ask the remaining training processes to save and end, and wait until they have ended."""
         self.stop()
         for name in list(self._running):
             self._over(name, ())
 
 
 def _received(pipe: Connection) -> tuple[list[Event], bool]:
-    """Read the events in a pipe; also return True if the last event is among them."""
+    """Return the events waiting in a pipe, and True if the run has sent its last event or the pipe is closed."""
     found: list[Event] = []
     try:
         while pipe.poll():
@@ -189,7 +189,7 @@ def _death(process: BaseProcess) -> str:
 
 
 def _train(run: PlannedRun, share: MachineShare, environment: Mapping[str, str], pipe: Connection) -> None:
-    """Main function of a process. Any message in the pipe, or its closing, is a request to stop."""
+    """Main function of a training process. Any message in the pipe, or its closing, is a request to save and end."""
     from sinklab.experiments.sweep.worker import train_cell
 
     os.environ.clear()  # the fork server has the first run's environment

@@ -33,14 +33,14 @@ ANSWERS_WITHIN_S = 10.0
 
 
 class RayOptions(Part):
-    """Address of the cluster, and resources per run.
+    """Address of the Ray cluster, and resources per run.
 
     Attributes:
         address: HOST:PORT, ray://HOST:PORT, or auto (RAY_ADDRESS, else the cluster of this machine).
         cpus: number of cores and of PyTorch threads.
         gpus: number of GPUs; several GPUs train a run with torchrun.
-        memory_gb: memory to reserve; default: none.
-        retries: maximum number of restarts after the death of a node or process.
+        memory_gb: memory to reserve for a run, GB (2**30 bytes); default: none.
+        retries: maximum number of restarts of a run after the death of a node or process.
     """
 
     address: str = "auto"
@@ -52,11 +52,11 @@ class RayOptions(Part):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Working directory and environment of the command, which its tasks adopt.
+    """Working directory and environment of the command; a task adopts both before training.
 
     Attributes:
         folder: working directory, to which relative paths in recipes refer.
-        environment: environment variables that sinklab reads.
+        environment: environment variables that begin with SINKLAB_.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class Surroundings:
         return cls(Path.cwd(), {key: value for key, value in os.environ.items() if key.startswith("SINKLAB_")})
 
     def adopt(self) -> None:
-        """Set working directory and environment of this process."""
+        """Set the working directory and environment variables of this process to the stored ones."""
         os.chdir(self.folder)
         os.environ.update(self.environment)
 
@@ -80,7 +80,7 @@ class RayEngine:
         folder: shared folder for stop files.
 
     Raises:
-        InputError: if Ray is not installed here, or no cluster answers at the address.
+        InputError: if the optional dependency Ray is not installed, or no cluster answers at the address.
     """
 
     def __init__(self, folder: Path, options: RayOptions) -> None:
@@ -92,11 +92,11 @@ class RayEngine:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def room(self) -> int:
-        """Return an unlimited number, as Ray has a queue."""
+        """Return an unlimited number of runs, as Ray queues tasks; 0 after `stop`."""
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Submit a task for each run."""
+        """Submit a Ray task for each run."""
         import ray
 
         options = self._options
@@ -114,7 +114,7 @@ class RayEngine:
             self._tails[run.name] = MetricsTail(run.directory)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """Collect events from the run directories and the tasks."""
+        """Return new evaluations from the run directories, and the last events of tasks that have ended."""
         import ray
 
         if not self._tasks:
@@ -128,7 +128,7 @@ class RayEngine:
         return found
 
     def stop(self) -> None:
-        """Ask all runs to save and end; runs that start later end at once."""
+        """Ask all runs to save a checkpoint and end; runs that start later end at once."""
         self._stopping = True
         for run in self._tasks.values():
             StopFile(self._folder, run).ask()
@@ -155,7 +155,7 @@ class RayEngine:
 
 
 def train_in_task(run: PlannedRun, folder: Path, threads: int, around: Surroundings) -> Event:
-    """Main function of a task; return the last event. On a signal, the run is saved and the process exits."""
+    """Main function of a Ray task: train a run and return its last event. On a signal, save the run and exit."""
     around.adopt()
     try:
         return train_remotely(run, folder, threads)
@@ -181,7 +181,7 @@ def _connect(address: str) -> None:
 
 
 def _require_answer(address: str) -> None:
-    """Check the address, because Ray retries a wrong address for minutes and then ends the process."""
+    """Check that a cluster answers at the address; Ray retries a wrong address for minutes, then ends the process."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), ANSWERS_WITHIN_S).close()

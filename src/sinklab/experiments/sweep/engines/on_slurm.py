@@ -69,13 +69,13 @@ REQUEUE = [
 
 
 class SlurmOptions(Part):
-    """Resources per run.
+    """Slurm resources per run, and limits on the queue.
 
     Attributes:
         partition, account, qos: options of sbatch; default: the cluster's.
         cpus: number of cores and of PyTorch threads.
         gpus: number of GPUs; several GPUs train a run with torchrun.
-        memory_gb: memory of a job; default: the cluster's.
+        memory_gb: memory of a job, GB (2**30 bytes); default: the cluster's.
         hours: time limit of a job, at which the run is saved and requeued.
         at_once: maximum number of concurrent runs; default: unlimited.
         poll_seconds: interval between queries of the queue.
@@ -94,11 +94,12 @@ class SlurmOptions(Part):
 
 @dataclass
 class _Submitted:
-    """A submitted run with its job.
+    """A submitted run with its Slurm job.
 
     Attributes:
-        state: state in the queue; empty if the job is not listed.
-        ended: time when the end was first observed.
+        stop: file that asks the run to save and end.
+        state: state of the job in the queue; empty if the job is not listed.
+        ended: monotonic time when the end of the job was first observed; None if it has not ended.
     """
 
     run: PlannedRun
@@ -128,11 +129,11 @@ class SlurmEngine:
         self._executor = _executor(self._folder, options)
 
     def room(self) -> int:
-        """Return an unlimited number, as Slurm has a queue."""
+        """Return an unlimited number of runs, as Slurm queues jobs; 0 after `stop`."""
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Submit the runs that are not in the queue as job arrays."""
+        """Submit the runs without a queued job as job arrays."""
         queue = states(self._folder)
         new = []
         for run in runs:
@@ -146,14 +147,14 @@ class SlurmEngine:
             self._submit_array(new[first : first + LARGEST_ARRAY])
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """Collect events from the run directories and the queue."""
+        """Return new evaluations from the run directories, and the last events of jobs that have ended."""
         end = time.monotonic() + timeout
         while not (found := self._poll()) and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))
         return found
 
     def stop(self) -> None:
-        """Ask all runs to save, and cancel pending jobs."""
+        """Ask all running jobs to save a checkpoint and end, and cancel pending jobs."""
         self._stopping = True
         for one in self._submitted.values():
             one.stop.ask()
@@ -162,7 +163,7 @@ class SlurmEngine:
         self._polled = 0.0
 
     def close(self) -> None:
-        """Do nothing; the jobs keep running."""
+        """Do nothing; submitted jobs keep running."""
 
     def _submit_array(self, runs: Sequence[PlannedRun]) -> None:
         from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -184,7 +185,7 @@ class SlurmEngine:
         return self._folder / f"{run.hash}.job"
 
     def _job_of(self, run: PlannedRun) -> "Job[Event] | None":
-        """Return the job that an earlier call submitted for a run."""
+        """Return the Slurm job that an earlier call submitted for a run; None if there is none."""
         from submitit import SlurmJob
 
         try:
@@ -212,7 +213,7 @@ class SlurmEngine:
         return found
 
     def _end_of(self, name: str, queue: dict[str, str]) -> Event | None:
-        """Return the last event of a run; None if it has not ended."""
+        """Return the last event of a submitted run, given job states by job id; None if its job has not ended."""
         one = self._submitted[name]
         one.state = queue.get(one.job.job_id, "")
         if one.state not in ENDED:
@@ -240,10 +241,10 @@ class SlurmEngine:
 
 
 class Body:
-    """Main function of a job, pickled by submitit.
+    """Main function of a Slurm job, pickled by submitit.
 
     Args:
-        folder: folder of the engine.
+        folder: the engine's shared folder, with stop files and logs.
         threads: number of PyTorch threads.
     """
 
@@ -287,7 +288,7 @@ def _executor(folder: Path, options: SlurmOptions) -> "SlurmExecutor":
 
 
 def _result(job: "Job[Event]") -> Event | None:
-    """Return the job's result; None if there is none or its file is not visible yet."""
+    """Return the last event that a job has saved as its result; None if its file is missing or not visible yet."""
     with suppress(OSError):
         outcome, value = pickle.loads(job.paths.result_pickle.read_bytes())
         if outcome == "success":
@@ -296,10 +297,10 @@ def _result(job: "Job[Event]") -> Event | None:
 
 
 def _require_cluster() -> None:
-    """Check that jobs can be submitted.
+    """Check that Slurm jobs can be submitted from this machine.
 
     Raises:
-        InputError: if submitit or Slurm is not installed here, or no cluster answers.
+        InputError: if submitit (optional dependency) or Slurm is not installed, or no cluster answers.
     """
     try:
         import submitit  # noqa: F401
@@ -316,7 +317,7 @@ def _require_cluster() -> None:
 
 
 def states(folder: Path) -> dict[str, str]:
-    """Query the states of this folder's jobs by id, including jobs that ended in the last minutes.
+    """Return the Slurm states of the jobs of an engine's folder by job id, including jobs that ended minutes ago.
 
     Raises:
         SinklabError: if Slurm does not answer.

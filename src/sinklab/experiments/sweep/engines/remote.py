@@ -1,4 +1,4 @@
-"""Shared code of the engines that train on other machines and communicate through a shared folder.
+"""Shared code of the engines on_ray and on_slurm, which communicate with other machines through a shared folder.
 
 HASH.stop    asks the run to save and end
 HASH.log     a line per start, evaluation and end, with time, machine and process
@@ -19,7 +19,7 @@ STOP_POLL_S = 1.0
 
 
 class StopFile:
-    """A file that asks a run to save and end. Calling the object returns True once the file has been seen.
+    """A file whose existence asks a run to save and end. Calling the object returns True once the file has been seen.
 
     The file is checked at most once a second, to limit the load on a shared file system.
 
@@ -42,28 +42,28 @@ class StopFile:
         return self._path.exists()
 
     def ask(self) -> None:
-        """Ask the run to stop."""
+        """Create the file: ask the run to save and end."""
         self._path.touch()
 
     def withdraw(self) -> None:
-        """Remove the file, before the run is trained again."""
+        """Delete the file, before the run is trained again."""
         self._path.unlink(missing_ok=True)
 
 
 def new_rows(tails: Mapping[str, MetricsTail]) -> list[Event]:
-    """Return the new evaluations of the runs since the last call as events."""
+    """Return the evaluations of all runs since the last call as `row` events."""
     return [Event(name, "row", row["step"], row) for name, one in tails.items() for row in one.new_rows()]
 
 
 def train_remotely(run: PlannedRun, folder: Path, threads: int) -> Event:
-    """Train a run in this process; return its last event.
+    """Train a run in this process, with a log and a stop file in `folder`; return the run's last event.
 
     Args:
-        folder: folder of the engine.
+        folder: the engine's shared folder.
         threads: number of PyTorch threads.
 
     Raises:
-        PreemptedError: if a signal stopped the run without a request in `folder`; the run must be resumed.
+        PreemptedError: if a signal stopped the run and there is no stop file; the run must be resumed.
     """
     from sinklab.experiments.sweep.worker import train_cell
 
