@@ -26,7 +26,8 @@ sink_layer_L      maximum over the heads of attention layer L of the percentage 
                   token
 emergence_step    first evaluated step with Sink_1 >= 10 %
 norm_step         first evaluated step at which norm_ratio reaches 2 from below; the first evaluation if it never was
-                  below. An untrained model has 2.4 to 3.3, because its later tokens are averages; training lowers it
+                  below. An untrained model has 2.4 to 3.3: its attention is nearly uniform, so that later positions average
+                  many values and have smaller norms. Training lowers it
 layer_step_L      first evaluated step with sink_layer_L >= 50 %
 loss_change       discontinuity of valid_loss at emergence_step (`discontinuity_at`)
 
@@ -39,7 +40,7 @@ cosine_gap                          cosine_first - cosine_rest
 norm_product_ratio                  |q| |k_1| over the mean |q| |k_t| of the other keys, mean over heads with a sink
 gate_first, gate_rest               output or value gates of the first token and of the others, mean over layers and
                                     heads
-gate_closed                         percent of the gates below 0.1 (cells with details)
+gate_closed                         percent of the gates below 0.1 (cells with `details: true`)
 importance_early                    importance_first over the first quarter of the layers
 importance_gap                      importance_first over the other layers minus importance_early
 proposition_excess                  largest deviation from the paper's proposition on repeated tokens, in units of the

@@ -108,7 +108,7 @@ def recipe_text(name: str) -> str:
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file or a shipped recipe and apply `KEY=VALUE` overrides, kinds before their values.
+    """Read a recipe file or a shipped recipe and apply `KEY=VALUE` overrides: first those that select a kind, then its fields.
 
     Raises:
         InputError: if the file is not YAML, or a key, type or combination is invalid; the message names the field.

@@ -286,12 +286,12 @@ def assess_kv_cache(
     residual: int,
     step: Step,
 ) -> KVCache:
-    """Measure the loss with the KV cache rounded to 8, 4, 3 and 2 bits, and with single KV heads rounded.
+    """Measure the loss with the KV cache quantised to 8, 4, 3 and 2 bits, and with one KV head quantised at a time.
 
     Args:
-        others_MT: sequences on which the KV heads are rounded one at a time.
-        sink_tokens: number of first tokens in full precision, in addition to learned leading tokens.
-        residual: number R of recent positions in full precision; 0 rounds all.
+        others_MT: sequences for the quantisation of single KV heads.
+        sink_tokens: number of initial tokens kept in full precision, in addition to learned leading tokens.
+        residual: number R of most recent positions kept in full precision; 0 quantises all.
     """
     kept = LOG_PROBABILITIES_KEPT // len(tokens_NT)
     readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]

@@ -108,7 +108,7 @@ class LayerTotals:
 
     @torch.no_grad()
     def record(self, real: RealTokens) -> LayerRecord:
-        """Return importance and norms over the real tokens so far; `real` has their positions after leading tokens."""
+        """Return importance and norms over the tokens read so far without padding, at the positions in `real`."""
         assert self._sums_BHT is not None
         count_B = real.count_B.to(self._sums_BHT.device)
         importance_BHT = importance_from_sums(real.align(self._sums_BHT), count_B)

@@ -101,7 +101,9 @@ class SequenceLines(Shown):
 
 @dataclass(frozen=True)
 class BlockLines(Shown):
-    """Line chart of a statistic at the first token and its mean over later ones, by block (MT) or layer (LHT).
+    """Line chart of a statistic at the first token and its mean over later tokens.
+
+    The statistic is given after each block, shape (blocks, tokens), or in each layer, (layers, heads, tokens).
 
     Attributes:
         what: axis label.
