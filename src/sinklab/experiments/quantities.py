@@ -26,8 +26,8 @@ sink_layer_L      maximum over the heads of attention layer L of the percentage 
                   token
 emergence_step    first evaluated step with Sink_1 >= 10 %
 norm_step         first evaluated step at which norm_ratio reaches 2 from below; the first evaluation if it never was
-                  below. An untrained model has 2.4 to 3.3: its attention is nearly uniform, so that later positions average
-                  many values and have smaller norms. Training lowers it
+                  below. An untrained model has 2.4 to 3.3: its attention is nearly uniform, so that later
+                  positions average many values and have smaller norms. Training lowers it
 layer_step_L      first evaluated step with sink_layer_L >= 50 %
 loss_change       discontinuity of valid_loss at emergence_step (`discontinuity_at`)
 

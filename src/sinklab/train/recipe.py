@@ -108,7 +108,7 @@ def recipe_text(name: str) -> str:
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file or a shipped recipe and apply `KEY=VALUE` overrides: first those that select a kind, then its fields.
+    """Read a recipe file or a shipped recipe and apply `KEY=VALUE` overrides, those that select a kind first.
 
     Raises:
         InputError: if the file is not YAML, or a key, type or combination is invalid; the message names the field.
