@@ -155,13 +155,13 @@ class Layer:
 
     @property
     def angles(self) -> Angles:
-        """Angles of the layer's queries and keys; requires readable queries."""
+        """Angles of the layer's queries and keys; requires access to the queries."""
         assert self._angles is not None
         return self._angles
 
     @property
     def seen_by_BHT(self) -> Tensor:
-        """Number of queries counted so far that see each key, at least 1; requires readable queries."""
+        """Number of queries counted so far that see each key, at least 1; requires access to the queries."""
         assert self.sees_queries
         return self._pairs_BHT.clamp(min=1)
 
@@ -217,7 +217,7 @@ class ScoreBlock:
 
     @cached_property
     def sees_first_BHQ(self) -> Tensor:
-        """1 where a real query sees the first token, else 0; requires readable queries."""
+        """1 where a query that is no padding can attend to the first token, else 0; requires access to the queries."""
         seen_BHQS = self.cosine_and_seen[1]
         at_B11 = self.layer.first_B11 - self.part.low  # negative if the sliding window no longer covers it
         found_BHQ = seen_BHQS.gather(-1, at_B11.clamp(min=0)[:, None].expand(*seen_BHQS.shape[:3], 1))[..., 0]
@@ -275,7 +275,7 @@ class Statistic(Axes):
 
 
 class OfRows(Statistic, ABC):
-    """Base class of statistics of attention rows, computed in blocks; axes LH, LHD, LHQ, or LHT with angles."""
+    """Base class of statistics of attention rows, computed in blocks of queries; axes LH, LHD, LHQ or LHT."""
 
     @abstractmethod
     def read(self, block: ScoreBlock, sums: Tensor, /) -> None:
