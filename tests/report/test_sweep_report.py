@@ -21,6 +21,7 @@ from sinklab.experiments.documents import ExperimentSummary
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.leaderboard import leaderboard
+from sinklab.report.page import export_charts
 from sinklab.report.sweep_figures import cell_order
 from sinklab.report.sweeps import experiment_table
 
@@ -92,6 +93,13 @@ def test_links_lead_to_the_runs_from_wherever_the_page_lies(tmp_path: Path, swee
     recipes = [link for link in links if not link.startswith("#")]
     assert recipes
     assert all((written.parent / unquote(link)).is_file() for link in recipes)
+
+
+def test_chart_files_have_no_links(tmp_path: Path, sweep_folder: Path) -> None:
+    # The converter resolves a relative link against an address of its own.
+    written = export_charts(collect([sweep_folder]), tmp_path / "charts", ("svg",))
+    assert any(path.stem.startswith("table_4-numbers") for path in written)
+    assert not [path.name for path in written if "href" in path.read_text(encoding="utf-8")]
 
 
 def test_points_of_a_chart_are_runs_with_their_seed_and_recipe(page: Page, sweep_folder: Path) -> None:

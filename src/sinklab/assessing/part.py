@@ -159,7 +159,7 @@ class PartNumber:
     """A scalar result of a part in nats per token, for claims and for tables of many models.
 
     Attributes:
-        name: name of the scalar in claims; N stands for an integer.
+        name: name of the scalar in claims; `N` is a placeholder for an integer, as in `streamed_loss_N`.
         label: heading of the column in the table of an experiment.
         column: heading and unit of the column on the leaderboard; None for no column.
         explained: explanation of the column on the leaderboard.

@@ -47,7 +47,7 @@ def _names(given: object) -> object:
 
 
 class AssessOptions(CommandSettings, frozen=True):
-    """Settings of an assessment; None stands for a default that is derived from the model's context.
+    """Settings of an assessment; the default of a setting that is None depends on the model's context length.
 
     Attributes:
         where_possible: whether to skip requested parts that cannot be run on the model, instead of raising an error.

@@ -343,7 +343,7 @@ class Summary(ReadDocument):
     Attributes:
         id, title: id and title of a single experiment; empty for several.
         scale: scale of all cells.
-        cells: cells of all experiments by name; a name stands for the same recipe in all experiments.
+        cells: cells of all experiments by name; cells of the same name have the same recipe in every experiment.
         counts: number of claims per verdict, for confirmatory and exploratory claims; references are excluded.
     """
 

@@ -50,7 +50,8 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
 
     Args:
         trials: experiments at a scale, in the order of display.
-        results: results by cell; a name stands for the same recipe in all experiments. Unused cells are omitted.
+        results: results by cell name; cells of the same name have the same recipe in every experiment; unused cells are
+            omitted.
         altered: True if --steps or --text override recipes, so that the shipped verdicts do not apply.
     """
     scales = {trial.described.scale for trial in trials}

@@ -73,7 +73,7 @@ class Ablation(Part):
 
 
 class Mixing(Part):
-    """How far the effect of replacing one token spreads to later positions (mixing.py).
+    """Relative change of the hidden states at later positions when one token is replaced (mixing.py).
 
     Attributes:
         position: position of the replaced token, 1-based.

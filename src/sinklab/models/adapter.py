@@ -55,7 +55,7 @@ class Adapter(Protocol):
 
     @property
     def dispatches(self) -> bool:
-        """Whether attention calls can be intercepted."""
+        """Whether the model's attention computation can be replaced or observed through `intercept`."""
         ...
 
     @property

@@ -225,7 +225,7 @@ def dots(
 
     Args:
         labels: label of every cell by its name, in display order.
-        seeds: rows `cell, seed, value, run, link`.
+        seeds: rows `cell, seed, value, run`, with `link` if a point leads to its recipe.
         middles: rows `cell, never_reached`, with `median`, `smallest` and `largest` if they are known; if some seeds
             never reached the step of a sink, also `beyond`, the largest step reached, drawn with an arrow.
         paper: rows `cell, value`.
@@ -273,7 +273,9 @@ def dots(
         diamond = alt.Chart(_PAPER).mark_point(shape="diamond", color=PAPER, **_OPEN)
         layers.append(said(placed(diamond, "value"), ("value", "the paper's", f",.{max(decimals, 2)}f")))
     if seeds:
-        point = alt.Chart(_SEEDS).mark_point(size=38, opacity=0.85, color=OURS, cursor="pointer").encode(href="link:N")
+        point = alt.Chart(_SEEDS).mark_point(size=38, opacity=0.85, color=OURS)
+        if any("link" in row for row in seeds):
+            point = point.encode(href="link:N")
         most = max(2.0, *(abs(row["place"]) for row in seeds))
         if upright:
             offset = alt.XOffset("place:Q", scale=alt.Scale(domain=[-2 * most, 2 * most]))

@@ -197,7 +197,7 @@ def _boards(sweeps: Sequence[Sweep], width: charts.Width) -> list[tuple[Table, F
 
 
 def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
-    """Write every chart of the report as `<figure>[-<number>].<format>` into `out_dir`.
+    """Write every chart of the report, without links, as `<figure>[-<number>].<format>` into `out_dir`.
 
     Returns:
         The paths written, in reading order.
@@ -210,12 +210,12 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
     if unknown:
         raise InputError(f"unknown chart format {', '.join(unknown)}: choose from {', '.join(WRITERS)}.")
     drawn = [
-        *forests(data.sweeps, out_dir, FULL_WIDTH),
+        *forests(data.sweeps, None, FULL_WIDTH),
         *(figure for _, figure in _boards(data.sweeps, FULL_WIDTH) if figure),
         *(
             one
             for sweep, name, key in with_keys(data.sweeps)
-            for one in experiment_figures(sweep, name, key, out_dir, EXPERIMENT_WIDTH)
+            for one in experiment_figures(sweep, name, key, None, EXPERIMENT_WIDTH)
         ),
         *figures(data, FULL_WIDTH),
     ]

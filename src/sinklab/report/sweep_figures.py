@@ -72,12 +72,12 @@ def with_keys(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
     return [(sweep, name, key) for key, (sweep, name) in found.items()]
 
 
-def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Width) -> list[Figure]:
+def experiment_figures(sweep: Sweep, name: str, key: str, page: Path | None, width: Width) -> list[Figure]:
     """Draw the figures of an experiment of a sweep.
 
     Args:
         key: key of the experiment's section.
-        page: the folder of the page, from which links lead to runs.
+        page: folder of the page, to which links of points are relative; None for points without links.
 
     Raises:
         InputError: if the metrics of a run are damaged.
@@ -107,7 +107,12 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path, width: Wid
 
 
 def _numbers(
-    sweep: Sweep, experiment: ExperimentSummary, cells: dict[str, CellSummary], key: str, page: Path, width: Width
+    sweep: Sweep,
+    experiment: ExperimentSummary,
+    cells: dict[str, CellSummary],
+    key: str,
+    page: Path | None,
+    width: Width,
 ) -> Figure | None:
     """Draw a chart per quantity of an experiment: every cell's seeds, their median and range, and the paper's value."""
     varied, labels = cell_order(list(cells)) or (None, {cell: cell for cell in cells})
@@ -221,17 +226,17 @@ def _by_layer(
     return Figure(f"{key}-layers", f"{experiment.title}: layer by layer", caption, [chart])
 
 
-def forests(sweeps: Sequence[Sweep], page: Path, width: Width) -> list[Figure]:
+def forests(sweeps: Sequence[Sweep], page: Path | None, width: Width) -> list[Figure]:
     """Draw a figure per sweep that judges statements of the paper: its values at all seeds next to the paper's.
 
     Args:
-        page: the folder of the page, from which links lead to runs.
+        page: folder of the page, to which links of points are relative; None for points without links.
     """
     found = [_forest(sweep, f"forest{number or ''}", page, width) for number, sweep in enumerate(sweeps)]
     return [figure for figure in found if figure is not None]
 
 
-def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
+def _forest(sweep: Sweep, key: str, page: Path | None, width: Width) -> Figure | None:
     summary = sweep.summary
     claims = {place: summary.claims_named(one.claims) for place, one in enumerate(statements(), 1)}
     if not any(claims.values()):
@@ -252,7 +257,9 @@ def _forest(sweep: Sweep, key: str, page: Path, width: Width) -> Figure | None:
     labels = {row[0]: row[0] for row in rows}
     exploratory = [str(place) for place, found in claims.items() if found and found[0].analysis == "exploratory"]
     caption = (
-        "Every point is a run of one seed, and leads to its recipe; the bar is the median over seeds, the line from "
+        "Every point is a run of one seed"
+        + (", and leads to its recipe" if page else "")
+        + "; the bar is the median over seeds, the line from "
         "the smallest to the largest. The open diamond is the paper's number, a single run at its own scale, on "
         "which no verdict rests. Statements for which it prints no percentage are left out."
         + (f" Exploratory: {', '.join(exploratory)}." if exploratory else "")
@@ -299,9 +306,9 @@ def _middle(one: CellEstimate) -> dict[str, float]:
     return {"never_reached": one.never_reached, **{name: value for name, value in found.items() if value is not None}}
 
 
-def _point(sweep: Sweep, run: CellRun, value: float, page: Path) -> dict[str, str | float]:
-    """Return a row of `seeds` of `charts.dots` for one run: seed, value, hash and link."""
-    link = link_to(sweep, run, page)
+def _point(sweep: Sweep, run: CellRun, value: float, page: Path | None) -> dict[str, str | float]:
+    """Return a row of `seeds` of `charts.dots` for one run: seed, value, hash and, if there is one, link."""
+    link = link_to(sweep, run, page) if page else None
     return {"seed": run.seed, "value": value, "run": run.hash, **({"link": link} if link else {})}
 
 

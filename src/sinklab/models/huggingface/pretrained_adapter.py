@@ -69,7 +69,7 @@ class HuggingFaceAdapter:
 
     @property
     def dispatches(self) -> bool:
-        """Whether the model uses transformers' attention interface; found by a trial pass if it does not declare it."""
+        """Whether the model calls transformers' attention interface; determined by a forward pass if undeclared."""
         if self.module not in _dispatch:
             said = getattr(self.module, "_supports_attention_backend", False)
             _dispatch[self.module] = said or self._dispatches_two_tokens()
