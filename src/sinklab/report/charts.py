@@ -25,7 +25,7 @@ Tip = tuple[str, str, str]
 """A field of a tooltip with its title and number format; the format is empty for text."""
 Channel = TypeVar("Channel", alt.X, alt.Y)
 
-HEIGHT, SHORT, ROW_HEIGHT, LINE_HEIGHT, SEED_HEIGHT = 260, 220, 26, 12, 6
+HEIGHT, SHORT, ROW_HEIGHT, LINE_HEIGHT, SEED_HEIGHT = 260, 220, 26, 12, 7
 LABEL_WIDTH = 220
 LETTER = 7
 """Mean width of a letter of an axis label in pixels."""
@@ -278,10 +278,9 @@ def dots(
             point = point.encode(href="link:N")
         most = max(2.0, *(abs(row["place"]) for row in seeds))
         if upright:
-            offset = alt.XOffset("place:Q", scale=alt.Scale(domain=[-2 * most, 2 * most]))
-            point = point.encode(xOffset=offset)
-        else:
-            point = point.encode(yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[-most, most])))
+            point = point.encode(xOffset=alt.XOffset("place:Q", scale=alt.Scale(domain=[-2 * most, 2 * most])))
+        else:  # points stay in the inner two thirds of their row, away from those of the next
+            point = point.encode(yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[-1.5 * most, 1.5 * most])))
         value = ("value", "value", f",.{decimals + 1}f")
         layers.append(said(placed(point, "value"), ("seed", "seed", "d"), value, ("run", "run", "")))
     most_seeds = max(Counter(row["cell"] for row in seeds).values(), default=1)  # below each other in a row
