@@ -108,7 +108,7 @@ def results() -> str:
     from sinklab.experiments.documents import Summary
 
     lead = (
-        "`measurement.json` and `measurement.npz` are explained in [Measuring](../measuring.md#what-each-number-means)."
+        "`measurement.json` and `measurement.npz` are explained in [Measuring](../measuring.md#reported-numbers)."
     )
     summary = _schema(Summary, "summary.json", "Written by `sinklab reproduce`.")
     assessment = _schema(Assessment, "assessment.json", "Written by `sinklab assess`.")
