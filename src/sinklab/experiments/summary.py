@@ -16,6 +16,7 @@ from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST
 from sinklab.experiments.verdicts.five_seeds import verdict_of_five
 from sinklab.experiments.verdicts.judging import Trial, judge
+from sinklab.schema import finite_or_none
 
 
 def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> Trial:
@@ -95,9 +96,9 @@ def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
     last = [run.last for run in of.numbers]
     return CellSummary(
         sink_rate=[_median(rates) for rates in zip(*(one.sink_rate for one in last), strict=False)],
-        sink_rate_bias=_median(one.sink_bias for one in last),
+        sink_rate_bias=_median(one.sink_rate_bias for one in last),
         valid_loss=_median(one.valid_loss for one in last),
-        hidden_norm_ratio_max=_median(one.norm_ratio for one in last),
+        hidden_norm_ratio_max=_median(finite_or_none(one.largest_norm_ratio) for one in last),
         seeds=len(of.numbers),
         seconds=fmean(known) if (known := [run.seconds for run in of.numbers if run.seconds is not None]) else None,
         change=dict(of.change),
