@@ -29,8 +29,9 @@ from sinklab.tuning.tuned_directory import SFT, tuned_beside
 
 RECIPE, METRICS = "recipe.yaml", "metrics.jsonl"
 RECIPES, RUNS, ALL_METRICS = "recipes.yaml", "runs.jsonl", "metrics.jsonl.gz"
-ASSESSMENTS, TUNINGS = "assessments.jsonl.gz", "tunings.jsonl.gz"
-PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, ASSESSMENTS, TUNINGS)
+OPTIONAL = {"assessments.jsonl.gz": "assessment", "tunings.jsonl.gz": "tuning"}
+"""Files with a document of some runs, and its key (a field of `PackedRun`)."""
+PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, *OPTIONAL)
 CHECKSUMS = "checksums.txt"
 OF_THE_MACHINE = ("command",)
 """Keys of env.json that contain paths and are not packed."""
@@ -76,12 +77,9 @@ def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
     write_text(folder / RUNS, _lines(ends))
     rows = ({"run": run.directory, **json.loads(line)} for run in runs for line in run.metrics.splitlines())
     _write_gzip(folder / ALL_METRICS, _lines(rows))
-    if any(run.assessment for run in runs):
-        found = ({"run": run.directory, "assessment": run.assessment} for run in runs if run.assessment)
-        _write_gzip(folder / ASSESSMENTS, _lines(found))
-    if any(run.tuning for run in runs):
-        found = ({"run": run.directory, "tuning": run.tuning} for run in runs if run.tuning)
-        _write_gzip(folder / TUNINGS, _lines(found))
+    for name, key in OPTIONAL.items():
+        if found := [{"run": run.directory, key: document} for run in runs if (document := getattr(run, key))]:
+            _write_gzip(folder / name, _lines(found))
 
 
 def read_packed(folder: Path) -> list[PackedRun]:
@@ -96,11 +94,11 @@ def read_packed(folder: Path) -> list[PackedRun]:
         metrics: dict[str, list[str]] = {}
         for row in _rows(_read_gzip(folder / ALL_METRICS)):
             metrics.setdefault(row.pop("run"), []).append(json.dumps(row) + "\n")
-        assessed, tuned = (
-            _read_gzip(folder / name) if (folder / name).is_file() else "" for name in (ASSESSMENTS, TUNINGS)
-        )
-        assessments = {row["run"]: row["assessment"] for row in _rows(assessed)}
-        tunings = {row["run"]: row["tuning"] for row in _rows(tuned)}
+        optional = {
+            key: {row["run"]: row[key] for row in _rows(_read_gzip(folder / name))}
+            for name, key in OPTIONAL.items()
+            if (folder / name).is_file()
+        }
         return [
             PackedRun(
                 directory=row["run"],
@@ -108,8 +106,7 @@ def read_packed(folder: Path) -> list[PackedRun]:
                 metrics="".join(metrics.get(row["run"], ())),
                 record=row["record"],
                 environment=row["environment"],
-                assessment=assessments.get(row["run"]),
-                tuning=tunings.get(row["run"]),
+                **{key: documents.get(row["run"]) for key, documents in optional.items()},
             )
             for row in _rows((folder / RUNS).read_text(encoding="utf-8"))
         ]
