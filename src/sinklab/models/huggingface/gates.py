@@ -9,8 +9,6 @@ sigmoid(logits) equals the input of o_proj. Other kinds of gates are not detecte
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,8 +127,8 @@ def trying_gates(places: Sequence[GatePlace]) -> Iterator[GateTrial]:
         handle
         for place in places
         for handle in (
-            place.logits.register_forward_hook(partial(_after_projection, trial)),
-            place.output.register_forward_pre_hook(partial(_before_output, trial, place)),
+            place.logits.register_forward_hook(lambda linear, _, output_BTC: trial.projected(linear, output_BTC)),
+            place.output.register_forward_pre_hook(lambda _, args, place=place: trial.entering(place, args[0])),
         )
     ):
         yield trial
@@ -141,17 +139,8 @@ def watched_gates(
 ) -> AbstractContextManager[None]:
     """Call `receive` with the gates of `layouts` in every forward pass of the `with` block (see `Adapter.gated`)."""
     return hooked(
-        one.linear.register_forward_hook(partial(_read_gates, receive, index, one)) for index, one in layouts.items()
+        one.linear.register_forward_hook(
+            lambda _, __, output_BTC, index=index, one=one: receive(index, one.read(output_BTC))
+        )
+        for index, one in layouts.items()
     )
-
-
-def _after_projection(trial: GateTrial, linear: Any, _: Any, output: Any) -> None:
-    trial.projected(linear, output)
-
-
-def _before_output(trial: GateTrial, place: GatePlace, _: Any, args: Any) -> None:
-    trial.entering(place, args[0])
-
-
-def _read_gates(receive: Callable[[int, Tensor], None], index: int, layout: GateLayout, *call: Any) -> None:
-    receive(index, layout.read(call[-1]))
