@@ -1,6 +1,5 @@
 """evaluation.json: scores on downstream tasks, sink metric, and settings. Formulas: docs/eval.md."""
 
-import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from sinklab.errors import InputError
-from sinklab.files import parse_json, written_aside
+from sinklab.files import parse_json, write_gzip
 from sinklab.schema import ReadDocument
 from sinklab.settings import ADVANCED, INPUT, MOST, CommandSettings, Flag, Seed, Several
 
@@ -178,5 +177,4 @@ def write_records(path: Path, records: Sequence[ItemRecord]) -> None:
         SinklabError: if the file cannot be written.
     """
     lines = "".join(f"{json.dumps(one.model_dump(mode='json'), ensure_ascii=False)}\n" for one in records)
-    with written_aside(path) as aside:
-        aside.write_bytes(gzip.compress(lines.encode("utf-8"), mtime=0))
+    write_gzip(path, lines)

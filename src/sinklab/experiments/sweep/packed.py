@@ -23,7 +23,7 @@ from sinklab.assessing.assessment import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import RECORD
 from sinklab.experiments.sweep.store import MANIFESTS
-from sinklab.files import parse_json, sha256_of, write_json, write_text, written_aside
+from sinklab.files import parse_json, sha256_of, write_gzip, write_json, write_text
 from sinklab.train.directory.environment import ENVIRONMENT
 from sinklab.tuning.tuned_directory import SFT, tuned_beside
 
@@ -76,10 +76,10 @@ def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
     ends = ({"run": run.directory, "record": run.record, "environment": run.environment} for run in runs)
     write_text(folder / RUNS, _lines(ends))
     rows = ({"run": run.directory, **json.loads(line)} for run in runs for line in run.metrics.splitlines())
-    _write_gzip(folder / ALL_METRICS, _lines(rows))
+    write_gzip(folder / ALL_METRICS, _lines(rows))
     for name, key in OPTIONAL.items():
         if found := [{"run": run.directory, key: document} for run in runs if (document := getattr(run, key))]:
-            _write_gzip(folder / name, _lines(found))
+            write_gzip(folder / name, _lines(found))
 
 
 def read_packed(folder: Path) -> list[PackedRun]:
@@ -200,11 +200,6 @@ def _lines(documents: Iterable[Mapping[str, Any]]) -> str:
 
 def _rows(text: str) -> Iterator[dict[str, Any]]:
     yield from (parse_json(line) for line in text.splitlines())
-
-
-def _write_gzip(path: Path, text: str) -> None:
-    with written_aside(path) as aside:
-        aside.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def _read_gzip(path: Path) -> str:
