@@ -152,8 +152,8 @@ class LowRankGate(nn.Module):
         return y_BLE * torch.sigmoid(self.up(F.silu(self.down(y_BLE))))
 
 
-class GatedRmsNorm(RmsNorm):
-    """RMSNorm followed by a low-rank gate: GatedNorm."""
+class Gated(nn.Module):
+    """A norm followed by a low-rank gate; the norm is the other base class."""
 
     gate: LowRankGate
 
@@ -161,31 +161,20 @@ class GatedRmsNorm(RmsNorm):
         return self.gate(super().forward(x))
 
 
-class GatedSingleGainNorm(SingleGainNorm):
+class GatedRmsNorm(Gated, RmsNorm):
+    """RMSNorm followed by a low-rank gate: GatedNorm."""
+
+
+class GatedSingleGainNorm(Gated, SingleGainNorm):
     """RMSNorm with a scalar weight, followed by a low-rank gate."""
 
-    gate: LowRankGate
 
-    def forward(self, x_BLE: Tensor) -> Tensor:
-        return self.gate(super().forward(x_BLE))
-
-
-class GatedLayerNorm(nn.LayerNorm):
+class GatedLayerNorm(Gated, nn.LayerNorm):
     """LayerNorm followed by a low-rank gate."""
 
-    gate: LowRankGate
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self.gate(super().forward(input))
-
-
-class GatedDynamicTanh(DynamicTanh):
+class GatedDynamicTanh(Gated, DynamicTanh):
     """Dynamic tanh followed by a low-rank gate: the paper's GatedDyT."""
-
-    gate: LowRankGate
-
-    def forward(self, x_BLE: Tensor) -> Tensor:
-        return self.gate(super().forward(x_BLE))
 
 
 def build_norm(config: NormConfig, width: int) -> nn.Module:
