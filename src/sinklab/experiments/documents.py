@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError, computed_field
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.statistics.highest import highest_rate
-from sinklab.schema import ReadDocument, finite_or_none
+from sinklab.schema import ReadDocument, VersionedDocument, finite_or_none
 
 SUMMARY, RECORD = "summary.json", "record.json"
 
@@ -39,7 +39,7 @@ ReplicateKind = Literal["seed", "draw", "model"]
 """Unit of replication of an experiment: a training seed, a draw of sequences, or an existing model."""
 
 
-class RunRecord(ReadDocument):
+class RunRecord(VersionedDocument):
     """record.json: the outcome of a run of a sweep.
 
     Attributes:
@@ -56,7 +56,6 @@ class RunRecord(ReadDocument):
         files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run.
     """
 
-    schema_version: Literal[1] = Field(default=1, alias="schema")
     hash: str
     name: str
     seed: int
@@ -70,8 +69,6 @@ class RunRecord(ReadDocument):
     peak_memory_mb: float | None = None
     kurtosis: float | None = None
     files: dict[str, str] = Field(default_factory=dict)
-
-    model_config = ConfigDict(populate_by_name=True)
 
     def save(self, directory: Path) -> None:
         """Write record.json in the run directory."""
