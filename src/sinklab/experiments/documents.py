@@ -128,7 +128,7 @@ class CellEstimate(ReadDocument):
     lowest: float | None = None
 
     @property
-    def neverfinite_or_none(self) -> int:
+    def never_reached(self) -> int:
         """Number of seeds at which the step was never reached."""
         return self.seeds.count(None)
 
