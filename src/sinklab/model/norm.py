@@ -152,8 +152,8 @@ class LowRankGate(nn.Module):
         return y_BLE * torch.sigmoid(self.up(F.silu(self.down(y_BLE))))
 
 
-class Gated(nn.Module):
-    """A norm followed by a low-rank gate; the norm is the other base class."""
+class GatedRmsNorm(RmsNorm):
+    """RMSNorm followed by a low-rank gate: GatedNorm."""
 
     gate: LowRankGate
 
@@ -161,20 +161,31 @@ class Gated(nn.Module):
         return self.gate(super().forward(x))
 
 
-class GatedRmsNorm(Gated, RmsNorm):
-    """RMSNorm followed by a low-rank gate: GatedNorm."""
-
-
-class GatedSingleGainNorm(Gated, SingleGainNorm):
+class GatedSingleGainNorm(SingleGainNorm):
     """RMSNorm with a scalar weight, followed by a low-rank gate."""
 
+    gate: LowRankGate
 
-class GatedLayerNorm(Gated, nn.LayerNorm):
+    def forward(self, x_BLE: Tensor) -> Tensor:
+        return self.gate(super().forward(x_BLE))
+
+
+class GatedLayerNorm(nn.LayerNorm):
     """LayerNorm followed by a low-rank gate."""
 
+    gate: LowRankGate
 
-class GatedDynamicTanh(Gated, DynamicTanh):
+    def forward(self, input: Tensor) -> Tensor:
+        return self.gate(super().forward(input))
+
+
+class GatedDynamicTanh(DynamicTanh):
     """Dynamic tanh followed by a low-rank gate: the paper's GatedDyT."""
+
+    gate: LowRankGate
+
+    def forward(self, x_BLE: Tensor) -> Tensor:
+        return self.gate(super().forward(x_BLE))
 
 
 def build_norm(config: NormConfig, width: int) -> nn.Module:

@@ -9,6 +9,8 @@ sigmoid(logits) equals the input of o_proj. Other kinds of gates are not detecte
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,13 +90,13 @@ class GateTrial:
         self._call = layer
         return self._out_BHTV
 
-    def projected(self, linear: nn.Linear, output_BTC: Tensor) -> None:
-        """Store the output of a projection that may compute gate logits."""
+    def projected(self, linear: Any, _: Any, output_BTC: Any) -> None:
+        """Store the output of a projection that may compute gate logits (a forward hook)."""
         self._logits[linear] = output_BTC
 
-    def entering(self, place: GatePlace, x_BTC: Tensor) -> None:
-        """Store the layout whose gated attention output equals the input of an output projection, if any."""
-        logits_BTC = self._logits.pop(place.logits, None)
+    def entering(self, place: GatePlace, _: Any, args: Any) -> None:
+        """Store the layout whose gated attention output equals the input of an output projection (a pre-hook), if any."""
+        logits_BTC, x_BTC = self._logits.pop(place.logits, None), args[0]
         if self._call is None or self._out_BHTV is None or logits_BTC is None:
             return
         out_BHTV, x_BTC = self._out_BHTV.to(x_BTC.device, x_BTC.dtype), x_BTC.reshape(*logits_BTC.shape[:2], -1)
@@ -127,8 +129,8 @@ def trying_gates(places: Sequence[GatePlace]) -> Iterator[GateTrial]:
         handle
         for place in places
         for handle in (
-            place.logits.register_forward_hook(lambda linear, _, output_BTC: trial.projected(linear, output_BTC)),
-            place.output.register_forward_pre_hook(lambda _, args, place=place: trial.entering(place, args[0])),
+            place.logits.register_forward_hook(trial.projected),
+            place.output.register_forward_pre_hook(partial(trial.entering, place)),
         )
     ):
         yield trial
@@ -139,8 +141,9 @@ def watched_gates(
 ) -> AbstractContextManager[None]:
     """Call `receive` with the gates of `layouts` in every forward pass of the `with` block (see `Adapter.gated`)."""
     return hooked(
-        one.linear.register_forward_hook(
-            lambda _, __, output_BTC, index=index, one=one: receive(index, one.read(output_BTC))
-        )
-        for index, one in layouts.items()
+        one.linear.register_forward_hook(partial(_read_gates, receive, index, one)) for index, one in layouts.items()
     )
+
+
+def _read_gates(receive: Callable[[int, Tensor], None], index: int, layout: GateLayout, *call: Any) -> None:
+    receive(index, layout.read(call[-1]))
