@@ -102,7 +102,7 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
     reading = Evaluation(
         step=0,
         sink_rate=[*_rates(cell, measured)],
-        sink_rate_visible=visible and [*visible],
+        sink_rate_visible=None if visible is None else [*visible],
         sink_rate_bias=measured.sink_rate_bias if whole and cell.eps == measured.eps else None,
         valid_loss=measured.loss if whole else None,
         hidden_norm_ratio=(measured.hidden_norm_ratio or []) if whole else [],

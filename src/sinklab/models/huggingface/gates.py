@@ -95,7 +95,7 @@ class GateTrial:
         self._logits[linear] = output_BTC
 
     def entering(self, place: GatePlace, _: Any, args: Any) -> None:
-        """Store the layout whose gated attention output equals the input of an output projection (a pre-hook), if any."""
+        """Store the layout whose gated attention output equals the input of an output projection (pre-hook), if any."""
         logits_BTC, x_BTC = self._logits.pop(place.logits, None), args[0]
         if self._call is None or self._out_BHTV is None or logits_BTC is None:
             return
