@@ -1,6 +1,7 @@
 """Atomic file writes: into a temporary file, flushed to the disk, then renamed."""
 
 import errno
+import gzip
 import hashlib
 import json
 import os
@@ -60,6 +61,12 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically (see `written_aside`)."""
     with written_aside(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def write_gzip(path: Path, text: str) -> None:
+    """Write `text` to `path` compressed, atomically; equal texts give identical files."""
+    with written_aside(path) as aside:
+        aside.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def write_json(path: Path, document: Any) -> None:

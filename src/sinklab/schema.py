@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
@@ -81,6 +81,18 @@ class ReadDocument(BaseModel):
     """Base class for reading documents written by sinklab. Unknown keys, from other versions, are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class VersionedDocument(ReadDocument):
+    """Base class of documents with the number of their schema, such as sft.json."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+
+    def document(self) -> dict[str, Any]:
+        """Return the content as a JSON-serializable dict."""
+        return self.model_dump(mode="json", by_alias=True)
 
 
 def finite_or_none(value: float | None) -> float | None:

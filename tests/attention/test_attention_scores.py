@@ -52,7 +52,7 @@ def test_scalable_softmax_with_scale_zero_and_offset_one_is_softmax() -> None:
 def test_scalable_softmax_counts_the_keys_that_a_query_sees(others: dict[str, object], expected: list[int]) -> None:
     core = core_with({"kind": "scalable_softmax"}, **others)
     q, k, _ = (x.detach() for x in qkv())
-    found = core.call(q, k, documents() if core.by_document else None).keys_per_row()
+    found = core.layer_call(q, k, k, documents() if core.by_document else None).call.keys_per_row()
     assert found[0].tolist() == expected
 
 

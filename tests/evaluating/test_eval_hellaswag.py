@@ -13,7 +13,7 @@ from tiny_gguf import needed
 
 from sinklab.errors import InputError
 from sinklab.evaluating.evaluation import load_scores
-from sinklab.evaluating.tasks import FILE_TASKS
+from sinklab.evaluating.tasks import read_hellaswag
 
 RESULTS = Path(__file__).parents[2] / "results" / "models"
 ORIGINAL = {
@@ -26,7 +26,7 @@ ORIGINAL = {
 
 
 def test_the_published_form_is_cleaned_as_lm_eval_does(tmp_path: Path) -> None:
-    (item,) = FILE_TASKS["hellaswag"].read_items(hellaswag_file(tmp_path / "one.jsonl", [ORIGINAL]))
+    (item,) = read_hellaswag(hellaswag_file(tmp_path / "one.jsonl", [ORIGINAL]))
     assert item.query == "Removing ice from car: Then, the man writes over the snow. Then"
     assert item.endings[1:] == ["a person pushes.", "he runs.", "they go."]
     assert item.label == 3
@@ -42,7 +42,7 @@ def test_packed_and_plain_files_are_the_same(tmp_path: Path) -> None:
     plain = hellaswag_file(tmp_path / "items.jsonl", sheep_items(3))
     packed = tmp_path / "items.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    assert FILE_TASKS["hellaswag"].read_items(plain) == FILE_TASKS["hellaswag"].read_items(packed)
+    assert read_hellaswag(plain) == read_hellaswag(packed)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_malformed_line_is_named(line: str, said: str, tmp_path: Path) -> None
     path = tmp_path / "items.jsonl"
     path.write_text(f"{json.dumps(sheep_items(1)[0])}\n{line}\n")
     with pytest.raises(InputError) as refused:
-        FILE_TASKS["hellaswag"].read_items(path)
+        read_hellaswag(path)
     assert said in str(refused.value)
     assert "line 2" in str(refused.value)
 
@@ -71,7 +71,7 @@ def test_a_file_without_items_or_that_is_no_gzip_is_refused(tmp_path: Path) -> N
     for name, content, said in (("a.jsonl", b"\n", "has no items"), ("b.jsonl.gz", b"text", "cannot read")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=said):
-            FILE_TASKS["hellaswag"].read_items(tmp_path / name)
+            read_hellaswag(tmp_path / name)
 
 
 def items_of(data_dir: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,6 +71,9 @@ def test_a_run_has_the_change_at_its_emergence_and_none_without_a_sink() -> None
     rows = [reading(step, sink_1=sink, valid_loss=loss(step)) for step, sink in sinks]
     untrained = reading(0, sink_1=0.0, valid_loss=7.1)
     assert run_of(0, untrained, *rows).value("loss_change") == pytest.approx(0.25)
-    assert run_of(0, untrained, *(replace(row, sink_rate=[1.0]) for row in rows)).value("loss_change") is None
-    holes = [replace(row, valid_loss=None) if row.step == 500 else row for row in rows]
+    assert (
+        run_of(0, untrained, *(row.model_copy(update={"sink_rate": [1.0]}) for row in rows)).value("loss_change")
+        is None
+    )
+    holes = [row.model_copy(update={"valid_loss": None}) if row.step == 500 else row for row in rows]
     assert run_of(0, untrained, *holes).value("loss_change") == pytest.approx(0.25)

@@ -1,7 +1,6 @@
 """Numbers that are made of what evaluations record."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -9,31 +8,34 @@ from typing import Any
 import pytest
 from trained_run import trained_run
 
-from sinklab.experiments.quantities import Reading, RunNumbers, quantity
+from sinklab.experiments.quantities import RunNumbers, quantity
 from sinklab.experiments.results import read_numbers
+from sinklab.train.directory.history import Evaluation
 
-FIRST = Reading(0, 0, [1.0, 2.0, 3.0, 4.0, 5.0], None, None, 7.0, None, 3.0, norm_ratio_sink_token=2.0)
+FIRST = Evaluation(
+    step=0, sink_rate=[1.0, 2.0, 3.0, 4.0, 5.0], valid_loss=7.0, hidden_norm_ratio=[3.0], norm_ratio_sink_token=[2.0]
+)
 
 
-def run_of(*readings: Reading) -> RunNumbers:
+def run_of(*readings: Evaluation) -> RunNumbers:
     return RunNumbers(seed=0, readings=readings)
 
 
 def test_rates_of_positions_in_the_middle_are_added_up() -> None:
     assert run_of(FIRST).value("sink_2_to_5") == 14.0
     assert run_of(FIRST).value("sink_1_or_bias") == 1.0
-    assert run_of(replace(FIRST, sink_bias=60.0)).value("sink_1_or_bias") == 61.0
+    assert run_of(FIRST.model_copy(update={"sink_rate_bias": 60.0})).value("sink_1_or_bias") == 61.0
     assert quantity("sink_2_to_5").unit == "%"
 
 
 def test_the_growth_is_that_since_half_of_the_steps() -> None:
     rates = {0: 0.0, 100: 4.0, 200: 10.0, 300: 20.0, 400: 30.0}
-    run = run_of(*(replace(FIRST, step=step, sink_rate=[rate]) for step, rate in rates.items()))
+    run = run_of(*(FIRST.model_copy(update={"step": step, "sink_rate": [rate]}) for step, rate in rates.items()))
     assert run.value("sink_growth") == pytest.approx(20.0 - 10.0)
 
 
 def test_a_sink_token_grows_against_the_untrained_one() -> None:
-    later = [replace(FIRST, step=step, norm_ratio_sink_token=8.0) for step in (1, 2, 3)]
+    later = [FIRST.model_copy(update={"step": step, "norm_ratio_sink_token": [8.0]}) for step in (1, 2, 3)]
     assert run_of(FIRST, *later).value("norm_growth_sink_token") == 4.0
     assert run_of(*later).value("norm_growth_sink_token") is None
 

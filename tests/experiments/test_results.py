@@ -102,7 +102,7 @@ def test_a_record_adds_what_the_metrics_do_not_say(run: Path) -> None:
     assert read_numbers(run).kurtosis is None
     RunRecord(hash="0" * 16, name="run", seed=0, status="done", kurtosis=7.5, peak_memory_mb=400.0).save(run)
     numbers = read_numbers(run)
-    assert (numbers.kurtosis, numbers.peak_memory_mb) == (7.5, 400.0)
+    assert numbers.kurtosis == 7.5
 
 
 def test_compressed_metrics_without_weights_say_the_same(run: Path) -> None:

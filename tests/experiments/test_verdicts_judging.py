@@ -8,11 +8,11 @@ import pytest
 from made_runs import cell_of, cells_of, experiment_of, judged, reading, run_of, verdict
 
 from sinklab.experiments.documents import JudgedClaim, Summary
-from sinklab.experiments.quantities import Reading
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.summary import at_scale, summarise
 from sinklab.experiments.verdicts.five_seeds import Committed, Pilots, detectable, verdict_of_five
 from sinklab.experiments.verdicts.judging import judge
+from sinklab.train.directory.history import Evaluation
 
 SINKS = {"softmax": [36.0, 30.0, 41.5, 27.0, 22.0], "k_biases": [0.0] * 5}
 LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax", "absent": True}
@@ -128,8 +128,8 @@ def test_a_reference_has_the_verdict_of_the_claim_that_it_refers_to() -> None:
 def at_thresholds(**rates: Sequence[Mapping[str, float]]) -> dict[str, CellResults]:
     """Cells whose Sink_1 at each threshold is given, a mapping per seed."""
 
-    def row(by_eps: Mapping[str, float]) -> Reading:
-        return replace(reading(sink_1=by_eps["0.3"]), beside={"sink_1": by_eps})
+    def row(by_eps: Mapping[str, float]) -> Evaluation:
+        return reading(sink_1=by_eps["0.3"]).model_copy(update={"sink_rate_eps": by_eps})
 
     return {cell: cell_of(*(run_of(seed, row(one)) for seed, one in enumerate(seeds))) for cell, seeds in rates.items()}
 

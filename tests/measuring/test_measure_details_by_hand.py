@@ -11,8 +11,9 @@ from sinklab.attention.query_blocks import Block
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.measuring.statistics.collecting import BatchDetails, DetailTotals, LayerDetails, layer_details
 from sinklab.measuring.statistics.details import kurtosis, matrix_entropy
-from sinklab.measuring.statistics.secondary import SecondarySearch, SecondaryToken, stretches
+from sinklab.measuring.statistics.secondary import SecondarySearch, SecondaryToken
 from sinklab.measuring.statistics.statistic_base import Angles, bucket_starts
+from sinklab.models.layer_kinds import ranges_text
 
 UNIFORM = torch.ones(4, 4).tril() / torch.arange(1, 5)[:, None]
 
@@ -141,7 +142,7 @@ def test_the_layers_of_a_sink_are_those_of_its_heads_and_tokens_are_counted_over
         (4, 6, [4], []),
     ]
     assert search.tokens() == [SecondaryToken(token=6, sinks=4, occurrences=6)]
-    assert stretches([4, 5, 6, 9, 11, 12]) == "4..6, 9, 11..12"
+    assert ranges_text([4, 5, 6, 9, 11, 12]) == "4..6, 9, 11..12"
 
 
 @pytest.mark.parametrize(("T", "last"), [(2, 0), (4, 2), (15, 7), (30, 15), (31, 16), (40, 25)])

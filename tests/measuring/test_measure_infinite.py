@@ -166,7 +166,7 @@ def test_a_run_evaluates_it(tmp_path: Path) -> None:
     first, last = read_history(out / "metrics.jsonl")
     assert first.largest_norm_ratio == math.inf
     assert last.largest_norm_ratio == max(after["hidden_norm_ratio"])
-    numbers = [reading.norm_ratio for reading in read_numbers(out).readings]
-    assert numbers == [None, last.largest_norm_ratio]
+    numbers = read_numbers(out)
+    assert (numbers.value("norm_untrained"), numbers.value("norm_lowest")) == (None, last.largest_norm_ratio)
     assert "norm ratio" in text_of(print_end, out, recipe)
     write_report([out], tmp_path / "report.html")

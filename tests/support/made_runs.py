@@ -1,14 +1,14 @@
 """Runs of an experiment that nobody trained: their numbers are made up, so that the verdict on them is known."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.documents import CellRun, JudgedClaim
-from sinklab.experiments.quantities import Reading, RunNumbers
+from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, named_values
 from sinklab.experiments.summary import at_scale
 from sinklab.experiments.verdicts.judging import judge
+from sinklab.train.directory.history import Evaluation
 
 STEPS = 1500
 NAMES = ("sink_1", "sink_bias", "valid_loss", "norm_ratio", "norm_untrained", "norm_lowest", "emergence_step")
@@ -21,13 +21,21 @@ def reading(
     sink_bias: float | None = None,
     valid_loss: float | None = 3.0,
     norm_ratio: float | None = 2.0,
-) -> Reading:
+) -> Evaluation:
     """An evaluation; `sink` is the rates by position, `sink_1` that of the first alone."""
     rates = [sink_1, 0.0] if sink is None else sink
-    return Reading(step, step * 2048, rates, None, sink_bias, valid_loss, valid_loss, norm_ratio)
+    return Evaluation(
+        step=step,
+        tokens=step * 2048,
+        sink_rate=list(rates),
+        sink_rate_bias=sink_bias,
+        valid_loss=valid_loss,
+        train_loss=valid_loss,
+        hidden_norm_ratio=[] if norm_ratio is None else [norm_ratio],
+    )
 
 
-def run_of(seed: int, *readings: Reading) -> RunNumbers:
+def run_of(seed: int, *readings: Evaluation) -> RunNumbers:
     """A finished run."""
     return RunNumbers(seed=seed, readings=readings)
 
@@ -49,13 +57,14 @@ def _shown(run: RunNumbers) -> CellRun:
 def cells_of(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, CellResults]:
     """Cells whose runs end with these values of a quantity, a seed each from 0 on."""
     return {
-        cell: cell_of(*(run_of(seed, replace(reading(), **_number(name, y))) for seed, y in enumerate(several)))
+        cell: cell_of(*(run_of(seed, reading().model_copy(update=_number(name, y))) for seed, y in enumerate(several)))
         for cell, several in values.items()
     }
 
 
-def _number(name: str, value: float) -> dict[str, float | list[float]]:
-    return {"sink_rate": [value, 0.0]} if name == "sink_1" else {name: value}
+def _number(name: str, value: float) -> Mapping[str, object]:
+    fields = {"sink_1": {"sink_rate": [value, 0.0]}, "norm_ratio": {"hidden_norm_ratio": [value]}}
+    return fields.get(name, {name: value})
 
 
 def experiment_of(

@@ -84,10 +84,10 @@ class FixedValue(Part):
         return like.new_full((width,), self.norm / math.sqrt(width))
 
 
-class KeyBias(BiasPart):
-    """K bias: a learned key with a fixed value, by default zero."""
+class _LearnedKey(BiasPart):
+    """Base class of the biases with a learned key."""
 
-    kind: Literal["k"] = "k"
+    kind: Literal["k", "kv"]
     may_start: ClassVar[bool] = True
     shared: bool = Field(default=False, description="one bias for all heads instead of one per head")
     learnable_dims: int | None = Field(
@@ -97,6 +97,15 @@ class KeyBias(BiasPart):
         default=None,
         description="a learned number per query head is added to the key's logit and starts here; null: none is",
     )
+
+    def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
+        return 1 if self.shared else kv_heads, self.learnable_dims or head_width
+
+
+class KeyBias(_LearnedKey):
+    """K bias: a learned key with a fixed value, by default zero."""
+
+    kind: Literal["k"] = "k"  # type: ignore[assignment]  # parts are immutable
     value: Literal["zero"] | FixedValue = Field(default="zero", description="zero, or a fixed direction and norm")
     examples: ClassVar = {
         "k_biases": Example(),
@@ -111,27 +120,12 @@ class KeyBias(BiasPart):
     def without_value(self) -> bool:
         return self.value == "zero" or self.value.norm == 0
 
-    def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
-        return 1 if self.shared else kv_heads, self.learnable_dims or head_width
 
-
-class KeyValueBias(BiasPart):
+class KeyValueBias(_LearnedKey):
     """KV bias: a learned key and a learned value."""
 
-    kind: Literal["kv"] = "kv"
-    may_start: ClassVar[bool] = True
-    shared: bool = Field(default=False, description="one bias for all heads instead of one per head")
-    learnable_dims: int | None = Field(
-        default=None, ge=1, description="d_a: so many dimensions of the key are learned, the others are zero"
-    )
-    start: float | None = Field(
-        default=None,
-        description="a learned number per query head is added to the key's logit and starts here; null: none is",
-    )
+    kind: Literal["kv"] = "kv"  # type: ignore[assignment]
     examples: ClassVar = {"kv_biases": Example(), "kv_biases_shared": Example({"shared": True})}
-
-    def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
-        return 1 if self.shared else kv_heads, self.learnable_dims or head_width
 
     def value_shape(self, kv_heads: int, value_width: int) -> tuple[int, int]:
         return 1 if self.shared else kv_heads, value_width

@@ -115,8 +115,28 @@ class AttentionCore(nn.Module):
         gates_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> LayerCall:
-        """Build the call that `forward` computes, from the same arguments."""
-        call = self.call(q_BHTD, k_BGTD, documents_BL, gates_BLH, padding_B)
+        """Build the call that `forward` computes, from the same arguments.
+
+        Raises:
+            ValueError: if document IDs or gates are required and missing.
+        """
+        mask = self.visible(documents_BL, padding_B)
+        log_kept_BLH, weight_BLH = self._gates(gates_BLH)
+        call = Call(
+            q_BHTD,
+            k_BGTD,
+            mask=mask,
+            backend=self.backend,
+            cap=None if self.softcap is None else softcap(self.softcap),
+            position=None if self.position is None else self.position.score(),
+            fading=None if log_kept_BLH is None else fading(log_kept_BLH, mask.causal),
+            key_HD=self.bias.key_per_head(),
+            offset_H=self.bias.offset,
+            logit_H=self.bias.logit_per_head(q_BHTD),
+            value_HV=self.bias.value_per_head(),
+            learned=self.learned,
+            weight_BTH=weight_BLH,
+        )
         return LayerCall(self.operation, call, v_BGTD, self.leading, padding_B)
 
     def reference(
@@ -169,37 +189,6 @@ class AttentionCore(nn.Module):
         # Without leading tokens all layers share one tensor, so that flex can reuse its block mask.
         documents = documents_BL[:, self.leading :] if self.leading else documents_BL
         return self._in_place(masks.Document(documents), padding_B)
-
-    def call(
-        self,
-        q_BHTD: Tensor,
-        k_BGTD: Tensor,
-        documents_BL: Tensor | None = None,
-        gates_BLH: Tensor | None = None,
-        padding_B: Tensor | None = None,
-    ) -> Call:
-        """Build the arguments of the attention operation, except the values.
-
-        Raises:
-            ValueError: if document IDs or gates are required and missing.
-        """
-        mask = self.visible(documents_BL, padding_B)
-        log_kept_BLH, weight_BLH = self._gates(gates_BLH)
-        return Call(
-            q_BHTD,
-            k_BGTD,
-            mask=mask,
-            backend=self.backend,
-            cap=None if self.softcap is None else softcap(self.softcap),
-            position=None if self.position is None else self.position.score(),
-            fading=None if log_kept_BLH is None else fading(log_kept_BLH, mask.causal),
-            key_HD=self.bias.key_per_head(),
-            offset_H=self.bias.offset,
-            logit_H=self.bias.logit_per_head(q_BHTD),
-            value_HV=self.bias.value_per_head(),
-            learned=self.learned,
-            weight_BTH=weight_BLH,
-        )
 
     def _gates(self, gates_BLH: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return (cumulative log forget gates, logits of weights), each None if the operation has no such gates."""

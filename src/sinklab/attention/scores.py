@@ -148,6 +148,11 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
     return Score(between if causal else earlier, (log_kept_BSH,), deep=True, apart=kernel)
 
 
+def plus_of_head(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, term_H: Tensor) -> Tensor:
+    """Add a term per head: z + term_h, the function of a `Score` with the terms as its tensor."""
+    return z + term_H[h].to(z.dtype)
+
+
 def times(factor: float) -> Score:
     """Score factor * z, the logarithm of sim ** factor."""
     return Score(lambda z, b, h, q, k: factor * z)

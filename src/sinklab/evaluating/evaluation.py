@@ -1,16 +1,15 @@
 """evaluation.json: scores on downstream tasks, sink metric, and settings. Formulas: docs/eval.md."""
 
-import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from sinklab.errors import InputError
-from sinklab.files import parse_json, written_aside
-from sinklab.schema import ReadDocument
+from sinklab.files import parse_json, write_gzip
+from sinklab.schema import ReadDocument, VersionedDocument
 from sinklab.settings import ADVANCED, INPUT, MOST, CommandSettings, Flag, Seed, Several
 
 EVALUATION = "evaluation.json"
@@ -117,7 +116,7 @@ class TaskScores(ReadDocument):
         return {"limit": self.limit, "seed": self.seed, "data": self.sha256 or self.data}
 
 
-class DownstreamScores(ReadDocument):
+class DownstreamScores(VersionedDocument):
     """Contents of evaluation.json: scores of a model on downstream tasks.
 
     Attributes:
@@ -126,18 +125,11 @@ class DownstreamScores(ReadDocument):
         notes: notes on the loading of the model and on the tasks.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
-
-    schema_version: Literal[1] = Field(default=1, alias="schema")
     model: str
     asked: dict[str, str | None]
     lm_eval: str
     notes: list[str] = Field(default_factory=list)
     tasks: dict[str, TaskScores] = Field(default_factory=dict)
-
-    def document(self) -> dict[str, object]:
-        """Return the content as a JSON-serializable dict."""
-        return self.model_dump(mode="json", by_alias=True)
 
 
 class ItemRecord(ReadDocument):
@@ -178,5 +170,4 @@ def write_records(path: Path, records: Sequence[ItemRecord]) -> None:
         SinklabError: if the file cannot be written.
     """
     lines = "".join(f"{json.dumps(one.model_dump(mode='json'), ensure_ascii=False)}\n" for one in records)
-    with written_aside(path) as aside:
-        aside.write_bytes(gzip.compress(lines.encode("utf-8"), mtime=0))
+    write_gzip(path, lines)

@@ -1,4 +1,4 @@
-"""Downstream tasks by name: tasks whose items are in a local file (`FILE_TASKS`), and all tasks of lm-eval."""
+"""Downstream tasks by name: HellaSwag from a local file, and all tasks of lm-eval."""
 
 import difflib
 import gzip
@@ -33,120 +33,82 @@ class ChoiceItem(ReadDocument):
     label: int
 
 
-@dataclass(frozen=True)
-class FileTask:
-    """A multiple-choice task whose items are read from a .jsonl or .jsonl.gz file.
+HELLASWAG = "hellaswag"
+HELLASWAG_FILES = ("hellaswag_val.jsonl.gz", "hellaswag_val.jsonl")
+"""File names in the folder `eval` of SINKLAB_DATA."""
+HELLASWAG_KEYS = '"query" (or "activity_label", "ctx_a" and "ctx_b"), "endings" and "label"'
 
-    Attributes:
-        name: name on the command line and in lm-eval.
-        files: file names in the folder `eval` of SINKLAB_DATA.
-        keys: required keys of a line, for error messages.
-        metrics: lm-eval metrics, averaged over items.
-        version: version of the task.
+
+def local_hellaswag() -> Path | None:
+    """Return the path of HellaSwag's file in SINKLAB_DATA; None if there is no such file."""
+    data = os.environ.get("SINKLAB_DATA")
+    places = [Path(data).expanduser() / "eval" / name for name in HELLASWAG_FILES] if data else []
+    return next((place for place in places if place.is_file()), None)
+
+
+def read_hellaswag(path: Path) -> list[ChoiceItem]:
+    """Read the items of a .jsonl or .jsonl.gz file.
+
+    Raises:
+        InputError: if the file cannot be read, or a line is not an item; the message names the line.
     """
-
-    name: str
-    files: tuple[str, ...]
-    keys: str
-    metrics: tuple[str, ...] = ("acc", "acc_norm")
-    version: float = 1.0
-
-    def item(self, row: Mapping[str, Any]) -> ChoiceItem:
-        """Parse one line of the task's file, given as a mapping, to an item.
-
-        Raises:
-            KeyError, ValueError, AttributeError, TypeError: if `row` is not an item.
-        """
-        return ChoiceItem.model_validate(row)
-
-    def local_file(self) -> Path | None:
-        """Return the path of the task's file in SINKLAB_DATA; None if there is no such file."""
-        data = os.environ.get("SINKLAB_DATA")
-        places = [Path(data).expanduser() / "eval" / name for name in self.files] if data else []
-        return next((place for place in places if place.is_file()), None)
-
-    def read_items(self, path: Path) -> list[ChoiceItem]:
-        """Read the items of a file.
-
-        Raises:
-            InputError: if the file cannot be read, or a line is not an item; the message names the line.
-        """
-        items = [self._read_item(line, f"{path}, line {number}") for number, line in _lines(path)]
-        if not items:
-            raise InputError(f"{path} has no items: pass the items of {self.name}, a .jsonl or .jsonl.gz file")
-        return items
-
-    def load(self, path: Path) -> "ChosenTask":
-        """Build the lm-eval task with the items of the file at `path`."""
-        items = self.read_items(path)
-        from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
-        from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
-
-        rows = [item.model_dump() for item in items]
-        config = {
-            "task": self.name,
-            "custom_dataset": lambda **_: {"validation": Dataset.from_list(rows)},
-            "validation_split": "validation",
-            "output_type": "multiple_choice",
-            "doc_to_text": "query",
-            "doc_to_choice": "endings",
-            "doc_to_target": "label",
-            "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in self.metrics],
-            "metadata": {"version": self.version},
-        }
-        return ChosenTask(self.name, ConfigurableTask(config=config), path.name, sha256_of(path))
-
-    def _read_item(self, line: str, where: str) -> ChoiceItem:
-        try:
-            row = parse_json(line)
-            if not isinstance(row, dict):
-                raise ValueError(f"it is {json.dumps(row)[:40]}")
-            item = self.item(row)
-            if not item.query or not 0 <= item.label < len(item.endings) or not all(item.endings):
-                raise ValueError(
-                    f"label {item.label} of {len(item.endings)} endings, or an empty text (labels count from 0)"
-                )
-            return item
-        except KeyError as error:
-            raise InputError(f"{where}: {error} is missing; a line needs {self.keys}") from error
-        except (ValueError, AttributeError, TypeError) as error:
-            said = " ".join(str(error).splitlines()[:3])
-            raise InputError(f"{where}: {said}; a line needs {self.keys}") from error
+    items = [_read_item(line, f"{path}, line {number}") for number, line in _lines(path)]
+    if not items:
+        raise InputError(f"{path} has no items: pass the items of {HELLASWAG}, a .jsonl or .jsonl.gz file")
+    return items
 
 
-class HellaSwag(FileTask):
-    """HellaSwag (1905.07830), in the published format or with lm-eval's `query`.
+def load_hellaswag(path: Path) -> "ChosenTask":
+    """Build the lm-eval task with the items of the file at `path`."""
+    items = read_hellaswag(path)
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
+    from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
+
+    rows = [item.model_dump() for item in items]
+    config = {
+        "task": HELLASWAG,
+        "custom_dataset": lambda **_: {"validation": Dataset.from_list(rows)},
+        "validation_split": "validation",
+        "output_type": "multiple_choice",
+        "doc_to_text": "query",
+        "doc_to_choice": "endings",
+        "doc_to_target": "label",
+        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in SCORES],
+        "metadata": {"version": 1.0},
+    }
+    return ChosenTask(HELLASWAG, ConfigurableTask(config=config), path.name, sha256_of(path))
+
+
+def _read_item(line: str, where: str) -> ChoiceItem:
+    try:
+        row = parse_json(line)
+        if not isinstance(row, dict):
+            raise ValueError(f"it is {json.dumps(row)[:40]}")
+        item = ChoiceItem.model_validate(row if "query" in row else _with_query(row))
+        if not item.query or not 0 <= item.label < len(item.endings) or not all(item.endings):
+            raise ValueError(
+                f"label {item.label} of {len(item.endings)} endings, or an empty text (labels count from 0)"
+            )
+        return item
+    except KeyError as error:
+        raise InputError(f"{where}: {error} is missing; a line needs {HELLASWAG_KEYS}") from error
+    except (ValueError, AttributeError, TypeError) as error:
+        said = " ".join(str(error).splitlines()[:3])
+        raise InputError(f"{where}: {said}; a line needs {HELLASWAG_KEYS}") from error
+
+
+def _with_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Convert a line in HellaSwag's published format (1905.07830) to lm-eval's, with `query`.
 
     query = clean(activity_label + ": " + ctx_a + " " + capitalised ctx_b)
     clean: replace " [title]" by ". ", remove other brackets, replace two spaces by one
     """
 
-    def item(self, row: Mapping[str, Any]) -> ChoiceItem:
-        if "query" not in row:
-            context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
-            row = {
-                **row,
-                "query": self._clean(f"{row['activity_label']}: {context}"),
-                "endings": [self._clean(ending) for ending in row["endings"]],
-            }
-        return super().item(row)
-
-    @staticmethod
-    def _clean(text: str) -> str:
+    def clean(text: str) -> str:
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
-
-FILE_TASKS = {
-    task.name: task
-    for task in (
-        HellaSwag(
-            name="hellaswag",
-            files=("hellaswag_val.jsonl.gz", "hellaswag_val.jsonl"),
-            keys='"query" (or "activity_label", "ctx_a" and "ctx_b"), "endings" and "label"',
-        ),
-    )
-}
-FROM_FILES = ", ".join(FILE_TASKS)
+    query = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+    return {**row, "query": query, "endings": [clean(ending) for ending in row["endings"]]}
 
 
 @dataclass(frozen=True)
@@ -205,21 +167,19 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
         InputError: if lm-eval is not installed, a task is unknown, a file is unreadable, or a download fails.
     """
     lm_eval_version()
-    from_files = [name for name in dict.fromkeys(names) if name in FILE_TASKS]
-    if data is not None and len(from_files) != 1:
+    if data is not None and HELLASWAG not in names:
         raise InputError(
-            f"--data {data} is the file of one task ({FROM_FILES}), and --tasks {','.join(names)} has "
-            f"{len(from_files) or 'none'} of them"
+            f"--data {data} is the file of one task ({HELLASWAG}), and --tasks {','.join(names)} has none of them"
         )
-    files = {name: file for name in from_files if (file := data or FILE_TASKS[name].local_file()) is not None}
+    file = (data or local_hellaswag()) if HELLASWAG in names else None
     found: dict[str, ChosenTask] = {}
     with quiet():
-        others = [name for name in names if name not in files]
+        others = [name for name in names if name != HELLASWAG or file is None]
         hub = _Hub(others) if others else None
         for name in dict.fromkeys(names):
-            if hub is None or name in files:
-                found[name] = FILE_TASKS[name].load(files[name])
-            else:
+            if name == HELLASWAG and file is not None:
+                found[name] = load_hellaswag(file)
+            elif hub is not None:
                 found |= {one.name: one for one in hub.tasks(name)}
     return list(found.values())
 
@@ -281,7 +241,7 @@ class _Hub:
                 like = f"; similar names: {', '.join(near)}" if near else ""
                 raise InputError(
                     f"--tasks: lm-eval has no task {name!r}{like}. `lm-eval ls tasks` lists all of them; "
-                    f"{FROM_FILES} with --data FILE needs no network"
+                    f"{HELLASWAG} with --data FILE needs no network"
                 )
 
     def tasks(self, name: str) -> list[ChosenTask]:
@@ -291,11 +251,11 @@ class _Hub:
         except ImportError as error:
             raise InputError(f"--tasks {name} needs a package that is not installed: {cause(error)}") from error
         except Exception as error:  # network, hub and format errors share no base class
-            if name in FILE_TASKS:
-                file = FILE_TASKS[name].files[-1]
+            if name == HELLASWAG:
+                file = HELLASWAG_FILES[-1]
                 remedy = f"; or use a local file: --data {file}, or SINKLAB_DATA with the file in a folder eval/"
             else:
-                remedy = f"; {FROM_FILES} can be read from a file instead (--data)"
+                remedy = f"; {HELLASWAG} can be read from a file instead (--data)"
             raise InputError(
                 f"the items of --tasks {name} could not be downloaded from the Hugging Face hub "
                 f"({type(error).__name__}: {cause(error)}): check the connection; without one, download them elsewhere "

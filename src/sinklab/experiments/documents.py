@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError, computed_field
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.statistics.highest import highest_rate
-from sinklab.schema import ReadDocument
+from sinklab.schema import ReadDocument, VersionedDocument, finite_or_none
 
 SUMMARY, RECORD = "summary.json", "record.json"
 
@@ -39,7 +39,7 @@ ReplicateKind = Literal["seed", "draw", "model"]
 """Unit of replication of an experiment: a training seed, a draw of sequences, or an existing model."""
 
 
-class RunRecord(ReadDocument):
+class RunRecord(VersionedDocument):
     """record.json: the outcome of a run of a sweep.
 
     Attributes:
@@ -56,7 +56,6 @@ class RunRecord(ReadDocument):
         files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run.
     """
 
-    schema_version: Literal[1] = Field(default=1, alias="schema")
     hash: str
     name: str
     seed: int
@@ -70,8 +69,6 @@ class RunRecord(ReadDocument):
     peak_memory_mb: float | None = None
     kurtosis: float | None = None
     files: dict[str, str] = Field(default_factory=dict)
-
-    model_config = ConfigDict(populate_by_name=True)
 
     def save(self, directory: Path) -> None:
         """Write record.json in the run directory."""
@@ -210,21 +207,18 @@ def estimated(runs: Sequence[CellRun], name: str) -> CellEstimate | None:
     values = [run.values.get(name, math.inf) for run in has]
     norms = name == "norm_ratio"
     return CellEstimate(
-        seeds=[_reached(value) for value in values],
-        median=_reached(median(values)),
-        smallest=_reached(min(values)),
-        largest=_reached(max(values)),
-        untrained=_median_of(has, "norm_untrained") if norms else None,
-        lowest=_median_of(has, "norm_lowest") if norms else None,
+        seeds=[finite_or_none(value) for value in values],
+        median=finite_or_none(median(values)),
+        smallest=finite_or_none(min(values)),
+        largest=finite_or_none(max(values)),
+        untrained=median_of_known(run.values.get("norm_untrained") for run in has) if norms else None,
+        lowest=median_of_known(run.values.get("norm_lowest") for run in has) if norms else None,
     )
 
 
-def _reached(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _median_of(runs: Iterable[CellRun], name: str) -> float | None:
-    known = [run.values[name] for run in runs if name in run.values]
+def median_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are not None; None if all are."""
+    known = [value for value in values if value is not None]
     return median(known) if known else None
 
 

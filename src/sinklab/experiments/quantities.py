@@ -58,7 +58,7 @@ sft_sink_change   Sink_1 after tuning minus before, percentage points
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Annotated, NamedTuple
@@ -67,6 +67,8 @@ import numpy as np
 from pydantic import AfterValidator
 
 from sinklab.assessing.parts import NUMBERS
+from sinklab.schema import finite_or_none
+from sinklab.train.directory.history import Evaluation, highest_known
 
 EMERGED = 10.0
 """Sink_1, percent, from which on a sink has emerged."""
@@ -200,40 +202,6 @@ QuantityName = Annotated[str, AfterValidator(_known)]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Metrics of a run at one evaluation; None if a metric was not measured or is not finite.
-
-    Attributes:
-        step: number of updates done.
-        tokens: number of training tokens so far.
-        sink_rate, sink_rate_visible: Sink_1, Sink_2, .., percent; sink_rate_visible is None if both are equal.
-        sink_layers: highest sink rate of a head on the first position by attention layer, percent of sequences; empty
-            if not recorded.
-        sink_1_layers: Sink_1 by attention layer, percent; empty if not recorded.
-        importance_first: alpha of the first position, mean over layers and heads, percent.
-        window_start: sink rate of the first key of a window, percent.
-        norm_ratio_before_norm, norm_ratio_sink_token: maximum over blocks; None if not applicable.
-        beside: `sink_1`, `sink_1_visible` and `sink_bias` at the thresholds of `BESIDE`, by quantity and threshold.
-    """
-
-    step: int
-    tokens: float | None
-    sink_rate: Sequence[float | None]
-    sink_rate_visible: Sequence[float | None] | None
-    sink_bias: float | None
-    valid_loss: float | None
-    train_loss: float | None
-    norm_ratio: float | None
-    sink_layers: Sequence[float | None] = ()
-    sink_1_layers: Sequence[float | None] = ()
-    importance_first: float | None = None
-    window_start: float | None = None
-    norm_ratio_before_norm: float | None = None
-    norm_ratio_sink_token: float | None = None
-    beside: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class RunNumbers:
     """Numbers of a finished run, or of one draw of text on which a pretrained model was measured.
 
@@ -242,23 +210,19 @@ class RunNumbers:
         readings: evaluations in order of steps, at least one.
         kurtosis: kurtosis of the final hidden states, maximum over blocks; None if not measured.
         seconds: duration of training, or of the measurement, in seconds.
-        tokens_per_second: training tokens per second; None if unknown.
-        peak_memory_mb: peak memory of the training process; None if unknown.
         sequences: number of sequences in the draw; None for a run.
         measured: quantities measured only once, by name (of pretrained models, `assess` and `tune`).
     """
 
     seed: int
-    readings: Sequence[Reading]
+    readings: Sequence[Evaluation]
     kurtosis: float | None = None
     seconds: float | None = None
-    tokens_per_second: float | None = None
-    peak_memory_mb: float | None = None
     sequences: int | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def last(self) -> Reading:
+    def last(self) -> Evaluation:
         """The last evaluation."""
         return self.readings[-1]
 
@@ -278,7 +242,7 @@ class RunNumbers:
             return self._first_step(crossing) if eps is None else None
         if name == "loss_change":
             return self._loss_change()
-        norms = [(one.step, one.norm_ratio) for one in self.readings if one.norm_ratio is not None]
+        norms = [(one.step, norm) for one in self.readings if (norm := _largest(one.hidden_norm_ratio)) is not None]
         if name == "norm_untrained":
             return next((norm for step, norm in norms if step == 0), None)
         if name == "norm_lowest":
@@ -288,7 +252,7 @@ class RunNumbers:
             return now / before if before and now is not None else None
         if name == "norm_growth_sink_token":
             first, now = self.readings[0], self.value("norm_ratio_sink_token", at_step)
-            before = first.norm_ratio_sink_token if first.step == 0 else None
+            before = _largest(first.norm_ratio_sink_token) if first.step == 0 else None
             return now / before if before and now is not None else None
         if name == "sink_growth":
             half, now = self.evaluations("sink_1", self.last.step // 2, count=1), self.value("sink_1")
@@ -342,38 +306,61 @@ def _crossing(name: str) -> _Crossing | None:
     }.get(name)
 
 
-def _of_reading(reading: Reading, name: str, eps: str | None = None) -> float | None:
+def _of_reading(reading: Evaluation, name: str, eps: str | None = None) -> float | None:
+    """Return the value of a quantity at an evaluation; None if it was not measured or is not finite."""
     if eps is not None:
-        at_eps = reading.beside.get(name) or (reading.beside.get("sink_1") if name == "sink_1_visible" else None)
+        at_eps = {
+            "sink_1": reading.sink_rate_eps,
+            "sink_1_visible": reading.sink_rate_visible_eps or reading.sink_rate_eps,
+            "sink_bias": reading.sink_rate_bias_eps,
+        }.get(name)
         return at_eps.get(eps) if at_eps else None
     if found := _FIRST.fullmatch(name):
-        rates = reading.sink_rate[: int(found[1])]
-        return _sum_of(rates)
+        return _sum_of(reading.sink_rate[: int(found[1])])
     if found := _RANGE.fullmatch(name):
         return _sum_of(reading.sink_rate[int(found[1]) - 1 : int(found[2])])
     if found := _LAYER.fullmatch(name):
-        layer, rates = int(found[2]), reading.sink_1_layers if found[1] == "sink_1_layer" else reading.sink_layers
-        return rates[layer - 1] if layer <= len(rates) else None
+        heads = (reading.sink_rate_heads or [])[int(found[2]) - 1 : int(found[2])]
+        of_heads = _mean_of_known if found[1] == "sink_1_layer" else highest_known
+        return of_heads(heads[0]) if heads else None
     if found := _SINK.fullmatch(name):
         visible = reading.sink_rate_visible if found[2] else None
         rates, position = visible or reading.sink_rate, int(found[1])
         return rates[position - 1] if position <= len(rates) else None
-    values = {
-        "sink_bias": reading.sink_bias,
-        "sink_1_or_bias": _sum_of([*reading.sink_rate[:1], reading.sink_bias or 0.0]),
-        "sink_window_start": reading.window_start,
-        "norm_ratio_before_norm": reading.norm_ratio_before_norm,
-        "norm_ratio_sink_token": reading.norm_ratio_sink_token,
-        "valid_loss": reading.valid_loss,
-        "train_loss": reading.train_loss,
-        "norm_ratio": reading.norm_ratio,
-        "importance_first": reading.importance_first,
-    }
-    return values.get(name)
+    return _RECORDED[name](reading) if name in _RECORDED else None
+
+
+_RECORDED: Mapping[str, Callable[[Evaluation], float | None]] = {
+    "sink_bias": lambda one: one.sink_rate_bias,
+    "sink_1_or_bias": lambda one: _sum_of([*one.sink_rate[:1], one.sink_rate_bias or 0.0]),
+    "sink_window_start": lambda one: one.sink_rate_window_start,
+    "norm_ratio_before_norm": lambda one: _largest(one.norm_ratio_before_norm),
+    "norm_ratio_sink_token": lambda one: _largest(one.norm_ratio_sink_token),
+    "valid_loss": lambda one: one.valid_loss,
+    "train_loss": lambda one: one.train_loss,
+    "norm_ratio": lambda one: _largest(one.hidden_norm_ratio),
+    "importance_first": lambda one: _mean_percent(one.importance_first_heads),
+}
+"""Quantities that evaluations record, by name."""
 
 
 def _sum_of(rates: Sequence[float | None]) -> float | None:
     return None if None in rates or not rates else math.fsum(rate or 0.0 for rate in rates)
+
+
+def _mean_percent(by_layer: Sequence[Sequence[float | None]] | None) -> float | None:
+    mean = _mean_of_known([one for heads in by_layer or () for one in heads])
+    return None if mean is None else 100 * mean
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    known = [one for one in values if one is not None]
+    return fmean(known) if known else None
+
+
+def _largest(ratios: Sequence[float] | None) -> float | None:
+    """Return the maximum over blocks; None if there are no values, or a value is infinite."""
+    return finite_or_none(max(ratios or (), default=None))
 
 
 def discontinuity_at(steps: Sequence[int], values: Sequence[float], at: float) -> float | None:

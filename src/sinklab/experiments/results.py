@@ -12,10 +12,9 @@ from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import SinklabError
 from sinklab.experiments.definition import MeasuredCell
 from sinklab.experiments.documents import CellRun, read_record
-from sinklab.experiments.quantities import Reading, RunNumbers
+from sinklab.experiments.quantities import RunNumbers
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
-from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation, read_history, seconds_spent
 from sinklab.train.recipe import load_recipe
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
@@ -63,11 +62,9 @@ def read_numbers(directory: Path) -> RunNumbers:
     seconds = record.seconds if record else round(seconds_spent(history), 1)
     return RunNumbers(
         seed=recipe.seed,
-        readings=[_reading(one) for one in history],
+        readings=history,
         kurtosis=record.kurtosis if record else None,
         seconds=seconds,
-        tokens_per_second=record.tokens_per_second if record else None,
-        peak_memory_mb=record.peak_memory_mb if record else None,
         measured=_assessed(directory) | _tuned(directory),
     )
 
@@ -93,46 +90,6 @@ def _tuned(directory: Path) -> dict[str, float]:
     return load_tuning(path).numbers() if path.is_file() else {}
 
 
-def _reading(one: Evaluation) -> Reading:
-    by_eps = {
-        "sink_1": one.sink_rate_eps,
-        "sink_1_visible": one.sink_rate_visible_eps,
-        "sink_bias": one.sink_rate_bias_eps,
-    }
-    return Reading(
-        step=one.step,
-        tokens=one.tokens,
-        sink_rate=one.sink_rate,
-        sink_rate_visible=one.sink_rate_visible,
-        sink_bias=one.sink_rate_bias,
-        valid_loss=one.valid_loss,
-        train_loss=one.train_loss,
-        norm_ratio=finite_or_none(one.largest_norm_ratio),
-        sink_layers=one.rate_layers,
-        sink_1_layers=[_mean_of_known(rates) for rates in one.sink_rate_heads or ()],
-        importance_first=_mean_percent(one.importance_first_heads),
-        window_start=one.sink_rate_window_start,
-        norm_ratio_before_norm=_largest(one.norm_ratio_before_norm),
-        norm_ratio_sink_token=_largest(one.norm_ratio_sink_token),
-        beside={name: rates for name, rates in by_eps.items() if rates},
-    )
-
-
-def _mean_percent(by_layer: Sequence[Sequence[float | None]] | None) -> float | None:
-    mean = _mean_of_known([one for heads in by_layer or () for one in heads])
-    return None if mean is None else 100 * mean
-
-
-def _mean_of_known(values: Sequence[float | None]) -> float | None:
-    known = [one for one in values if one is not None]
-    return fmean(known) if known else None
-
-
-def _largest(ratios: Sequence[float] | None) -> float | None:
-    """Return the maximum over blocks; None if there are no values, or a value is infinite."""
-    return finite_or_none(max(ratios or (), default=None))
-
-
 def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> RunNumbers:
     """Compute the quantities of a measured cell on one draw of sequences.
 
@@ -141,15 +98,14 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
         draw: number of the draw, recorded as `seed`.
     """
     whole = cell.length == measured.length
-    reading = Reading(
+    visible = _visible_rates(cell, measured) if whole else None
+    reading = Evaluation(
         step=0,
-        tokens=None,
-        sink_rate=_rates(cell, measured),
-        sink_rate_visible=_visible_rates(cell, measured) if whole else None,
-        sink_bias=measured.sink_rate_bias if whole and cell.eps == measured.eps else None,
+        sink_rate=[*_rates(cell, measured)],
+        sink_rate_visible=None if visible is None else [*visible],
+        sink_rate_bias=measured.sink_rate_bias if whole and cell.eps == measured.eps else None,
         valid_loss=measured.loss if whole else None,
-        train_loss=None,
-        norm_ratio=finite_or_none(max(measured.hidden_norm_ratio or (), default=None)) if whole else None,
+        hidden_norm_ratio=(measured.hidden_norm_ratio or []) if whole else [],
     )
     kurtosis = measured.details.by_layer.get("kurtosis_by_block") if whole and measured.details else None
     return RunNumbers(

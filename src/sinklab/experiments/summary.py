@@ -1,7 +1,7 @@
 """Build summary.json from results: every cell over its seeds or draws, and a verdict on every claim."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from statistics import fmean, median
+from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean
 
 from sinklab.experiments.definition import WHAT_SCALES_ARE, Experiment, Scale
 from sinklab.experiments.documents import (
@@ -10,12 +10,14 @@ from sinklab.experiments.documents import (
     JudgedClaim,
     Summary,
     estimated,
+    median_of_known,
     verdict_counts,
 )
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST
 from sinklab.experiments.verdicts.five_seeds import verdict_of_five
 from sinklab.experiments.verdicts.judging import Trial, judge
+from sinklab.schema import finite_or_none
 
 
 def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> Trial:
@@ -94,19 +96,13 @@ def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
     """Return the cell's entry in summary.json: medians over the finished seeds, and the quantities `names` by seed."""
     last = [run.last for run in of.numbers]
     return CellSummary(
-        sink_rate=[_median(rates) for rates in zip(*(one.sink_rate for one in last), strict=False)],
-        sink_rate_bias=_median(one.sink_bias for one in last),
-        valid_loss=_median(one.valid_loss for one in last),
-        hidden_norm_ratio_max=_median(one.norm_ratio for one in last),
+        sink_rate=[median_of_known(rates) for rates in zip(*(one.sink_rate for one in last), strict=False)],
+        sink_rate_bias=median_of_known(one.sink_rate_bias for one in last),
+        valid_loss=median_of_known(one.valid_loss for one in last),
+        hidden_norm_ratio_max=median_of_known(finite_or_none(one.largest_norm_ratio) for one in last),
         seeds=len(of.numbers),
         seconds=fmean(known) if (known := [run.seconds for run in of.numbers if run.seconds is not None]) else None,
         change=dict(of.change),
         values={name: one for name in names if (one := estimated(of.runs, name))},
         runs=list(of.runs),
     )
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are not None; None if all are."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None

@@ -8,7 +8,7 @@ from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.highest import NOISE, highest_rate
-from sinklab.measuring.statistics.secondary import stretches
+from sinklab.models.layer_kinds import ranges_text
 
 STRENGTHS = ((70.0, "Strong"), (30.0, "Moderate"), (NOISE, "Weak"))
 """Minimum percentage of heads for each adjective."""
@@ -96,7 +96,7 @@ def _layers(above_LH: np.ndarray) -> list[str]:
     if not most:
         best = int(share_L.argmax())
         return [f"most in layer {best + 1}, {percent(100 * share_L[best])} of its heads"] if share_L[best] else []
-    named = [one.replace("..", " to ") for one in stretches(most).split(", ")]
+    named = [one.replace("..", " to ") for one in ranges_text(most).split(", ")]
     if len(named) > MOST_STRETCHES:
         return [f"most heads of {len(most)} of {len(share_L)} layers"]
     listed = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))

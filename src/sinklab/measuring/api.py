@@ -1,7 +1,7 @@
 """`sinklab.measure(model, tokens)`: measure a sinklab or Hugging Face model that is already in memory."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -15,17 +15,14 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs, Options, Study, thresholds
 from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import adapt
+from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.hooks import Progress
 from sinklab.models.model_lock import measured_in_turn
 from sinklab.models.native import NativeAdapter
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 def measure(
-    model: "PreTrainedModel | Transformer",
+    model: LanguageModel,
     tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
     *,
     attention_mask: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
@@ -108,9 +105,7 @@ def measure(
         return measure_with_study(adapter, tokens_NT, options, study, bos_tokens=int(options.bos), progress=progress)
 
 
-def _begins_with_bos(
-    model: "PreTrainedModel | Transformer", tokens_NT: Tensor, attention_mask_NT: Tensor | None
-) -> bool:
+def _begins_with_bos(model: LanguageModel, tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> bool:
     if isinstance(model, Transformer):
         return False
     bos_id = getattr(model.config.get_text_config(decoder=True), "bos_token_id", None)

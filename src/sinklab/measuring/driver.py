@@ -24,7 +24,7 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.records import LayerRecord, batch_of, native_records
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import Progress, entering_norms, evaluating, hooked, residual_norms
+from sinklab.models.hooks import Progress, entering_norms, evaluating, hooked, residual_stream, token_norms
 from sinklab.models.memory_budget import fitting_batch
 from sinklab.models.native import NativeAdapter
 
@@ -97,7 +97,7 @@ def measure(
     with ExitStack() as stack:
         cost = stack.enter_context(costing(adapter.device))
         stack.enter_context(evaluating(adapter.module))
-        hidden = stack.enter_context(residual_norms(adapter.blocks))
+        hidden = stack.enter_context(residual_stream(adapter.blocks, token_norms))
         before = stack.enter_context(entering_norms(adapter.post_norms))
         if details is not None:
             stack.enter_context(adapter.gated(details.gates))  # may run the model on a few tokens

@@ -22,7 +22,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.batches import Batches
 from sinklab.measuring.metrics import first_to_rest
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import Progress, evaluating
+from sinklab.models.hooks import evaluating
 from sinklab.models.memory_budget import fitting_batch
 
 COMPARED = 32
@@ -52,7 +52,6 @@ def gradient_norms(
     *,
     first_target: int = 2,
     batch_size: int | None = None,
-    progress: Progress | None = None,
 ) -> tuple[Tensor, list[str]]:
     """Compute |gradient of the mean loss at h~_t| for every attention layer (L, T), and notes on halved batches.
 
@@ -60,7 +59,6 @@ def gradient_norms(
         tokens_NT: token ids, without padding.
         first_target: 1-based position of the first target included in the loss.
         batch_size: sequences per backward pass; by default as many as fit in memory with the activations of all blocks.
-        progress: called with (finished sequences, total sequences) after every batch.
 
     Raises:
         InputError: see `Adapter.attention_inputs`.
@@ -75,7 +73,7 @@ def gradient_norms(
 
     held = 2 * max(1, adapter.kinds.total)  # activations of all blocks, and the same again for logits and gradients
     size = batch_size or fitting_batch(adapter.sizes(False, matrices=False), T, adapter.device, held)
-    batches = Batches(N, size, progress, len(adapter.blocks))
+    batches = Batches(N, size, None, len(adapter.blocks))
     sums: list[Tensor] = []
     targets = 0
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Per-layer records of a forward pass, their recording in native models, and the batch for the accumulator."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 
@@ -118,30 +118,31 @@ def batch_of(
         leading: number of learned positions before the sequence.
         before: for a post-norm model, l2 norms (B, T) of the input of each norm, including padding.
     """
-    window_starts = [layer.window_start_BH for layer in layers if layer.window_start_BH is not None]
-    bias = [layer.bias_BH for layer in layers if layer.bias_BH is not None]
-    row_sums = [layer.row_sums_BH for layer in layers if layer.row_sums_BH is not None]
-    registers = [layer.registers_BHN for layer in layers if layer.registers_BHN is not None]
+
+    def of_some(parts: Iterable[Tensor | None]) -> Tensor | None:
+        known = [part for part in parts if part is not None]
+        return stacked(known) if known else None
+
     return Batch(
         importance_ABHT=stacked([layer.importance_BHT for layer in layers]),
-        bias_ABH=stacked(bias) if bias else None,
-        registers_ABHN=stacked(registers) if registers else None,
-        hidden_MBT=stacked([real.align(norm_BT) for norm_BT in hidden]) if hidden else None,
+        bias_ABH=of_some(layer.bias_BH for layer in layers),
+        registers_ABHN=of_some(layer.registers_BHN for layer in layers),
+        hidden_MBT=of_some(real.align(norm_BT) for norm_BT in hidden),
         key_ABT=stacked([layer.key_norm_BT for layer in layers]),
         value_ABT=stacked([layer.value_norm_BT for layer in layers]),
         loss=loss[0],
         targets=loss[1],
         valid_BT=real.valid_BR,
-        row_sums_ABH=stacked(row_sums) if row_sums else None,
+        row_sums_ABH=of_some(layer.row_sums_BH for layer in layers),
         prefixes=[stacked(list(parts)) for parts in zip(*(layer.prefixes for layer in layers), strict=True)],
         details=details,
         visible_ABHT=visible_layers(
             [layer.importance_BHT for layer in layers], [layer.visible_BHT for layer in layers]
         ),
         views=[layer.view for layer in layers],
-        window_start_ABH=stacked(window_starts) if window_starts else None,
-        leading_MB=stacked([norm_BT[:, 0] for norm_BT in hidden]) if leading and hidden else None,
-        before_MBT=stacked([real.align(norm_BT) for norm_BT in before]) if before else None,
+        window_start_ABH=of_some(layer.window_start_BH for layer in layers),
+        leading_MB=of_some(norm_BT[:, 0] for norm_BT in hidden if leading),
+        before_MBT=of_some(real.align(norm_BT) for norm_BT in before),
     )
 
 

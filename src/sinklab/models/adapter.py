@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from sinklab.models.native import NativeAdapter, own_transformer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+LanguageModel: TypeAlias = "PreTrainedModel | Transformer"
+"""A Hugging Face causal language model, or a sinklab transformer."""
 
 
 class Adapter(Protocol):
@@ -177,7 +180,7 @@ class Adapter(Protocol):
         ...
 
 
-def adapt(model: "PreTrainedModel | Transformer") -> Adapter:
+def adapt(model: LanguageModel) -> Adapter:
     """Return the `Adapter` of a sinklab or Hugging Face model.
 
     Raises:

@@ -1,7 +1,7 @@
 """PyTorch hooks that record a model's hidden states, removed afterwards, also after an exception."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -52,11 +52,6 @@ def token_norms(x: Tensor) -> Tensor:
 def hidden_states(output: Any) -> Tensor:
     """Return the hidden states (B, T, C) from the output of a block, which may be a tuple or a list."""
     return output if isinstance(output, Tensor) else output[0]
-
-
-def residual_norms(blocks: Sequence[nn.Module]) -> AbstractContextManager[list[Tensor]]:
-    """Collect |h| (B, T) before the first block and after each block, in a list refilled by every forward pass."""
-    return residual_stream(blocks, token_norms)
 
 
 @contextmanager

@@ -28,8 +28,8 @@ class LayerKinds:
         what = "linear or recurrent" if others <= set(self.linear) else "linear, recurrent or feed-forward"
         have, numbered = ("has", "layer 1") if number == 1 else ("have", f"layers 1 to {number}")
         return [
-            f"{number} of {self.total} layers {have} attention ({_runs(self.attention)}), here {numbered}; the others "
-            f"are {what} and not included in the sink rate"
+            f"{number} of {self.total} layers {have} attention ({ranges_text(self.attention)}), here {numbered}; the "
+            f"others are {what} and not included in the sink rate"
         ]
 
     def notes_on_hidden_keys(self) -> list[str]:
@@ -46,9 +46,10 @@ def layers_text(layers: Sequence[int], total: int) -> str:
     """Format layers as `all layers`, `layer 2` or `layers 1, 3..5`."""
     if len(layers) == total:
         return "all layers"
-    return f"layer{'s' if len(layers) > 1 else ''} {_runs(layers)}"
+    return f"layer{'s' if len(layers) > 1 else ''} {ranges_text(layers)}"
 
 
-def _runs(numbers: Sequence[int]) -> str:
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Format increasing integers as ranges: `4..9, 12`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

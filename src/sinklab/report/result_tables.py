@@ -14,7 +14,8 @@ from sinklab.measuring.answer import answer
 from sinklab.measuring.findings import Ablation, Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
-from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each, stretches
+from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each
+from sinklab.models.layer_kinds import ranges_text
 from sinklab.report.data import ReportData
 from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
 from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers, table_of
@@ -306,7 +307,7 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
             one.heads,
             one.importance,
             None if one.alignment is None else TableCell(one.alignment, f"after block {one.block}"),
-            *(stretches(found) if found else NOTHING for found in (one.layers, one.alike)),
+            *(ranges_text(found) if found else NOTHING for found in (one.layers, one.alike)),
         )
         for label, one in found
     ]

@@ -59,20 +59,8 @@ class Parity:
 
     def document(self) -> dict[str, Any]:
         """Return the comparison as a JSON-serializable dict."""
-        return {
-            "schema": 1,
-            "model": self.model,
-            "default": self.default,
-            "transformers": self.transformers,
-            "torch": self.torch,
-            "device": self.device,
-            "dtype": self.dtype,
-            "sequences": self.sequences,
-            "length": self.length,
-            "tolerance": self.tolerance,
-            "has_sinks": self.has_sinks,
-            "backends": [one.model_dump() for one in self.backends],
-        }
+        compared = {"has_sinks": self.has_sinks, "backends": [one.model_dump() for one in self.backends]}
+        return {"schema": 1, **vars(self), **compared}
 
 
 def compare_backends(

@@ -7,15 +7,15 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 import sinklab
 from sinklab.errors import InputError
 from sinklab.export.directory import atomic_directory, card_head, write_code
 from sinklab.files import parse_json, write_text
-from sinklab.schema import Ratio, ReadDocument
+from sinklab.schema import Ratio, ReadDocument, VersionedDocument
 from sinklab.tuning.settings import TuneManifest
 
 SFT, METRICS, UPDATES = "sft.json", "metrics.jsonl", "updates.jsonl"
@@ -80,7 +80,7 @@ class TuneEvaluation(ReadDocument):
     grad_norm_max: float | None = None
 
 
-class Tuning(ReadDocument):
+class Tuning(VersionedDocument):
     """Contents of sft.json: settings and results of a tuning run.
 
     Attributes:
@@ -97,9 +97,6 @@ class Tuning(ReadDocument):
         versions: versions of the training libraries.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
-
-    schema_version: Literal[1] = Field(default=1, alias="schema")
     model: str
     architecture: str
     parameters: int
@@ -127,10 +124,6 @@ class Tuning(ReadDocument):
             "sft_largest_grad_norm": self.grad_norm_max,
             "sft_sink_change": self.chat.sink_rate[0] - self.base.sink_rate[0],
         }
-
-    def document(self) -> dict[str, object]:
-        """Return the content as a JSON-serializable dict."""
-        return self.model_dump(mode="json", by_alias=True)
 
 
 def tuned_beside(run: Path) -> Path:

@@ -12,7 +12,7 @@ from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.masks import Mask, visible_keys
 from sinklab.attention.primitive import Backend, attend, attend_output, log_normaliser
 from sinklab.attention.query_blocks import accumulate_dtype, default_scale
-from sinklab.attention.scores import Score, compose
+from sinklab.attention.scores import Score, compose, plus_of_head
 
 
 class _Scoring(TypedDict):
@@ -105,7 +105,7 @@ class Call:
         if self.key_HD is None:
             return None
         z_BHT = extra_logits(self.q_BHTD, self.key_HD, default_scale(self.q_BHTD) if self.scale is None else self.scale)
-        offset = None if self.offset_H is None else Score(_plus_offset, (self.offset_H,))
+        offset = None if self.offset_H is None else Score(plus_of_head, (self.offset_H,))
         return at_every_query(compose(self.cap, offset, similarity), z_BHT, self.first)
 
     def normaliser(self, similarity: Score | None) -> Tensor:
@@ -132,7 +132,3 @@ def at_every_query(score: Score | None, z_BHT: Tensor, first: int) -> Tensor:
     rows, heads = torch.arange(B, device=device).view(-1, 1, 1), torch.arange(H, device=device).view(-1, 1)
     queries, key = torch.arange(first, first + T, device=device), torch.zeros((), dtype=torch.long, device=device)
     return score(z_BHT, rows, heads, queries, key)
-
-
-def _plus_offset(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, offset_H: Tensor) -> Tensor:
-    return z + offset_H[h].to(z.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.reference import Explicit, over_norm
-from sinklab.attention.scores import Apart, Score, compose, log_elu_plus_one, log_relu, log_sigmoid, times
+from sinklab.attention.scores import Apart, Score, compose, log_elu_plus_one, log_relu, log_sigmoid, plus_of_head, times
 from sinklab.schema import Example
 
 NORM = "p: divide by (sum_s sim_ts ** p) ** (1 / p); 1 is the plain row sum"
@@ -129,11 +129,7 @@ class SigmoidShift(nn.Module):
 
         # One copy per query, because FlexAttention accumulates gradients of all scores of a head atomically.
         spread = Score(by_query, (shift_H[:, None].repeat(1, queries),))
-        return Score(_plus_of_head, (shift_H,), apart=Apart(spread))
-
-
-def _plus_of_head(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_H: Tensor) -> Tensor:
-    return z + shift_H[h].to(z.dtype)
+        return Score(plus_of_head, (shift_H,), apart=Apart(spread))
 
 
 class Sigmoid(Similarity):

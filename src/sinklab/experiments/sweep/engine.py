@@ -49,6 +49,11 @@ class PlannedRun:
         """Parse the YAML of the recipe."""
         return build_recipe(yaml.safe_load(self.recipe), origin=self.name)
 
+    def recorded(self) -> "Event | None":
+        """Return the last event of the run by its record.json; None if it has no record."""
+        record = record_of(self.directory, self.hash)
+        return Event(self.name, record.status, record.step, message=record.message) if record else None
+
 
 @dataclass(frozen=True)
 class Event:
@@ -194,7 +199,7 @@ class _Scheduler:
 
     def _report_recorded(self) -> None:
         """Report runs with a record at once, so that the time left is estimated from the unfinished runs only."""
-        found = [(run, _recorded_end(run)) for run in self._waiting]
+        found = [(run, run.recorded()) for run in self._waiting]
         self._waiting = deque(run for run, ended in found if ended is None)
         for _, ended in found:
             if ended is not None:
@@ -205,7 +210,7 @@ class _Scheduler:
         room, batch = self._engine.room(), []
         while self._waiting and len(batch) < room:
             run = self._waiting.popleft()
-            if (ended := _recorded_end(run)) is not None:
+            if (ended := run.recorded()) is not None:
                 self._end(ended)
             elif is_held(run.directory):
                 self._set_aside(run)
@@ -243,7 +248,7 @@ class _Scheduler:
         self._polled = now
         for name, (run, tail) in list(self._held.items()):
             held = is_held(run.directory)
-            if (ended := _recorded_end(run)) is not None:
+            if (ended := run.recorded()) is not None:
                 del self._held[name]
                 self._end(ended)
             elif not held:
@@ -252,8 +257,3 @@ class _Scheduler:
             else:
                 for row in tail.new_rows():
                     self._watch(Event(name, "row", row["step"], row))
-
-
-def _recorded_end(run: PlannedRun) -> Event | None:
-    record = record_of(run.directory, run.hash)
-    return Event(run.name, record.status, record.step, message=record.message) if record else None

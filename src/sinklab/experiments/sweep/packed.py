@@ -23,14 +23,15 @@ from sinklab.assessing.assessment import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import RECORD
 from sinklab.experiments.sweep.store import MANIFESTS
-from sinklab.files import parse_json, sha256_of, write_json, write_text, written_aside
+from sinklab.files import parse_json, sha256_of, write_gzip, write_json, write_text
 from sinklab.train.directory.environment import ENVIRONMENT
 from sinklab.tuning.tuned_directory import SFT, tuned_beside
 
 RECIPE, METRICS = "recipe.yaml", "metrics.jsonl"
 RECIPES, RUNS, ALL_METRICS = "recipes.yaml", "runs.jsonl", "metrics.jsonl.gz"
-ASSESSMENTS, TUNINGS = "assessments.jsonl.gz", "tunings.jsonl.gz"
-PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, ASSESSMENTS, TUNINGS)
+OPTIONAL = {"assessments.jsonl.gz": "assessment", "tunings.jsonl.gz": "tuning"}
+"""Files with a document of some runs, and its key (a field of `PackedRun`)."""
+PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, *OPTIONAL)
 CHECKSUMS = "checksums.txt"
 OF_THE_MACHINE = ("command",)
 """Keys of env.json that contain paths and are not packed."""
@@ -75,13 +76,10 @@ def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
     ends = ({"run": run.directory, "record": run.record, "environment": run.environment} for run in runs)
     write_text(folder / RUNS, _lines(ends))
     rows = ({"run": run.directory, **json.loads(line)} for run in runs for line in run.metrics.splitlines())
-    _write_gzip(folder / ALL_METRICS, _lines(rows))
-    if any(run.assessment for run in runs):
-        found = ({"run": run.directory, "assessment": run.assessment} for run in runs if run.assessment)
-        _write_gzip(folder / ASSESSMENTS, _lines(found))
-    if any(run.tuning for run in runs):
-        found = ({"run": run.directory, "tuning": run.tuning} for run in runs if run.tuning)
-        _write_gzip(folder / TUNINGS, _lines(found))
+    write_gzip(folder / ALL_METRICS, _lines(rows))
+    for name, key in OPTIONAL.items():
+        if found := [{"run": run.directory, key: document} for run in runs if (document := getattr(run, key))]:
+            write_gzip(folder / name, _lines(found))
 
 
 def read_packed(folder: Path) -> list[PackedRun]:
@@ -96,11 +94,11 @@ def read_packed(folder: Path) -> list[PackedRun]:
         metrics: dict[str, list[str]] = {}
         for row in _rows(_read_gzip(folder / ALL_METRICS)):
             metrics.setdefault(row.pop("run"), []).append(json.dumps(row) + "\n")
-        assessed, tuned = (
-            _read_gzip(folder / name) if (folder / name).is_file() else "" for name in (ASSESSMENTS, TUNINGS)
-        )
-        assessments = {row["run"]: row["assessment"] for row in _rows(assessed)}
-        tunings = {row["run"]: row["tuning"] for row in _rows(tuned)}
+        optional = {
+            key: {row["run"]: row[key] for row in _rows(_read_gzip(folder / name))}
+            for name, key in OPTIONAL.items()
+            if (folder / name).is_file()
+        }
         return [
             PackedRun(
                 directory=row["run"],
@@ -108,8 +106,7 @@ def read_packed(folder: Path) -> list[PackedRun]:
                 metrics="".join(metrics.get(row["run"], ())),
                 record=row["record"],
                 environment=row["environment"],
-                assessment=assessments.get(row["run"]),
-                tuning=tunings.get(row["run"]),
+                **{key: documents.get(row["run"]) for key, documents in optional.items()},
             )
             for row in _rows((folder / RUNS).read_text(encoding="utf-8"))
         ]
@@ -203,11 +200,6 @@ def _lines(documents: Iterable[Mapping[str, Any]]) -> str:
 
 def _rows(text: str) -> Iterator[dict[str, Any]]:
     yield from (parse_json(line) for line in text.splitlines())
-
-
-def _write_gzip(path: Path, text: str) -> None:
-    with written_aside(path) as aside:
-        aside.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def _read_gzip(path: Path) -> str:

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError
@@ -21,7 +21,7 @@ from sinklab.experiments.results import CellResults, named_values, read_numbers
 from sinklab.experiments.summary import at_scale, summarise
 from sinklab.experiments.sweep.plan import PlannedSweep, Question
 from sinklab.files import parse_json, write_json
-from sinklab.schema import ReadDocument
+from sinklab.schema import ReadDocument, VersionedDocument
 from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
 from sinklab.tuning.settings import TuneOptions
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
@@ -50,7 +50,7 @@ class ManifestCell(ReadDocument):
     hashes: dict[int, str] = Field(default_factory=dict)
 
 
-class SweepManifest(ReadDocument):
+class SweepManifest(VersionedDocument):
     """asked/ID.json: a requested experiment and the hashes of its runs.
 
     Attributes:
@@ -60,9 +60,6 @@ class SweepManifest(ReadDocument):
         cells: changed recipe keys and run hashes by name of the cell.
     """
 
-    model_config = ConfigDict(populate_by_name=True)
-
-    schema_version: Literal[1] = Field(default=1, alias="schema")
     experiment: Experiment
     scale: Scale
     overlay: dict[str, Any] = Field(default_factory=dict)

@@ -12,7 +12,7 @@ import torch
 from sinklab.data.prepare import prepared
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, RunRecord, Summary, edited, read_record
-from sinklab.experiments.sweep.engine import Event, PlannedRun
+from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.experiments.sweep.packed import CHECKSUMS, read_checksums, unpack
 from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_manifests, summary_of
 from sinklab.experiments.sweep.worker import train_cell
@@ -55,7 +55,6 @@ def verify_packed(
     retrain: int = 0,
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
-    watch: Callable[[Event], None] = lambda event: None,
 ) -> list[Verified]:
     """Check every file, recipe and verdict of a packed sweep, and retrain some of its runs.
 
@@ -63,7 +62,6 @@ def verify_packed(
         retrain: number of finished runs, drawn at random, to retrain.
         seed: random seed of the sample.
         say: callback, called with a line of text per stage.
-        watch: callback, called with the events of the retrained runs.
 
     Raises:
         InputError: if `top` contains no packed sweep, or a file cannot be read.
@@ -79,7 +77,7 @@ def verify_packed(
         say("judging every claim anew")
         checks.append(_check_verdicts(top, files))
         if retrain:
-            checks.append(_retrained(runs, retrain, seed, say, watch))
+            checks.append(_retrained(runs, retrain, seed, say))
     return checks
 
 
@@ -137,9 +135,7 @@ def _check_verdicts(top: Path, files: Path) -> Verified:
     return check
 
 
-def _retrained(
-    runs: dict[str, Path], count: int, seed: int, say: Callable[[str], None], watch: Callable[[Event], None]
-) -> Verified:
+def _retrained(runs: dict[str, Path], count: int, seed: int, say: Callable[[str], None]) -> Verified:
     done = sorted(path for path in runs.values() if (record := read_record(path)) and record.status == "done")
     chosen = random.Random(seed).sample(done, min(count, len(done)))
     check = Verified("runs trained again", len(chosen))
@@ -147,7 +143,7 @@ def _retrained(
         say(f"training {directory.name} again")
         with TemporaryDirectory(prefix="sinklab-") as folder:
             try:
-                problems, note = _train_again(directory, Path(folder) / directory.name, watch)
+                problems, note = _train_again(directory, Path(folder) / directory.name)
             except SinklabError as error:
                 problems, note = [str(error)], ""
         check.problems += [f"{directory.name}: {problem}" for problem in problems]
@@ -155,7 +151,7 @@ def _retrained(
     return check
 
 
-def _train_again(directory: Path, again: Path, watch: Callable[[Event], None]) -> tuple[list[str], str]:
+def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     """Retrain a run; return its deviations from the record, and a phrase with the tolerance of the comparison."""
     recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
     dataset = prepared(recipe.data)
@@ -173,7 +169,7 @@ def _train_again(directory: Path, again: Path, watch: Callable[[Event], None]) -
         planned = PlannedRun(
             directory.name, (directory / "recipe.yaml").read_text(encoding="utf-8"), again, record.hash
         )
-        ended = train_cell(planned, None, watch, lambda: False)
+        ended = train_cell(planned, None, lambda event: None, lambda: False)
     finally:
         torch.set_num_threads(threads)
     if ended.kind != "done":

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,8 +77,8 @@ def train_cell(
 
 
 def _ended(planned: PlannedRun, watch: Callable[[Event], None], should_stop: Callable[[], bool], world: World) -> Event:
-    if (record := world.from_first(lambda: record_of(planned.directory, planned.hash))) is not None:
-        return _as_recorded(planned, record)
+    if (recorded := world.from_first(planned.recorded)) is not None:
+        return recorded
     if world.from_first(lambda: _recorded_without_checkpoint(planned)):
         return Event(planned.name, "done")
     recipe = planned.read_recipe()
@@ -85,10 +86,6 @@ def _ended(planned: PlannedRun, watch: Callable[[Event], None], should_stop: Cal
     if world.size == 1 and processes > 1:
         return train_with_torchrun(planned, processes, watch, should_stop)
     return _trained(planned, _opened(planned, recipe, world), watch, should_stop, world)
-
-
-def _as_recorded(planned: PlannedRun, record: RunRecord) -> Event:
-    return Event(planned.name, record.status, record.step, message=record.message)
 
 
 def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
@@ -137,8 +134,8 @@ def _trained(
     trainer = Trainer(run, report, should_stop, world, record)
     with closing(trainer):
         watch(Event(planned.name, "ready", trainer.state.step))
-        if (found := world.from_first(lambda: record_of(run.directory, run.hash))) is not None:  # by another process
-            return _as_recorded(planned, found)
+        if (recorded := world.from_first(planned.recorded)) is not None:  # by another process
+            return recorded
         if world.from_first(lambda: _is_finished(trainer)):
             record(trainer, None)
             return Event(planned.name, "done", trainer.state.step)
@@ -192,22 +189,18 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
     kurtosis = None if diverged else _kurtosis(trainer)
 
     def write() -> None:
-        history = read_history(run.metrics)
-        RunRecord(
+        _record(
+            run.directory,
+            recipe,
             hash=run.hash,
-            name=recipe.name,
-            seed=recipe.seed,
             status="failed" if diverged else "done",
             message=str(diverged or ""),
             step=trainer.state.step,
             steps=recipe.train.steps,
             triples=recipe.metric.sequences * len(recipe.model.attention_layers) * recipe.model.heads,
-            seconds=seconds_spent(history),
-            tokens_per_second=_tokens_per_second(history),
             peak_memory_mb=peak_memory_mb,
             kurtosis=kurtosis,
-            files=checksums(run.directory),
-        ).save(run.directory)
+        )
 
     trainer.world.only_first(write)
 
@@ -220,20 +213,23 @@ def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
     """
     from sinklab.measuring.measurement import Measurement
 
-    measured, history = Measurement.load(directory), read_history(directory / "metrics.jsonl")
+    measured = Measurement.load(directory)
     if measured.planned_steps is None:
         raise SinklabError(f"{directory / 'measurement.json'} has no planned_steps")
+    triples, steps = measured.sequences * measured.layers * measured.heads, measured.planned_steps
+    _record(directory, recipe, hash=run_hash, status="done", step=steps, steps=steps, triples=triples)
+
+
+def _record(directory: Path, recipe: Recipe, **fields: Any) -> None:
+    """Write record.json with these fields of `RunRecord`, and those that follow from the recipe and the run's files."""
+    history = read_history(directory / "metrics.jsonl")
     RunRecord(
-        hash=run_hash,
         name=recipe.name,
         seed=recipe.seed,
-        status="done",
-        step=measured.planned_steps,
-        steps=measured.planned_steps,
-        triples=measured.sequences * measured.layers * measured.heads,
         seconds=seconds_spent(history),
         tokens_per_second=_tokens_per_second(history),
         files=checksums(directory),
+        **fields,
     ).save(directory)
 
 

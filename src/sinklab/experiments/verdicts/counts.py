@@ -1,9 +1,11 @@
 """Counts of seeds and pairs of seeds that decide claims, with confidence intervals (docs/verdicts.md)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from statistics import median
+
+from scipy.special import betaincinv
 
 FEWEST = 5
 """Minimum number of seeds of a verdict."""
@@ -52,32 +54,14 @@ def _orders(n: int, m: int, against: int) -> int:
     return _orders(n - 1, m, against) + _orders(n, m - 1, against - n)
 
 
-def share_interval(kept: int, seeds: int, level: float = 0.95) -> tuple[float, float]:
-    """Compute the exact confidence interval of the share of seeds that agree (Clopper and Pearson, 1934)."""
-    tail = (1 - level) / 2
+def share_interval(kept: int, seeds: int) -> tuple[float, float]:
+    """Compute the exact 95 % confidence interval of the share of seeds that agree (Clopper and Pearson, 1934).
 
-    def at_least(share: float) -> float:
-        return _binomial(share, range(kept, seeds + 1), seeds)
-
-    def at_most(share: float) -> float:
-        return _binomial(share, range(kept + 1), seeds)
-
-    low = 0.0 if kept == 0 else _where(lambda share: at_least(share) < tail)
-    high = 1.0 if kept == seeds else _where(lambda share: at_most(share) > tail)
+    The ends are quantiles of beta distributions: B(0.025; k, n - k + 1) and B(0.975; k + 1, n - k).
+    """
+    low = 0.0 if kept == 0 else float(betaincinv(kept, seeds - kept + 1, 0.025))
+    high = 1.0 if kept == seeds else float(betaincinv(kept + 1, seeds - kept, 0.975))
     return low, high
-
-
-def _binomial(share: float, counts: range, seeds: int) -> float:
-    return sum(math.comb(seeds, k) * share**k * (1 - share) ** (seeds - k) for k in counts)
-
-
-def _where(below: Callable[[float], bool]) -> float:
-    """Find by bisection the share in [0, 1] up to which a predicate is true."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if below(middle) else (low, middle)
-    return (low + high) / 2
 
 
 def middle_and_ends(values: Sequence[float]) -> tuple[float, float, float]:

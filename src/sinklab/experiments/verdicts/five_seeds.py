@@ -9,14 +9,14 @@ from importlib import resources
 from math import sqrt
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from sinklab.experiments.claims import Alike, All, Check, Differs, Equal, Monotone, Within
 from sinklab.experiments.documents import JudgedClaim
 from sinklab.experiments.quantities import quantity
 from sinklab.experiments.verdicts.wording import step_unit
 from sinklab.files import parse_json
-from sinklab.schema import ReadDocument
+from sinklab.schema import ReadDocument, VersionedDocument
 
 PILOTS, COMMITTED = "pilots.json", "committed.json"
 
@@ -46,12 +46,9 @@ class PilotSpread(ReadDocument):
     cells: dict[str, list[int]] = Field(default_factory=dict)
 
 
-class Pilots(ReadDocument):
+class Pilots(VersionedDocument):
     """pilots.json: spreads by scale and quantity. Written by `benchmarks/pilots.py` from seeds that no verdict uses."""
 
-    model_config = ConfigDict(populate_by_name=True)
-
-    schema_version: int = Field(default=1, alias="schema")
     scales: dict[str, dict[str, PilotSpread]] = Field(default_factory=dict)
 
 
@@ -97,12 +94,9 @@ class CommittedVerdict(ReadDocument):
     evidence: str
 
 
-class Committed(ReadDocument):
+class Committed(VersionedDocument):
     """committed.json: verdicts by scale and EXPERIMENT.CLAIM, from packed results (`benchmarks/committed.py`)."""
 
-    model_config = ConfigDict(populate_by_name=True)
-
-    schema_version: int = Field(default=1, alias="schema")
     scales: dict[str, dict[str, CommittedVerdict]] = Field(default_factory=dict)
 
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
+from unittest.mock import patch
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -31,7 +32,6 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
     Beam search is unsupported: it also reorders sequences after the last pass, which a probe cannot detect.
     """
     generate: Any = getattr(model, "generate", None)
-    before = vars(model).get("generate")
     if generate is None:
         yield
         return
@@ -50,13 +50,8 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
         with watch.generating(tuple(ends)):
             return generate(*args, **kwargs)
 
-    model.generate = watched  # type: ignore[method-assign]
-    try:
+    with patch.object(model, "generate", watched):
         yield
-    finally:
-        del model.generate
-        if before is not None:
-            model.generate = before
 
 
 def _config(model: PreTrainedModel, given: GenerationConfig | None, named: dict[str, Any]) -> GenerationConfig:

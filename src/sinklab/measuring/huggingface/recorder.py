@@ -191,20 +191,20 @@ def _joined(parts: Sequence[LayerRecord]) -> LayerRecord:
     def lengthened(x: Tensor) -> Tensor:
         return F.pad(x, (0, longest - x.shape[-1]))
 
-    bias, row_sums, registers = (
-        [getattr(part, name) for part in parts if getattr(part, name) is not None]
-        for name in ("bias_BH", "row_sums_BH", "registers_BHN")
-    )
+    def of_some(name: str) -> Tensor | None:
+        known = [x for part in parts if (x := getattr(part, name)) is not None]
+        return torch.cat(known) if known else None
+
     visible = [(part, part.visible_BHT) for part in parts]  # None for short sequences that fit into a window
     view = next((part.view for part in parts if part.view is not None), None)
     return LayerRecord(
         torch.cat([lengthened(part.importance_BHT) for part in parts]),
-        torch.cat(bias) if bias else None,
+        of_some("bias_BH"),
         torch.cat([lengthened(part.key_norm_BT) for part in parts]),
         torch.cat([lengthened(part.value_norm_BT) for part in parts]),
         tuple(torch.cat(prefixes) for prefixes in zip(*(part.prefixes for part in parts), strict=True)),
         torch.cat([lengthened(part.importance_BHT if x is None else x) for part, x in visible]) if view else None,
         view,
-        torch.cat(row_sums) if row_sums else None,
-        torch.cat(registers) if registers else None,
+        of_some("row_sums_BH"),
+        of_some("registers_BHN"),
     )

@@ -176,14 +176,3 @@ def first_of_each(sinks: Sequence[SecondarySink], number: int) -> list[Secondary
 
 def _numbers(chosen_X: Tensor, first: int) -> list[int]:
     return [index + first for (index,) in chosen_X.nonzero().tolist()]
-
-
-def stretches(numbers: Sequence[int]) -> str:
-    """Format increasing integers as ranges: "4..9, 12"."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return ", ".join(f"{one[0]}..{one[-1]}" if len(one) > 1 else str(one[0]) for one in found)

@@ -15,7 +15,6 @@ channel zeroed after layer 2. The result therefore contains the largest remainin
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -27,11 +26,8 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks, zeroed
 from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import adapt
+from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.hooks import evaluating
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ABLATIONS = "mask_first:N, no_bos, zero_massive or zero_massive:LAYER"
 DIGITS = 9  # maximum number of digits of N
@@ -62,7 +58,7 @@ class Plan:
 
 
 def measure_ablations(
-    model: "PreTrainedModel | Transformer",
+    model: LanguageModel,
     tokens_NT: Tensor,
     plans: Sequence[Plan],
     baseline: Measurement,
@@ -121,14 +117,14 @@ def _first_and_top(found: Sequence[MassiveActivation]) -> tuple[MassiveActivatio
     return next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension)), top
 
 
-def _largest_by_block(model: "PreTrainedModel | Transformer", tokens_T: Tensor) -> list[MassiveActivation]:
+def _largest_by_block(model: LanguageModel, tokens_T: Tensor) -> list[MassiveActivation]:
     adapter = adapt(model)
     with evaluating(model), largest_activations(residual_blocks(model)) as found:
         adapter.run(tokens_T[None].to(adapter.device))
     return found
 
 
-def plan_ablation(name: str, model: "PreTrainedModel | Transformer", tokens_NT: Tensor, bos_tokens: int = 0) -> Plan:
+def plan_ablation(name: str, model: LanguageModel, tokens_NT: Tensor, bos_tokens: int = 0) -> Plan:
     """Build the plan of the named ablation.
 
     Args:
@@ -181,7 +177,7 @@ def check_ablation(name: str, length: int) -> int:
     return int(number)
 
 
-def _zero_massive(name: str, model: "PreTrainedModel | Transformer", tokens_T: Tensor, first_target: int) -> Plan:
+def _zero_massive(name: str, model: LanguageModel, tokens_T: Tensor, first_target: int) -> Plan:
     found = _largest_by_block(model, tokens_T)
     (one, top), layers = _first_and_top(found), len(found)
     _, alone, number = name.partition(":")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError, SinklabError
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import LanguageModel
 from sinklab.models.families import family_of
 from sinklab.models.hooks import hidden_states, hooked
 from sinklab.models.huggingface import anatomy
@@ -31,7 +32,7 @@ FirstColumns = Callable[[Tensor], Tensor]
 """Function from a tensor (B, ...) to the column of each sequence's first real token (B,), on the same device."""
 
 
-def residual_blocks(model: "PreTrainedModel | Transformer") -> list[nn.Module]:
+def residual_blocks(model: LanguageModel) -> list[nn.Module]:
     """Return the decoder blocks, in order.
 
     Raises:
@@ -48,7 +49,7 @@ def residual_blocks(model: "PreTrainedModel | Transformer") -> list[nn.Module]:
     return blocks
 
 
-def learned_positions(model: "PreTrainedModel | Transformer") -> Tensor | None:
+def learned_positions(model: LanguageModel) -> Tensor | None:
     """Return the learned positional embeddings (positions, C), a view of the weight; None if the model has none.
 
     Row 0 is position 1; unused rows (the first two in OPT) are left out.
@@ -57,7 +58,7 @@ def learned_positions(model: "PreTrainedModel | Transformer") -> Tensor | None:
 
 
 @contextmanager
-def first_columns(model: "PreTrainedModel | Transformer") -> Iterator[FirstColumns]:
+def first_columns(model: LanguageModel) -> Iterator[FirstColumns]:
     """Provide a function that returns the column of each sequence's first real token in the current forward pass.
 
     Padding and learned positions precede this column.
@@ -88,7 +89,7 @@ def first_columns(model: "PreTrainedModel | Transformer") -> Iterator[FirstColum
 
 @contextmanager
 def zeroed(
-    model: "PreTrainedModel | Transformer", layer: int, position: int, dimension: int, last_layer: int | None = None
+    model: LanguageModel, layer: int, position: int, dimension: int, last_layer: int | None = None
 ) -> Iterator[None]:
     """Set one channel of the residual stream to zero at one position of every sequence, after one block or several.
 
@@ -130,7 +131,7 @@ def zeroed(
 
 
 @contextmanager
-def swapped_positions(model: "PreTrainedModel | Transformer", i: int, j: int) -> Iterator[None]:
+def swapped_positions(model: LanguageModel, i: int, j: int) -> Iterator[None]:
     """Swap the learned embeddings of positions i and j (table 7 of the paper, `swapped`).
 
     Raises:
@@ -141,7 +142,7 @@ def swapped_positions(model: "PreTrainedModel | Transformer", i: int, j: int) ->
 
 
 @contextmanager
-def replaced_position(model: "PreTrainedModel | Transformer", i: int, j: int) -> Iterator[None]:
+def replaced_position(model: LanguageModel, i: int, j: int) -> Iterator[None]:
     """Replace the learned embedding of position i with that of position j (table 7 of the paper, `replaced`).
 
     Raises:
@@ -164,7 +165,7 @@ def check_pair(i: int, j: int) -> None:
 
 
 @contextmanager
-def _rewritten_positions(model: "PreTrainedModel | Transformer", source: dict[int, int]) -> Iterator[None]:
+def _rewritten_positions(model: LanguageModel, source: dict[int, int]) -> Iterator[None]:
     """Replace the learned embedding of each position in `source` by that of its value; restore the table afterwards."""
     table_PC = learned_positions(model)
     if table_PC is None:
@@ -194,7 +195,7 @@ def _rewritten_positions(model: "PreTrainedModel | Transformer", source: dict[in
 
 
 @contextmanager
-def masked_first_keys(model: "PreTrainedModel | Transformer", n: int) -> Iterator[None]:
+def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
     """Hide keys 1..n from every query after the n-th, in every attention layer.
 
     Queries 1..n are unchanged, so that no row of the attention matrix is empty; keys outside the sequence (sink

@@ -12,7 +12,6 @@ norm of the hidden state, because norms grow from block to block.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,19 +19,15 @@ from torch import Tensor
 from sinklab.errors import InputError
 from sinklab.measuring.findings import Mixing
 from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks
-from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import adapt
+from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.hooks import evaluating, residual_stream, token_norms
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 BATCH_SIZE = 4  # default number of sequences, each with and without the replacement
 MIXING_PASSES = 4  # forward passes per sequence: original and replaced token, with the first key and without it
 
 
 def measure_mixing(
-    model: "PreTrainedModel | Transformer",
+    model: LanguageModel,
     tokens_NT: Tensor,
     position: int,
     batch_size: int | None = None,
@@ -83,7 +78,7 @@ def check_perturbed(position: int, length: int) -> None:
 
 
 def _spread(
-    model: "PreTrainedModel | Transformer",
+    model: LanguageModel,
     pairs_N2T: Tensor,
     position: int,
     batch_size: int,

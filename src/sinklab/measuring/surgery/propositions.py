@@ -35,7 +35,7 @@ from sinklab.measuring.findings import PositionKind, Propositions
 from sinklab.measuring.surgery.changes import learned_positions, residual_blocks
 from sinklab.model.position import T5, Relative, alibi_slopes, bucket_numbers
 from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import adapt
+from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.families import ROTARY_CLASS, SINK_LOGITS, family_of
 from sinklab.models.hooks import evaluating, hidden_states, hooked
 from sinklab.models.huggingface.anatomy import input_device, quantisation
@@ -62,7 +62,7 @@ class Matrices:
     hidden: list[Tensor]
 
 
-def attention_matrices(model: "PreTrainedModel | Transformer", tokens_BT: Tensor) -> Matrices:
+def attention_matrices(model: LanguageModel, tokens_BT: Tensor) -> Matrices:
     """Compute whole attention matrices of short sequences (memory O(T^2)); the model is restored afterwards.
 
     For a model whose attention calls are intercepted, the matrix is the attention output for identity values; other
@@ -109,7 +109,7 @@ def is_coarse(dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def in_float32(model: "PreTrainedModel | Transformer") -> Iterator[None]:
+def in_float32(model: LanguageModel) -> Iterator[None]:
     """Convert weights and buffers of lower precision to float32 within the `with` block, then restore them.
 
     The model is not converted if it is quantised, has weights offloaded to disk, or the copies exceed half of the free
@@ -153,9 +153,7 @@ STATEMENTS = {
 }
 
 
-def check_propositions(
-    model: "PreTrainedModel | Transformer", token: int | Sequence[int], length: int = LENGTH
-) -> Propositions:
+def check_propositions(model: LanguageModel, token: int | Sequence[int], length: int = LENGTH) -> Propositions:
     """Compute the model's deviation from the paper's proposition on its positional embedding, in float32 if possible.
 
     Args:
@@ -200,7 +198,7 @@ def check_propositions(
     )
 
 
-def position_kind(model: "PreTrainedModel | Transformer") -> PositionKind:
+def position_kind(model: LanguageModel) -> PositionKind:
     """Return the kind of the model's positional embedding.
 
     Raises:
@@ -246,7 +244,7 @@ def softmax_of_distances(terms_HT: Tensor) -> Tensor:
     return logits_HTT.masked_fill(distance_TT < 0, -torch.inf).softmax(-1)
 
 
-def _distance_terms(model: "PreTrainedModel | Transformer", kind: PositionKind, heads: int, length: int) -> Tensor:
+def _distance_terms(model: LanguageModel, kind: PositionKind, heads: int, length: int) -> Tensor:
     """Return the bias g for every head and distance (H, T); zero without a relative position bias."""
     distance_T = torch.arange(length)
     if kind == "alibi":

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -14,18 +14,14 @@ from sinklab.measuring.surgery.ablations import check_ablation, measure_ablation
 from sinklab.measuring.surgery.changes import check_pair, replaced_position, swapped_positions
 from sinklab.measuring.surgery.mixing import MIXING_PASSES, check_perturbed, measure_mixing
 from sinklab.measuring.surgery.propositions import LENGTH, check_propositions
-from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import Adapter
+from sinklab.models.adapter import Adapter, LanguageModel
 from sinklab.models.hooks import Progress
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 TOKENS = 8  # repeated tokens on which the propositions are checked
 
 
 @contextmanager
-def changed_positions(model: "PreTrainedModel | Transformer", study: Study, length: int) -> Iterator[list[str]]:
+def changed_positions(model: LanguageModel, study: Study, length: int) -> Iterator[list[str]]:
     """Swap or replace the learned positional embeddings in the `with` block; yields one note per intervention.
 
     Raises:
@@ -85,7 +81,7 @@ def measure_with_study(
         InputError: if an ablation or a position does not exist in the model or the sequences.
         SinklabError: if the model cannot be measured, or an ablation is impossible in this model.
     """
-    model = cast("PreTrainedModel | Transformer", adapter.module)
+    model = cast(LanguageModel, adapter.module)
     plain = {"lengths": (), "details": False, "maps": (), "explore": False, "gradients": False}
     bare = options.model_copy(update=plain)
 

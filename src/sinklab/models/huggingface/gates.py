@@ -90,13 +90,13 @@ class GateTrial:
         self._call = layer
         return self._out_BHTV
 
-    def projected(self, linear: nn.Linear, output_BTC: Tensor) -> None:
-        """Store the output of a projection that may compute gate logits."""
+    def projected(self, linear: Any, _: Any, output_BTC: Any) -> None:
+        """Store the output of a projection that may compute gate logits (a forward hook)."""
         self._logits[linear] = output_BTC
 
-    def entering(self, place: GatePlace, x_BTC: Tensor) -> None:
-        """Store the layout whose gated attention output equals the input of an output projection, if any."""
-        logits_BTC = self._logits.pop(place.logits, None)
+    def entering(self, place: GatePlace, _: Any, args: Any) -> None:
+        """Store the layout whose gated attention output equals the input of an output projection (pre-hook), if any."""
+        logits_BTC, x_BTC = self._logits.pop(place.logits, None), args[0]
         if self._call is None or self._out_BHTV is None or logits_BTC is None:
             return
         out_BHTV, x_BTC = self._out_BHTV.to(x_BTC.device, x_BTC.dtype), x_BTC.reshape(*logits_BTC.shape[:2], -1)
@@ -129,8 +129,8 @@ def trying_gates(places: Sequence[GatePlace]) -> Iterator[GateTrial]:
         handle
         for place in places
         for handle in (
-            place.logits.register_forward_hook(partial(_after_projection, trial)),
-            place.output.register_forward_pre_hook(partial(_before_output, trial, place)),
+            place.logits.register_forward_hook(trial.projected),
+            place.output.register_forward_pre_hook(partial(trial.entering, place)),
         )
     ):
         yield trial
@@ -143,14 +143,6 @@ def watched_gates(
     return hooked(
         one.linear.register_forward_hook(partial(_read_gates, receive, index, one)) for index, one in layouts.items()
     )
-
-
-def _after_projection(trial: GateTrial, linear: Any, _: Any, output: Any) -> None:
-    trial.projected(linear, output)
-
-
-def _before_output(trial: GateTrial, place: GatePlace, _: Any, args: Any) -> None:
-    trial.entering(place, args[0])
 
 
 def _read_gates(receive: Callable[[int, Tensor], None], index: int, layout: GateLayout, *call: Any) -> None:

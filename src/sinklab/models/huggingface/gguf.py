@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -74,21 +75,15 @@ class Gguf:
     @contextmanager
     def parsed_once(self) -> Iterator[None]:
         """Make transformers reuse the parsed header and hide its progress bar in the `with` block."""
-        gguf, reading = import_module("gguf"), import_module("transformers.modeling_gguf_pytorch_utils")
-        parse = gguf.GGUFReader
-        replaced = {
-            (gguf, "GGUFReader"): lambda path: self.reader if Path(path) == self.path else parse(path),
-            (gguf, "get_tensor_name_map"): cache(gguf.get_tensor_name_map),  # otherwise rebuilt for every module
-            (reading, "tqdm"): lambda tensors, **_: tensors,
-        }
-        own = {(module, name): getattr(module, name) for module, name in replaced if hasattr(module, name)}
-        try:
-            for module, name in own:
-                setattr(module, name, replaced[module, name])
+        gguf = import_module("gguf")
+        parse, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
+        once = patch.multiple(
+            gguf,
+            GGUFReader=lambda path: self.reader if Path(path) == self.path else parse(path),
+            get_tensor_name_map=cache(name_map),  # otherwise rebuilt for every module
+        )
+        with once, patch("transformers.modeling_gguf_pytorch_utils.tqdm", lambda tensors, **_: tensors, create=True):
             yield
-        finally:
-            for (module, name), value in own.items():
-                setattr(module, name, value)
 
 
 def find_gguf(name_or_dir: str) -> Path | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -105,13 +106,6 @@ class _Body:
 @contextmanager
 def fixed_output(part: nn.Module, output: Any = None) -> Iterator[_Body]:
     """Make a model's body return `output` without running; if None, its latest output once the body is `frozen`."""
-    own = part.__dict__.get("forward")
     body = _Body(part.forward, output)
-    part.__dict__["forward"] = body
-    try:
+    with patch.object(part, "forward", body):
         yield body
-    finally:
-        if own is None:
-            del part.__dict__["forward"]
-        else:
-            part.__dict__["forward"] = own

@@ -78,12 +78,17 @@ class Evaluation(ReadDocument):
     @property
     def rate_layers(self) -> list[float | None]:
         """Highest sink rate among the heads of each attention layer, percent; None if unknown."""
-        return [max((one for one in rates if one is not None), default=None) for rates in self.sink_rate_heads or ()]
+        return [highest_known(rates) for rates in self.sink_rate_heads or ()]
 
     @property
     def largest_norm_ratio(self) -> float | None:
         """Maximum of `hidden_norm_ratio` over all blocks; None if unknown."""
         return max(self.hidden_norm_ratio, default=None)
+
+
+def highest_known(values: Sequence[float | None]) -> float | None:
+    """Return the maximum of the values that are not None; None if all are."""
+    return max((one for one in values if one is not None), default=None)
 
 
 class History:
