@@ -97,6 +97,17 @@ def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
     assert f"mine.learns is contradicted in summary.json ({claim['evidence']}) and {before} by its runs" in found
 
 
+def test_numbers_of_a_cell_may_differ_by_rounding_and_no_more(packed: Path) -> None:
+    summary = json.loads((packed / "summary.json").read_text())
+    values = summary["cells"]["softmax"]["values"]["valid_loss"]
+    changed = "cell softmax has other numbers in summary.json than by its runs"
+    for factor, expected in ((1 + 1e-13, ""), (1 + 1e-6, changed)):
+        values["median"] *= factor
+        (packed / "summary.json").write_text(json.dumps(summary))
+        write_checksums(packed)
+        assert problems(verify_packed(packed)) == expected
+
+
 def test_metrics_that_were_edited_are_found_and_so_are_the_numbers_made_of_them(packed: Path) -> None:
     edit_lines(packed / "mine" / "metrics.jsonl.gz", lambda row: row.update(valid_loss=row["valid_loss"] / 2))
     found = problems(verify_packed(packed))

@@ -1,5 +1,6 @@
 """Verify a packed sweep: files, run hashes, dates of claims, verdicts, and a sample of retrained runs."""
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ BEGUN = "begun"
 
 SAME_NUMBERS = ("processor", "torch", "python", "threads")
 """Keys of env.json that must be equal for a retrained run to match bit for bit."""
+
+ROUNDING = 1e-9
+"""Tolerance, relative and absolute, of numbers that are computed again from the same metrics."""
 
 FIRST_LOSS, LAST_LOSS = 1e-3, 0.15
 """Relative tolerances, on another machine, of the first validation loss after step 0 and the last: training amplifies
@@ -130,9 +134,20 @@ def _check_verdicts(top: Path, files: Path) -> Verified:
     check.problems += [f"{one}.{name} is missing in {SUMMARY}" for one, name in judged]
     for name in before.cells.keys() | now.cells.keys():
         values = [None if name not in one.cells else one.cells[name].model_dump()["values"] for one in (before, now)]
-        if values[0] != values[1]:
+        if not _same_numbers(*values):
             check.problems.append(f"cell {name} has other numbers in {SUMMARY} than by its runs")
     return check
+
+
+def _same_numbers(a: object, b: object) -> bool:
+    """Return whether two JSON values are equal, floats within the rounding error of another processor."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same_numbers(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same_numbers, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=ROUNDING, abs_tol=ROUNDING)
+    return a == b
 
 
 def _retrained(runs: dict[str, Path], count: int, seed: int, say: Callable[[str], None]) -> Verified:
