@@ -112,7 +112,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a stray file": (lambda c: shutil.copy(shard(c), c / "copy.safetensors"), "has copy.safetensors, which is not"),
     "a tensor missing": (lambda c: rewritten(c, without(HEAD)), f"lacks the tensor {HEAD}"),
     "a moment missing": (lambda c: rewritten(c, without("optimizer/head.weight/exp_avg")), "lacks the tensor optim"),
-    "a tensor too many": (lambda c: rewritten(c, lambda t: t.update(x=torch.ones(2))), "has the tensor x too many"),
+    "a tensor too many": (
+        lambda c: rewritten(c, lambda t: t.update(x=torch.ones(2))),
+        "has a tensor x that is not part of it",
+    ),
     "a tensor of another shape": (
         lambda c: rewritten(c, lambda t: t.update({HEAD: torch.ones(31, 15)})),
         rf"{HEAD} of shape \(31, 15\) instead of \(31, 16\)",

@@ -70,7 +70,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
     seeds: int | None = Field(
         default=None,
         ge=1,
-        description="Models per cell: the first N of the experiment's seeds; default: all, mostly 5.",
+        description="Models per cell: the first N of the experiment's seeds; default: all, usually 5.",
     )
     models: Annotated[Several[str], Flag(name="--model", metavar="MODEL")] = Field(
         default=(),

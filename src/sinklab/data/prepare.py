@@ -28,7 +28,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.files import cache_folder, is_at, is_full, sha256_of, write_json, write_text
 
 Counted = Callable[[int], None]
-"""Callback, called with the number of tokens in the shards so far."""
+"""Callback that receives the number of tokens written to the shards so far."""
 
 LOCK = "prepare.lock"
 FILES = ("train.bin", "valid.bin", "tokenizer.json", "tokenizer_config.json")

@@ -33,7 +33,7 @@ BPE_SAMPLE_BYTES = 8 * 2**20
 """Approximate maximum size of the sample on which a tokenizer is trained, bytes; every n-th document is sampled."""
 
 StageProgress = Callable[[str, int, int | None], None]
-"""Callback, called with the stage ("tokenizer", "tokens"), the bytes of text done and the total (None if unknown)."""
+"""Callback that receives the stage ("tokenizer", "tokens"), the bytes of text done and the total (None if unknown)."""
 
 
 @dataclass(frozen=True)

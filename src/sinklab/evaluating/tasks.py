@@ -104,7 +104,7 @@ class FileTask:
             item = self.item(row)
             if not item.query or not 0 <= item.label < len(item.endings) or not all(item.endings):
                 raise ValueError(
-                    f"label {item.label} of {len(item.endings)} endings, or an empty text (labels count from 0)"
+                    f"a text is empty, or label {item.label} of {len(item.endings)} endings is out of range (from 0)"
                 )
             return item
         except KeyError as error:

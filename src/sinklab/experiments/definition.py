@@ -307,12 +307,12 @@ class Experiment(Part):
             if missing := [cell for cell in asked if cell not in known]:
                 raise ValueError(f"claim {claim.id} is about cell {missing[0]!r}, which does not exist")
             if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
-                raise ValueError(f"claim {claim.id} is made at scale {wrong[0]!r}, which the experiment lacks")
+                raise ValueError(f"claim {claim.id} is made at scale {wrong[0]!r}, which the experiment does not have")
         if wrong := [cell for cell in (self.published.rows if self.published else ()) if cell not in known]:
             raise ValueError(f"published: {wrong[0]!r} is not a cell")
         for scale, adaptations in self.adapted.items():
             if scale not in self.base:
-                raise ValueError(f"adapted to scale {scale!r}, which the experiment lacks")
+                raise ValueError(f"adapted to scale {scale!r}, which the experiment does not have")
             if wrong := [name for one in adaptations for name in one.without if name not in self.cells]:
                 raise ValueError(f"{wrong[0]!r}, to be removed at scale {scale}, is not a cell")
 

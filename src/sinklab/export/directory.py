@@ -166,7 +166,7 @@ def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: 
         _evaluation_table(recipe, [row for row in history if row.step <= step]),
         _loading(form),
         f"The sequences that it was trained on were changed (`data.{'`, `data.'.join(changed)}`), which the tokenizer "
-        "does not do: numbers measured on plain text differ from those of the run."
+        "does not reproduce: numbers measured on plain text differ from those of the run."
         if changed
         else "",
         f"## Recipe\n\n```yaml\n{recipe.to_yaml()}```\n",

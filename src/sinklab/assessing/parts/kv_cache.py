@@ -114,9 +114,9 @@ class KVCache(AssessPart):
         ),
         PartNumber(
             "cache_due_to_sink",
-            "Of the KV cache in the fewest bits, due to the sink",
+            "Part of the loss added by the KV cache in the fewest bits that is due to the sink",
             ("sink's part", "of these"),
-            "how much of what KV cache adds is due to the sink",
+            "the part of the loss in column KV cache that is due to the sink",
         ),
     )
 
@@ -163,8 +163,8 @@ class KVCache(AssessPart):
             yield PartRow(f"{one.bits} bits, {spared} spared", one.first_spared)
             yield PartRow(f"{one.bits} bits, outliers spared", one.found_spared)
         heads = f"key head{'s' * (len(self.exempt) > 1)}"
-        yield PartRow(f"{self.head_bits} bits but {len(self.exempt)} dearest {heads}", self.without_exempt)
-        yield PartRow(f"{self.head_bits} bits but {len(self.exempt)} random {heads}", self.without_random)
+        yield PartRow(f"{self.head_bits} bits except {len(self.exempt)} costliest {heads}", self.without_exempt)
+        yield PartRow(f"{self.head_bits} bits except {len(self.exempt)} random {heads}", self.without_random)
 
     def remark(self) -> str:
         found = sum(map(len, self.found))
@@ -260,7 +260,7 @@ class RoundedCache:
         mask, T, device = layer.call.mask, layer.length, layer.call.q_BHTD.device
         if not mask.causal:
             raise InputError(
-                "its queries see later keys, of which no cache keeps the most recent: leave --residual out"
+                "its queries attend to later keys, so there are no most recent keys to keep: leave --residual out"
             )
         outs = []
         for start in range(0, T, R):

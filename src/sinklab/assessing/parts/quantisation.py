@@ -112,9 +112,9 @@ class Quantisation(AssessPart):
         ),
         PartNumber(
             "int8_due_to_sink",
-            "Of static int8's, due to the sink",
+            "Part of static int8's added loss that is due to the sink",
             ("of the sink", "of these"),
-            "how much of what Int8 adds is due to the sink",
+            "the part of the loss in column Int8 that is due to the sink",
         ),
     )
 

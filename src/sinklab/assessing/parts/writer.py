@@ -158,13 +158,13 @@ class Writer(AssessPart):
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
         config: Any = adapter.module.config
         if adapter.post_norms or getattr(config, "do_layer_norm_before", True) is False:
-            return "its norms follow the sublayers and scale the whole stream, which is then not a sum of additions"
+            return "its norms follow the sublayers and scale the residual stream, so it is not a sum of additions"
         for layer, block in enumerate(adapter.blocks, 1):
             part = feed_forward(block)
             if part is None:
                 return f"no feed-forward part was found in block {layer}"
             if not all(weight.is_floating_point() for weight in part.parameters()):
-                return "its weights are quantised, and single ones cannot be zeroed"
+                return "its weights are quantised, so a single weight cannot be zeroed"
         return None
 
     @classmethod
@@ -197,9 +197,10 @@ class Writer(AssessPart):
 
     def figure(self) -> PartFigure:
         return PartFigure(
-            "Who writes the massive activation",
-            f"What each block's attention and feed-forward part add to channel {self.channel} at the first position, "
-            f"which is {self.value:,.4g} after block {self.block} (the median of |x| there is {self.median:.3g}).",
+            "Sublayers that write the massive activation",
+            f"Additions of each block's attention and feed-forward part to channel {self.channel} at the first "
+            f"position, which is {self.value:,.4g} after block {self.block} (the median of |x| there is "
+            f"{self.median:.3g}).",
             [
                 {"series": series, "x": one.layer, "y": adds}
                 for one in self.blocks

@@ -135,7 +135,7 @@ def _rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise InputError(f"{where}: not valid JSON ({error}); each line is one JSON object") from error
+            raise InputError(f"{where}: not valid JSON ({error}); each line must be one JSON object") from error
         yield row, where
 
 

@@ -104,7 +104,7 @@ class Engine(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ask all runs to save and end; their last events follow in `events`. Runs not yet started end as `stopped`."""
+        """Request that all runs save and stop; their last events follow, `stopped` for runs not yet started."""
         ...
 
     def close(self) -> None:

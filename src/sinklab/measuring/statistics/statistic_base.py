@@ -225,7 +225,7 @@ class ScoreBlock:
 
     @cached_property
     def _before(self) -> Tensor:
-        """Cumulative sums of the attention over the block's keys, from 0."""
+        """Cumulative sums of the attention over the block's keys, with a leading 0."""
         return F.pad(self.weights_BHQS.cumsum(-1), (1, 0))
 
     def _up_to(self, column_BQX: Tensor) -> Tensor:

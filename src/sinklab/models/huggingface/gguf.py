@@ -160,7 +160,7 @@ def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
     """
     needed, free = file.weights * dtype.itemsize, free_bytes(device)
     if free is not None and needed > free:
-        advice = "" if dtype.itemsize < 4 else "; --dtype bfloat16 takes half of it"
+        advice = "" if dtype.itemsize < 4 else "; --dtype bfloat16 needs half as much"
         raise InputError(
             f"{file.path.name} needs {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
             f"{free / 1e9:.1f} GB of memory are free: measure it on a larger machine{advice}"

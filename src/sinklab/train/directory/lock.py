@@ -129,7 +129,8 @@ def _lock(path: Path, use: str, remedy: str) -> IO[str]:
         except OSError as error:
             file.close()
             raise SinklabError(
-                f"cannot lock {path}: {error.strerror or error}. Choose an --out on a file system with locks."
+                f"cannot lock {path}: {error.strerror or error}. Choose an --out on a file system that supports file "
+                "locks."
             ) from error
         if not is_at(file, path):
             file.close()

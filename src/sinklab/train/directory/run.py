@@ -249,7 +249,7 @@ def validation_tokens(directory: Path) -> TokenFile:
     if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
         raise InputError(
             f"the text of {directory} ({recipe.data.source}) or its recipe has changed since the run was trained: "
-            "use another text"
+            "pass another text"
         )
     return dataset.valid
 
