@@ -325,7 +325,7 @@ def test_an_experiment_that_contradicts_itself_is_refused(change: dict[str, Any]
 
 def test_measurements_of_other_settings_are_not_mixed(gpt2: str, text: Path, tmp_path: Path) -> None:
     measure_experiment(made({"natural": {}}), [gpt2], text, 1, out=tmp_path)
-    with pytest.raises(InputError, match="holds a measurement with other settings"):
+    with pytest.raises(InputError, match="contains a measurement with other settings"):
         measure_experiment(made({"natural": {"loss": True}}), [gpt2], text, 1, out=tmp_path)
 
 

@@ -105,7 +105,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "state missing": (lambda c: (c / "state.json").unlink(), r"has lost state\.json"),
     "state no JSON": (lambda c: ((c / "state.json").write_text("{"), summed(c)), "is not readable"),
     "state of another shape": (lambda c: restate(c, "state", {"steps": 8}), "is not readable"),
-    "state of another step": (lambda c: restate(c, "state", {"step": 7}), "holds step 7"),
+    "state of another step": (lambda c: restate(c, "state", {"step": 7}), "contains the state of step 7"),
     "another run's": (lambda c: restate(c, "run_hash", "other"), "belongs to run other, not run"),
     "checksums missing": (lambda c: (c / SUMS).unlink(), f"has no {SUMS}"),
     "checksums cut short": (lambda c: os.truncate(c / SUMS, 40), "is not readable"),

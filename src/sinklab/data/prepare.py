@@ -147,7 +147,7 @@ def prepare_settings(
     dataset = TokenDataset.open(out)
     if dataset.manifest.settings != settings:
         raise InputError(
-            f"{out} holds data prepared with other settings or from text that has changed since: "
+            f"{out} contains data prepared with other settings or from text that has changed since: "
             "choose another --out, or delete that folder first"
         )
     return dataset

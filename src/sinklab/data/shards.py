@@ -245,7 +245,7 @@ def _manifest(directory: Path) -> Manifest:
         return Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         raise InputError(
-            f"{directory} holds no prepared data (there is no {MANIFEST}): "
+            f"{directory} contains no prepared data (there is no {MANIFEST}): "
             f"run sinklab data prepare SOURCE --tokenizer NAME --out {directory}"
         ) from error
     except ValidationError as error:

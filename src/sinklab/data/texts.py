@@ -82,7 +82,7 @@ class Stream:
             if size >= SAMPLE_CHARACTERS:
                 break
         if not sample:
-            raise InputError(f"{self.name or self.source} holds no text: every document in it is empty")
+            raise InputError(f"{self.name or self.source} contains no text: every document in it is empty")
         _, lengths = tokenizer.encode_flat(sample)
         return int(lengths.sum()) / sum(len(text.encode()) for text in sample)
 

@@ -145,9 +145,9 @@ def measure_experiment(
 
     Raises:
         InputError: if the first model or the text is unusable, a model lacks the positional embeddings that the
-            experiment changes, or `out` holds measurements with other settings. Later models that cannot be loaded are
-            listed as failed instead.
-        UnsavedError: if a result cannot be saved; the exception holds the results so far.
+            experiment changes, or `out` contains measurements with other settings. Later models that cannot be
+            loaded are listed as failed instead.
+        UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     experiment = of_given_models(experiment, models)
     subjects = subjects_of(experiment, models, text)

@@ -213,7 +213,7 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
             )
         chats.append(template.tokenize(messages, where))
     if not chats:
-        raise InputError(f"{path} holds no conversation")
+        raise InputError(f"{path} contains no conversation")
     taught = [one for one in chats if any(one.is_trained[1:length])]
     usable = [TokenizedChat(one.ids[:length], one.is_trained[:length]) for one in taught]
     cut = sum(len(one.ids) > length for one in taught)

@@ -112,7 +112,9 @@ def open_trainable(name: str, loading: Loading) -> Model:
         raise InputError("a model is tuned on one device, and there are several: choose one by CUDA_VISIBLE_DEVICES=0")
     model = open_model(name, replace(loading, dtype="float32"), as_transformers=True)
     if quantised := quantisation(cast("PreTrainedModel", model.module).config):
-        raise InputError(f"the weights of {name} are quantised ({quantised}) and cannot be trained: use the original")
+        raise InputError(
+            f"the weights of {name} are quantised ({quantised}) and cannot be trained: use the original model"
+        )
     return model
 
 

@@ -126,8 +126,8 @@ def _check_verdicts(top: Path, files: Path) -> Verified:
             check.problems.append(f"{claim.experiment}.{claim.id} is not a claim of any experiment in asked/")
         elif again.model_dump() != claim.model_dump():
             check.problems.append(
-                f"{claim.experiment}.{claim.id} is {claim.verdict} in {SUMMARY} ({claim.evidence}) and {again.verdict} "
-                f"by its runs ({again.evidence})"
+                f"{claim.experiment}.{claim.id} is {claim.verdict} in {SUMMARY} ({claim.evidence}), but "
+                f"{again.verdict} when judged from its runs ({again.evidence})"
             )
     check.problems += [f"{one}.{name} is missing in {SUMMARY}" for one, name in judged]
     for name in before.cells.keys() | now.cells.keys():
@@ -213,7 +213,7 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
 
 
 def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:
-    """Check that every claim was stated before the day, or on the day, on which the runs of its cells began.
+    """Check that every claim was stated no later than the day on which the first run of its cells began.
 
     A later confirmatory claim is a problem, a later exploratory claim a note. References, claims without a date and
     runs without a start time are not checked.

@@ -212,7 +212,10 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
 
 
 def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) -> None:
-    """Remove all but `keep` checkpoints: `newest` and valid earlier ones; those after `previous` are damaged."""
+    """Remove all checkpoints but `newest` and the latest valid earlier ones, `keep` in total.
+
+    Checkpoints between `previous`, from which training resumed, and `newest` are damaged.
+    """
     checkpoints = _checkpoints(folder)
     valid = [path for path in checkpoints if path < newest and (previous is None or path <= previous)]
     for path in set(checkpoints) - set([*valid, newest][-keep:]):

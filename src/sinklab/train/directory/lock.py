@@ -62,12 +62,12 @@ def one_writer(path: Path | None) -> Iterator[None]:
 
 
 def is_written(path: Path) -> bool:
-    """Return True if another process holds the document's lock, as far as this machine can tell."""
+    """Return True if another process holds the document's lock; locks of other machines may be invisible."""
     return _is_locked(path.with_name(f"{path.stem}.{LOCK}"))
 
 
 def is_held(directory: Path) -> bool:
-    """Return True if a process holds the run directory's lock, as far as this machine can tell."""
+    """Return True if a process holds the run directory's lock; locks of other machines may be invisible."""
     return _is_locked(directory / LOCK)
 
 

@@ -141,7 +141,7 @@ class LocalEngine:
         return [one.process.pid for one in self._running.values() if one.process.pid is not None]
 
     def stop(self) -> None:
-        """Ask all training processes to save a checkpoint and end."""
+        """Request that all training processes save a checkpoint and stop."""
         self._stopping = True
         for one in self._running.values():
             with contextlib.suppress(OSError):  # the process has ended

@@ -154,7 +154,7 @@ class SlurmEngine:
         return found
 
     def stop(self) -> None:
-        """Ask all running jobs to save a checkpoint and end, and cancel pending jobs."""
+        """Request that all running jobs save a checkpoint and stop, and cancel pending jobs."""
         self._stopping = True
         for one in self._submitted.values():
             one.stop.ask()

@@ -21,9 +21,8 @@ STOP_POLL_S = 1.0
 class StopFile:
     """A file whose existence requests that a run save and stop.
 
-    Calling the object returns True once the file has been seen.
-
-    The file is checked at most once a second, to limit the load on a shared file system.
+    Calling the object returns True once the file has been seen. The file is checked at most once a second, to limit
+    the load on a shared file system.
 
     Args:
         folder: shared folder.
