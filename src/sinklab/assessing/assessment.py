@@ -150,7 +150,7 @@ def load_assessment(path: Path) -> Assessment:
     try:
         return Assessment.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
-        raise InputError(f"{path} cannot be read as an assessment ({error}): rerun it with another --out") from error
+        raise InputError(f"{path} cannot be read as an assessment ({error}): choose another --out") from error
 
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:

@@ -29,7 +29,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class Settings(Selection):
-    """Settings of a preparation; together with the text they determine the token shards."""
+    """Settings of data preparation; together with the text they determine the token shards."""
 
     source: str
     tokenizer: str

@@ -1,4 +1,4 @@
-"""Load experiments, shipped with sinklab (YAML files in `shipped/`) or from a file, and list their cost."""
+"""Load experiments that are shipped with sinklab (YAML files in `shipped/`) or given as a file; list their cost."""
 
 import difflib
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ Three bits are not in the public code; the formula is the same.
 (models/llama_kivi.py). Positions count from 0, a query reads the cache with its own key and value added:
 
     keys     full for s >= R floor(t / R): R keys are rounded together once there are R of them, after the last is read
-    values   full for t - s <= R: a value is rounded when R later ones are there, one at a time
+    values   full for t - s <= R: values are rounded one at a time, each when R later values are in the cache
 
 Spared positions stay in full precision and are excluded from the scales: no position; the first n; or outlier tokens
 detected by PrefixQuant's rule (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py, with block outputs):

@@ -13,9 +13,9 @@ Within the feed-forward part that adds most up to the block with the largest |x|
 
     a_j W_down[c, j] g,      g = feed-forward / (output of the part in c)
 
-where g is 1, or the factor that a norm after the part applies to c. W_down is identified, without names, as the weight
-whose gradient of that output is non-zero in row c only; a_j is that gradient, which includes the routing
-weight within an expert. The addition of an expert is the sum over its neurons.
+where g is 1, or the factor that a norm after the part applies to c. W_down is identified without names: the gradient of
+that output with respect to W_down is non-zero in row c only. a_j is that gradient, which includes the routing weight
+within an expert. The addition of an expert is the sum over its neurons.
 
 The single weight W_down[c, j]: j is chosen among the 8 neurons with the largest additions so that |x_c| after that
 block is smallest without it (later blocks often subtract x_c again in any case). `super_weight` is True if the

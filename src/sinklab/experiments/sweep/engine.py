@@ -1,7 +1,7 @@
 """Planned runs, the engine protocol, and the scheduler.
 
 The process that trains a run holds its lock and writes record.json before releasing it. The scheduler skips runs that
-another process has locked and polls them; if that process dies, the run is trained here.
+another process has locked and polls them; if that process dies, the scheduler submits the run itself.
 """
 
 import time

@@ -1,8 +1,8 @@
 """GGUF files (llama.cpp): config, tokenizer, chat template and weights in one file.
 
-transformers reads them with the packages gguf and accelerate and dequantises the weights to an ordinary dtype. It
-(5.23) parses the header, which has the whole vocabulary, separately for config, tokenizer and weights; here it is
-parsed once (`parsed_once`).
+transformers reads them with the packages gguf and accelerate and dequantises the weights to an ordinary dtype.
+transformers 5.23 parses the header, which has the whole vocabulary, separately for config, tokenizer and weights; here
+the header is parsed once (`parsed_once`).
 """
 
 from collections import Counter
