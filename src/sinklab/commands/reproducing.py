@@ -1,6 +1,6 @@
 """Implementation of `sinklab reproduce`: sweeps of trained models, and measurements of existing ones.
 
-A sweep prepares its data once, divides its runs with other processes, and writes summary.json and report.html.
+A sweep prepares its data once, shares its runs with other processes, and writes summary.json and report.html.
 """
 
 import time

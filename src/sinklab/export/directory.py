@@ -184,7 +184,7 @@ def _evaluation_table(recipe: Recipe, history: list[Evaluation]) -> str:
             next(iter(last.sink_rate), None),
             ".2f",
         ),
-        "on the bias, percent of heads": (last.sink_rate_bias, ".2f"),
+        "sink on the bias, percent of heads": (last.sink_rate_bias, ".2f"),
         "norm of the first hidden state over the others', largest block": (last.largest_norm_ratio, ".2f"),
         "tokens trained on": (last.tokens, ",.0f"),
     }

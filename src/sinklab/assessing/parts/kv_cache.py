@@ -179,7 +179,7 @@ class KVCache(AssessPart):
         return f"; up to {self.residual} recent tokens are in full precision" if self.residual else ""
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the losses added when all positions are rounded, and the part that is due to the sink at fewest bits."""
+        """List the losses added when all positions are rounded, and the part due to the sink with the fewest bits."""
         for one in self.settings:
             yield f"cache_{one.bits}_bits_added", self.added(one.everything)
         fewest = min(self.settings, key=lambda one: one.bits)

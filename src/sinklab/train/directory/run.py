@@ -285,7 +285,7 @@ def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int |
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
-    """Copy the recipe with another number of steps."""
+    """Copy the recipe with a different number of steps."""
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
 
 
