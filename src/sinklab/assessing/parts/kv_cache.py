@@ -152,7 +152,7 @@ class KVCache(AssessPart):
         for one in self.settings:
             yield PartAnswer(f"keys and values in {one.bits} bits", self.added(one.everything))
         words = f"with a cache in {fewest.bits} bits"
-        yield PartAnswer(f"of {fewest.bits} bits due to the sink", fewest.due_to_sink, gained=words)
+        yield PartAnswer(f"part of the loss in {fewest.bits} bits due to the sink", fewest.due_to_sink, gained=words)
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()

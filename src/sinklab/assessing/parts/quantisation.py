@@ -133,7 +133,7 @@ class Quantisation(AssessPart):
         for one in self.settings:
             yield PartAnswer(one.name, self.added(one.everything))
             if one.name == STATIC:
-                yield PartAnswer("of it due to the sink", one.due_to_sink, gained="in static int8")
+                yield PartAnswer("part of this loss due to the sink", one.due_to_sink, gained="in static int8")
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
