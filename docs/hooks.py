@@ -107,9 +107,7 @@ def results() -> str:
     from sinklab.assessing.assessment import Assessment
     from sinklab.experiments.documents import Summary
 
-    lead = (
-        "`measurement.json` and `measurement.npz` are explained in [Measuring](../measuring.md#reported-numbers)."
-    )
+    lead = "`measurement.json` and `measurement.npz` are explained in [Measuring](../measuring.md#reported-numbers)."
     summary = _schema(Summary, "summary.json", "Written by `sinklab reproduce`.")
     assessment = _schema(Assessment, "assessment.json", "Written by `sinklab assess`.")
     return "\n".join(["# Result files", "", lead, "", *summary, *assessment])

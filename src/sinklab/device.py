@@ -26,7 +26,7 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {name} is not usable here; use auto, cpu, cuda or cuda:N ({cause(error)})") from error
+        raise InputError(f"device {name} is not usable; use auto, cpu, cuda or cuda:N ({cause(error)})") from error
     return device
 
 

@@ -143,7 +143,7 @@ def _check_writable(folder: Path) -> None:
         Path(name).unlink()
     except OSError as error:
         no_folder = isinstance(error, FileExistsError | NotADirectoryError)
-        why = "that is no folder" if no_folder else error.strerror or error
+        why = "it is not a folder" if no_folder else error.strerror or error
         raise InputError(f"cannot write into {folder}: {why}. Choose another --out") from error
     finally:
         for parent in made:

@@ -23,14 +23,14 @@ Several = Annotated[tuple[T, ...], Strict(False)]
 
 @dataclass(frozen=True)
 class Flag:
-    """Command-line form of a settings field, as far as it cannot be derived from the field's type.
+    """The properties of a settings field's command line option that cannot be derived from the field's type.
 
     Attributes:
-        name: option name, if it differs from the field's.
+        name: name of the option, if it differs from the name of the field.
         metavar: placeholder in the help, in place of the type.
-        panel: help panel, if it differs from that of the settings.
-        text: type of an option whose text the field's validator parses: str, or list[str] if repeatable.
-        default: default text of an option with `text`.
+        panel: help panel, if it differs from the panel of the settings.
+        text: type of an option whose value is text that the field's validator parses: str, or list[str] if repeatable.
+        default: default value of an option with `text`, as text.
     """
 
     name: str | None = None

@@ -74,7 +74,9 @@ def test_the_answer_has_the_loss_without_the_sink_then_the_loss_that_it_causes()
     small = Assessment.model_validate(assessment("model", 0.002)).answer()[0]
     assert small.startswith("Hardly any loss without the sink: ")
     neither = found.model_copy(update={"results": {"heads": found.results["heads"]}})
-    assert neither.answer() == ["The loss without the sink was not assessed: --parts carries, or streaming, does so."]
+    assert neither.answer() == [
+        "The loss without the sink was not assessed: pass --parts carries or --parts streaming."
+    ]
 
 
 def test_every_part_answers_the_question_that_the_documentation_has() -> None:
@@ -240,7 +242,7 @@ def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
     small = {"sequences": 2, "stream_length": 24, "caches": (8,), "length": 16, "budgets": (6,)}
     unasked = assess(str(directory), text, AssessOptions(**small), out=out)
     assert {*unasked.results, "length"} == set(USUAL)
-    assert unasked.skipped["length"].endswith("at once, which takes long: --parts length does so")
+    assert unasked.skipped["length"].endswith("takes long: pass --parts length to include it")
     for parts in (("length",), ()):
         named = assess(str(directory), text, AssessOptions(parts=parts, **small), out=out)
         assert set(named.results) == set(USUAL)

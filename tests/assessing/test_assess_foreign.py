@@ -68,7 +68,7 @@ def test_rotary_positions_can_be_those_in_a_cache(name: str) -> None:
 
 
 def test_positions_of_two_rotary_embeddings_are_fixed() -> None:
-    assert HuggingFaceAdapter(made("gemma3")).fixed_positions() == "it has no single rotary embedding for all layers"
+    assert HuggingFaceAdapter(made("gemma3")).fixed_positions() == "its layers do not share one rotary embedding"
 
 
 def test_layers_without_positions_stream_as_those_of_the_run_that_was_exported(tmp_path: Path) -> None:

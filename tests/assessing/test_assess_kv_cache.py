@@ -172,7 +172,7 @@ def test_a_residual_that_cannot_be_is_refused() -> None:
     why = KVCache.refusal(small(attention={"operation": {"kind": "differential"}}), recent)  # type: ignore[arg-type]
     assert "cannot be edited" in str(why)
     why = KVCache.refusal(small(attention={"mask": {"kind": "prefix", "length": 3}}), recent)  # type: ignore[arg-type]
-    assert "its queries see later keys" in str(why)
+    assert "its queries attend to later keys" in str(why)
     with pytest.raises(InputError, match="--residual 20: keys are rounded in groups of 32 tokens"):
         AssessOptions(residual=20)
     model = SimpleNamespace(adapter=small(), name="one")

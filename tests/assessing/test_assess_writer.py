@@ -175,10 +175,10 @@ def test_the_sink_is_counted_as_measuring_counts_it() -> None:
 
 
 def test_models_whose_stream_is_no_sum_and_quantised_ones_are_refused() -> None:
-    assert "scale the whole stream" in str(Writer.refusal(small(norm={"placement": "post"}), None))  # type: ignore[arg-type]
+    assert "scale the residual stream" in str(Writer.refusal(small(norm={"placement": "post"}), None))  # type: ignore[arg-type]
     opt = hf.OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
                        max_position_embeddings=64, word_embed_proj_dim=32, do_layer_norm_before=False)  # fmt: skip
-    assert "scale the whole stream" in str(Writer.refusal(adapt(hf.OPTForCausalLM(opt)), None))  # type: ignore[arg-type]
+    assert "scale the residual stream" in str(Writer.refusal(adapt(hf.OPTForCausalLM(opt)), None))  # type: ignore[arg-type]
     llama = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL))
     assert Writer.refusal(adapt(llama), None) is None  # type: ignore[arg-type]
     down: Any = llama.model.layers[1].get_submodule("mlp.down_proj")

@@ -113,8 +113,8 @@ def test_the_identity_of_a_file_changes_with_it(tmp_path: Path):
         (b'["text"]\n', "line 1: a row needs"),
         (b'{"messages": [{"role": "user"}]}\n', 'line 1: each message needs "role" and "content"'),
         (b'{"text": "\xff"}\n', "not UTF-8"),
-        (b"", "holds no text"),
-        (b'{"text": ""}\n', "holds no text"),
+        (b"", "contains no text"),
+        (b'{"text": ""}\n', "contains no text"),
     ],
 )
 def test_a_malformed_file_is_refused_by_line(tmp_path: Path, content: bytes, told: str):

@@ -58,7 +58,7 @@ def test_a_reference_takes_the_comparison_of_the_claim_that_it_names(tmp_path: P
     [
         ("nobody.none", "there is no experiment 'nobody'"),
         ("table_6.nothing", "there is no such claim"),
-        ("mine.too", "that refers to mine.none itself"),
+        ("mine.too", "that claim refers to mine.none itself"),
     ],
 )
 def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_path: Path) -> None:

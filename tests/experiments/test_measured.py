@@ -215,11 +215,11 @@ def test_a_family_is_ordered_by_size_whatever_the_order_given(gpt2: str, text: P
     for name in ("does_not_grow_with_size_elsewhere_gpt2", "grows_with_size_gpt2"):
         assert claims[name].cells == ["gpt2/natural", "gpt2-medium/natural", "gpt2-large/natural"]
     assert claims[of_each[0]].cells == ["gpt2-medium/natural"]
-    assert claims["grows_with_size_in_pythia"].evidence == "it takes 3 models of pythia"
+    assert claims["grows_with_size_in_pythia"].evidence == "requires 3 models of pythia"
     two = measure_experiment(shipped("table_8", **SMALL), models[:2], text, 2, out=tmp_path / "two").summary()
     assert (two.claims[-1].verdict, two.claims[-1].evidence) == (
         "not run",
-        "it takes 3 models of one family of the paper's list, pythia apart",
+        "requires 3 models of one family of the paper's list, pythia excluded",
     )
 
 
@@ -325,7 +325,7 @@ def test_an_experiment_that_contradicts_itself_is_refused(change: dict[str, Any]
 
 def test_measurements_of_other_settings_are_not_mixed(gpt2: str, text: Path, tmp_path: Path) -> None:
     measure_experiment(made({"natural": {}}), [gpt2], text, 1, out=tmp_path)
-    with pytest.raises(InputError, match="holds a measurement with other settings"):
+    with pytest.raises(InputError, match="contains a measurement with other settings"):
         measure_experiment(made({"natural": {"loss": True}}), [gpt2], text, 1, out=tmp_path)
 
 

@@ -129,14 +129,14 @@ def test_a_dry_run_says_what_is_to_be_done_and_writes_nothing(run: Run) -> None:
     assert (ahead["runs"], ahead["missing"]) == (6, 3)
     assert [cell["done"] for cell in ahead["cells"]] == [1, 1, 1]
     assert ahead["hours"] > 0
-    assert ahead["estimated"] == "by the finished runs of that directory"
+    assert ahead["estimated"] == "estimated from the finished runs of that directory"
 
 
 @pytest.mark.parametrize("engine", ["slurm", "ray"])
 def test_a_dry_run_for_a_cluster_tells_no_time_of_this_machine(run: Run, engine: str) -> None:
     status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--engine", engine, "--dry-run")
     assert status == 0
-    assert f"6 of 6 runs are to be trained by {engine}, as many at a time as it takes; how long one takes" in out
+    assert f"6 of 6 runs are to be trained by {engine}, as many at a time as it allows; the time per run" in out
     assert "2 at a time" not in out
     status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--engine", engine, "--dry-run", "--json")
     ahead = json.loads(out)

@@ -56,7 +56,7 @@ def folder(run: Run) -> Run:
         (["tuned.yaml"], "tuned tunes its models on conversations, and none were given: pass a .jsonl file as --data"),
         (["figure_30"], "figure_30 tunes its models on conversations"),
         (["tuned.yaml", "slowly.yaml", "--data", "chats.jsonl"], "tuned and slowly have different `tune`"),
-        (["untuned.yaml", "--data", "chats.jsonl"], "tuned trains its own: remove it"),
+        (["untuned.yaml", "--data", "chats.jsonl"], "tuned trains its own models: remove it"),
         (["tuned.yaml", "--data", "chats.jsonl"], f"trl, which is not installed: {install_command('sft')}"),
     ],
 )
@@ -110,7 +110,7 @@ def test_tunings_beside_the_runs_are_judged_packed_and_verified(folder: Run) -> 
     (Path("packed/tuned") / "tunings.jsonl.gz").unlink()
     problems = [problem for check in verify_packed(Path("packed")) for problem in check.problems]
     assert "tuned/tunings.jsonl.gz is missing" in problems
-    assert "cell softmax has other numbers in summary.json than by its runs" in problems
+    assert "cell softmax: the numbers in summary.json differ from those of its runs" in problems
 
 
 def test_an_earlier_tuning_with_other_settings_or_conversations_is_refused(tmp_path: Path, data_dir: Path) -> None:

@@ -70,7 +70,7 @@ def test_sound_results_pass_and_runs_trained_again_have_the_same_bits(packed: Pa
         ("checksums of files", True),
         ("recipes and metrics of runs", True),
         ("claims stated before their runs", False),
-        ("verdicts judged anew", True),
+        ("verdicts judged again", True),
         ("runs trained again", True),
     ]
     assert all("bit for bit" in note for note in checks[4].notes)
@@ -83,7 +83,11 @@ def test_a_file_that_was_changed_added_or_removed_is_named(packed: Path, run: Ru
     (packed / "notes.txt").write_text("mine")
     status, out, _ = run("verify", packed)
     assert status == 1
-    for line in ("README.md is not what was packed", "report.html is missing", "notes.txt is not in checksums.txt"):
+    for line in (
+        "README.md differs from the packed file",
+        "report.html is missing",
+        "notes.txt is not in checksums.txt",
+    ):
         assert line in out
 
 
@@ -100,7 +104,7 @@ def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
 def test_numbers_of_a_cell_may_differ_by_rounding_and_no_more(packed: Path) -> None:
     summary = json.loads((packed / "summary.json").read_text())
     values = summary["cells"]["softmax"]["values"]["valid_loss"]
-    changed = "cell softmax has other numbers in summary.json than by its runs"
+    changed = "cell softmax: the numbers in summary.json differ from those of its runs"
     for factor, expected in ((1 + 1e-13, ""), (1 + 1e-6, changed)):
         values["median"] *= factor
         (packed / "summary.json").write_text(json.dumps(summary))
@@ -112,7 +116,7 @@ def test_metrics_that_were_edited_are_found_and_so_are_the_numbers_made_of_them(
     edit_lines(packed / "mine" / "metrics.jsonl.gz", lambda row: row.update(valid_loss=row["valid_loss"] / 2))
     found = problems(verify_packed(packed))
     assert "metrics.jsonl was changed since the run ended" in found
-    assert "cell softmax has other numbers in summary.json than by its runs" in found
+    assert "cell softmax: the numbers in summary.json differ from those of its runs" in found
 
 
 def test_a_recipe_that_is_not_that_of_its_hash_is_found(packed: Path) -> None:
@@ -120,7 +124,7 @@ def test_a_recipe_that_is_not_that_of_its_hash_is_found(packed: Path) -> None:
     path.write_text(path.read_text().replace("warmup_steps: 100", "warmup_steps: 10"))
     write_checksums(packed)
     found = problems(verify_packed(packed))
-    assert found.count("its recipe on its text is not run") == 6
+    assert found.count("its recipe and text do not have the hash") == 6
     assert found.count("recipe.yaml was changed since the run ended") == 6
 
 

@@ -213,7 +213,7 @@ def test_a_damaged_file_in_a_run_is_named(tmp_path: Path, name: str, content: by
     if name == "summary.json" and content.startswith(b"{"):
         write_report([made])
         return
-    with pytest.raises(InputError, match=rf"{name}|holds no usable measurement"):
+    with pytest.raises(InputError, match=rf"{name}|contains no usable measurement"):
         write_report([made])
 
 
@@ -236,7 +236,7 @@ def run(run: Run, tmp_path: Path) -> Run:
     ("args", "says"),
     [
         (["--text", "none.jsonl"], "no text at none.jsonl"),
-        (["--text", "empty.jsonl"], "holds no text"),
+        (["--text", "empty.jsonl"], "contains no text"),
         (["--text", "text.csv"], "not a .txt or .jsonl file"),
         (["--text", "binary.txt"], "is not UTF-8"),
         (["--text", "text.jsonl", "--eps", "1.5"], "eps is 1.5"),

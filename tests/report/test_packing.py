@@ -86,7 +86,7 @@ def test_damaged_packed_runs_are_refused_with_their_folder(packed: Path, tmp_pat
     for name in ("recipes.yaml", "runs.jsonl", "metrics.jsonl.gz"):
         copy = Path(shutil.copytree(packed, tmp_path / name))
         (copy / "table_6" / name).write_bytes(b"nothing of the kind")
-        with pytest.raises(InputError, match="table_6 holds packed runs that cannot be read"):
+        with pytest.raises(InputError, match="table_6 contains packed runs that cannot be read"):
             collect([copy])
 
 

@@ -178,7 +178,7 @@ def test_what_a_run_of_ours_has_kept_is_its_curve(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folders", "revisions", "sentence"),
     [
-        ([], [], "holds no checkpoints"),
+        ([], [], "contains no checkpoints"),
         (["step1", "checkpoint-1"], [], "have the same step, 1"),
         (["step1"], ["step1", "step2"], "--revision step1 is a version"),
     ],

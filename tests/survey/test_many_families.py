@@ -144,7 +144,7 @@ def test_families_can_be_added_call_by_call_with_the_same_settings_only(
     both = measure_families(["pythia"], text, small, models_dir=models_dir, out=tmp_path)
     assert list(both.outcome.measured) == ["openai-community/gpt2", "openai-community/gpt2-xl"]
     assert len(both.outcome.failed) == 10
-    with pytest.raises(InputError, match="gpt2 holds a measurement with other settings"):
+    with pytest.raises(InputError, match="gpt2 contains a measurement with other settings"):
         measure_families(["pythia"], text, Request(sequences=3, length=8), models_dir=models_dir, out=tmp_path)
 
 

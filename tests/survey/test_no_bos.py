@@ -33,7 +33,7 @@ def test_a_run_that_was_trained_without_bos_is_refused(run: Run, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [(["--no-bos"], "--no-bos leaves it out already"), (["--inputs", "random"], "--inputs random has none")],
+    [(["--no-bos"], "--no-bos leaves it out already"), (["--inputs", "random"], "--inputs random has no BOS")],
 )
 def test_sequences_without_bos_are_refused_whatever_the_model(
     run: Run, tmp_path: Path, more: list[str], said: str

@@ -93,7 +93,7 @@ def test_compile_accepts_on_and_off_of_yaml() -> None:
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "."])
 def test_a_name_must_be_usable_in_a_path(name: str) -> None:
-    with pytest.raises(InputError, match=r"name: .* cannot begin a directory's name: use one without slashes"):
+    with pytest.raises(InputError, match=r"name: .* cannot begin a directory's name: use a name without slashes"):
         build_recipe({"name": name})
 
 

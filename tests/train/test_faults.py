@@ -92,7 +92,7 @@ def test_a_replay_finds_a_damaged_weight(dataset: TokenDataset, tmp_path: Path) 
 def test_a_step_that_the_run_does_not_have_is_refused(step: int, dataset: TokenDataset, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"--replay {step}: the run has the steps 1..7"):
         replay(open_run(recipe(), dataset, tmp_path), step)
-    with pytest.raises(InputError, match="holds no run: train it first"):
+    with pytest.raises(InputError, match="contains no run: train it first"):
         existing_run(recipe(), dataset, tmp_path / "nowhere")
 
 

@@ -123,7 +123,7 @@ def test_a_row_that_is_no_conversation_is_named(tokenizer, tmp_path: Path, row: 
 
 def test_a_file_without_conversations_is_refused(tokenizer, tmp_path: Path) -> None:
     empty = write_chats(tmp_path / "chats.jsonl", [])
-    with pytest.raises(InputError, match="holds no conversation"):
+    with pytest.raises(InputError, match="contains no conversation"):
         read_chats(empty, ChatTemplate(tokenizer), 48, 0)
     with pytest.raises(InputError, match=r"is not a \.jsonl file"):
         read_chats(tmp_path / "chats.txt", ChatTemplate(tokenizer), 48, 0)

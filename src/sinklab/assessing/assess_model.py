@@ -166,8 +166,8 @@ def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -
         without = "" if options.parts else f", without {', '.join(part for part in USUAL if part not in IN_QUICK)}"
         quick = (
             f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "
-            f"{settings.stream_length:,} for streaming{without}; for numbers to be cited assess the model without "
-            "--quick"
+            f"{settings.stream_length:,} for streaming{without}; repeat without --quick for numbers to be "
+            "cited"
         )
         notes.insert(0, quick)
     notes += [*text.conversations.notes(), *kinds.notes(), *kinds.notes_on_hidden_keys()]

@@ -104,7 +104,7 @@ class Assessment(ReadDocument):
         lost = [(one.added, one.lost) for one in answers if one.lost and one.added is not None]
         gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
         if not lost:
-            said = ["The loss without the sink was not assessed: --parts carries, or streaming, does so."]
+            said = ["The loss without the sink was not assessed: pass --parts carries or --parts streaming."]
         else:
             most = max(added for added, _ in lost)
             size = next((words for least, words in LOSSES if most >= least), "Hardly any loss")
@@ -150,7 +150,7 @@ def load_assessment(path: Path) -> Assessment:
     try:
         return Assessment.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
-        raise InputError(f"{path} cannot be read as an assessment ({error}): rerun it with another --out") from error
+        raise InputError(f"{path} cannot be read as an assessment ({error}): choose another --out") from error
 
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:

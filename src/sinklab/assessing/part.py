@@ -48,7 +48,7 @@ class AssessText:
         special = len(self.model.special)
         body = length - special
         if body < 2:
-            raise InputError(f"sequences of {length} tokens, {special} of them special: use longer ones")
+            raise InputError(f"sequences of {length} tokens, {special} of them special, are too short: use longer ones")
         stream = self._stream(most * body)
         count = min(most, len(stream) // body)
         if count < fewest:

@@ -102,7 +102,7 @@ class AssessOptions(CommandSettings, frozen=True):
         ge=1,
         le=MOST,
         exclude_if=lambda sequences: sequences == 1,
-        description="Sequences that kv_cache and budgets read once for every key head.",
+        description="Number of sequences on which kv_cache and budgets test each key head separately.",
     )
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Random seed for random keys and heads.")
     where_possible: bool = Field(default=False, exclude=True)
@@ -126,7 +126,7 @@ class AssessOptions(CommandSettings, frozen=True):
     def _is_of_groups(cls, residual: int) -> int:
         if residual % CACHE_GROUP:
             raise InputError(
-                f"--residual {residual}: keys are rounded in groups of {CACHE_GROUP} tokens; use a multiple of it"
+                f"--residual {residual}: keys are rounded in groups of {CACHE_GROUP} tokens; use a multiple of this"
             )
         return residual
 

@@ -91,11 +91,11 @@ class _LearnedKey(BiasPart):
     may_start: ClassVar[bool] = True
     shared: bool = Field(default=False, description="one bias for all heads instead of one per head")
     learnable_dims: int | None = Field(
-        default=None, ge=1, description="d_a: so many dimensions of the key are learned, the others are zero"
+        default=None, ge=1, description="number d_a of learned dimensions of the key; the others are zero"
     )
     start: float | None = Field(
         default=None,
-        description="a learned number per query head is added to the key's logit and starts here; null: none is",
+        description="initial value of a learned offset per query head, added to the key's logit; null: no offset",
     )
 
     def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
@@ -106,7 +106,9 @@ class KeyBias(_LearnedKey):
     """K bias: a learned key with a fixed value, by default zero."""
 
     kind: Literal["k"] = "k"  # type: ignore[assignment]  # parts are immutable
-    value: Literal["zero"] | FixedValue = Field(default="zero", description="zero, or a fixed direction and norm")
+    value: Literal["zero"] | FixedValue = Field(
+        default="zero", description="value vector: zero, or with a fixed direction and norm"
+    )
     examples: ClassVar = {
         "k_biases": Example(),
         "k_biases_shared": Example({"shared": True}),

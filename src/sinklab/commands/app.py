@@ -95,7 +95,7 @@ def train(
 
     On several processes: torchrun --nproc-per-node 8 -m sinklab train 60m
 
-    SIGTERM and SIGUSR1 save and end with status 75: call again to continue. Ctrl-C does the same with status 130.
+    SIGTERM and SIGUSR1 save and exit with status 75: repeat the command to resume. Ctrl-C does so with status 130.
     """
     from sinklab.commands.train import plan_command, replay_command, train_command
 

@@ -18,7 +18,7 @@ SHOWN = 80  # characters shown of a path that is too long
 _KEPT = "interrupted; finished work is kept. Run the same command again to continue."
 _NOT_KEPT = "interrupted; nothing was written. Run the same command again to start over."
 _OUT_OF_MEMORY = (
-    "out of memory: use a smaller model, shorter sequences or fewer at a time "
+    "out of memory: use a smaller model, shorter sequences or smaller batches "
     "(train.micro_batch, --batch-size). Files saved before are untouched"
 )
 

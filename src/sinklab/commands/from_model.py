@@ -172,7 +172,7 @@ def _model(kind: type[CommandSettings], default: CommandSettings | None, given: 
 
 
 def _options(kind: type[CommandSettings], default: CommandSettings | None) -> dict[str, inspect.Parameter]:
-    """Return the command line options of a settings model by field name; fields without description have none."""
+    """Return the command line options of a settings model by field name, without the fields that lack a description."""
     options: dict[str, inspect.Parameter] = {}
     for name, field in kind.model_fields.items():
         value = REQUIRED if field.is_required() else field.default

@@ -107,7 +107,7 @@ def one_model(
         if model is not None:
             raise InputError(f"pass a MODEL or --family, not both: got {model} and --family {names[0]}")
         if by_domain or over_steps:
-            asked = "--by-domain measures one MODEL on many texts" if by_domain else "checkpoints are of one MODEL"
+            asked = "--by-domain measures one MODEL on many texts" if by_domain else "checkpoints belong to one MODEL"
             raise InputError(f"{asked}: remove --family")
         if revision is not None:
             raise InputError(f"--revision {revision} requires one MODEL: remove it, or pass MODEL without --family")

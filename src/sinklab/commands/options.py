@@ -70,7 +70,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
     seeds: int | None = Field(
         default=None,
         ge=1,
-        description="Models per cell: the first N of the experiment's seeds; default: all, mostly 5.",
+        description="Models per cell: the first N of the experiment's seeds; default: all, usually 5.",
     )
     models: Annotated[Several[str], Flag(name="--model", metavar="MODEL")] = Field(
         default=(),
@@ -138,7 +138,7 @@ def print_result(as_json: bool, document: Callable[[], object], show: Callable[[
 
 @contextmanager
 def printed_if_unsaved(show: Callable[[Any], None]) -> Iterator[None]:
-    """Context manager: on an UnsavedError, print the result that it holds with `show`, then raise the error again."""
+    """Context manager: on an UnsavedError, print the result in the error with `show`, then raise the error again."""
     try:
         yield
     except UnsavedError as error:

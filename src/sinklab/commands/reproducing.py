@@ -1,6 +1,6 @@
 """Implementation of `sinklab reproduce`: sweeps of trained models, and measurements of existing ones.
 
-A sweep prepares its data once, divides its runs with other processes, and writes summary.json and report.html.
+A sweep prepares its data once, shares its runs with other processes, and writes summary.json and report.html.
 """
 
 import time
@@ -109,15 +109,15 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
         chats: .jsonl file of conversations (--data).
 
     Raises:
-        InputError: if the file is missing, holds no conversation or is not used, if two experiments have different
-            tuning settings, or the optional dependency trl is not installed.
+        InputError: if the file is missing, contains no conversation or is not used by any experiment, if two
+            experiments have different tuning settings, or the optional dependency trl is not installed.
     """
     tuned = [one for one in experiments if one.tune is not None]
     if not tuned:
         if chats is not None:
             raise InputError(
                 f"--data {chats} is for experiments on existing models and for those with `tune`, and "
-                f"{experiments[0].id} trains its own: remove it"
+                f"{experiments[0].id} trains its own models: remove it"
             )
         return
     first, *others = tuned
@@ -205,7 +205,7 @@ def _check_version(path: Path) -> None:
     if version != SCHEMA:
         raise InputError(
             f"{path} has schema {version} and this version of sinklab writes {SCHEMA}: choose another --out, or move "
-            "the file away; the runs stay"
+            "the file away; the runs are kept"
         )
 
 

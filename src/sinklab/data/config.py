@@ -145,7 +145,7 @@ class DataConfig(Selection):
         if self.mix is not None and (installed_names(self.source) or parse(self.source)):
             raise ValueError(
                 f"source {self.source} cannot be mixed: mix needs a folder with a file or folder per domain, "
-                "or hf:NAME of a dataset with one"
+                "or hf:NAME of a dataset with these"
             )
         return self
 

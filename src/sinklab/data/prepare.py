@@ -28,7 +28,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.files import cache_folder, is_at, is_full, sha256_of, write_json, write_text
 
 Counted = Callable[[int], None]
-"""Callback, called with the number of tokens in the shards so far."""
+"""Callback that receives the number of tokens written to the shards so far."""
 
 LOCK = "prepare.lock"
 FILES = ("train.bin", "valid.bin", "tokenizer.json", "tokenizer_config.json")
@@ -147,7 +147,7 @@ def prepare_settings(
     dataset = TokenDataset.open(out)
     if dataset.manifest.settings != settings:
         raise InputError(
-            f"{out} holds data prepared with other settings or from text that has changed since: "
+            f"{out} contains data prepared with other settings or from text that has changed since: "
             "choose another --out, or delete that folder first"
         )
     return dataset

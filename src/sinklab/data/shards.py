@@ -29,7 +29,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class Settings(Selection):
-    """Settings of a preparation; together with the text they determine the token shards."""
+    """Settings of data preparation; together with the text they determine the token shards."""
 
     source: str
     tokenizer: str
@@ -245,7 +245,7 @@ def _manifest(directory: Path) -> Manifest:
         return Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         raise InputError(
-            f"{directory} holds no prepared data (there is no {MANIFEST}): "
+            f"{directory} contains no prepared data (there is no {MANIFEST}): "
             f"run sinklab data prepare SOURCE --tokenizer NAME --out {directory}"
         ) from error
     except ValidationError as error:

@@ -33,7 +33,7 @@ BPE_SAMPLE_BYTES = 8 * 2**20
 """Approximate maximum size of the sample on which a tokenizer is trained, bytes; every n-th document is sampled."""
 
 StageProgress = Callable[[str, int, int | None], None]
-"""Callback, called with the stage ("tokenizer", "tokens"), the bytes of text done and the total (None if unknown)."""
+"""Callback that receives the stage ("tokenizer", "tokens"), the bytes of text done and the total (None if unknown)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Stream:
             if size >= SAMPLE_CHARACTERS:
                 break
         if not sample:
-            raise InputError(f"{self.name or self.source} holds no text: every document in it is empty")
+            raise InputError(f"{self.name or self.source} contains no text: every document in it is empty")
         _, lengths = tokenizer.encode_flat(sample)
         return int(lengths.sum()) / sum(len(text.encode()) for text in sample)
 

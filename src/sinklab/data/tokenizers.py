@@ -90,7 +90,7 @@ class Tokenizer:
         """Return the vocabulary string of a token."""
         added = self.backend.get_added_tokens_decoder().get(token_id)
         token = self.backend.id_to_token(token_id) if added is None else added.content
-        assert token is not None, f"{token_id} is no id of this vocabulary"
+        assert token is not None, f"{token_id} is not an id of this vocabulary"
         return token
 
     def save(self, directory: Path) -> Path:
@@ -217,7 +217,7 @@ def _fetched(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:  # network, hub, name and cache errors share no base class
         raise InputError(
-            f"tokenizer {name!r} is neither a folder here nor could it be fetched from the Hugging Face hub "
+            f"tokenizer {name!r} is not a local folder, and could not be downloaded from the Hugging Face hub "
             f"({type(error).__name__}). Check the name and the connection, use a folder with "
             "tokenizer.json, or use train:SIZE to train one on the corpus."
         ) from error

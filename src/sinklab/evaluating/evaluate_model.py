@@ -214,5 +214,5 @@ def measure_and_evaluate(
     metrics = found.tasks[chosen.name].metrics
     scores = {score: 100 * metrics[name].value for name, score in SCORES.items() if name in metrics}
     if not scores:
-        raise InputError(f"{chosen.name} has none of {' and '.join(SCORES)}, but {', '.join(metrics)}")
+        raise InputError(f"{chosen.name} reports none of {' and '.join(SCORES)}; its metrics are {', '.join(metrics)}")
     return measurement.model_copy(update={"scores": scores})

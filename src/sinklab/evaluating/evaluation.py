@@ -160,7 +160,7 @@ def load_scores(path: Path) -> DownstreamScores:
     try:
         return DownstreamScores.model_validate(parse_json(path.read_text("utf-8")))
     except (OSError, ValueError, ValidationError) as error:
-        raise InputError(f"{path} cannot be read as an evaluation ({error}): rerun it with another --out") from error
+        raise InputError(f"{path} cannot be read as an evaluation ({error}): choose another --out") from error
 
 
 def write_records(path: Path, records: Sequence[ItemRecord]) -> None:

@@ -11,7 +11,7 @@ cells:
   sink_token_without_bos: [sink_token, {data: {bos: false}}]    # several of both, merged in this order
 adapted:                                                        # differences at a scale, with the reason
   tiny:
-    - why: "eight tokens of 64 are what 256 are of 2,048"
+    - why: "a window of 8 of 64 tokens corresponds to 256 of 2,048"
       cells: {window_256: {model: {attention: {mask: {width: 8}}}}}
 evidence: confirmatory                                          # or exploratory; applies to all claims
 stated: 2026-11-23                                              # the date on which its claims were written
@@ -26,7 +26,7 @@ changes:                                                        # a grid: every 
 cells:                                                          # of the model passed as --model
   natural: {inputs: natural}                                    # text, 100 sequences of 64 tokens, eps 0.3
   repeat: {inputs: repeat}
-  short: {inputs: natural, length: 16, eps: 0.2}                # the same sequences cut shorter, from the same pass
+  short: {inputs: natural, length: 16, eps: 0.2}                # the same sequences, truncated, from the same pass
   swapped_5: {inputs: repeat, swap_position: [1, 5]}
   chat: {inputs: natural, model: chat}                          # the second --model
   end: {inputs: natural, models: [ORG/seed1@step1000, ORG/seed2@step1000]}    # these models, as replicates
@@ -307,12 +307,12 @@ class Experiment(Part):
             if missing := [cell for cell in asked if cell not in known]:
                 raise ValueError(f"claim {claim.id} is about cell {missing[0]!r}, which does not exist")
             if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
-                raise ValueError(f"claim {claim.id} is made at scale {wrong[0]!r}, which the experiment lacks")
+                raise ValueError(f"claim {claim.id} is made at scale {wrong[0]!r}, which the experiment does not have")
         if wrong := [cell for cell in (self.published.rows if self.published else ()) if cell not in known]:
             raise ValueError(f"published: {wrong[0]!r} is not a cell")
         for scale, adaptations in self.adapted.items():
             if scale not in self.base:
-                raise ValueError(f"adapted to scale {scale!r}, which the experiment lacks")
+                raise ValueError(f"adapted to scale {scale!r}, which the experiment does not have")
             if wrong := [name for one in adaptations for name in one.without if name not in self.cells]:
                 raise ValueError(f"{wrong[0]!r}, to be removed at scale {scale}, is not a cell")
 

@@ -145,9 +145,9 @@ def measure_experiment(
 
     Raises:
         InputError: if the first model or the text is unusable, a model lacks the positional embeddings that the
-            experiment changes, or `out` holds measurements with other settings. Later models that cannot be loaded are
-            listed as failed instead.
-        UnsavedError: if a result cannot be saved; the exception holds the results so far.
+            experiment changes, or `out` contains measurements with other settings. Later models that cannot be
+            loaded are listed as failed instead.
+        UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     experiment = of_given_models(experiment, models)
     subjects = subjects_of(experiment, models, text)
@@ -232,7 +232,7 @@ def claims_about(
     """Yield the claims that apply to the models of `subjects`, with cells renamed as in the results.
 
     Args:
-        found: results on repeated tokens, which tell which proposition applies to the model; None if not measured.
+        found: results on repeated tokens, which determine the proposition for the model; None if not measured.
     """
     roles = {role for one in subjects for role in one.models}
     for claim in experiment.claims:
@@ -241,9 +241,9 @@ def claims_about(
         if absent:
             yield Undecidable(claim, f"no {absent[0]} model was given: it is the second --model")
         elif claim.proposition is not None and found is None:
-            yield Undecidable(claim, "no proposition of the paper speaks of the model, or it is not measured yet")
+            yield Undecidable(claim, "no proposition of the paper applies, or repeated tokens are not measured yet")
         elif claim.positions is not None and found is None:
-            yield Undecidable(claim, "how the model tells positions apart is not known before repeated tokens are read")
+            yield Undecidable(claim, "the kind of positional embedding is unknown until repeated tokens are measured")
         elif _applies(claim, found):
             yield from _about(claim, subjects)
 
@@ -259,7 +259,7 @@ def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undeci
     match claim.check:
         case AlikeOverDomains() as check:
             if len(subjects) < 2:
-                yield Undecidable(claim, "it takes two domains or more")
+                yield Undecidable(claim, "requires at least two domains")
             else:
                 yield claim.about(check.over(tuple(one.cell_name(check.cell) for one in subjects)))
         case GrowsWithSize() | AlikeOverSizes() as check:
@@ -288,8 +288,8 @@ def _by_family(
         yield claim.about(check.over(tuple(one.cell_name(check.cell) for one in members)), family)
     if not enough:
         asked = f"of {' or '.join(check.families)}" if check.families else "of one family of the paper's list"
-        besides = f", {' and '.join(check.but)} apart" if check.but else ""
-        yield Undecidable(claim, f"it takes {FEWEST_MODELS} models {asked}{besides}")
+        besides = f", {' and '.join(check.but)} excluded" if check.but else ""
+        yield Undecidable(claim, f"requires {FEWEST_MODELS} models {asked}{besides}")
 
 
 def _described(

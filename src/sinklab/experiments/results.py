@@ -158,7 +158,7 @@ def _excess(found: Propositions) -> float:
 
 
 def _angles(measured: Measurement, eps: float) -> dict[str, float]:
-    """Average cos(q, k) and |q| |k| over heads with mean importance of the first token above eps, by quantity."""
+    """Return means of cos(q, k) and |q| |k| over the heads with a mean importance of the first token above eps."""
     heads_LH = measured.importance[:, :, 0] > eps
     cosine_LHT = measured.details.cosine if measured.details else None
     product_LHT = measured.details.norm_product if measured.details else None

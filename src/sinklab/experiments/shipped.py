@@ -1,4 +1,4 @@
-"""Load experiments, shipped with sinklab (YAML files in `shipped/`) or from a file, and list their cost."""
+"""Load experiments that are shipped with sinklab (YAML files in `shipped/`) or given as a file; list their cost."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -69,13 +69,13 @@ def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
     name, _, wanted = (claim.same_as or "").rpartition(".")
     files = _shipped()
     if name != experiment.id and name not in files:
-        raise ValueError(f"claim {claim.id} is the same as {claim.same_as}, and there is no experiment {name!r}")
+        raise ValueError(f"claim {claim.id} refers to {claim.same_as}, but there is no experiment {name!r}")
     own = name == experiment.id
     other = experiment if own else Experiment.model_validate(parse_yaml(files[name].read_text("utf-8")))
     found = next((one for one in other.claims if one.id == wanted), None)
     if found is None or found.check is None:
-        why = "there is no such claim" if found is None else f"that refers to {found.same_as} itself"
-        raise ValueError(f"claim {claim.id} is the same as {claim.same_as}, and {why}")
+        why = "there is no such claim" if found is None else f"that claim refers to {found.same_as} itself"
+        raise ValueError(f"claim {claim.id} refers to {claim.same_as}, but {why}")
     scales = claim.scales or (found.scales and tuple(scale for scale in found.scales if scale in experiment.base))
     condition = other.massive_cell(found) or False if claim.asks_massive is None else claim.asks_massive
     return claim.model_copy(update={"check": found.check, "scales": scales, "asks_massive": condition})

@@ -74,7 +74,7 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
 
 
 def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
-    """Return the claims; each reference (`same_as`) has the verdict of the referenced claim, if that is among them."""
+    """Return the claims; a reference (`same_as`) has the verdict of the claim it names, if that claim is among them."""
     known = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
     copied = {"verdict", "evidence", "seeds", "at_eps", "analysis", "stated", "finds", "elsewhere", "replicate"}
     return [

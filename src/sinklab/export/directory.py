@@ -166,7 +166,7 @@ def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: 
         _evaluation_table(recipe, [row for row in history if row.step <= step]),
         _loading(form),
         f"The sequences that it was trained on were changed (`data.{'`, `data.'.join(changed)}`), which the tokenizer "
-        "does not do: numbers measured on plain text differ from those of the run."
+        "does not reproduce: numbers measured on plain text differ from those of the run."
         if changed
         else "",
         f"## Recipe\n\n```yaml\n{recipe.to_yaml()}```\n",
@@ -184,7 +184,7 @@ def _evaluation_table(recipe: Recipe, history: list[Evaluation]) -> str:
             next(iter(last.sink_rate), None),
             ".2f",
         ),
-        "on the bias, percent of heads": (last.sink_rate_bias, ".2f"),
+        "sink on the bias, percent of heads": (last.sink_rate_bias, ".2f"),
         "norm of the first hidden state over the others', largest block": (last.largest_norm_ratio, ".2f"),
         "tokens trained on": (last.tokens, ",.0f"),
     }

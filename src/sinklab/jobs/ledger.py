@@ -31,7 +31,7 @@ AnyDocument = TypeVar("AnyDocument", bound=JobDocument)
 
 
 class Ledger(Generic[AnyDocument]):
-    """File that holds the results of a job as one JSON document.
+    """File that contains the results of a job as one JSON document.
 
     Args:
         out: output directory; None keeps the results in memory only.
@@ -97,8 +97,8 @@ def check_request(
     for key in sorted({*before, *now} - ignored):
         if before.get(key) != now.get(key):
             raise InputError(
-                f"{path} holds {what} with other settings ({key} is {before.get(key)} there and {now.get(key)} now): "
-                "choose another --out, or repeat the original call"
+                f"{path} contains {what} with other settings ({key} is {before.get(key)} there and {now.get(key)} now)"
+                ": choose another --out, or repeat the original call"
             )
 
 

@@ -35,7 +35,7 @@ def write_csv(columns: Columns, path: Path) -> None:
     """Write columns as comma-separated values with a header, atomically.
 
     Raises:
-        InputError: if the path holds a file that is not a sinklab table.
+        InputError: if the file at the path is not a sinklab table.
         SinklabError: if the file cannot be written.
     """
     check_table(path)
@@ -49,7 +49,7 @@ def write_parquet(columns: Columns, path: Path) -> None:
     """Write columns as a Parquet file, atomically.
 
     Raises:
-        InputError: if pyarrow is not installed or the path holds a file that is not a sinklab table.
+        InputError: if pyarrow is not installed or the path has a file that is not a sinklab table.
         SinklabError: if the file cannot be written.
     """
     check_parquet()

@@ -321,7 +321,7 @@ class Measurement(WithArrays):
             InputError: if a file is missing or damaged, or the two files do not match.
         """
         folder = Path(folder)
-        advice = f"{folder} holds no usable measurement; run `sinklab measure` again with --out {folder}"
+        advice = f"{folder} contains no usable measurement; run `sinklab measure` again with --out {folder}"
         try:
             document = parse_json((folder / "measurement.json").read_text(encoding="utf-8"))
             if not isinstance(document, dict):

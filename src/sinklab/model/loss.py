@@ -102,7 +102,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _loss_and_slope(logits_NV: Tensor, targets_N: Tensor, count: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """Compute a chunk's part of the mean loss and, if `training`, the gradient of that part by the logits.
+    """Compute a chunk's part of the mean loss and, if `training`, its gradient with respect to the logits.
 
     The gradient has the dtype of the logits, and may overwrite them.
     """

@@ -189,7 +189,7 @@ class GatedDynamicTanh(DynamicTanh):
 
 
 def build_norm(config: NormConfig, width: int) -> nn.Module:
-    """Build a norm of the residual stream of this width, with a gate behind it if configured."""
+    """Build a norm of the residual stream of this width, followed by a gate if configured."""
     gated = config.gate_rank is not None
     if config.kind == "dynamic_tanh":
         norm = (GatedDynamicTanh if gated else DynamicTanh)(width)

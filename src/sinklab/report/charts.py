@@ -1,7 +1,7 @@
 """Figures and the four primitives that draw them: lines, dots, scatter and heatmap, from plain rows to Altair charts.
 
-The functions read no files and know nothing of runs. A row is a dict. Names are data, never parts of an expression or a
-field name, so that text from a model or a file is never evaluated. Positions and layers are 1-based.
+The functions read no files and do not depend on runs. A row is a dict. Names are data, never parts of an expression or
+a field name, so that text from a model or a file is never evaluated. Positions and layers are 1-based.
 """
 
 import math

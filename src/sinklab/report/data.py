@@ -99,7 +99,7 @@ class ReportedRun:
 
     @classmethod
     def of(cls, measurement: "Measurement") -> "ReportedRun":
-        """Return a reported run with a measurement that is in memory only."""
+        """Build a reported run from a measurement in memory, without a directory."""
         return cls(Path(), model_name(measurement.model) if measurement.model else "model", measurement=measurement)
 
     @property

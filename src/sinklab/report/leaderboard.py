@@ -44,7 +44,7 @@ class SeedScore:
 
 
 ScoreOf = Callable[[str, CellSummary], SeedScore | None]
-"""Function from the name of a cell and the cell to the cell's score; None without a score."""
+"""Function that maps a cell's name and the cell to the cell's score, or to None if it has no score."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ report.html, charts/*.svg           drawn from this folder alone
 EXPERIMENT/                         the experiment's packed runs (experiments/sweep/packed.py)
 checksums.txt                       of every file
 
-The same sweep gives the same bytes. `sinklab verify` checks it, `sinklab reproduce --packed` continues it.
+Packing the same sweep again gives identical files. `sinklab verify` checks the folder, and `sinklab reproduce --packed`
+continues the sweep.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Tables of measurements, comparisons and assessments, for the page and the terminal; a measurement in a notebook."""
+"""Tables of measurements, comparisons and assessments for the page, the terminal and notebooks."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

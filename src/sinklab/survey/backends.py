@@ -55,7 +55,7 @@ class Parity:
         if not found:
             return None
         said = [f"{one.backend} {one.verdict if one.verdict != 'differs' else 'differs from eager'}" for one in found]
-        return f"not all attention backends compute the same for {self.model}: {', '.join(said)}"
+        return f"the attention backends disagree for {self.model}: {', '.join(said)}"
 
     def document(self) -> dict[str, Any]:
         """Return the comparison as a JSON-serializable dict."""

@@ -159,7 +159,7 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
         )
     if not found:
         raise InputError(
-            f"{model} holds no checkpoints: expected folders such as checkpoint-100, step1000 or chck_100M with a "
+            f"{model} contains no checkpoints: expected folders such as checkpoint-100, step1000 or chck_100M with a "
             "config.json each, or a run directory with checkpoints"
         )
     found.sort(key=lambda one: one.step)

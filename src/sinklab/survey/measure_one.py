@@ -137,7 +137,7 @@ def _check_bos(name: str, request: Request, text: Path | None, tokenizer: "PreTr
 
 def _no_bos_to_leave_out(why: str) -> InputError:
     return InputError(
-        f"--ablate no_bos: {why}, so there is none to leave out; use --ablate mask_first:1 to hide the first token"
+        f"--ablate no_bos: {why}, so there is no BOS to remove; use --ablate mask_first:1 to hide the first token"
     )
 
 

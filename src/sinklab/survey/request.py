@@ -85,7 +85,7 @@ class Request(CommandSettings, frozen=True):
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
         check_study(self.study, self.length)
         if "no_bos" in self.study.ablate and (self.no_bos or self.options.inputs != "natural"):
-            why = "--no-bos leaves it out already" if self.no_bos else f"--inputs {self.options.inputs} has none"
+            why = "--no-bos leaves it out already" if self.no_bos else f"--inputs {self.options.inputs} has no BOS"
             raise InputError(f"--ablate no_bos leaves out BOS, but {why}: use only one of the two options")
 
     def needed(self, text: Path | None) -> Path:

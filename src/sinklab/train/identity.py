@@ -24,7 +24,7 @@ LATER: dict[str, object] = {
     "train.float32_matmul": "highest",
     "losses": {"hidden_z": None, "tweo": None},
 }
-"""Neutral values of later recipe keys, by dotted key: with this value, a run is as it was before the key existed."""
+"""Neutral values of recipe keys added later, by dotted key: with these values a run equals one without the key."""
 
 
 def without_later(recipe: dict[str, Any]) -> None:

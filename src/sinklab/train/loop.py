@@ -211,7 +211,7 @@ class Trainer:
         """Evaluate the model and return the results as a line of metrics.jsonl."""
         state, (loss, added) = self.state, self.evaluator.losses()
         if not math.isfinite(loss):
-            raise self._diverged(f"step {state.step} diverged: the validation loss is {loss} after it.")
+            raise self._diverged(f"step {state.step} diverged: the validation loss after it is {loss}.")
         measurement = self.evaluator.measure(other_eps=OTHER_EPS)
         return {
             "step": state.step,

@@ -56,7 +56,7 @@ class Recipe(Part):
     @classmethod
     def _begins_a_directory_name(cls, name: str) -> str:
         if not re.fullmatch(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]*", name):
-            raise ValueError(f"{name!r} cannot begin a directory's name: use one without slashes or a leading dot")
+            raise ValueError(f"{name!r} cannot begin a directory's name: use a name without slashes or a leading dot")
         return name
 
     @model_validator(mode="after")

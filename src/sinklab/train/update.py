@@ -226,7 +226,7 @@ class FiniteCheck:
         self._waiting.append((step, *_begin_copy(numbers)))
 
     def read(self, all_of_them: bool = False) -> list[UpdateResult]:
-        """Return the results of the updates not yet returned; with `late`, without the last update.
+        """Return the results of the updates since the last call; with `late`, the last update is not included yet.
 
         Args:
             all_of_them: include the last update even with `late`.

@@ -102,7 +102,7 @@ class ChatTemplate:
         if not any(whole.text[start:end].strip() for start, end in spans):
             raise InputError(
                 f"{where}: the chat template puts none of the assistant's text between its {{% generation %}} marks: "
-                "pass another as --chat-template FILE"
+                "pass another template as --chat-template FILE"
             )
         chat = self._tokens(whole.text, spans, where)
         if not any(chat.is_trained):
@@ -135,7 +135,7 @@ class ChatTemplate:
             if self._decode(before + found) == self._decode(until):
                 return found
         raise InputError(
-            f"{where}: the model's tokenizer joins the assistant's text with the text beside it, here "
+            f"{where}: the model's tokenizer joins the assistant's text with adjacent text, here "
             f"{piece[:20]!r}, and changes characters if they are tokenized separately: pass a template with a special "
             "token there as --chat-template FILE, or remove the conversation"
         )
@@ -185,7 +185,7 @@ class Chats:
     def note(self, length: int) -> str:
         """Return a sentence with the numbers of conversations read, truncated to `length` and excluded."""
         silent = self.read - len(self.usable)
-        left_out = f", {silent:,} left out without text of the assistant before that" if silent else ""
+        left_out = f", {silent:,} left out because they have no assistant text before the cut" if silent else ""
         otherwise = (
             f"; in {self.inexact:,} the tokenizer drops or changes characters of the assistant's text"
             if self.inexact
@@ -213,7 +213,7 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
             )
         chats.append(template.tokenize(messages, where))
     if not chats:
-        raise InputError(f"{path} holds no conversation")
+        raise InputError(f"{path} contains no conversation")
     taught = [one for one in chats if any(one.is_trained[1:length])]
     usable = [TokenizedChat(one.ids[:length], one.is_trained[:length]) for one in taught]
     cut = sum(len(one.ids) > length for one in taught)

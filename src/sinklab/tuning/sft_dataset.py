@@ -78,7 +78,7 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
     notes = [*_notes_of_loading(opened), *template.notes, chats.note(length)]
     if len(tokens_NT) < settings.sequences:
         notes.append(
-            f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: the text has no more"
+            f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: the text is too short for all"
         )
     tuning = Tuning(
         model=model,
@@ -112,7 +112,9 @@ def open_trainable(name: str, loading: Loading) -> Model:
         raise InputError("a model is tuned on one device, and there are several: choose one by CUDA_VISIBLE_DEVICES=0")
     model = open_model(name, replace(loading, dtype="float32"), as_transformers=True)
     if quantised := quantisation(cast("PreTrainedModel", model.module).config):
-        raise InputError(f"the weights of {name} are quantised ({quantised}) and cannot be trained: use the original")
+        raise InputError(
+            f"the weights of {name} are quantised ({quantised}) and cannot be trained: use the original model"
+        )
     return model
 
 
@@ -130,7 +132,7 @@ def _notes_of_loading(model: Model) -> list[str]:
     data = load_recipe(str(Path(model.name) / "recipe.yaml")).data
     if data.fixed_token is not None or data.random_tokens is not None:
         notes.append(
-            "the run was trained with replaced tokens (data.fixed_token, data.random_tokens); the chats have none"
+            "the run was trained with replaced tokens (data.fixed_token, data.random_tokens); the chats are unchanged"
         )
     return notes
 

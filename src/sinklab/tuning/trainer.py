@@ -38,7 +38,7 @@ class TuneRecord(TrainerCallback):
         folder: folder of metrics.jsonl and updates.jsonl.
         updates, evaluations: rows of earlier calls, up to the checkpoint from which training resumes.
         sink: sink callback of the same trainer, called before this callback.
-        should_stop: callback, called after every update; if it returns True, the trainer saves and ends.
+        should_stop: callback, called after every update; if it returns True, the trainer saves and stops.
         progress: receives the progress of the updates.
     """
 
@@ -75,7 +75,7 @@ class TuneRecord(TrainerCallback):
             self._add_evaluation(state.global_step, logs[f"{EVALUATION}loss"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Make the trainer save and end if a stop was requested."""
+        """Make the trainer save and stop if a stop was requested."""
         if self._should_stop():
             control.should_save = control.should_training_stop = True
 

@@ -95,7 +95,7 @@ class Budgets(AssessPart):
             "budget_for_all_added",
             "The same budget for all heads, added loss",
             ("For all", "nats added"),
-            "the same number of keys, as many for every head",
+            "the same total number of keys, shared equally by all heads",
         ),
     )
 
@@ -130,15 +130,15 @@ class Budgets(AssessPart):
         yield self.unchanged_row()
         yield PartRow(f"{self.size} keys, first {self.first} kept", self.restricted)
         for one in self.policies:
-            yield PartRow(f"{one.policy}, {100 * one.full:g} % full", one, f"{one.keys:g} keys of a head at the end")
+            yield PartRow(f"{one.policy}, {100 * one.full:g} % full", one, f"{one.keys:g} keys per head at the end")
 
     def remark(self) -> str:
         dearest = ", ".join(f"{layer}.{head}" for layer, head in self.retrieval[:8])
         total, costs = sum(one.kl for one in self.heads), {(one.layer, one.head): one.kl for one in self.heads}
         share = sum(costs[head] for head in self.retrieval) / total if total > 0 else 0
         return (
-            f"budgets: a quarter of the key heads has {100 * share:.0f} % of what restricting each costs; the most "
-            f"(layer.head): {dearest}"
+            f"budgets: with each key head restricted alone, a quarter of the heads accounts for {100 * share:.0f} % of "
+            f"the summed KL divergence; the largest (layer.head): {dearest}"
         )
 
     def values(self) -> Iterator[tuple[str, float]]:
@@ -153,10 +153,10 @@ class Budgets(AssessPart):
         return PartFigure(
             "Budgets by head",
             f"Loss added to {self.unchanged.loss:.3f} when some key heads keep all {self.length:,} keys and the others "
-            f"{self.size}, of them the first {self.first} (DuoAttention, 2410.10819), and when all heads keep equally "
-            "many.",
+            f"{self.size}, including the first {self.first} (DuoAttention, 2410.10819), and when all heads keep the "
+            "same number of keys.",
             [*none, *(self.point(one, one.policy, one.keys) for one in self.policies)],
-            PlotAxis("Keys of a head at the end of the text, mean", "x", "keys"),
+            PlotAxis("Keys per head at the end of the text, mean", "x", "keys"),
             series=(BY_COST, BY_SINK, ANY, FOR_ALL),
         )
 

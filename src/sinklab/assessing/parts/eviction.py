@@ -50,7 +50,7 @@ class Eviction(AssessPart):
             "recent_keys_added",
             "Recent keys only, added loss",
             ("Recent keys", "nats added"),
-            "as few keys as in the smallest budget, the most recent",
+            "only the most recent keys, as many as the smallest budget",
         ),
     )
 

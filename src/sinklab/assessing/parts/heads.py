@@ -118,7 +118,7 @@ class Heads(AssessPart):
             tooltip=(
                 ("layer", "layer", "d"),
                 ("head", "head", "d"),
-                ("output_share", "of the head's output", ".3f"),
+                ("output_share", "share of the head's output", ".3f"),
                 ("effective_rank", "effective rank", ".1f"),
             ),
         )

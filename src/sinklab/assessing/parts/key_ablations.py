@@ -74,7 +74,7 @@ class KeyAblations(AssessPart):
             "sink_hidden_added",
             "Sink hidden, added loss",
             ("Sink hidden", "nats added"),
-            "hiding the sink, or the bias that is one",
+            "hiding the sink, which may be a learned bias",
         ),
     )
 
@@ -185,7 +185,7 @@ def _drawn(heads: int, L: int, count: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ZeroedValues:
-    """Compute function: the selected keys keep their attention, with values of zero."""
+    """Attention output with the values of the selected keys set to zero and all attention weights unchanged."""
 
     selection: SelectedKeys
 
@@ -199,7 +199,7 @@ class ZeroedValues:
 
 @dataclass(frozen=True)
 class SpreadShares:
-    """Compute function: the attention of the selected keys is divided equally among the other visible keys."""
+    """Attention output with the weights of the selected keys divided equally among the other visible keys."""
 
     selection: SelectedKeys
 

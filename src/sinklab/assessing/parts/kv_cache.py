@@ -14,7 +14,7 @@ Three bits are not in the public code; the formula is the same.
 (models/llama_kivi.py). Positions count from 0, a query reads the cache with its own key and value added:
 
     keys     full for s >= R floor(t / R): R keys are rounded together once there are R of them, after the last is read
-    values   full for t - s <= R: a value is rounded when R later ones are there, one at a time
+    values   full for t - s <= R: values are rounded one at a time, each when R later values are in the cache
 
 Spared positions stay in full precision and are excluded from the scales: no position; the first n; or outlier tokens
 detected by PrefixQuant's rule (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py, with block outputs):
@@ -114,9 +114,9 @@ class KVCache(AssessPart):
         ),
         PartNumber(
             "cache_due_to_sink",
-            "Of the KV cache in the fewest bits, due to the sink",
+            "Part of the loss added by the KV cache in the fewest bits that is due to the sink",
             ("sink's part", "of these"),
-            "how much of what KV cache adds is due to the sink",
+            "the part of the loss in column KV cache that is due to the sink",
         ),
     )
 
@@ -152,7 +152,7 @@ class KVCache(AssessPart):
         for one in self.settings:
             yield PartAnswer(f"keys and values in {one.bits} bits", self.added(one.everything))
         words = f"with a cache in {fewest.bits} bits"
-        yield PartAnswer(f"of {fewest.bits} bits due to the sink", fewest.due_to_sink, gained=words)
+        yield PartAnswer(f"part of the loss in {fewest.bits} bits due to the sink", fewest.due_to_sink, gained=words)
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
@@ -163,8 +163,8 @@ class KVCache(AssessPart):
             yield PartRow(f"{one.bits} bits, {spared} spared", one.first_spared)
             yield PartRow(f"{one.bits} bits, outliers spared", one.found_spared)
         heads = f"key head{'s' * (len(self.exempt) > 1)}"
-        yield PartRow(f"{self.head_bits} bits but {len(self.exempt)} dearest {heads}", self.without_exempt)
-        yield PartRow(f"{self.head_bits} bits but {len(self.exempt)} random {heads}", self.without_random)
+        yield PartRow(f"{self.head_bits} bits except {len(self.exempt)} costliest {heads}", self.without_exempt)
+        yield PartRow(f"{self.head_bits} bits except {len(self.exempt)} random {heads}", self.without_random)
 
     def remark(self) -> str:
         found = sum(map(len, self.found))
@@ -179,7 +179,7 @@ class KVCache(AssessPart):
         return f"; up to {self.residual} recent tokens are in full precision" if self.residual else ""
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the losses added when all positions are rounded, and how much of it is due to the sink."""
+        """List the losses added when all positions are rounded, and the part due to the sink with the fewest bits."""
         for one in self.settings:
             yield f"cache_{one.bits}_bits_added", self.added(one.everything)
         fewest = min(self.settings, key=lambda one: one.bits)
@@ -260,7 +260,7 @@ class RoundedCache:
         mask, T, device = layer.call.mask, layer.length, layer.call.q_BHTD.device
         if not mask.causal:
             raise InputError(
-                "its queries see later keys, of which no cache keeps the most recent: leave --residual out"
+                "its queries attend to later keys, so there are no most recent keys to keep: leave --residual out"
             )
         outs = []
         for start in range(0, T, R):

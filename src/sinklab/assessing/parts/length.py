@@ -61,8 +61,8 @@ class LossByLength(AssessPart):
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
         if adapter.ends is None and cls.name not in settings.parts and (settings.long_length or 0) > LONGEST_UNASKED:
             return (
-                f"beyond its context of {adapter.context:,} tokens it would read {settings.long_length:,} at once, "
-                f"which takes long: --parts {cls.name} does so"
+                f"beyond its context of {adapter.context:,} tokens it would read {settings.long_length:,} tokens at "
+                f"once, which takes long: pass --parts {cls.name} to include it"
             )
         return adapter.ends
 

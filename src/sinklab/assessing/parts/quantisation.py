@@ -112,9 +112,9 @@ class Quantisation(AssessPart):
         ),
         PartNumber(
             "int8_due_to_sink",
-            "Of static int8's, due to the sink",
+            "Part of static int8's added loss that is due to the sink",
             ("of the sink", "of these"),
-            "how much of what Int8 adds is due to the sink",
+            "the part of the loss in column Int8 that is due to the sink",
         ),
     )
 
@@ -133,7 +133,7 @@ class Quantisation(AssessPart):
         for one in self.settings:
             yield PartAnswer(one.name, self.added(one.everything))
             if one.name == STATIC:
-                yield PartAnswer("of it due to the sink", one.due_to_sink, gained="in static int8")
+                yield PartAnswer("part of this loss due to the sink", one.due_to_sink, gained="in static int8")
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()

@@ -13,9 +13,9 @@ Within the feed-forward part that adds most up to the block with the largest |x|
 
     a_j W_down[c, j] g,      g = feed-forward / (output of the part in c)
 
-where g is 1, or the factor that a norm after the part applies to c. W_down is identified, without names, as the weight
-whose gradient of that output is non-zero in row c only; a_j is that gradient, which includes the routing
-weight within an expert. The addition of an expert is the sum over its neurons.
+where g is 1, or the factor that a norm after the part applies to c. W_down is identified without names: the gradient of
+that output with respect to W_down is non-zero in row c only. a_j is that gradient, which includes the routing weight
+within an expert. The addition of an expert is the sum over its neurons.
 
 The single weight W_down[c, j]: j is chosen among the 8 neurons with the largest additions so that |x_c| after that
 block is smallest without it (later blocks often subtract x_c again in any case). `super_weight` is True if the
@@ -158,13 +158,13 @@ class Writer(AssessPart):
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
         config: Any = adapter.module.config
         if adapter.post_norms or getattr(config, "do_layer_norm_before", True) is False:
-            return "its norms follow the sublayers and scale the whole stream, which is then not a sum of additions"
+            return "its norms follow the sublayers and scale the residual stream, so it is not a sum of additions"
         for layer, block in enumerate(adapter.blocks, 1):
             part = feed_forward(block)
             if part is None:
                 return f"no feed-forward part was found in block {layer}"
             if not all(weight.is_floating_point() for weight in part.parameters()):
-                return "its weights are quantised, and single ones cannot be zeroed"
+                return "its weights are quantised, so a single weight cannot be zeroed"
         return None
 
     @classmethod
@@ -197,9 +197,10 @@ class Writer(AssessPart):
 
     def figure(self) -> PartFigure:
         return PartFigure(
-            "Who writes the massive activation",
-            f"What each block's attention and feed-forward part add to channel {self.channel} at the first position, "
-            f"which is {self.value:,.4g} after block {self.block} (the median of |x| there is {self.median:.3g}).",
+            "Sublayers that write the massive activation",
+            f"Additions of each block's attention and feed-forward part to channel {self.channel} at the first "
+            f"position, which is {self.value:,.4g} after block {self.block} (the median of |x| there is "
+            f"{self.median:.3g}).",
             [
                 {"series": series, "x": one.layer, "y": adds}
                 for one in self.blocks

@@ -54,7 +54,7 @@ class StickBreaking(OperationPart):
     kind: Literal["stick_breaking"] = "stick_breaking"
     rest: Literal["dropped", "own", "learned"] = Field(
         default="dropped",
-        description="value of the rest: zero, the query's own value, or a learned vector per head",
+        description="value of the remaining attention: zero, the query's own value, or a learned vector per head",
     )
     sequential: ClassVar[bool] = True
     examples: ClassVar = {

@@ -67,7 +67,7 @@ def print_experiment(one: ListedExperiment, console: Console) -> None:
         console.print(f"{scale}: {_time_here(one, scale, jobs)} ({runs})", highlight=False)
     _print_estimates([one], jobs, console)
     given = "--dry-run" if one.scales else "--model MODEL --text FILE --dry-run"
-    console.print(Text(printable(f"What each cell changes: sinklab reproduce {one.id} {given}")), soft_wrap=True)
+    console.print(Text(printable(f"Changes of each cell: sinklab reproduce {one.id} {given}")), soft_wrap=True)
     console.print()
 
 
@@ -87,7 +87,7 @@ def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Cons
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
-    """Print the statement of each part of the paper (table, figure, ..), our claims on it, and what no claim covers."""
+    """Print the statement of each part of the paper (table, figure, ..), and our claims on it or why there are none."""
     for name, part in parts.items():
         console.print(Text.assemble((printable(name), "bold"), f": {printable(part.says)}"))
         claims = ", ".join(one.removeprefix(f"{name}.") for one in part.claims)
@@ -102,8 +102,8 @@ def hours_line(ahead: Preview) -> str:
         return f"all {ahead.runs} runs are done"
     trained = f"{ahead.missing} of {ahead.runs} runs are to be trained"
     if ahead.hours is None:
-        how_long = "" if ahead.estimated else "; how long one takes there is not known before one has finished"
-        return f"{trained} by {ahead.engine}, as many at a time as it takes{how_long}"
+        how_long = "" if ahead.estimated else "; the time per run is unknown until the first has finished"
+        return f"{trained} by {ahead.engine}, as many at a time as it allows{how_long}"
     return f"{trained}, {ahead.jobs} at a time: {duration(ahead.hours * 3600)} ({ahead.estimated})"
 
 
@@ -174,7 +174,7 @@ def print_plan(plan: "TrainingPlan", console: Console) -> None:
         **{f"  {name}": f"{megabytes(size)} MB" for name, size in asdict(plan.memory).items()},
     }
     if plan.hours_at_peak is not None:
-        rows["at the full speed of the card"] = f"{plan.hours_at_peak:.1f} hours"
+        rows["time at the GPU's peak FLOP/s"] = f"{plan.hours_at_peak:.1f} hours"
     title = f"{plan.name} on {plan.processes} x {plan.device}"
     print_table(Table(title, names("", ""), list(rows.items())), console)
 
@@ -187,6 +187,6 @@ def print_estimate(found: "Estimate", console: Console) -> None:
     rows = [(amount.name, amount.bytes, amount.tokens, amount.taken) for amount in found.amounts]
     sizes, tokens = [amount.bytes for amount in found.amounts], [amount.tokens for amount in found.amounts]
     rows.append(("all", known_sum(sizes), known_sum(tokens), found.tokens))
-    written = "not known" if found.shard_bytes is None else f"{found.shard_bytes:,}"
-    notes = [f"shards: {written} bytes. Estimated; nothing was written. An en dash: not known."]
+    written = "an unknown number of" if found.shard_bytes is None else f"{found.shard_bytes:,}"
+    notes = [f"shards: {written} bytes. All numbers are estimates; nothing was written. An en dash: unknown."]
     print_table(Table("", columns, rows, notes), console)

@@ -161,7 +161,7 @@ def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
     ]
     rows.append([f"{len(found)} models", "", sum(size.disk_gb for size in found), "", "", "", ""])
     notes = ["* counted from the local configuration"] if any(size.counted == "config" for size in found) else []
-    title = f"Size on disk and in memory in GB (10^9 bytes); peak: about, in dtype {dtype}"
+    title = f"Size on disk and in memory in GB (10^9 bytes); the peak is approximate, in dtype {dtype}"
     print_table(Table(title, columns, rows, notes), console)
 
 
@@ -209,12 +209,14 @@ def print_scores(scores: "DownstreamScores", console: Console) -> None:
         if task.left_out:
             notes.append(f"{task.left_out:,} items were left out, as an answer is longer than the model's context")
         if task.cut:
-            notes.append(f"{task.cut:,} contexts are longer than the model's, and lost their first words")
+            notes.append(f"{task.cut:,} contexts exceed the model's context and were truncated at the start")
         if task.sink is None:
             notes.append("no item is long enough to measure the sink on; pass --text FILE")
         else:
             where = "its items" if task.sink.text == "task" else task.sink.text
-            notes.append(f"Sink_1 is of {task.sink.sequences} sequences of {task.sink.length} tokens of {where}")
+            notes.append(
+                f"Sink_1 is measured on {task.sink.sequences} sequences of {task.sink.length} tokens of {where}"
+            )
         print_notes([f"{name}: {note}" for note in notes], console)
     print_notes(scores.notes, console)
 
@@ -261,11 +263,11 @@ def print_replay(found: "Replay", console: Console) -> None:
     begin = "the initial weights" if found.checkpoint is None else str(found.checkpoint)
     console.print(f"step {found.step} from {begin}, {found.repeated} updates repeated", highlight=False, soft_wrap=True)
     console.print(f"loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}", highlight=False)
-    console.print(f"first tensor that is not finite: {found.first_not_finite or 'none'}", highlight=False)
+    console.print(f"first non-finite tensor: {found.first_not_finite or 'none'}", highlight=False)
     ranked = sorted(found.grad_norms.items(), key=lambda item: (item[1] == item[1], -item[1]))
     columns = [*names("parameter"), TableColumn("gradient norm", form=".4g")]
     print_table(
-        Table(f"the {GRADIENTS} largest gradients, not finite ones first", columns, ranked[:GRADIENTS]), console
+        Table(f"the {GRADIENTS} largest gradients, non-finite ones first", columns, ranked[:GRADIENTS]), console
     )
 
 
@@ -319,6 +321,6 @@ def print_tuning(tuning: "Tuning", console: Console) -> None:
         )
         for name, side in tuning.sides().items()
     ]
-    title = f"Before and after tuning (eps {asked.eps:g}, loss held out in nats)"
+    title = f"Before and after tuning (eps {asked.eps:g}, held-out loss in nats)"
     print_table(Table(title, columns, rows).without_empty_columns(), console)
     print_notes(tuning.notes, console)

@@ -90,7 +90,7 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
         found = True
         yield text
     if not found:
-        raise InputError(f"source {source} holds no text: every document in it is empty")
+        raise InputError(f"source {source} contains no text: every document in it is empty")
 
 
 def total_bytes(source: str) -> int | None:

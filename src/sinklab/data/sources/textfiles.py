@@ -33,7 +33,7 @@ def text_files(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
         if not found:
-            raise InputError(f"folder {path} holds no .txt or .jsonl file")
+            raise InputError(f"folder {path} contains no .txt or .jsonl file")
         return found
     if not path.exists():
         raise InputError(
@@ -135,7 +135,7 @@ def _rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise InputError(f"{where}: not valid JSON ({error}); each line is one JSON object") from error
+            raise InputError(f"{where}: not valid JSON ({error}); each line must be one JSON object") from error
         yield row, where
 
 

@@ -1,7 +1,7 @@
 """Planned runs, the engine protocol, and the scheduler.
 
 The process that trains a run holds its lock and writes record.json before releasing it. The scheduler skips runs that
-another process has locked and polls them; if that process dies, the run is trained here.
+another process has locked and polls them; if that process dies, the scheduler submits the run itself.
 """
 
 import time
@@ -109,7 +109,7 @@ class Engine(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ask all runs to save and end; their last events follow in `events`. Runs not yet started end as `stopped`."""
+        """Request that all runs save and stop; their last events follow, `stopped` for runs not yet started."""
         ...
 
     def close(self) -> None:

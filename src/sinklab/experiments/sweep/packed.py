@@ -111,7 +111,7 @@ def read_packed(folder: Path) -> list[PackedRun]:
             for row in _rows((folder / RUNS).read_text(encoding="utf-8"))
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-        raise InputError(f"{folder} holds packed runs that cannot be read ({error}): restore its files") from error
+        raise InputError(f"{folder} contains packed runs that cannot be read ({error}): restore its files") from error
 
 
 def unpack(top: Path, into: Path) -> list[Path]:
@@ -129,7 +129,7 @@ def unpack(top: Path, into: Path) -> list[Path]:
         SinklabError: if a file cannot be written.
     """
     if not is_packed(top):
-        raise InputError(f"{top} holds no packed runs: expected folders with {RUNS}, as report --pack writes them")
+        raise InputError(f"{top} contains no packed runs: expected folders with {RUNS}, as report --pack writes them")
     made = []
     for folder in sorted(path.parent for path in top.glob(f"*/{RUNS}")):
         for run in read_packed(folder):

@@ -162,7 +162,7 @@ def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
     except ValueError as error:
         raise InputError(f"{name}, the base of {experiment.id}, is not a valid recipe: {error}") from error
     if not isinstance(values, dict):
-        raise InputError(f"{name}, the base of {experiment.id}, must hold a mapping of recipe keys")
+        raise InputError(f"{name}, the base of {experiment.id}, must contain a mapping of recipe keys")
     return values
 
 

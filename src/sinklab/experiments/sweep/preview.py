@@ -35,9 +35,9 @@ MATRIX = 1024  # matrix size of timed matmuls
 UNKNOWN_VOCABULARY = 1024
 LONGEST_UPDATE_S = 1.0  # longer updates are not timed, because large models also take long to initialise
 SOURCES = {
-    "runs": "by the finished runs of that directory",
-    "updates": "by some updates timed on this machine",
-    "products": "at the speed of this machine's matrix products, which no run reaches",
+    "runs": "estimated from the finished runs of that directory",
+    "updates": "estimated from some updates timed on this machine",
+    "products": "estimated from this machine's matmul speed, which no run reaches",
 }
 
 

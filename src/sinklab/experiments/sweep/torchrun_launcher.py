@@ -1,7 +1,7 @@
 """Train a run on several GPUs of a machine with torchrun.
 
 Launcher and processes (`worker.main`) share a temporary folder with the pickled run, a file `stop` that asks the
-processes to save and end, and the last event. Progress is read from the run directory.
+processes to save and stop, and the last event. Progress is read from the run directory.
 """
 
 import os

@@ -78,7 +78,7 @@ def verify_packed(
         runs = found_runs(files)
         checks.append(_check_runs(runs))
         checks.append(check_dates(read_manifests(top).values(), runs))
-        say("judging every claim anew")
+        say("judging all claims again")
         checks.append(_check_verdicts(top, files))
         if retrain:
             checks.append(_retrained(runs, retrain, seed, say))
@@ -92,7 +92,7 @@ def _check_files(top: Path) -> Verified:
     check.problems += [f"{name} is missing" for name in sorted(expected.keys() - there)]
     check.problems += [f"{name} is not in {CHECKSUMS}" for name in sorted(there - expected.keys())]
     check.problems += [
-        f"{name} is not what was packed"
+        f"{name} differs from the packed file"
         for name in sorted(expected.keys() & there)
         if sha256_of(top / name) != expected[name]
     ]
@@ -105,14 +105,14 @@ def _check_runs(runs: dict[str, Path]) -> Verified:
     for run_hash, directory in sorted(runs.items(), key=lambda item: item[1].name):
         record = read_record(directory)
         if record is None or record.hash != run_hash:
-            check.problems.append(f"{directory.name} has the record of another run, or none")
+            check.problems.append(f"{directory.name} has no record, or the record of another run")
             continue
         check.problems += [
             f"{directory.name}: {name} was changed since the run ended" for name in edited(directory, record)
         ]
         fingerprint = read_environment(directory).get("data", {}).get("fingerprint")
         if load_recipe(str(directory / "recipe.yaml")).content_hash(str(fingerprint)) != run_hash:
-            check.problems.append(f"{directory.name}: its recipe on its text is not run {run_hash}")
+            check.problems.append(f"{directory.name}: its recipe and text do not have the hash {run_hash}")
     return check
 
 
@@ -120,22 +120,22 @@ def _check_verdicts(top: Path, files: Path) -> Verified:
     """Recompute the cells and claims of summary.json from metrics and manifests, and compare."""
     now = summary_of(read_manifests(top), files)
     before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
-    check = Verified("verdicts judged anew", len(before.claims))
+    check = Verified("verdicts judged again", len(before.claims))
     judged = {(one.experiment, one.id): one for one in now.claims}
     for claim in before.claims:
         again = judged.pop((claim.experiment, claim.id), None)
         if again is None:
-            check.problems.append(f"{claim.experiment}.{claim.id} is a claim of no experiment in asked/")
+            check.problems.append(f"{claim.experiment}.{claim.id} is not a claim of any experiment in asked/")
         elif again.model_dump() != claim.model_dump():
             check.problems.append(
-                f"{claim.experiment}.{claim.id} is {claim.verdict} in {SUMMARY} ({claim.evidence}) and {again.verdict} "
-                f"by its runs ({again.evidence})"
+                f"{claim.experiment}.{claim.id} is {claim.verdict} in {SUMMARY} ({claim.evidence}), but "
+                f"{again.verdict} when judged from its runs ({again.evidence})"
             )
     check.problems += [f"{one}.{name} is missing in {SUMMARY}" for one, name in judged]
     for name in before.cells.keys() | now.cells.keys():
         values = [None if name not in one.cells else one.cells[name].model_dump()["values"] for one in (before, now)]
         if not _same_numbers(*values):
-            check.problems.append(f"cell {name} has other numbers in {SUMMARY} than by its runs")
+            check.problems.append(f"cell {name}: the numbers in {SUMMARY} differ from those of its runs")
     return check
 
 
@@ -201,7 +201,7 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
 
 def _different_bits(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iterator[str]:
     if [one.step for one in old] != [one.step for one in new]:
-        yield "it has other evaluations"
+        yield "it was evaluated at other steps"
         return
     for before, after in zip(old, new, strict=True):
         keys = [key for key, value in _numbers(before).items() if _numbers(after)[key] != value]
@@ -224,7 +224,7 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
 
 
 def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:
-    """Check that every claim was stated before the day, or on the day, on which the runs of its cells began.
+    """Check that every claim was stated no later than the day on which the first run of its cells began.
 
     A later confirmatory claim is a problem, a later exploratory claim a note. References, claims without a date and
     runs without a start time are not checked.

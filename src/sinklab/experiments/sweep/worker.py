@@ -54,7 +54,8 @@ def train_cell(
     Args:
         threads: number of PyTorch threads on a CPU; default: unchanged.
         watch: callback, called with all events but the last, which is returned.
-        should_stop: callback, called before every update; True saves and ends. It must then keep returning True.
+        should_stop: callback, called before every update; if it returns True, the run is saved and training stops. It
+            must then keep returning True.
         world: training processes, all of which call this function.
 
     Returns:
@@ -113,7 +114,7 @@ def _opened(planned: PlannedRun, recipe: Recipe, world: World) -> Run:
     if run.hash != planned.hash:
         raise world.shared_error(
             InputError(
-                f"{planned.name} is run {run.hash} here and was planned as {planned.hash}: the text of "
+                f"{planned.name} is run {run.hash} on this machine, but was planned as {planned.hash}: the text of "
                 f"{recipe.data.source} or the version of sinklab differs between the machines"
             )
         )

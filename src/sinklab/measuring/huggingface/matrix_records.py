@@ -92,7 +92,7 @@ class MatrixRecords(Recorder):
             raise SinklabError(
                 f"the model type {self._model.config.model_type!r} does not pass its attention through transformers' "
                 f"attention interface, and it returns {len(self._importance)} attention matrices and the keys of "
-                f"{len(stored)} layers where there are {self._expected}, so sinks in it cannot be measured. Measure a "
+                f"{len(stored)} layers instead of {self._expected}, so sinks in it cannot be measured. Measure a "
                 "model of another type, or try a newer version of transformers."
             )
         if self._details is not None:

@@ -139,7 +139,7 @@ class DetailsCollector:
         self._values.append(self._real.align(token_norms(values_BGTV.detach())))
 
     def gates(self, layer: int, gates_BHTX: Tensor) -> None:
-        """Add the gate statistics of an attention layer (1-based), computed from its gates."""
+        """Add the statistics of the gates of one attention layer (1-based)."""
         if self._real is None:
             return  # a forward pass before the first batch
         exact, align = gates_BHTX.detach().to(accumulate_dtype(gates_BHTX.dtype)), self._real.align

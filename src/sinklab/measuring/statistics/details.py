@@ -114,7 +114,7 @@ class NormProduct(OfRows):
 BY_QUERY = BucketLines(
     "by-query",
     "The sink along the sequence",
-    "Attention of a query to the first token (solid) and to an average other earlier token (dashed), by query "
+    "Attention of a query to the first token (solid), and mean over the other earlier tokens (dashed), by query "
     "position, mean over layers, heads and seeds. Without a sink the two curves are close.",
     series="first token",
     x_title="Position of the query",
@@ -170,7 +170,7 @@ class RestByQuery(OfRows):
 VISIBLE_BY_QUERY = BucketLines(
     "visible-by-query",
     "How many queries see the first token",
-    "Share of the queries that see the first token (solid) and an average other earlier token (dashed), by query "
+    "Share of the queries that see the first token (solid), and mean over the other earlier tokens (dashed), by query "
     "position, mean over layers, heads and seeds. Shown for sliding windows, and for models with an indexer that "
     "selects the keys of each query (DeepSeek-V3.2).",
     series="first token",

@@ -217,7 +217,7 @@ class ScoreBlock:
 
     @cached_property
     def sees_first_BHQ(self) -> Tensor:
-        """1 where a query that is no padding can attend to the first token, else 0; requires access to the queries."""
+        """1 where a query of a real token can attend to the first token, else 0; requires access to the queries."""
         seen_BHQS = self.cosine_and_seen[1]
         at_B11 = self.layer.first_B11 - self.part.low  # negative if the sliding window no longer covers it
         found_BHQ = seen_BHQS.gather(-1, at_B11.clamp(min=0)[:, None].expand(*seen_BHQS.shape[:3], 1))[..., 0]
@@ -225,7 +225,7 @@ class ScoreBlock:
 
     @cached_property
     def _before(self) -> Tensor:
-        """Cumulative sums of the attention over the block's keys, from 0."""
+        """Cumulative sums of the attention over the block's keys, with a leading 0."""
         return F.pad(self.weights_BHQS.cumsum(-1), (1, 0))
 
     def _up_to(self, column_BQX: Tensor) -> Tensor:

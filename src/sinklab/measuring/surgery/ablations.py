@@ -112,7 +112,7 @@ def measure_ablations(
 
 
 def _first_and_top(found: Sequence[MassiveActivation]) -> tuple[MassiveActivation, MassiveActivation]:
-    """Return the strongest activation at two blocks: the first where its channel is the largest, and the strongest."""
+    """Return two of `found`: the first at the position and channel of the strongest, and the strongest."""
     top = strongest(found)[0]
     return next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension)), top
 

@@ -25,7 +25,7 @@ def changed_positions(model: LanguageModel, study: Study, length: int) -> Iterat
     """Swap or replace the learned positional embeddings in the `with` block; yields one note per intervention.
 
     Raises:
-        InputError: if the model has no learned positional embeddings, or a position is beyond the sequences.
+        InputError: if the model has no learned positional embeddings, or a position is beyond the end of the sequences.
     """
     notes = []
     check_study(study, length)

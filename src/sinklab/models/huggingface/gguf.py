@@ -1,8 +1,8 @@
 """GGUF files (llama.cpp): config, tokenizer, chat template and weights in one file.
 
-transformers reads them with the packages gguf and accelerate and dequantises the weights to an ordinary dtype. It
-(5.23) parses the header, which has the whole vocabulary, separately for config, tokenizer and weights; here it is
-parsed once (`parsed_once`).
+transformers reads them with the packages gguf and accelerate and dequantises the weights to an ordinary dtype.
+transformers 5.23 parses the header, which has the whole vocabulary, separately for config, tokenizer and weights; here
+the header is parsed once (`parsed_once`).
 """
 
 from collections import Counter
@@ -155,7 +155,7 @@ def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
     """
     needed, free = file.weights * dtype.itemsize, free_bytes(device)
     if free is not None and needed > free:
-        advice = "" if dtype.itemsize < 4 else "; --dtype bfloat16 takes half of it"
+        advice = "" if dtype.itemsize < 4 else "; --dtype bfloat16 needs half as much"
         raise InputError(
             f"{file.path.name} needs {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
             f"{free / 1e9:.1f} GB of memory are free: measure it on a larger machine{advice}"

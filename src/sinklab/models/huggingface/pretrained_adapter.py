@@ -220,7 +220,7 @@ class HuggingFaceAdapter:
         """Return why keys cannot be re-rotated; None if `shift_rope` reproduces RoPE in every layer that has it."""
         shift = shift_rope(self.module)
         if shift is None:
-            return "it has no single rotary embedding for all layers"
+            return "its layers do not share one rotary embedding"
         tokens_1T = self._some_tokens()
         places_T = torch.arange(tokens_1T.shape[1], device=self.device)
         queries: list[list[Tensor]] = []

@@ -212,7 +212,10 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
 
 
 def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) -> None:
-    """Remove all but `keep` checkpoints: `newest` and valid earlier ones; those after `previous` are damaged."""
+    """Remove all checkpoints but `newest` and the latest valid earlier ones, `keep` in total.
+
+    Checkpoints between `previous`, from which training resumed, and `newest` are damaged.
+    """
     checkpoints = _checkpoints(folder)
     valid = [path for path in checkpoints if path < newest and (previous is None or path <= previous)]
     for path in set(checkpoints) - set([*valid, newest][-keep:]):
@@ -279,7 +282,7 @@ def _wrong_state(checkpoint: Path, run_hash: Hashes | None) -> str | None:
     if wanted is not None and document["run_hash"] not in wanted:
         return f"belongs to run {document['run_hash']}, not {wanted[0]}"
     if document["state"]["step"] != step_of(checkpoint):
-        return f"holds step {document['state']['step']}"
+        return f"contains the state of step {document['state']['step']}"
     return None
 
 
@@ -292,7 +295,7 @@ def _wrong_tensor(checkpoint: Path, model: nn.Module) -> str | None:
         if missing := sorted(expected.keys() - have.keys()):
             return f"lacks the tensor {missing[0]}"
         if strange := sorted(have.keys() - expected.keys()):
-            return f"has the tensor {strange[0]} too many"
+            return f"has a tensor {strange[0]} that is not part of it"
         if wrong := sorted(name for name in have if have[name] != expected[name]):
             return f"has the tensor {wrong[0]} of shape {have[wrong[0]]} instead of {expected[wrong[0]]}"
     return None

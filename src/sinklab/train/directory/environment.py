@@ -38,7 +38,7 @@ def read_environment(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        why = "it does not hold the hash of a run" if isinstance(error, ValidationError) else cause(error)
+        why = "it does not contain the hash of a run" if isinstance(error, ValidationError) else cause(error)
         raise SinklabError(f"{path} cannot be read ({why}): restore it, or choose another --out") from error
 
 

@@ -62,12 +62,12 @@ def one_writer(path: Path | None) -> Iterator[None]:
 
 
 def is_written(path: Path) -> bool:
-    """Return True if another process holds the document's lock, as far as this machine can tell."""
+    """Return True if another process holds the document's lock; locks of other machines may be invisible."""
     return _is_locked(path.with_name(f"{path.stem}.{LOCK}"))
 
 
 def is_held(directory: Path) -> bool:
-    """Return True if a process holds the run directory's lock, as far as this machine can tell."""
+    """Return True if a process holds the run directory's lock; locks of other machines may be invisible."""
     return _is_locked(directory / LOCK)
 
 
@@ -129,7 +129,8 @@ def _lock(path: Path, use: str, remedy: str) -> IO[str]:
         except OSError as error:
             file.close()
             raise SinklabError(
-                f"cannot lock {path}: {error.strerror or error}. Choose an --out on a file system with locks."
+                f"cannot lock {path}: {error.strerror or error}. Choose an --out on a file system that supports file "
+                "locks."
             ) from error
         if not is_at(file, path):
             file.close()

@@ -136,7 +136,7 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
         out: run directory; default: `runs/NAME-HASH`.
 
     Raises:
-        InputError: if `out` holds another run that this one does not extend, or files that no run writes.
+        InputError: if `out` contains another run that this run does not extend, or files that no run writes.
         SinklabError: if env.json is damaged.
     """
     recipe = resolve(recipe, dataset)
@@ -159,7 +159,7 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
     shorter = shorter_run(run.directory, recipe, dataset.fingerprint, found)
     if shorter is None:
         raise InputError(
-            f"{run.directory} holds run {found}, and this recipe on this data is run {run_hash}"
+            f"{run.directory} contains run {found}, and this recipe on this data is run {run_hash}"
             f"{difference(run.directory / RECIPE, recipe)}: choose another --out"
         )
     return replace(run, earlier=(*earlier, found), shorter=shorter)
@@ -169,11 +169,11 @@ def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None)
     """Open the run of a recipe on data if it has been started; see `open_run`.
 
     Raises:
-        InputError: if there is no such run, or `out` holds another one.
+        InputError: if there is no such run, or `out` contains another one.
     """
     run = open_run(recipe, dataset, out)
     if recorded_hash(run.directory) is None:
-        raise InputError(f"{run.directory} holds no run: train it first, or pass its --out")
+        raise InputError(f"{run.directory} contains no run: train it first, or pass its --out")
     return run
 
 
@@ -249,7 +249,7 @@ def validation_tokens(directory: Path) -> TokenFile:
     if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
         raise InputError(
             f"the text of {directory} ({recipe.data.source}) or its recipe has changed since the run was trained: "
-            "use another text"
+            "pass another text"
         )
     return dataset.valid
 
@@ -277,15 +277,15 @@ def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int |
         peak, schedule = recipe.optim.lr, recipe.schedule
         if learning_rate(step, steps, peak, schedule) != learning_rate(step, longer, peak, schedule):
             raise InputError(
-                f"{directory} holds a run of {steps} steps, which has reached step {reached}; from step {step + 1} on "
-                f"its learning rate differs from that of {longer} steps (schedule.shape {schedule.shape}), so it "
+                f"{directory} contains a run of {steps} steps, which has reached step {reached}; from step {step + 1} "
+                f"on its learning rate differs from that of {longer} steps (schedule.shape {schedule.shape}), so it "
                 "cannot be extended. Choose another --out, or schedule.shape flat for runs to be extended"
             )
     return steps
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
-    """Copy the recipe with another number of steps."""
+    """Copy the recipe with a different number of steps."""
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
 
 

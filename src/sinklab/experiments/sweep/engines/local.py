@@ -141,14 +141,14 @@ class LocalEngine:
         return [one.process.pid for one in self._running.values() if one.process.pid is not None]
 
     def stop(self) -> None:
-        """Ask all training processes to save a checkpoint and end."""
+        """Request that all training processes save a checkpoint and stop."""
         self._stopping = True
         for one in self._running.values():
             with contextlib.suppress(OSError):  # the process has ended
                 one.pipe.send(None)
 
     def close(self) -> None:
-        """Ask the remaining training processes to save and end, and wait until they have ended."""
+        """Request that the remaining training processes save and stop, and wait until they have exited."""
         self.stop()
         for name in list(self._running):
             self._over(name, ())
@@ -189,7 +189,7 @@ def _death(process: BaseProcess) -> str:
 
 
 def _train(run: PlannedRun, share: MachineShare, environment: Mapping[str, str], pipe: Connection) -> None:
-    """Main function of a training process. Any message in the pipe, or its closing, is a request to save and end."""
+    """Main function of a training process. Any message in the pipe, or its closing, is a request to save and stop."""
     from sinklab.experiments.sweep.worker import train_cell
 
     os.environ.clear()  # the fork server has the first run's environment

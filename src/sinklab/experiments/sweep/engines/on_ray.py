@@ -128,7 +128,7 @@ class RayEngine:
         return found
 
     def stop(self) -> None:
-        """Ask all runs to save a checkpoint and end; runs that start later end at once."""
+        """Request that all runs save a checkpoint and stop; runs that start later stop at once."""
         self._stopping = True
         for run in self._tasks.values():
             StopFile(self._folder, run).ask()

@@ -97,7 +97,7 @@ class _Submitted:
     """A submitted run with its Slurm job.
 
     Attributes:
-        stop: file that asks the run to save and end.
+        stop: file whose existence requests that the run save and stop.
         state: state of the job in the queue; empty if the job is not listed.
         ended: monotonic time when the end of the job was first observed; None if it has not ended.
     """
@@ -154,7 +154,7 @@ class SlurmEngine:
         return found
 
     def stop(self) -> None:
-        """Ask all running jobs to save a checkpoint and end, and cancel pending jobs."""
+        """Request that all running jobs save a checkpoint and stop, and cancel pending jobs."""
         self._stopping = True
         for one in self._submitted.values():
             one.stop.ask()

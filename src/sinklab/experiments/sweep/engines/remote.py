@@ -1,6 +1,6 @@
 """Shared code of the engines on_ray and on_slurm, which communicate with other machines through a shared folder.
 
-HASH.stop    asks the run to save and end
+HASH.stop    requests that the run save and stop
 HASH.log     a line per start, evaluation and end, with time, machine and process
 """
 
@@ -19,9 +19,10 @@ STOP_POLL_S = 1.0
 
 
 class StopFile:
-    """A file whose existence asks a run to save and end. Calling the object returns True once the file has been seen.
+    """A file whose existence requests that a run save and stop.
 
-    The file is checked at most once a second, to limit the load on a shared file system.
+    Calling the object returns True once the file has been seen. The file is checked at most once a second, to limit
+    the load on a shared file system.
 
     Args:
         folder: shared folder.
@@ -42,7 +43,7 @@ class StopFile:
         return self._path.exists()
 
     def ask(self) -> None:
-        """Create the file: ask the run to save and end."""
+        """Create the file, which requests that the run save and stop."""
         self._path.touch()
 
     def withdraw(self) -> None:
