@@ -60,6 +60,7 @@ NOT_RUN = {
     "eval ": "needs the extra eval: tests/evaluating",
     "reproduce figure_10 ": "needs the extra eval: tests/evaluating",
     "sft ": "needs the extra sft: tests/tuning",
+    "reproduce figure_30 ": "needs the extra sft: tests/experiments/test_sweep_tuned.py",
     "train RECIPE --track ": "needs the extra track: tests/train/test_track.py",
     "measure MODEL --text FILE --out DIR --revision ": "needs the network",
     "measure MODEL --text FILE --out DIR --device map": "needs the extra quantised: test_measure_placed.py",
