@@ -98,7 +98,10 @@ def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
     (packed / "summary.json").write_text(json.dumps(summary))
     write_checksums(packed)
     found = problems(verify_packed(packed))
-    assert f"mine.learns is contradicted in summary.json ({claim['evidence']}) and {before} by its runs" in found
+    assert (
+        f"mine.learns is contradicted in summary.json ({claim['evidence']}), but {before} when judged from its runs"
+        in found
+    )
 
 
 def test_metrics_that_were_edited_are_found_and_so_are_the_numbers_made_of_them(packed: Path) -> None:
