@@ -98,7 +98,10 @@ def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
     (packed / "summary.json").write_text(json.dumps(summary))
     write_checksums(packed)
     found = problems(verify_packed(packed))
-    assert f"mine.learns is contradicted in summary.json ({claim['evidence']}) and {before} by its runs" in found
+    assert (
+        f"mine.learns is contradicted in summary.json ({claim['evidence']}), but {before} when judged from its runs"
+        in found
+    )
 
 
 def test_numbers_of_a_cell_may_differ_by_rounding_and_no_more(packed: Path) -> None:
