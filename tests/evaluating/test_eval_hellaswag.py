@@ -53,8 +53,8 @@ def test_packed_and_plain_files_are_the_same(tmp_path: Path) -> None:
         ('{"query": "a", "endings": ["b", "c"]}', "label"),
         ('{"ctx_a": "a", "ctx_b": "b", "endings": ["b"], "label": 0}', "'activity_label' is missing"),
         ('{"query": "a", "endings": ["b", "c"], "label": 2}', "label 2 of 2 endings"),
-        ('{"query": "a", "endings": ["b", ""], "label": 0}', "a text is empty, or"),
-        ('{"query": "", "endings": ["b", "c"], "label": 0}', "a text is empty, or"),
+        ('{"query": "a", "endings": ["b", ""], "label": 0}', "or an empty text"),
+        ('{"query": "", "endings": ["b", "c"], "label": 0}', "or an empty text"),
         ('{"activity_label": 1, "ctx_a": "a", "ctx_b": 3, "endings": ["b"], "label": 0}', "line 2: "),
     ],
 )
