@@ -239,11 +239,15 @@ def claims_about(
         asked = [experiment.requests[cell] for cell in claim.cells]
         absent = sorted({cell.model for cell in asked if not cell.models} - roles)
         if absent:
-            yield Undecidable(claim, f"no {absent[0]} model was given: it is the second --model")
+            yield Undecidable(claim, f"No {absent[0]} model was given. Pass it as the second --model.")
         elif claim.proposition is not None and found is None:
-            yield Undecidable(claim, "no proposition of the paper speaks of the model, or it is not measured yet")
+            yield Undecidable(
+                claim, "No proposition of the paper applies to this model, or repeated tokens have not been measured."
+            )
         elif claim.positions is not None and found is None:
-            yield Undecidable(claim, "how the model tells positions apart is not known before repeated tokens are read")
+            yield Undecidable(
+                claim, "The kind of positional embedding is known only after a measurement on repeated tokens."
+            )
         elif _applies(claim, found):
             yield from _about(claim, subjects)
 
@@ -259,7 +263,7 @@ def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undeci
     match claim.check:
         case AlikeOverDomains() as check:
             if len(subjects) < 2:
-                yield Undecidable(claim, "it takes two domains or more")
+                yield Undecidable(claim, "The claim requires at least two domains.")
             else:
                 yield claim.about(check.over(tuple(one.cell_name(check.cell) for one in subjects)))
         case GrowsWithSize() | AlikeOverSizes() as check:
@@ -287,9 +291,9 @@ def _by_family(
     for family, members in enough.items():
         yield claim.about(check.over(tuple(one.cell_name(check.cell) for one in members)), family)
     if not enough:
-        asked = f"of {' or '.join(check.families)}" if check.families else "of one family of the paper's list"
-        besides = f", {' and '.join(check.but)} apart" if check.but else ""
-        yield Undecidable(claim, f"it takes {FEWEST_MODELS} models {asked}{besides}")
+        wanted = f"of {' or '.join(check.families)}" if check.families else "of one family of the paper's list"
+        excluded = f" other than {' and '.join(check.but)}" if check.but else ""
+        yield Undecidable(claim, f"The claim requires {FEWEST_MODELS} models {wanted}{excluded}.")
 
 
 def _described(
