@@ -161,7 +161,7 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
 
 def _columns(sweep: Sweep) -> list[tuple[TableColumn, ScoreOf]]:
     """Return the columns that need no assessment, each with the function that scores a cell."""
-    retuned = "the lowest loss over several learning rates, as a single learning rate favours some cells"
+    retuned = "the lowest loss over several learning rates, because a single learning rate favours some cells"
     return [
         (TableColumn(LOSS, "nats / token", ",.3f"), _quantity("valid_loss")),
         (

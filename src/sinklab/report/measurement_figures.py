@@ -336,7 +336,7 @@ def _heatmaps(data: ReportData, name: str, shown: Heatmap, width: Width) -> Figu
                 maps.append((label, array[..., 0] if array.ndim == 3 else array))
     match shown:
         case plot_specs.MatrixMap():
-            how = "; maps of long sequences are averaged over squares of positions, which the axes count."
+            how = "; maps of long sequences show averages over squares of positions, and the axes number these squares."
             caption += how if lengths[-1] > MAP_CELLS else "."
             sides, height = (charts.QUERIES, charts.KEYS), 260
         case plot_specs.PositionMap():

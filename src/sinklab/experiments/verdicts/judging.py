@@ -166,15 +166,17 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
 
 def _waits_for(check: Check, runs: Runs) -> str:
     """Return a text that names the cells of a check without a finished run; empty if all cells have one."""
-    said = []
+    said, waiting = [], []
     for cell in check.cells:
         failed = runs.results[cell].failed if cell in runs.results else 0
-        if not runs.of(cell) and not (isinstance(check, Diverges) and failed):
-            said.append(
-                f"Training of {cell} diverged at {plural(failed, 'seed')}."
-                if failed
-                else f"{cell} has no finished run."
-            )
+        if runs.of(cell) or (isinstance(check, Diverges) and failed):
+            continue
+        if failed:
+            said.append(f"Training of {cell} diverged at {plural(failed, 'seed')}.")
+        else:
+            waiting.append(cell)
+    if waiting:
+        said.append(f"{', '.join(waiting)} {'has' if len(waiting) == 1 else 'have'} no finished run.")
     return " ".join(said)
 
 
