@@ -66,7 +66,7 @@ def test_the_papers_models_stand_on_the_page_and_in_the_terminal_as_rows_of_thei
     status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 1)
     assert status == 0, err
     page = Path("runs/models/gpt2/mine/report.html").read_text(encoding="utf-8")
-    assert "The paper’s models" in page
+    assert "The paper’s values for other models" in page
     for shown in (out, page):
         assert "LLaMA3-8B Base" in shown
         assert "99.02" in shown

@@ -99,11 +99,13 @@ def test_a_long_word_is_broken_behind_its_punctuation(width: int) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_claim_is_beside_its_verdict_with_the_evidence_below(width: int) -> None:
-    text = "K biases: the bias is a sink in more heads than softmax's first token, at every seed of all experiments"
-    evidence = "the comparison of table_4.k_biases_take_the_sink, counted there; " * 3
+    text = (
+        "K biases: the sink rate of bias and first token together is above that of softmax's first token at all seeds"
+    )
+    evidence = "The check is that of table_4.k_biases_take_the_sink, where the claim is counted. " * 3
     claim = JudgedClaim(id="b", experiment="a", text=text, verdict="inconclusive", evidence=evidence)
     lines = shown(width, lambda console: print_claims([claim], console)).splitlines()[1:]
-    assert lines[0].startswith("inconclusive  K biases: the bias is a sink")
+    assert lines[0].startswith("inconclusive  K biases: the sink rate of bias")
     below = [line for line in lines if not line[: len("inconclusive")].strip()]
     assert " ".join(" ".join(below).split()).endswith(evidence.strip())
     assert sum(line.count("table_4.k_biases_take_the_sink") for line in lines) == 3
@@ -111,8 +113,8 @@ def test_a_claim_is_beside_its_verdict_with_the_evidence_below(width: int) -> No
 
 
 def test_without_a_mask_that_matters_there_is_one_column_of_rates() -> None:
-    assert "where visible" not in shown(100, lambda console: print_measurement(made_measurement(), console))
-    assert "where visible" in shown(100, lambda console: print_measurement(large(), console))
+    assert "visible rate" not in shown(100, lambda console: print_measurement(made_measurement(), console))
+    assert "visible rate" in shown(100, lambda console: print_measurement(large(), console))
 
 
 def test_every_column_of_the_positions_is_labelled() -> None:
@@ -120,7 +122,7 @@ def test_every_column_of_the_positions_is_labelled() -> None:
     assert [f"{column.title}, {column.unit}" for column in table.columns] == [
         "position, ",
         *(f"sink rate, %, eps {eps}" for eps in ("0.3", "0.2", "0.1")),
-        *(f"where visible, %, eps {eps}" for eps in ("0.3", "0.2", "0.1")),
+        *(f"visible rate, %, eps {eps}" for eps in ("0.3", "0.2", "0.1")),
         "importance, times uniform",
     ]
     assert [row[0] for row in table.rows] == [*"123456", "highest of 7 to 32", "bias"]

@@ -80,7 +80,7 @@ def test_the_list_fits_eighty_columns_with_two_lines_for_each_experiment(
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 2 * len(experiment_ids()) + 8
     at = lines.index(next(line for line in lines if line.startswith("table_2 ")))
-    assert lines[at + 1] == "  How much weight decay does a sink want?"
+    assert lines[at + 1] == "  How does weight decay affect the sink?"
     assert not re.search(r"\d{4,} d", out)
 
 

@@ -135,9 +135,9 @@ def test_a_repeated_token_has_no_sink_in_a_real_model_with_rotary_positions(data
     assert found["chat_model_has_it_too"] == "not run"
     assert summary.scale == "TinyStories-656K"
     evidence = next(claim.evidence for claim in summary.claims if claim.id == "no_sink_on_repeated_tokens")
-    assert evidence.endswith("5 draws of 30 sequences")
+    assert evidence.endswith("5 draws of 30 sequences.")
     assert "seed" not in evidence
-    assert {claim.verdict_said for claim in summary.claims} >= {"reproduced of this model", "not run"}
+    assert {claim.verdict_said for claim in summary.claims} >= {"reproduced for this model", "not run"}
     assert summary.cells["natural"].seeds == 5
     assert list(summary.cells) == ["natural", "random", "repeat"]
     assert summary.experiments["table_1"].published == {}
@@ -215,11 +215,11 @@ def test_a_family_is_ordered_by_size_whatever_the_order_given(gpt2: str, text: P
     for name in ("does_not_grow_with_size_elsewhere_gpt2", "grows_with_size_gpt2"):
         assert claims[name].cells == ["gpt2/natural", "gpt2-medium/natural", "gpt2-large/natural"]
     assert claims[of_each[0]].cells == ["gpt2-medium/natural"]
-    assert claims["grows_with_size_in_pythia"].evidence == "requires 3 models of pythia"
+    assert claims["grows_with_size_in_pythia"].evidence == "The claim requires 3 models of pythia."
     two = measure_experiment(shipped("table_8", **SMALL), models[:2], text, 2, out=tmp_path / "two").summary()
     assert (two.claims[-1].verdict, two.claims[-1].evidence) == (
         "not run",
-        "requires 3 models of one family of the paper's list, pythia excluded",
+        "The claim requires 3 models of one family of the paper's list other than pythia.",
     )
 
 

@@ -110,7 +110,7 @@ def test_a_single_model_per_cell_is_measured_on_draws(series: Path, tmp_path: Pa
     learned = {"is": "less", "value": "valid_loss", "cell": "step12", "than": "step1"}
     said = {"id": "mine", "title": "Mine", "cells": cells, "claims": [{"id": "a", "text": "..", "check": learned}]}
     (claim,) = measured(Experiment.model_validate(said), series, tmp_path / "out", n=5).summary().claims
-    assert (claim.replicate, claim.verdict_said) == ("draw", "reproduced of these models")
+    assert (claim.replicate, claim.verdict_said) == ("draw", "reproduced for these models")
 
 
 @pytest.mark.parametrize("name", NAMED)

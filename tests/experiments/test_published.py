@@ -64,13 +64,16 @@ ELSEWHERE = {"softmax": [36.0, 37.0, 35.0, 36.5, 35.5], "k_biases": [0.0] * 5}
 def test_a_published_number_where_another_seed_of_ours_would_lie_is_reproduced() -> None:
     found = verdict(LESS, cells_of("sink_1", OURS), "60m", published=TABLE_4)
     assert found.verdict == "reproduced"
-    assert "the paper's 18.18 % of softmax lies within [15.5, 20.5], where one more seed would lie" in found.evidence
+    assert (
+        "The paper's value of 18.18 % for softmax is within the 95 % prediction interval of another seed, [15.5, 20.5]."
+        in found.evidence
+    )
 
 
 def test_a_published_number_elsewhere_leaves_the_direction_only() -> None:
     found = verdict(LESS, cells_of("sink_1", ELSEWHERE), "60m", published=TABLE_4)
     assert found.verdict == "direction only"
-    assert "the paper's 18.18 % of softmax lies outside" in found.evidence
+    assert "The paper's value of 18.18 % for softmax is outside" in found.evidence
 
 
 def test_at_another_scale_than_the_papers_nothing_is_computed_from_its_numbers() -> None:

@@ -167,7 +167,7 @@ def test_a_cell_that_is_claimed_to_diverge_is_a_result(run: Run) -> None:
     status, out, err = run("reproduce", "diverging.yaml", *OPTIONS, "--json")
     assert status == 0, err
     (claim,) = json.loads(out)["claims"]
-    assert (claim["verdict"], claim["evidence"]) == ("no verdict", "huge did not train at 1 of 1 seed so far")
+    assert (claim["verdict"], claim["evidence"]) == ("no verdict", "Training of huge diverged at 1 of 1 seed.")
 
 
 def test_a_run_that_was_edited_is_named_and_not_trained_again(run: Run) -> None:

@@ -75,7 +75,7 @@ def test_several_experiments_share_their_cells_and_each_has_its_claims() -> None
     described = summary.experiments["table_4"]
     assert described.published["k_biases"] == {"sink_bias": 73.34, "sink_1": 0.0, "valid_loss": 3.72}
     assert summary.experiments["table_6"].published["elu_kernel_normalised"] == {"sink_1": 53.65, "valid_loss": 4.19}
-    assert described.adapted[0].startswith("tiny is 0.3 M parameters")
+    assert described.adapted[0].startswith("Scale tiny has 0.3 M parameters")
     assert described.adapted[1:] == [one.why for one in asked[0].adapted["tiny"]]
     assert described.baseline == "softmax"
     assert set(described.cells) == set(asked[0].cells_at("tiny"))

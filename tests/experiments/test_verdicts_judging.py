@@ -26,9 +26,9 @@ def first(seeds: int) -> dict[str, CellResults]:
 def test_fewer_than_five_seeds_give_numbers_and_no_verdict() -> None:
     within, less = judged(HAS_ONE, LESS, results=first(3))
     assert (within.verdict, within.seeds, within.verdict_said) == ("no verdict", 3, "no verdict")
-    assert within.evidence == "softmax 36.0, 30.0, 41.5 %: at least 10 % at 3 of 3 seeds so far"
+    assert within.evidence == "Sink_1 by seed: softmax 36.0, 30.0, 41.5 %. The value is at least 10 % at 3 of 3 seeds."
     assert less.verdict == "no verdict"
-    assert "0 of 9 pairs of seeds against so far" in less.evidence
+    assert "In 0 of 9 pairs of seeds, k_biases is not below softmax." in less.evidence
     assert {one.verdict for one in judged(HAS_ONE, LESS, results=first(4))} == {"no verdict"}
     assert {one.verdict for one in judged(HAS_ONE, LESS, results=first(5))} == {"reproduced"}
 
@@ -41,15 +41,16 @@ def test_of_two_cells_the_one_with_fewer_seeds_counts() -> None:
 def test_one_seed_is_said_to_give_no_verdict() -> None:
     found = verdict(HAS_ONE, first(1))
     assert (found.verdict, found.verdict_said) == ("no verdict", "one seed: no verdict")
-    assert found.evidence == "softmax 36.0 %: at least 10 % at 1 of 1 seed so far"
+    assert found.evidence == "Sink_1 by seed: softmax 36.0 %. The value is at least 10 % at 1 of 1 seed."
 
 
 def test_the_evidence_has_every_seed_the_count_and_the_median_difference_with_its_ends() -> None:
     found = verdict(LESS, first(5))
     assert found.evidence == (
-        "k_biases 0.0, 0.0, 0.0, 0.0, 0.0 % against softmax 36.0, 30.0, 41.5, 27.0, 22.0 %: "
-        "0 of 25 pairs of seeds against; difference -30.0 points [-41.5, -22.0]; "
-        "k_biases below 1 %: 5 of 5 seeds (48 to 100 % of all seeds)"
+        "Sink_1 by seed: k_biases 0.0, 0.0, 0.0, 0.0, 0.0 %; softmax 36.0, 30.0, 41.5, 27.0, 22.0 %. "
+        "In 0 of 25 pairs of seeds, k_biases is not below softmax. "
+        "The median difference at the same seed is -30.0 points [-41.5, -22.0]. "
+        "The rate of k_biases is below 1 % at 5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)."
     )
 
 
@@ -57,7 +58,7 @@ def test_a_cell_without_finished_runs_leaves_its_claims_not_run_and_says_whether
     results = cells_of("sink_1", {"softmax": SINKS["softmax"]})
     assert verdict(LESS, results).verdict == "not run"
     failed = verdict(LESS, {**results, "k_biases": cell_of(failed=3)})
-    assert (failed.verdict, failed.evidence) == ("not run", "k_biases did not train at 3 seeds")
+    assert (failed.verdict, failed.evidence) == ("not run", "Training of k_biases diverged at 3 seeds.")
     assert verdict(LESS, {}).verdict == "not run"
 
 
@@ -65,7 +66,7 @@ def test_seeds_that_failed_to_train_are_left_out_and_said() -> None:
     results = first(5)
     six = {**results, "softmax": replace(results["softmax"], failed=1)}
     assert verdict(LESS, six).verdict == "reproduced"
-    assert "1 seed of softmax did not train and is left out" in verdict(LESS, six).evidence
+    assert "Training of softmax diverged at 1 seed, which is excluded." in verdict(LESS, six).evidence
     four = {**results, "softmax": replace(results["softmax"], numbers=results["softmax"].numbers[:4], failed=1)}
     assert verdict(LESS, four).verdict == "no verdict"
 
@@ -99,7 +100,7 @@ def test_a_claim_carries_who_stated_it_when_and_what_was_changed() -> None:
     one, other = judge(at_scale(experiment, "tiny"), first(5))
     assert (one.analysis, one.stated, one.changed) == ("confirmatory", "2026-11-23", "")
     assert (other.analysis, other.stated, other.changed) == ("exploratory", "2026-11-24", changed)
-    assert f"changed {changed}" in other.remarks
+    assert f"Revision of {changed}" in other.remarks
 
 
 def test_confirmatory_and_exploratory_claims_are_counted_apart_and_references_not_at_all() -> None:
@@ -138,7 +139,7 @@ def test_verdicts_at_other_thresholds_stand_beside_where_rates_were_recorded_the
     results = at_thresholds(softmax=[{"0.2": 30.0, "0.3": 12.0, "0.4": 4.0 + 2 * seed} for seed in range(5)])
     found = verdict(HAS_ONE, results)
     assert (found.verdict, found.at_eps) == ("reproduced", {"0.2": "reproduced", "0.4": "inconclusive"})
-    assert found.remarks == ["at eps 0.2 the same", "at eps 0.4 inconclusive"]
+    assert found.remarks == ["The verdict is the same at eps 0.2.", "At eps 0.4, the verdict is inconclusive."]
     both = {"is": "all", "of": [HAS_ONE, {"is": "within", "value": "valid_loss", "cell": "softmax", "at_most": 4.0}]}
     assert verdict(both, results).at_eps == {"0.2": "reproduced", "0.4": "inconclusive"}
     assert verdict({"is": "appears", "cell": "softmax", "before": 1500}, results).at_eps["0.4"] == "inconclusive"
@@ -177,7 +178,7 @@ def test_claims_about_massive_activations_are_asked_where_the_baseline_has_one(
     asked, sinks = judged(NORMS, {**NORMS, "value": "sink_1"}, results=results, asks_massive=True)
     assert asked.verdict == expected
     if expected == "not asked":
-        assert "times the untrained one, 2 times or more at" in asked.evidence
+        assert "The value is at least 2 at" in asked.evidence
     assert sinks.verdict in ("inconclusive", "no verdict")  # which are about no norm
     never = {"softmax": cell_of(*(run_of(seed, reading()) for seed in range(5))), "k_biases": SMALL}
     assert judged(NORMS, results=never, asks_massive=True)[0].verdict == "not asked"
@@ -212,10 +213,13 @@ def published(name: str, values: Sequence[float]) -> JudgedClaim:
 def test_at_the_papers_own_scale_its_number_lies_where_one_more_seed_would() -> None:
     close = [16.0, 17.0, 18.0, 19.0, 20.0]  # 18 +- 3.04 times 1.58
     assert published("sink_1", close).verdict == "reproduced"
-    assert "the paper's 18.18 % of softmax lies within [13.1, 22.9]" in published("sink_1", close).evidence
+    assert (
+        "The paper's value of 18.18 % for softmax is within the 95 % prediction interval of another seed, [13.1, 22.9]."
+        in published("sink_1", close).evidence
+    )
     far = [30.0, 31.0, 32.0, 33.0, 34.0]
     assert published("sink_1", far).verdict == "direction only"
-    assert "lies outside [27.1, 36.9]" in published("sink_1", far).evidence
+    assert "is outside the 95 % prediction interval of another seed, [27.1, 36.9]" in published("sink_1", far).evidence
     tiny = verdict(HAS_ONE, cells_of("sink_1", {"softmax": far}), published={"table": "table_4"})
     assert (tiny.verdict, "paper" in tiny.evidence) == ("reproduced", False)
 
@@ -223,11 +227,11 @@ def test_at_the_papers_own_scale_its_number_lies_where_one_more_seed_would() -> 
 @pytest.mark.parametrize(
     ("check", "said"),
     [
-        (HAS_ONE, "five seeds find 80 % of cells that lie 17.0 points beyond the bound"),
-        (LESS, "five seeds find 80 % of differences of 31.0 points between two cells, of 17.0 points from a cell at 0 "
-               "in all seeds"),
+        (HAS_ONE, "Five seeds detect a value 17.0 points beyond the bound with 80 % power."),
+        (LESS, "Five seeds detect a difference of 31.0 points between two cells with 80 % power, and a difference of "
+               "17.0 points if one cell is at 0 for all seeds."),
         ({"is": "equal", "value": "sink_1", "cell": "a", "to": "b", "margin": 5.0},
-         "five seeds find 80 % of equal cells within a margin of 24.0 points"),
+         "Five seeds confirm equality within a margin of 24.0 points with 80 % power."),
         ({"is": "within", "value": "valid_loss", "cell": "a", "at_most": 5.0}, ""),
         ({"is": "diverges", "cell": "a"}, ""),
     ],
@@ -247,6 +251,7 @@ def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer() -> None:
     kept = committed_verdicts(summarise([at_scale(experiment, "tiny")], first(5)))
     committed = Committed(scales={"tiny": kept})
     few = JudgedClaim(id="mine", experiment="lab", same_as="table.claim_0", scale="tiny", verdict="no verdict", seeds=1)
-    assert verdict_of_five(few, committed).startswith("5 seeds before: reproduced (k_biases 0.0, 0.0")
+    begins = "An earlier sweep with 5 seeds had the verdict reproduced. Sink_1 by seed: k_biases 0.0, 0.0"
+    assert verdict_of_five(few, committed).startswith(begins)
     assert verdict_of_five(few.model_copy(update={"scale": "small"}), committed) == ""
     assert committed_verdicts(summarise([at_scale(experiment, "tiny")], first(3))) == {}

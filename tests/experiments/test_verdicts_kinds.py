@@ -99,7 +99,8 @@ def test_a_difference_beyond_the_margin_on_both_sides_leaves_equality_open() -> 
     apart = {"a": [1.0, 9.0, 1.0, 9.0, 1.0], "b": [5.0, 5.0, 5.0, 5.0, 5.0]}
     assert at_losses({"is": "equal", "cell": "a", "to": "b", "margin": 1.0}, apart).verdict == "inconclusive"
     assert (
-        "within 1 nats at 0 of 5 seeds" in at_losses({"is": "alike", "of": ["b", "a"], "margin": 1.0}, apart).evidence
+        "at most 1 nats in magnitude at 0 of 5 seeds"
+        in at_losses({"is": "alike", "of": ["b", "a"], "margin": 1.0}, apart).evidence
     )
 
 
@@ -114,7 +115,7 @@ def test_a_trend_with_neighbours_that_go_the_other_way_without_overlap_is_open()
             "d": [4.0, 4.01, 3.99, 4.0, 4.0]}  # fmt: skip
     found = at_losses({"is": "rising", "over": ["a", "b", "c", "d"]}, bent)
     assert found.verdict == "inconclusive"
-    assert "b to c goes the other way without overlap" in found.evidence
+    assert "From b to c, the values change in the opposite direction without overlap" in found.evidence
     straight = {**bent, "c": [3.499, 3.509, 3.491, 3.5, 3.5]}
     assert at_losses({"is": "rising", "over": ["a", "b", "c", "d"]}, straight).verdict == "reproduced"
     one_seed_falls = {"a": [3.0] * 5, "b": [3.1] * 5, "c": [3.2, 3.2, 3.2, 3.2, 2.9]}
@@ -146,7 +147,7 @@ def test_a_sink_is_absent_below_one_percent_at_each_of_the_last_three_evaluation
     assert verdict(absent, with_evaluations(*[quiet] * 5)).verdict == "reproduced"
     found = verdict(absent, with_evaluations(quiet, quiet, quiet, quiet, once))  # the mean of which is 0.4
     assert found.verdict == "inconclusive"
-    assert "at each of the last three evaluations: 4 of 5 seeds (28 to 99 % of all seeds)" in found.evidence
+    assert "at each of the last three evaluations at 4 of 5 seeds (95 % CI: 28 to 99 % of all seeds)" in found.evidence
     assert verdict(absent, with_evaluations(*[once] * 5)).verdict == "contradicted"
 
 
@@ -175,7 +176,7 @@ def test_where_the_sink_is(sinks: list[Sequence[float]], expected: str) -> None:
 
 def test_a_position_that_was_not_measured_is_said() -> None:
     found = verdict({**AT_2, "position": 9}, standing(*[(0.1, 30.0)] * 5))
-    assert (found.verdict, found.evidence) == ("no verdict", "Sink_9 was not measured in fixed")
+    assert (found.verdict, found.evidence) == ("no verdict", "Sink_9 was not measured in fixed.")
 
 
 def emerging(*rates_at: Mapping[int, float]) -> dict[str, CellResults]:

@@ -156,7 +156,7 @@ def test_the_command_shows_the_change_by_block(run: Any, tmp_path: Path, monkeyp
     call = ("measure", model, "--inputs", "random", "--sequences", "3", "--length", "8", "--perturb", "2")
     status, out, err = run(*call)
     assert status == 0, err
-    assert "How far another token at position 2 spreads" in out
+    assert "Replacement of the token at position 2" in out
     assert "without key 1" in out
 
 

@@ -38,13 +38,13 @@ def test_the_twenty_statements_follow_their_picture_with_what_the_paper_says(htm
     text = Page(html).text
     places = [text.index(f"{place} {one.says} {one.paper}") for place, one in enumerate(statements(), 1)]
     assert places == sorted(places)
-    picture = text.rindex("which no verdict rests")
-    later = [text.rindex(said) for said in ("Only cells whose name", "Not run:")]
+    picture = text.rindex("verdicts do not depend on this value")
+    later = [text.rindex(said) for said in ("Show only cells whose name", "Not run:")]
     assert [picture, *places, *later] == sorted([picture, *places, *later])
 
 
 def test_a_line_has_every_seed_of_the_cells_of_its_claims_and_their_verdicts(sweep_folder: Path, html: str) -> None:
-    taken, freed = line(sweep_folder, "K biases take it").parts
+    taken, freed = line(sweep_folder, "K biases attract the sink").parts
     cells = collect([sweep_folder]).sweeps[0].summary.cells
     values = [run.values["sink_bias"] for run in cells["k_biases"].runs]
     assert taken.ours == [("k_biases", ", ".join(f"{value:.1f}" for value in values) + " %")]
@@ -55,7 +55,10 @@ def test_a_line_has_every_seed_of_the_cells_of_its_claims_and_their_verdicts(swe
 
 def test_a_line_says_what_is_not_run_and_which_claims_are_exploratory(html: str) -> None:
     text = Page(html).text
-    assert "3 Batch size is indifferent 16.2 to 18.2 % at 0.25 to 2 M tokens – not run Half to twice" in text
+    assert (
+        "3 Batch size has little effect on the sink 16.2 to 18.2 % at 0.25 to 2 M tokens per batch – not run The claim"
+        in text
+    )
     assert "sigmoid has no run not run at tiny confirmatory table_6" in text
     assert "reproduced at tiny exploratory table_2" in text
 
@@ -65,7 +68,7 @@ def test_numbers_on_which_the_verdict_does_not_rest_are_not_shown_as_ours(sweep_
     summary = json.loads((folder / "summary.json").read_text())
     summary["claims"][0]["evidence"] = "up to step 75 k_biases 0.0, 0.0, 0.0 %"
     (folder / "summary.json").write_text(json.dumps(summary))
-    assert line(folder, "K biases take it").parts[0].ours == []
+    assert line(folder, "K biases attract the sink").parts[0].ours == []
     assert "up to step 75 k_biases" in Page(write_report([folder]).read_text(encoding="utf-8")).text
 
 
@@ -82,13 +85,13 @@ def test_ours_are_drawn_beside_the_papers_percentages(html: str) -> None:
     numbers = {f"{place} {one.says}": one.number for place, one in enumerate(statements(), 1) if one.number}
     assert {row["cell"]: row["value"] for row in rows["paper"]} == {said: one.paper for said, one in numbers.items()}
     assert {row["cell"] for row in rows["seeds"]} == {
-        "7 Weight decay helps it",
-        "8 Too much decay ends it",
-        "15 K biases take it",
-        "19 Sigmoid has none at equal loss",
+        "7 Weight decay strengthens the sink",
+        "8 Too much weight decay removes the sink",
+        "15 K biases attract the sink",
+        "19 Sigmoid has no sink at equal loss",
     }
-    assert len([row for row in rows["seeds"] if row["cell"] == "15 K biases take it"]) == 3
-    assert "Exploratory: 7." in Page(html).text
+    assert len([row for row in rows["seeds"] if row["cell"] == "15 K biases attract the sink"]) == 3
+    assert "Exploratory statements: 7." in Page(html).text
 
 
 def test_the_leaderboard_is_drawn_with_softmax_at_no_change_of_loss(sweep_folder: Path) -> None:
@@ -171,7 +174,7 @@ def test_the_page_says_with_what_its_runs_were_trained(tmp_path: Path) -> None:
     text = Page(write_report([top]).read_text(encoding="utf-8")).text
     for said in (
         f"Runs {len(done)}, {hours:.1f} core-hours",
-        "Begun 2026-11-23 to 2026-11-24",
+        "Start date 2026-11-23 to 2026-11-24",
         "Uncommitted changes in one run",
         "sinklab 0.1.0 Python 3.11.7 PyTorch 2.13.0+cpu Processor AMD EPYC Threads 2",
         "docs/verdicts.md",
@@ -199,7 +202,7 @@ def test_packed_results_say_the_same_and_their_readme_begins_with_the_statements
     packed = pack_sweep([top], tmp_path / "tiny")
     assert origins(collect([packed]).sweeps) == origins(collect([top]).sweeps)
     text = (packed / "README.md").read_text(encoding="utf-8")
-    lines = [row for row in text.split("## Every claim")[0].splitlines() if row.startswith("| ") and row[2].isdigit()]
+    lines = [row for row in text.split("## All claims")[0].splitlines() if row.startswith("| ") and row[2].isdigit()]
     assert [row.split(" | ")[1] for row in lines] == [one.says for one in statements()]
     assert "reproduced at tiny (table\\_4.k\\_biases\\_take\\_the\\_sink)<br>contradicted at tiny" in lines[14]
     assert "exploratory" in lines[6]

@@ -84,7 +84,7 @@ def test_each_figure_compiles_and_names_its_axes(drawn: dict[str, Figure], key: 
 def test_the_entropy_of_the_states_stands_beside_the_norm_of_the_first_token_and_the_sink(
     drawn: dict[str, Figure],
 ) -> None:
-    titles = ("Matrix entropy", "Norm of the first token over the others", "Sink₁ of the layer (percent of heads)")
+    titles = ("Matrix entropy", "Norm ratio of the first token", "Sink₁ of the layer (percent of heads)")
     found = [texts(chart) for chart in drawn["compression"].charts]
     assert all(title in text for title, text in zip(titles, found, strict=True))
 
@@ -95,7 +95,7 @@ def test_there_is_a_map_for_every_head_asked_for_and_none_shows_later_keys(drawn
         cells = drawn[key].charts[0].to_dict()["data"]["values"]
         assert all(cell["x"] <= cell["y"] for cell in cells)
         assert max(cell["y"] for cell in cells) == LENGTH // 2
-    assert "thinned" in drawn["map-attention"].caption
+    assert "averages over squares" in drawn["map-attention"].caption
 
 
 def test_numbers_of_the_figures_stand_as_text_in_the_page(folder: Path, measured: Measurement, tmp_path: Path) -> None:
@@ -147,4 +147,4 @@ def test_the_terminal_shows_the_details(measured: Measurement) -> None:
     assert first is not None
     assert rest is not None
     assert f"{first[0]:.3f} / {rest[0]:.3f}" in out.getvalue()
-    assert f"in {details.secondary_rate:.2f} % of heads" in " ".join(out.getvalue().split())
+    assert f"{details.secondary_rate:.2f} % of heads" in " ".join(out.getvalue().split())

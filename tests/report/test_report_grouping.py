@@ -42,7 +42,7 @@ def test_three_runs_that_differ_in_their_seed_are_one_cell_with_its_spread(given
     assert len(set(biased.sink_first.values)) == 3
     assert any(biased.sink_first.text(1) in row for row in table_texts(cells_table(data))[1])
     assert "±" in biased.sink_first.text(1)
-    assert "Two models trained" in headline(data)[0]
+    assert "Two models were trained" in headline(data)[0]
 
 
 def test_a_cell_says_which_recipe_it_changes_where_there_are_several(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def lab_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 
 def test_the_page_says_what_was_done_and_how_each_claim_came_out(lab_page: Page) -> None:
-    assert "Three models trained for 2,000 steps" in lab_page.text
+    assert "Three models were trained for 2,000 steps" in lab_page.text
     badges = [a["class"] for tag, a in lab_page.elements if tag == "li" and "class" in a]
     assert badges == ["reproduced", "contradicted", "inconclusive"]
     assert "bias 21.9 %, first token 0.0 %" in lab_page.text
@@ -55,7 +55,7 @@ def test_the_page_says_what_was_done_and_how_each_claim_came_out(lab_page: Page)
 
 def test_the_page_gives_mean_and_spread_over_seeds(lab_page: Page) -> None:
     assert "8.8 ± 0.3" in lab_page.text
-    assert "Mean ± sample standard deviation" in lab_page.text
+    assert "mean ± sample standard deviation" in lab_page.text
 
 
 def test_the_page_says_where_each_run_lies_and_what_it_ran_on(lab_page: Page) -> None:
@@ -66,7 +66,7 @@ def test_the_page_says_where_each_run_lies_and_what_it_ran_on(lab_page: Page) ->
 
 
 def test_the_page_says_which_cells_are_measured_by_proxy_scores(lab_page: Page) -> None:
-    assert "In sigmoid the attention scores do not sum to one" in lab_page.text
+    assert "In sigmoid, the attention scores do not sum to one" in lab_page.text
 
 
 def test_the_page_shows_ablations_and_propositions_where_there_are_some(tmp_path: Path, lab_page: Page) -> None:

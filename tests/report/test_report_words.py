@@ -38,7 +38,7 @@ def test_the_lead_names_the_largest_sink_on_a_bias_only_where_there_is_one(
     cell = MadeCell((0.2, on_the_bias, 1.4, 2.85), {"model.attention.bias": "k"})
     page = page_of(make_sweep(tmp_path / "sweep", ONE, {**CELLS, "k_biases": cell, "sink_token": cell}))
     assert "The sink on the first token is strongest in “softmax”" in page.text
-    assert ("the largest sink on a bias" in page.text) == said
+    assert ("the strongest sink on a bias" in page.text) == said
 
 
 def test_the_note_of_the_leaderboard_explains_the_columns_that_it_has_and_no_others(tmp_path: Path) -> None:
@@ -47,10 +47,10 @@ def test_the_note_of_the_leaderboard_explains_the_columns_that_it_has_and_no_oth
     assert "sinklab assess" not in alone
 
     tuned = make_sweep(tmp_path / "tuned")
-    assert "Retuned: the lowest of the losses at several learning rates" in page_of(tuned).text
+    assert "Retuned: the lowest loss over several learning rates" in page_of(tuned).text
     for run in tuned.glob("softmax-*"):
         make_assessment(run, str(run), 0.5, streaming=None, skipped={"streaming": "no such positions"})
     assessed = page_of(tuned).text
-    assert "nats per token, above the unchanged model (sinklab assess)" in assessed
+    assert "nats per token, relative to the unchanged model (sinklab assess)" in assessed
     assert "Sink hidden: hiding the sink" in assessed
     assert "a rolling cache" not in assessed

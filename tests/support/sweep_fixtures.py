@@ -67,8 +67,8 @@ CELLS = {
 COLUMNS = ["sink_1", "sink_bias", "valid_loss", "norm_ratio"]
 EXPERIMENTS = {
     "table_4": ExperimentSummary(
-        title="Where the sink goes when attention has a bias or a sink token of its own",
-        question="Does the sink leave the first token when every head has a key or a token of its own?",
+        title="Key and value biases and sink tokens",
+        question="Does the sink shift to learned biases or to a learned sink token?",
         source="2410.10781, table 4",
         scale="tiny",
         cells=["softmax", "sink_token", "k_biases"],
@@ -79,11 +79,11 @@ EXPERIMENTS = {
             "sink_token": {"sink_bias": 74.12, "sink_1": 0.0, "valid_loss": 3.72},
             "k_biases": {"sink_bias": 73.34, "sink_1": 0.0, "valid_loss": 3.72},
         },
-        adapted=["no sink grows on a natural first token within the steps, so every chunk begins with BOS"],
+        adapted=["no sink develops on a natural first token within the steps, so every chunk starts with BOS"],
     ),
     "table_2": ExperimentSummary(
-        title="Weight decay and the sink",
-        question="How much weight decay does a sink want?",
+        title="Effect of weight decay",
+        question="How does weight decay affect the sink?",
         source="2410.10781, table 2",
         scale="tiny",
         cells=["weight_decay_0.5", "weight_decay_0", "weight_decay_2", "weight_decay_5"],
@@ -98,7 +98,7 @@ EXPERIMENTS = {
     ),
     "table_6": ExperimentSummary(
         title="Attention operations with and without normalisation",
-        question="Does the sink need attention scores that sum to one?",
+        question="Does a sink require attention scores that sum to one?",
         source="2410.10781, tables 6 and 15",
         scale="tiny",
         cells=["softmax", "sigmoid", "elu1_normalised"],
@@ -107,7 +107,7 @@ EXPERIMENTS = {
     ),
     "mitigations": ExperimentSummary(
         title="Mitigations",
-        question="Which attention removes the sink, and what does it cost?",
+        question="Which mitigations remove the sink, and at what loss?",
         scale="tiny",
         cells=["softmax", "k_biases", "sink_token", "sigmoid", "elu1_normalised"],
         columns=["valid_loss", "sink_1", "sink_bias", "norm_ratio", "kurtosis"],
@@ -128,10 +128,11 @@ def claims_of(experiments: dict[str, ExperimentSummary]) -> list[JudgedClaim]:
         JudgedClaim(
             id=f"claim_{number}",
             experiment=names[number % len(names)],
-            text=f"The sink does what claim {number} says",
+            text=f"Statement {number} about the sink",
             verdict=VERDICTS[number % len(VERDICTS)],
             scale="tiny",
-            evidence="k_biases 0.2, 0.4 % against softmax 18.0, 15.2 %: 0 of 9 pairs of seeds against so far",
+            evidence="Sink_1 by seed: k_biases 0.2, 0.4 %; softmax 18.0, 15.2 %. In 0 of 9 pairs of seeds, k_biases is "
+            "not below softmax.",
             quantity="sink_1",
             analysis=ANALYSES[number % 2],
             stated="2026-11-23",
@@ -166,10 +167,11 @@ def judge_the_paper(top: Path) -> Path:
 
     def judged(claim: str, verdict: str, quantity: str, cells: list[str], analysis: str, seen: str = "") -> JudgedClaim:
         experiment, _, name = claim.partition(".")
-        evidence = " against ".join(each_seed(cell, values(cell, quantity), q(quantity)) for cell in cells)
+        evidence = "; ".join(each_seed(cell, values(cell, quantity), q(quantity)) for cell in cells)
         return JudgedClaim(
             id=name, experiment=experiment, text=f"The text of {name}", verdict=verdict, scale="tiny",
-            evidence=seen or f"{evidence}: 3 of 3 seeds so far", cells=cells, quantity=quantity, analysis=analysis,
+            evidence=seen or f"By seed: {evidence}. The claim holds at 3 of 3 seeds.",
+            cells=cells, quantity=quantity, analysis=analysis,
         )  # fmt: skip
 
     def values(cell: str, quantity: str) -> list[float]:
@@ -289,13 +291,13 @@ def many_experiments(
             sink, loss = float(generator.gamma(2, 6)), float(generator.normal(2.9, 0.1))
             cells[name] = MadeCell((sink, sink / 2, 1 + sink / 4, loss), {"model.attention.softcap": sink})
         made["mitigations" if number == 0 else f"experiment_{number}"] = ExperimentSummary(
-            title=f"What variant {number} does to the sink and to the loss",
-            question="Does the sink do what the paper says when this is changed?",
+            title=f"Effect of variant {number} on the sink and the loss",
+            question="Does the paper's statement about the sink hold with this change?",
             source=f"2410.10781, table {number}",
             scale="tiny",
             cells=names,
             columns=COLUMNS,
             published={name: {"sink_1": 18.18, "valid_loss": 3.73} for name in names},
-            adapted=["windows are in proportion to the context"],
+            adapted=["The window widths are proportional to the context."],
         )
     return made, cells

@@ -220,7 +220,7 @@ def test_the_report_has_the_curve_with_the_step_on_the_axis(training: Path, text
     assert drawn["checkpoint-layers-0"].scale is not None
     page = write_report([tmp_path / "out"]).read_text(encoding="utf-8")
     assert 'id="chart-checkpoints-0-0"' in page
-    assert "When the sink emerges" in page
+    assert "Emergence of the sink" in page
 
 
 def test_the_command_ends_in_a_table_a_document_and_a_report(

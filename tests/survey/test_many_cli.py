@@ -37,7 +37,7 @@ def test_domains_end_in_a_table_a_document_and_a_report(run: Run, models: Path, 
     assert json.loads(out) == json.loads((tmp_path / "out" / "domains.json").read_text())
     assert "alpha: Sink_1" in err
     assert "(kept)" in err
-    assert "The sink by domain" in (tmp_path / "out" / "report.html").read_text()
+    assert "Sink rate by text domain" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_one_domain_that_cannot_be_measured_is_listed_at_the_end_with_status_1(run: Run, models: Path) -> None:

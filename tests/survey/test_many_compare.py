@@ -67,7 +67,7 @@ def test_the_report_has_the_comparison_and_its_layers(folder: Path, tmp_path: Pa
     text = text_file(tmp_path / "text.jsonl")
     compare_models([str(folder / "chat"), str(folder / "base")], text, SMALL, out=tmp_path / "out")
     page = write_report([tmp_path / "out"]).read_text(encoding="utf-8")
-    assert "Side by side" in page
+    assert "Comparison of models" in page
     assert "from chat" in page
     assert 'id="chart-comparison-layers-0-0"' in page
     assert "Two models on the same text" in page

@@ -2,11 +2,11 @@
 
 claims:
   - id: bias_takes_the_sink
-    text: "With K biases the first token is no longer a sink"
+    text: "With K biases, the first token is no longer a sink"
     stated: 2026-11-23
     check: {is: less, value: sink_1, cell: k_biases, than: softmax, absent: true}
   - id: sigmoid_has_none
-    text: "Sigmoid attention has no sink either, as in table 6"
+    text: "Sigmoid attention has no sink"
     same_as: table_6.sigmoid_has_none
 """
 

@@ -78,11 +78,12 @@ PAPER_SCALES = ("60m", "1b")
 
 
 WHAT_SCALES_ARE: Mapping[Scale, str] = {
-    "tiny": "0.3 M parameters and 3 M tokens, BOS in front of every text, weight decay 0.5: not the paper's default (a "
-    "natural first token, decay 0.1: 18 %) but its row with a fixed first token (74 %), at another decay",
-    "mini": "width 128 and 12 M tokens, BOS in front of every text, the paper's weight decay of 0.1: its row with a "
-    "fixed first token (74 %)",
-    "small": "the paper's 60M model with contexts of 256 tokens and a smaller batch",
+    "tiny": "Scale tiny has 0.3 M parameters, 3 M training tokens, BOS in front of every text, and a weight decay of "
+    "0.5. It does not correspond to the paper's default (a natural first token, weight decay 0.1, sink rate 18 %), but "
+    "to the paper's row with a fixed first token (74 %), with another weight decay.",
+    "mini": "Scale mini has width 128, 12 M training tokens, BOS in front of every text, and the paper's weight decay "
+    "of 0.1. It corresponds to the paper's row with a fixed first token (74 %).",
+    "small": "Scale small has the paper's 60M model with contexts of 256 tokens and a smaller batch.",
 }
 """Differences between a scale's base model and the paper's; shown with every result."""
 

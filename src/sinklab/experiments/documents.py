@@ -228,7 +228,7 @@ class JudgedClaim(ReadDocument):
     Attributes:
         experiment: id of the experiment.
         scale: scale of the trained models, or names of the existing models.
-        evidence: numbers behind the verdict, a sentence.
+        evidence: numbers behind the verdict, in sentences.
         cells: names of the cells that the claim compares.
         quantity: quantity compared; may be empty.
         analysis: confirmatory or exploratory; empty if unknown.
@@ -266,11 +266,11 @@ class JudgedClaim(ReadDocument):
 
     @property
     def verdict_said(self) -> str:
-        """Verdict as text: `reproduced`, `one seed: no verdict`, `reproduced of this model`."""
+        """Verdict as text: `reproduced`, `one seed: no verdict`, `reproduced for this model`."""
         if self.verdict == "no verdict" and self.seeds == 1:
             return f"one {self.replicate}: no verdict"
         of = "this model" if self.models == 1 else "these models"
-        return f"{self.verdict} of {of}" if self.replicate == "draw" and self.verdict in JUDGED else self.verdict
+        return f"{self.verdict} for {of}" if self.replicate == "draw" and self.verdict in JUDGED else self.verdict
 
     @property
     def remarks(self) -> list[str]:
@@ -278,18 +278,18 @@ class JudgedClaim(ReadDocument):
         differing = {eps: verdict for eps, verdict in self.at_eps.items() if verdict != self.verdict}
         same = [eps for eps in self.at_eps if eps not in differing]
         return [
-            *([f"at eps {' and '.join(same)} the same"] if same else []),
-            *(f"at eps {eps} {verdict}" for eps, verdict in differing.items()),
+            *([f"The verdict is the same at eps {' and '.join(same)}."] if same else []),
+            *(f"At eps {eps}, the verdict is {verdict}." for eps, verdict in differing.items()),
             *([self.elsewhere] if self.elsewhere else []),
             *([self.finds] if self.finds else []),
-            *([f"changed {self.changed}"] if self.changed else []),
-            *([f"the comparison of {self.same_as}, counted there"] if self.same_as else []),
+            *([f"Revision of {self.changed}"] if self.changed else []),
+            *([f"The check is that of {self.same_as}, where the claim is counted."] if self.same_as else []),
         ]
 
     @property
     def full_evidence(self) -> str:
         """Evidence followed by all remarks, as one text."""
-        return "; ".join(filter(None, (self.evidence, *self.remarks)))
+        return " ".join(filter(None, (self.evidence, *self.remarks)))
 
     @property
     def said(self) -> str:

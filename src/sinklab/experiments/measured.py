@@ -145,8 +145,8 @@ def measure_experiment(
 
     Raises:
         InputError: if the first model or the text is unusable, a model lacks the positional embeddings that the
-            experiment changes, or `out` contains measurements with other settings. Later models that cannot be
-            loaded are listed as failed instead.
+            experiment changes, or `out` contains measurements with other settings. Later models that cannot be loaded
+            are listed as failed instead.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     experiment = of_given_models(experiment, models)
@@ -232,18 +232,22 @@ def claims_about(
     """Yield the claims that apply to the models of `subjects`, with cells renamed as in the results.
 
     Args:
-        found: results on repeated tokens, which determine the proposition for the model; None if not measured.
+        found: results on repeated tokens, which tell which proposition applies to the model; None if not measured.
     """
     roles = {role for one in subjects for role in one.models}
     for claim in experiment.claims:
         asked = [experiment.requests[cell] for cell in claim.cells]
         absent = sorted({cell.model for cell in asked if not cell.models} - roles)
         if absent:
-            yield Undecidable(claim, f"no {absent[0]} model was given: it is the second --model")
+            yield Undecidable(claim, f"No {absent[0]} model was given. Pass it as the second --model.")
         elif claim.proposition is not None and found is None:
-            yield Undecidable(claim, "no proposition of the paper applies, or repeated tokens are not measured yet")
+            yield Undecidable(
+                claim, "No proposition of the paper applies to this model, or repeated tokens have not been measured."
+            )
         elif claim.positions is not None and found is None:
-            yield Undecidable(claim, "the kind of positional embedding is unknown until repeated tokens are measured")
+            yield Undecidable(
+                claim, "The kind of positional embedding is known only after a measurement on repeated tokens."
+            )
         elif _applies(claim, found):
             yield from _about(claim, subjects)
 
@@ -259,7 +263,7 @@ def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undeci
     match claim.check:
         case AlikeOverDomains() as check:
             if len(subjects) < 2:
-                yield Undecidable(claim, "requires at least two domains")
+                yield Undecidable(claim, "The claim requires at least two domains.")
             else:
                 yield claim.about(check.over(tuple(one.cell_name(check.cell) for one in subjects)))
         case GrowsWithSize() | AlikeOverSizes() as check:
@@ -287,9 +291,9 @@ def _by_family(
     for family, members in enough.items():
         yield claim.about(check.over(tuple(one.cell_name(check.cell) for one in members)), family)
     if not enough:
-        asked = f"of {' or '.join(check.families)}" if check.families else "of one family of the paper's list"
-        besides = f", {' and '.join(check.but)} excluded" if check.but else ""
-        yield Undecidable(claim, f"requires {FEWEST_MODELS} models {asked}{besides}")
+        wanted = f"of {' or '.join(check.families)}" if check.families else "of one family of the paper's list"
+        excluded = f" other than {' and '.join(check.but)}" if check.but else ""
+        yield Undecidable(claim, f"The claim requires {FEWEST_MODELS} models {wanted}{excluded}.")
 
 
 def _described(

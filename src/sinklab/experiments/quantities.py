@@ -122,40 +122,40 @@ _NUMBERED = [one for one in NUMBERS if "N" in one.name]
 _NAMED = {
     one.name: one
     for one in (
-        Quantity("sink_bias", "Sink on the bias", "%", 1),
-        Quantity("sink_1_or_bias", "Sink on the first token or the bias", "%", 1),
-        Quantity("sink_growth", "Growth of Sink_1 in the second half", "%", 1),
-        Quantity("sink_window_start", "Sink on the first key of a window", "%", 1),
+        Quantity("sink_bias", "Sink rate of the bias", "%", 1),
+        Quantity("sink_1_or_bias", "Sink rate of the first token and the bias", "%", 1),
+        Quantity("sink_growth", "Increase of Sink_1 in the second half", "%", 1),
+        Quantity("sink_window_start", "Sink rate of the first key of a window", "%", 1),
         Quantity("valid_loss", "Validation loss", "nats", 3),
         Quantity("train_loss", "Training loss", "nats", 3),
         Quantity("norm_ratio", "Norm ratio of the first token", "x", 1),
-        Quantity("norm_untrained", "Norm ratio, untrained", "x", 1),
-        Quantity("norm_lowest", "Norm ratio, lowest after step 0", "x", 1),
-        Quantity("norm_growth", "Norm ratio over the untrained one", "x", 2),
-        Quantity("norm_ratio_before_norm", "Norm ratio of the first token before the norm", "x", 1),
+        Quantity("norm_untrained", "Norm ratio of the untrained model", "x", 1),
+        Quantity("norm_lowest", "Lowest norm ratio after step 0", "x", 1),
+        Quantity("norm_growth", "Norm ratio relative to the untrained model", "x", 2),
+        Quantity("norm_ratio_before_norm", "Norm ratio of the first token before normalisation", "x", 1),
         Quantity("norm_ratio_sink_token", "Norm ratio of the sink token", "x", 1),
-        Quantity("norm_growth_sink_token", "Norm ratio of the sink token over the untrained one", "x", 2),
+        Quantity("norm_growth_sink_token", "Norm ratio of the sink token relative to the untrained model", "x", 2),
         Quantity("importance_first", "Mean importance of the first token", "%", 1),
         Quantity("kurtosis", "Kurtosis of the hidden states", "x", 1, once=True),
         Quantity("emergence_step", "Step at which the sink emerged", "steps", 0),
-        Quantity("norm_step", "Step at which the first token's norm grew", "steps", 0),
-        Quantity("loss_change", "Jump of the loss as the sink emerged", "nats", 3),
+        Quantity("norm_step", "Step at which the norm of the first token grew", "steps", 0),
+        Quantity("loss_change", "Jump of the loss at the emergence of the sink", "nats", 3),
         Quantity("key_norm_ratio", "Norm ratio of the first key", "x", 2),
         Quantity("value_norm_ratio", "Norm ratio of the first value", "x", 2),
-        Quantity("activation_ratio", "Largest activation over the median", "x", 0),
+        Quantity("activation_ratio", "Ratio of the largest activation to the median", "x", 0),
         Quantity("largest_activation", "Largest activation", "", 0),
         Quantity("cosine_first", "cos(q, k) with the first key", "", 2),
         Quantity("cosine_rest", "cos(q, k) with the other keys", "", 2),
-        Quantity("cosine_gap", "cos(q, k) with the first key, above the others", "", 2),
-        Quantity("norm_product_ratio", "|q| |k| of the first key over the others", "x", 2),
-        Quantity("gate_first", "Gate of the first token", "", 3),
-        Quantity("gate_rest", "Gate of the other tokens", "", 3),
-        Quantity("gate_closed", "Gates below 0.1", "%", 1),
+        Quantity("cosine_gap", "cos(q, k) with the first key minus the other keys", "", 2),
+        Quantity("norm_product_ratio", "Ratio of |q| |k|, first key to the other keys", "x", 2),
+        Quantity("gate_first", "Gate value of the first token", "", 3),
+        Quantity("gate_rest", "Gate value of the other tokens", "", 3),
+        Quantity("gate_closed", "Share of gates below 0.1", "%", 1),
         Quantity("importance_early", "Mean importance of the first token in early layers", "%", 1),
         Quantity("importance_gap", "Mean importance of the first token, later minus early layers", "%", 1),
-        Quantity("proposition_excess", "Deviation from the proposition, over rounding error", "x", 2),
-        Quantity("sft_loss_fall", "Fall of the loss in tuning", "nats", 3, once=True),
-        Quantity("sft_largest_grad_norm", "Largest gradient norm in tuning", "", 2, once=True),
+        Quantity("proposition_excess", "Deviation from the proposition relative to rounding error", "x", 2),
+        Quantity("sft_loss_fall", "Decrease of the loss by tuning", "nats", 3, once=True),
+        Quantity("sft_largest_grad_norm", "Largest gradient norm during tuning", "", 2, once=True),
         Quantity("sft_sink_change", "Change of Sink_1 by tuning", "%", 1, once=True),
         Quantity("accuracy", "Accuracy", "%", 1),
         Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", 1),
@@ -173,17 +173,17 @@ def quantity(name: str) -> Quantity:
     if name in _NAMED:
         return _NAMED[name]
     if found := _FIRST.fullmatch(name):
-        return Quantity(name, f"Sinks on the first {found[1]} tokens", "%", 1)
+        return Quantity(name, f"Sink rate of the first {found[1]} tokens", "%", 1)
     if found := _RANGE.fullmatch(name):
-        return Quantity(name, f"Sinks on tokens {found[1]} to {found[2]}", "%", 1)
+        return Quantity(name, f"Sink rate of tokens {found[1]} to {found[2]}", "%", 1)
     if found := _SINK.fullmatch(name):
         return Quantity(name, f"Sink_{found[1]}{' (visible queries)' if found[2] else ''}", "%", 1)
     if found := _LAYER.fullmatch(name):
         if found[1] == "sink_1_layer":
             return Quantity(name, f"Sink_1 of layer {found[2]}", "%", 1)
         if found[1] == "sink_layer":
-            return Quantity(name, f"Sequences in which a head of layer {found[2]} sinks", "%", 1)
-        return Quantity(name, f"Step at which a head of layer {found[2]} sinks", "steps", 0)
+            return Quantity(name, f"Sequences with a sink head in layer {found[2]}", "%", 1)
+        return Quantity(name, f"Step of the first sink head in layer {found[2]}", "steps", 0)
     for one in _NUMBERED:
         if found := re.fullmatch(one.name.replace("N", r"(0|[1-9]\d*)"), name):
             return Quantity(name, one.label.replace("N", found[1]), "nats", 3, once=True)

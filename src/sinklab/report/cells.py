@@ -159,13 +159,13 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
     )
     match data.only_suite:
         case DomainsDocument():
-            title, unit = "Domain", "a file each"
+            title, unit = "Domain", "one file each"
         case ComparisonDocument():
             title, unit = "Model", "on the same text"
         case CheckpointsDocument():
             title, unit = "Checkpoint", "after the step"
         case _:
-            title, unit = ("Cell", "what was changed") if trained else ("Model", "as measured")
+            title, unit = ("Cell", "changed settings") if trained else ("Model", "as measured")
     tokens = next((one.unit for one in saved.values()), "step") == "tokens"
 
     def name(row: CellRow) -> TableCell:
@@ -216,7 +216,7 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
             TableColumn("Parameters", "millions", ",.1f"),
             lambda row: members[row.cell].parameters * 1e-6 if row.cell in members else None,
         ),
-        spread("On the bias", "% of heads", rate, lambda row: row.sink_bias),
+        spread("Sink on the bias", "% of heads", rate, lambda row: row.sink_bias),
         spread(
             "Valid. loss" if trained else "Loss",
             "nats / token",
@@ -224,7 +224,9 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
             lambda row: row.over_runs(lambda one: one.valid_loss),
         ),
         spread("Bits per byte", "of the text", loss, lambda row: row.over_measurements(lambda m: m.bits_per_byte)),
-        spread("Norm ratio", "largest block", rate, lambda row: row.over_runs(lambda one: one.largest_norm_ratio)),
+        spread(
+            "Norm ratio", "maximum over blocks", rate, lambda row: row.over_runs(lambda one: one.largest_norm_ratio)
+        ),
         spread(
             "Row sum",
             "of raw scores",
@@ -236,15 +238,18 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
     ]
     table = table_of(f"{title}s", rows, columns, key="cells")
     notes = [
-        "Rates are percent of (sequence, layer, head) triples whose importance exceeds ε."
-        + (" Mean ± sample standard deviation over seeds." if any(row.seeds > 1 for row in rows) else "")
-        + " The norm ratio is the largest over blocks. An en dash: not recorded, or does not apply."
+        "Sink rates are the percentage of (sequence, layer, head) triples whose importance exceeds ε."
+        + (" Values are mean ± sample standard deviation over seeds." if any(row.seeds > 1 for row in rows) else "")
+        + " The norm ratio is the maximum over blocks. An en dash marks values that were not recorded or do not apply."
     ]
     if any(row.sink_visible for row in rows):
-        notes.append(f"{SINK_1} averages over all queries from a key on; {SINK_1} visible over those that may see it.")
+        notes.append(
+            f"{SINK_1} averages attention over all queries from the key's position on, and {SINK_1} visible over the "
+            "queries that can see the key."
+        )
     if proxied := list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)):
         notes.append(
-            f"In {', '.join(proxied)} the attention scores do not sum to one: importance is computed from the proxy "
+            f"In {', '.join(proxied)}, the attention scores do not sum to one: importance is computed from the proxy "
             "scores |sim| / Σ |sim|."
         )
     return replace(table.without_empty_columns(), notes=notes)
@@ -338,21 +343,24 @@ def headline(data: ReportData) -> list[str]:
             + (f"; {counted(left, 'run')} still to be finished." if left else ".")
         )
     if rows:
-        stored = f"The summary of {counted(len(rows), 'cell')}; the runs themselves are not on disk here."
+        stored = f"The summary contains {counted(len(rows), 'cell')}; their runs are not on disk."
         sentences.append(_setting(data, trained) if data.runs else stored)
     sinks = [(row.sink_first, row.cell) for row in rows if row.sink_first is not None]
     biases = [(row.sink_bias, row.cell) for row in rows if row.sink_bias is not None and row.sink_first is not None]
     if sinks:
         sentences.append(_main_result(sinks, biases))
     if unfinished := sum(run.in_progress for run in trained):
-        sentences.append(f"{counted(unfinished, 'run')} still in progress: the numbers below are not final.")
+        verb = "is" if unfinished == 1 else "are"
+        sentences.append(
+            f"{counted(unfinished, 'run').capitalize()} {verb} still in progress: the numbers below are not final."
+        )
     return sentences
 
 
 def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
     """Describe in a sentence which models were trained or measured, and how."""
     eps = ", ".join(sorted({f"{run.eps:g}" for run in data.runs}))
-    measured = f"attention sinks measured at ε = {eps}"
+    measured = f"attention sinks were measured at ε = {eps}"
     lengths = sorted({one.length for _, one in data.measured})
     if lengths:
         measured += f" on sequences of {' and '.join(map(str, lengths))} tokens"
@@ -362,7 +370,8 @@ def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
         length = f" for {' to '.join(f'{step:,}' for step in ends)} steps" if steps else ""
         cells = len({run.cell for run in trained})
         seeds = f" ({len(trained)} runs over seeds)" if len(trained) > cells else ""
-        return f"{counted(cells, 'model').capitalize()} trained{length}{seeds}, {measured}."
+        verb = "was" if cells == 1 else "were"
+        return f"{counted(cells, 'model').capitalize()} {verb} trained{length}{seeds}; {measured}."
     names = {run.measurement.model for run in data.runs if run.measurement and run.measurement.model}
     subject = counted(len(data.runs), "model").capitalize()
     match data.only_suite:
@@ -374,18 +383,18 @@ def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
             subject = f"{Path(document.model).name} at {counted(len(data.runs), 'checkpoint')}"
         case _ if names and len(names) < len(data.runs):
             subject = f"{counted(len(data.runs), 'measurement').capitalize()} of {counted(len(names), 'model')}"
-    return f"{subject}, {measured}."
+    return f"{subject}: {measured}."
 
 
 def _main_result(sinks: list[tuple[Spread, str]], biases: list[tuple[Spread, str]]) -> str:
     rate, strongest = max(sinks, key=lambda one: one[0].mean)
     if len(sinks) == 1:
-        return f"The first token is a sink for {rate.text(1)} % of its heads."
+        return f"The first token is a sink in {rate.text(1)} % of the heads."
     if rate.mean < SHOWN:
-        text = "None has a sink on the first token"
+        text = "No model has a sink on the first token"
     else:
         text = f"The sink on the first token is strongest in “{strongest}” ({rate.text(1)} % of heads)"
     rate, top = max(biases, key=lambda one: one[0].mean, default=(Spread((0.0,)), ""))
     if rate.mean >= SHOWN:
-        text += f"; the largest sink on a bias is in “{top}” ({rate.text(1)} % of heads)"
+        text += f"; the strongest sink on a bias is in “{top}” ({rate.text(1)} % of heads)"
     return text + "."

@@ -268,10 +268,10 @@ def dots(
         shape = "triangle-up" if upright else "triangle-right"
         arrow = alt.Chart(_MIDDLES).mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
         arrow = placed(arrow.transform_filter("isValid(datum.beyond)"), "beyond")
-        layers.append(said(arrow, ("never_reached", "seeds that did not reach it", "d")))
+        layers.append(said(arrow, ("never_reached", "seeds without the event", "d")))
     if paper:
         diamond = alt.Chart(_PAPER).mark_point(shape="diamond", color=PAPER, **_OPEN)
-        layers.append(said(placed(diamond, "value"), ("value", "the paper's", f",.{max(decimals, 2)}f")))
+        layers.append(said(placed(diamond, "value"), ("value", "paper", f",.{max(decimals, 2)}f")))
     if seeds:
         point = alt.Chart(_SEEDS).mark_point(size=38, opacity=0.85, color=OURS)
         if any("link" in row for row in seeds):

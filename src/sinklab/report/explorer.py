@@ -46,7 +46,8 @@ def explorers(data: ReportData) -> list[Explorer]:
             f"explore-{number}",
             "Explore the heads" + (f": {label}" if len(found) > 1 else ""),
             f"Attention of {counted(len(explored.heads), 'head')} on the first {len(explored.tokens)} tokens of the "
-            f"first sequence, in 8 bits. Importance and sink are of all {one.sequences} sequences of the measurement.",
+            f"first sequence, quantised to 8 bits. Importance and sink rates are averages over all {one.sequences} "
+            "sequences of the measurement.",
             _content(one, explored, _roles(data, one)),
         )
         for number, (label, one, explored) in enumerate(found)

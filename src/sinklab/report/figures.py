@@ -55,14 +55,14 @@ def _sink_by_step(data: ReportData, width: Width) -> Figure | None:
     caption = (
         f"Share of (sequence, layer, head) triples whose importance exceeds ε = {eps:g}, at every evaluation. "
         "The threshold is applied to each sequence before any averaging. "
-        + ("Line styles: the position of the sink. " if len({row["where"] for row in rows}) > 1 else "")
+        + ("The line style indicates the position of the sink. " if len({row["where"] for row in rows}) > 1 else "")
         + _band(data)
     )
     rate = PlotAxis(
         f"Sink rate (percent of heads, ε = {eps:g})", "mean", "percent", at_least=1, format="~g", precision=".2f"
     )
     chart = _over_steps(rows, data, rate, width)
-    return Figure("sink-by-step", "The sink while the model trains", caption, [chart])
+    return Figure("sink-by-step", "Sink rate during training", caption, [chart])
 
 
 def _loss(data: ReportData, width: Width) -> Figure | None:
@@ -72,11 +72,11 @@ def _loss(data: ReportData, width: Width) -> Figure | None:
         return None
     caption = (
         "Mean cross-entropy of the next token on held-out documents (solid) and on the training batches (dashed). "
-        "Compare sinks only between models of about equal loss. " + _band(data)
+        "Sinks should be compared only between models of similar loss. " + _band(data)
     )
     loss = PlotAxis("Loss (nats per token)", "mean", zero=False, precision=".3f")
     chart = _over_steps(rows, data, loss, width)
-    return Figure("loss-by-step", "Loss while the model trains", caption, [chart])
+    return Figure("loss-by-step", "Loss during training", caption, [chart])
 
 
 def _over_steps(rows: Sequence[dict[str, Any]], data: ReportData, y: PlotAxis, width: Width) -> Drawing:
@@ -97,10 +97,10 @@ def _norm_ratio(data: ReportData, width: Width) -> Figure | None:
     if not rows:
         return None
     caption = (
-        "Norm of the hidden state at the first position over the mean norm at the others, after each block (the last "
-        "one before the final normalisation). A ratio of 1, the dashed line, means that the first token is like any "
-        "other; large ratios are the massive activations that accompany a sink. "
-        + ("Infinite ratios (all others zero) are left out. " if infinite else "")
+        "Norm of the hidden state at the first position relative to the mean norm at the other positions, after each "
+        "block (for the last block, before the final normalisation). A ratio of 1 (dashed line) means that the first "
+        "token does not differ from the others; large ratios are the massive activations that accompany a sink. "
+        + ("Infinite ratios (all other norms are zero) are omitted. " if infinite else "")
         + _band(data)
     )
     chart = lines(
@@ -115,12 +115,12 @@ def _norm_ratio(data: ReportData, width: Width) -> Figure | None:
         tips=SPREAD,
         width=width,
     )
-    return Figure("norm-ratio", "Size of the first token's hidden state", caption, [chart])
+    return Figure("norm-ratio", "Norm ratio of the first token's hidden state", caption, [chart])
 
 
 def _band(data: ReportData) -> str:
     several = any(len(data.runs_of(cell)) > 1 for cell in data.cells)
-    return "Lines are means over seeds, bands reach from the lowest to the highest seed." if several else ""
+    return "Lines are means over seeds, and bands extend from the lowest to the highest seed." if several else ""
 
 
 def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | None:
@@ -140,8 +140,8 @@ def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | No
         return None
     rows.sort(key=lambda row: (row["eps"], row["length"]))
     caption = (
-        "Sink rate of the first token of the same sequences cut at different lengths, for several thresholds ε. Points "
-        "are medians over draws of sequences, bands reach from the smallest to the largest."
+        "Sink rate of the first token of the same sequences truncated to different lengths, for several thresholds ε. "
+        "Points are medians over draws of sequences, and bands extend from the minimum to the maximum."
     )
     chart = lines(
         rows,
@@ -152,7 +152,7 @@ def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | No
         tips=(("name", "cell", ""), ("low", "from", ".1f"), ("high", "to", ".1f")),
         width=width,
     )
-    return Figure("sink-by-length", "The sink by threshold and length", caption, [chart])
+    return Figure("sink-by-length", "Sink rate by threshold and sequence length", caption, [chart])
 
 
 def suite_figures(data: ReportData, width: Width) -> list[Figure]:
@@ -206,11 +206,11 @@ def _domains(measured: Measured, width: Width, number: int) -> Figure:
         if rows
     ]
     caption = (
-        "Sink rate of the first token and loss on each text, the text with the strongest sink first. One model, one "
-        "tokenizer, the same number of tokens per sequence. A text may have fewer sequences than were asked for; the "
-        "table and the points have their number."
+        "Sink rate of the first token and loss on each text, ordered by decreasing sink rate. Model, tokenizer and "
+        "number of tokens per sequence are the same for all texts. A text may have fewer sequences than requested; the "
+        "table and the tooltips of the points state their number."
     )
-    return Figure(f"domains-{number}", "The sink by domain", caption, drawn)
+    return Figure(f"domains-{number}", "Sink rate by text domain", caption, drawn)
 
 
 def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: int) -> Figure:
@@ -227,7 +227,7 @@ def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: 
     title = f"{SINK_1} of the layer (percent of heads, ε = {eps:g})"
     y = PlotAxis(title, "value", "percent", domain=(0, 100), precision=".2f")
     chart = lines(rows, layer_axis(rows, "Layer"), y, order=cells, width=width)
-    return Figure(f"comparison-layers-{number}", "The sink by layer", caption, [chart])
+    return Figure(f"comparison-layers-{number}", "Sink rate by layer", caption, [chart])
 
 
 def _families(document: suites.FamiliesDocument, width: Width, number: int) -> Figure:
@@ -245,19 +245,19 @@ def _families(document: suites.FamiliesDocument, width: Width, number: int) -> F
         width=width,
     )
     caption = (
-        "Sink rate of the first token against the number of parameters, joined within a family. Diamonds are what "
-        "arXiv 2410.10781 prints, only where the setting is the paper's (100 sequences of 64 tokens, ε = 0.3, the same "
-        "kind of input). The text that the paper measured on was not released."
+        "Sink rate of the first token by number of parameters; lines connect the models of a family. Diamonds are the "
+        "values of arXiv 2410.10781, shown only for the paper's setting (100 sequences of 64 tokens, ε = 0.3, the same "
+        "kind of input). The paper's text sample was not released."
     )
-    return Figure(f"families-{number}", "Measured and published", caption, [chart])
+    return Figure(f"families-{number}", "Measured and published sink rates", caption, [chart])
 
 
 CURVES: tuple[tuple[str, Callable[[suites.MeasuredCheckpoint], float | None]], ...] = (
     (f"{SINK_1} (percent of heads)", lambda one: one.sink_1),
-    ("Sink on the bias (percent of heads)", lambda one: one.sink_bias),
-    ("First token, times uniform attention", lambda one: one.uniform_ratio),
+    ("Sink rate of the bias (percent of heads)", lambda one: one.sink_bias),
+    ("Importance of the first token (times uniform)", lambda one: one.uniform_ratio),
     ("Loss (nats per token)", lambda one: one.loss),
-    ("Norm of the first token over the others'", lambda one: one.norm_ratio),
+    ("Norm ratio of the first token", lambda one: one.norm_ratio),
 )
 
 
@@ -269,7 +269,7 @@ def _checkpoints(document: suites.CheckpointsDocument, eps: float, width: Width,
     far = bool(steps) and steps[-1] >= FAR * steps[0]
     counted = "tokens" if found[0].unit == "tokens" else "steps"
     x = PlotAxis(
-        "Tokens read" if counted == "tokens" else "Training step",
+        "Training tokens" if counted == "tokens" else "Training step",
         "step",
         found[0].unit,
         scale="symlog" if far else "linear",
@@ -289,18 +289,18 @@ def _checkpoints(document: suites.CheckpointsDocument, eps: float, width: Width,
             y = PlotAxis(title, "value", "value", zero=not title.startswith("Loss"), precision=".3f")
             drawn.append(lines(rows, x, y, None, tips=[("checkpoint", "checkpoint", "")], width=small))
     caption = (
-        "The same sequences read by every checkpoint: the share of (sequence, layer, head) triples in which the "
-        f"importance of the first token is above ε = {eps:g}, that importance over the one of uniform attention, the "
-        "loss, and the norm of the first token's hidden state over the mean of the others in the block where it is "
-        "largest."
+        "All checkpoints are measured on the same sequences. The charts show the share of (sequence, layer, head) "
+        f"triples in which the importance of the first token exceeds ε = {eps:g}, this importance relative to uniform "
+        "attention, the loss, and the norm of the first token's hidden state relative to the mean of the others "
+        "(maximum over blocks)."
     )
-    curves = Figure(f"checkpoints-{number}", "When the sink emerges", caption, drawn, small=True)
+    curves = Figure(f"checkpoints-{number}", "Emergence of the sink", caption, drawn, small=True)
     layers_LS = np.array([one.by_layer for one in found]).T
     layers = heatmaps(
         f"checkpoint-layers-{number}",
         "Sink by layer and checkpoint",
-        f"Share of the (sequence, head) pairs of a layer in which the importance of the first token is above ε = "
-        f"{eps:g}; checkpoints in the order of their {counted}, from {found[0].step:,} to {found[-1].step:,}.",
+        f"Share of the (sequence, head) pairs of a layer in which the importance of the first token exceeds ε = "
+        f"{eps:g}. Checkpoints are ordered by {counted}, from {found[0].step:,} to {found[-1].step:,}.",
         [("first token", layers_LS)],
         scale_over("percent of heads", [layers_LS]),
         width,
@@ -352,7 +352,7 @@ def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure
         rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")], width=width
     )
     caption = (
-        "The loss that each change adds. The dashed line is the unchanged model. The table has the question that each "
-        "change answers."
+        "Loss that each change adds relative to the unchanged model (dashed line). The table lists the question that "
+        "each change answers."
     )
     return Figure(f"answers-chart-{number}", f"Loss added by each change{of}", caption, [chart])

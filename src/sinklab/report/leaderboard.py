@@ -80,15 +80,15 @@ class Leaderboard:
             ]
             for cell, scores in self.scores.items()
         ]
-        columns = [TableColumn("Cell", "what was changed", text=True), *self.columns]
+        columns = [TableColumn("Cell", "changed settings", text=True), *self.columns]
         table = Table("Leaderboard of mitigations", columns, rows, key=key).without_empty_columns()
         notes = [
-            f"At scale {self.scale}. Medians over seeds, with the lowest and the highest seed. A heading sorts by its "
-            "column, and once more in reverse; missing values come last.",
+            f"Results at scale {self.scale}: medians over seeds, with the minimum and the maximum. Click a column "
+            "heading to sort by the column, and again to reverse the order. Missing values are listed last.",
             *(f"{column.title}: {column.help}." for column in table.columns if column.help),
         ]
         if self.assessed:
-            notes.append("Added loss is in nats per token, above the unchanged model (sinklab assess).")
+            notes.append("Added losses are in nats per token, relative to the unchanged model (sinklab assess).")
         return replace(table, notes=notes)
 
     def figure(self, key: str, width: Width) -> Figure | None:
@@ -129,10 +129,11 @@ class Leaderboard:
         order, tips = ["mitigations", self.baseline], [("model", "cell", "")]
         chart = scatter(rows, x, y, "kind", order, label="named", tips=tips, width=width)
         caption = (
-            "Medians over seeds, the lines from the smallest to the largest. Named are the baseline and the cells to "
-            "which no other is better in both. A sink may be at another position: the board says where."
+            "Points are medians over seeds, and lines extend from the minimum to the maximum. Labels mark the baseline "
+            "and the Pareto front, the cells for which no other cell has both a lower loss and a lower sink rate. "
+            "Sinks at other positions are listed in the leaderboard."
         )
-        return Figure(key, f"{SINK_1} against the loss at scale {self.scale}", caption, [chart])
+        return Figure(key, f"{SINK_1} versus loss at scale {self.scale}", caption, [chart])
 
 
 def leaderboard(sweep: Sweep) -> Leaderboard | None:
@@ -160,17 +161,17 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
 
 def _columns(sweep: Sweep) -> list[tuple[TableColumn, ScoreOf]]:
     """Return the columns that need no assessment, each with the function that scores a cell."""
-    retuned = "the lowest of the losses at several learning rates, since one rate for all is unfair"
+    retuned = "the lowest loss over several learning rates, because a single learning rate favours some cells"
     return [
         (TableColumn(LOSS, "nats / token", ",.3f"), _quantity("valid_loss")),
         (
-            TableColumn("Retuned", "loss at the best rate", ",.3f", help=retuned),
+            TableColumn("Retuned", "loss at the best learning rate", ",.3f", help=retuned),
             lambda name, cell: _retuned(sweep, name),
         ),
         (TableColumn(SINK, "% of heads", ",.1f"), _quantity("sink_1")),
-        (TableColumn("On the bias", "% of heads", ",.1f"), _quantity("sink_bias")),
-        (TableColumn("Norm ratio", "largest block", ",.1f"), _quantity("norm_ratio")),
-        (TableColumn("Kurtosis", "largest block", ",.1f"), _quantity("kurtosis")),
+        (TableColumn("Sink on the bias", "% of heads", ",.1f"), _quantity("sink_bias")),
+        (TableColumn("Norm ratio", "maximum over blocks", ",.1f"), _quantity("norm_ratio")),
+        (TableColumn("Kurtosis", "maximum over blocks", ",.1f"), _quantity("kurtosis")),
         (TableColumn("Speed", "tokens / s", ",.0f"), _of_runs(lambda run: run.tokens_per_second)),
         (TableColumn("Memory", "peak, MB", ",.0f"), _of_runs(lambda run: run.peak_memory_mb)),
     ]

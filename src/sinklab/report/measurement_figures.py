@@ -71,16 +71,16 @@ def _by_head(data: ReportData, width: Width) -> Figure | None:
     firsts = [(length, float(uniform_importance(length)[0])) for length in sorted(set(lengths))]
     uniform = " and ".join(f"{first:.3f} at T = {length}" for length, first in firsts)
     caption = (
-        "Mean over sequences of the attention a head pays to the first token (or to an added bias), averaged over all "
-        "queries. The colour scale is shared, from 0 to ε at least. Outlined heads exceed ε on average. "
-        + f"Uniform attention would give the first token {uniform}. "
+        "Attention of each head to the first token (or to an added bias), averaged over sequences and queries. All "
+        "maps share a colour scale from 0 to at least ε. Outlined heads exceed ε on average. "
+        + f"With uniform attention, the first token receives {uniform}. "
         + _masks_note(data)
-        + "Point at a square for its value."
+        + "Hover over a square to see its value."
     )
     references = tuple(first for _, first in firsts)
     scale = _importance_scale(maps, data)
     scale = replace(scale, outlined=data.runs[0].eps, references=references)
-    return charts.heatmaps("importance-heads", "Which heads have the sink", caption, maps, scale, width)
+    return charts.heatmaps("importance-heads", "Sink by head", caption, maps, scale, width)
 
 
 def _by_layer(data: ReportData, width: Width) -> Figure | None:
@@ -91,10 +91,10 @@ def _by_layer(data: ReportData, width: Width) -> Figure | None:
     maps = [(label, array.mean(1)[:, :SHOWN_POSITIONS]) for label, array in [*found, *visible]]
     uniform = [uniform_importance(array.shape[2])[:SHOWN_POSITIONS] for _, array in found] + [None] * len(visible)
     caption = (
-        f"Importance of each of the first {max(matrix.shape[1] for _, matrix in maps)} positions in every layer: mean "
-        "over sequences and over the layer's heads. A sink is a column brighter than the lowest row, which is what "
-        "attention that is uniform over all tokens so far would give. The last positions are seen by few queries, "
-        "which raises them. " + _masks_note(data)
+        f"Importance of each of the first {max(matrix.shape[1] for _, matrix in maps)} positions in every layer, "
+        "averaged over sequences and heads. A sink appears as a column that is brighter than the lowest row, which "
+        "shows uniform attention over all tokens up to the query. Few queries see the last positions, which raises "
+        "their importance. " + _masks_note(data)
     )
     scale = _importance_scale(maps, data)
     drawn = [
@@ -103,7 +103,7 @@ def _by_layer(data: ReportData, width: Width) -> Figure | None:
         )
         for (name, matrix), lowest in zip(maps, uniform, strict=True)
     ]
-    return Figure("importance-layers", "Which layers attend where", caption, drawn, scale)
+    return Figure("importance-layers", "Importance by layer and position", caption, drawn, scale)
 
 
 def uniform_importance(length: int) -> np.ndarray:
@@ -115,8 +115,8 @@ def _masks_note(data: ReportData) -> str:
     if not data.arrays(lambda m: m.importance_visible):
         return ""
     return (
-        f"“{VISIBLE.capitalize()}” is the mean over those queries alone that may see the key; uniform attention gives "
-        "more there: in a window of w tokens the first has (1 + 1/2 + .. + 1/w) / w. "
+        f"“{VISIBLE.capitalize()}” averages only over the queries that can see the key. Uniform attention gives higher "
+        "values there: in a window of w tokens, the first token receives (1 + 1/2 + .. + 1/w) / w. "
     )
 
 
@@ -141,10 +141,10 @@ def _by_position(data: ReportData, width: Width) -> Figure | None:
     ]
     shown = max(position for _, position in found)
     caption = (
-        f"Attention received by each of the first {shown} positions: for every key the mean over the "
-        "queries from it on, itself included, then the mean over sequences, layers and heads. A sink stands out at the "
-        "left above the dashed line, which is attention that is uniform over all tokens so far. The last positions are "
-        "seen by few queries, which raises them."
+        f"Attention received by each of the first {shown} positions: for every key, the mean over the queries at its "
+        "position and later, then the mean over sequences, layers and heads. A sink appears at the left, above the "
+        "dashed line, which shows uniform attention over all tokens up to the query. Few queries see the last "
+        "positions, which raises their importance."
     )
     uniform = [
         {"of": f"uniform attention, T = {length}", "position": k + 1, "value": float(value)}
@@ -185,9 +185,9 @@ def _row_sums(data: ReportData, width: Width) -> Figure | None:
     if not maps:
         return None
     caption = (
-        "The sum of a query's raw scores, as a mean over queries and sequences, for operations whose scores do "
-        "not sum to one. There importance is that of the proxy scores |sim| / Σ |sim|, which hide the total "
-        "attention that this figure shows. For softmax it is 1."
+        "Sum of the raw attention scores of a query, averaged over queries and sequences, for operations whose scores "
+        "do not sum to one. For these operations, importance is computed from the proxy scores |sim| / Σ |sim|, which "
+        "do not depend on this sum. With softmax, the sum is 1."
     )
     scale = charts.scale_over("row sum", [matrix for _, matrix in maps])
     return charts.heatmaps("row-sums", "Sum of raw scores", caption, maps, scale, width)
@@ -212,11 +212,13 @@ def _norms(data: ReportData, width: Width) -> Figure | None:
         return None
     caption = (
         "l2 norm of hidden states, keys and values at the first position (solid) and as a mean over the others "
-        "(dashed), mean over sequences, heads and seeds. A sink usually comes with a large hidden state, and with a "
-        "small key and a small value: it receives attention and contributes little."
+        "(dashed), averaged over sequences, heads and seeds. A sink usually has a large hidden state, a small key and "
+        "a small value: it receives attention and contributes little to the output."
     )
     if any(measured.gradient_norm is not None for _, measured in data.measured):
-        caption += " Gradients are those of the mean loss at what attention reads, summed over the sequences."
+        caption += (
+            " Gradients are those of the mean loss with respect to the inputs of attention, summed over the sequences."
+        )
     return Figure("norms", "Hidden states, keys and values of the first token", caption, drawn, small=True)
 
 
@@ -225,7 +227,7 @@ def _mixing(data: ReportData, width: Width) -> Figure | None:
         (run.cell, where, block, change)
         for run, measured in data.measured
         if (mixing := measured.mixing)
-        for where, spread in (("as it is", mixing.spread), ("first key hidden", mixing.spread_without_first))
+        for where, spread in (("unchanged model", mixing.spread), ("first key hidden", mixing.spread_without_first))
         for block, change in enumerate(spread)
         if block > 0 and math.isfinite(change)
     )
@@ -233,12 +235,12 @@ def _mixing(data: ReportData, width: Width) -> Figure | None:
         return None
     positions = sorted({mixing.position for _, measured in data.measured if (mixing := measured.mixing)})
     caption = (
-        f"The token at position {' or '.join(map(str, positions))} was replaced by another: norm of the change of the "
-        "later tokens' hidden states over their norm, mean over positions and sequences, as the model is (solid) and "
-        "with the first key hidden from all later queries (dashed). Where the dashed line is higher, attention to the "
-        "first token limits the spread."
+        f"The token at position {' or '.join(map(str, positions))} was replaced by another token. The chart shows the "
+        "norm of the resulting change in the hidden states of later tokens relative to their norm, averaged over "
+        "positions and sequences, for the unchanged model (solid) and with the first key hidden from all later queries "
+        "(dashed). A higher dashed line means that attention to the first token limits the spread of the change."
     )
-    chart = _layer_lines(rows, data.cells, "After block", "Change over norm", width)
+    chart = _layer_lines(rows, data.cells, "After block", "Relative change", width)
     table = mixing_table([(data.label(run), one) for run, one in data.measured])
     return Figure("mixing", "Spread of a change of one token", caption, [chart], table=table)
 
@@ -258,11 +260,11 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
         shown = plot_specs.HeadMap(
             "secondary",
             "Sinks other than the first token",
-            f"Percent of sequences in which a head has an importance above ε = {data.runs[0].eps:g} at some position "
-            f"past the first {FIRST_FEW} and in the first half of the sequence. The numbers below name the strongest "
-            f"such tokens from position 2 to where half of the queries, or {ENOUGH} of them, are left, and those whose "
-            f"hidden state has a cosine above {ALIGNED:g} with the first token's, where the norm of that is at least "
-            f"{STANDS_OUT:g} times the others'.",
+            f"Percentage of sequences in which the importance of some position after the first {FIRST_FEW}, in the "
+            f"first half of the sequence, exceeds ε = {data.runs[0].eps:g} in a head. The table lists the strongest "
+            f"sinks from position 2 to the last position that half of the queries, or {ENOUGH} queries, can see. It "
+            f"also lists tokens whose hidden state has a cosine above {ALIGNED:g} with that of the first token, if the "
+            f"norm of the first token is at least {STANDS_OUT:g} times that of the others.",
             "percent of sequences",
         )
         drawn["secondary"] = replace(_heatmaps(data, "secondary", shown, small), table=table)
@@ -289,7 +291,7 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, smal
             panels = [
                 (shown.what, AFTER_BLOCK, [(run.cell, array_M) for run, _, _, array_M in found]),
                 (
-                    "Norm of the first token over the others'",
+                    "Norm ratio of the first token",
                     AFTER_BLOCK,
                     [(run.cell, one.hidden_norm_ratio or ()) for run, one, _, _ in found],
                 ),
@@ -334,14 +336,14 @@ def _heatmaps(data: ReportData, name: str, shown: Heatmap, width: Width) -> Figu
                 maps.append((label, array[..., 0] if array.ndim == 3 else array))
     match shown:
         case plot_specs.MatrixMap():
-            how = "; maps of long sequences are thinned by means over squares of positions, which the axes count."
+            how = "; maps of long sequences show averages over squares of positions, and the axes number these squares."
             caption += how if lengths[-1] > MAP_CELLS else "."
             sides, height = (charts.QUERIES, charts.KEYS), 260
         case plot_specs.PositionMap():
             sides = (charts.BLOCKS if STATISTICS[name].axes == "MT" else charts.LAYERS, charts.POSITIONS)
         case plot_specs.HeadMap() if shown.uniform:
             means = ", ".join(f"{shown.uniform(length):.2f} for T = {length}" for length in lengths)
-            caption += f" Attention that is uniform over all keys has {means}."
+            caption += f" Uniform attention over all keys gives {means}."
     scale = charts.scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
     return charts.heatmaps(shown.key, shown.title, caption, maps, scale, width, *sides, height=height)
 

@@ -179,10 +179,11 @@ def readme(summary: Summary) -> str:
     lines = [
         f"# Results at scale {escaped(summary.scale)}" if summary.scale else "# Results",
         "",
-        f"{counted(len(summary.experiments), 'experiment').capitalize()}, {counted(len(summary.cells), 'cell')}, "
-        f"{counted(done, 'finished run')}, {failed} failed, {len(summary.runs) - done - failed} not finished. "
-        "`report.html` shows them with every seed; their recipes and metrics lie in a folder for each experiment. "
-        "Verdicts follow the rule in `docs/verdicts.md`.",
+        f"This folder contains {counted(len(summary.experiments), 'experiment')} with "
+        f"{counted(len(summary.cells), 'cell')}: {counted(done, 'finished run')}, {failed} failed and "
+        f"{len(summary.runs) - done - failed} unfinished. `report.html` shows the results of every seed. Each "
+        "experiment has a folder with the recipes and metrics of its runs. Verdicts follow the rule in "
+        "`docs/verdicts.md`.",
         "",
     ]
     for kind, found in verdict_counts(summary.claims).items():
@@ -195,7 +196,7 @@ def readme(summary: Summary) -> str:
         (claim.experiment, claim.said, claim.analysis, f"{claim.verdict_said} at {claim.scale}", claim.full_evidence)
         for claim in summary.claims
     ]
-    claims = Table("Every claim", names("experiment", "claim", "", "verdict", "evidence"), rows)
+    claims = Table("All claims", names("experiment", "claim", "", "verdict", "evidence"), rows)
     return "\n".join([*lines, f"## {claims.title}", "", markdown(claims), ""])
 
 
@@ -219,5 +220,5 @@ def _glance(summary: Summary) -> Table | None:
                 line.statement.caveat,
             )
         )
-    columns = names("", "statement", "the paper (% of heads)", "ours, every seed", "verdict", "caveat")
+    columns = names("", "statement", "the paper (% of heads)", "our values, every seed", "verdict", "caveat")
     return Table("The paper at a glance", columns, rows) if rows else None

@@ -109,7 +109,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         for number, one in enumerate(data.assessed)
     }
     every_change = [
-        assessment_table(one.document, f"Every change{_of(data, one)}", f"assessment-{number}")
+        assessment_table(one.document, f"All changes{_of(data, one)}", f"assessment-{number}")
         for number, one in enumerate(data.assessed)
     ]
     tables = [*([cells_table(data)] if data.cells else []), *suite_tables(data), *answers.values()]

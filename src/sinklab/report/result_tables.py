@@ -53,10 +53,10 @@ def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) ->
         lines.append(line)
     note = (
         "Sink rates are percent of (sequence, layer, head) triples. Ratios compare position 1 with the mean of the "
-        "others. Each model reads the text through its own tokenizer. Losses are per token: where the vocabularies "
-        "differ they have no difference; bits per byte of the text are comparable."
+        "others. Each model uses its own tokenizer. Losses are per token, and are not compared if the vocabularies "
+        "differ; bits per byte of the text are comparable."
     )
-    return Table("Side by side", columns, lines, [note])
+    return Table("Comparison of models", columns, lines, [note])
 
 
 def ablations_table(measured: Labelled) -> Table | None:
@@ -66,7 +66,7 @@ def ablations_table(measured: Labelled) -> Table | None:
         return None
     columns: Sequence[tuple[TableColumn, Callable[[tuple[str, Ablation]], Value]]] = [
         (TableColumn("Model", text=True), lambda pair: pair[0]),
-        (TableColumn("Without", text=True), lambda pair: pair[1].name),
+        (TableColumn("Ablated part", text=True), lambda pair: pair[1].name),
         (TableColumn("Loss", "nats / token", ".4f"), lambda pair: pair[1].loss_before),
         (TableColumn("Ablated", "nats / token", ".4f"), lambda pair: pair[1].loss_after),
         (TableColumn("Change", "nats / token", "+.4f"), lambda pair: pair[1].loss_change),
@@ -75,14 +75,14 @@ def ablations_table(measured: Labelled) -> Table | None:
         (TableColumn("Highest sink, ablated", "% at position"), lambda pair: pair[1].highest_after),
     ]
     notes = [
-        "Both losses of an ablation are over the same targets.",
-        "The highest sink is of positions 1 to T / 2: it may have moved from the first token to another.",
+        "Both losses of an ablation are computed over the same targets.",
+        "The highest sink is the maximum over positions 1 to T / 2; an ablation can shift the sink to another token.",
         *(
             f"{_of(label)}{one.name}: {'; '.join(one.sentences)}; targets from position {one.first_target} on."
             for label, one in found
         ),
     ]
-    return _without_model(table_of("Ablations: loss and sink without something", found, columns, notes, "ablations"))
+    return _without_model(table_of("Ablations: loss and sink rate", found, columns, notes, "ablations"))
 
 
 def propositions_table(measured: Labelled) -> Table | None:
@@ -94,8 +94,8 @@ def propositions_table(measured: Labelled) -> Table | None:
         *names("Model"),
         TableColumn("Positions", "embedding", text=True),
         TableColumn("Hidden states", "relative difference", ".1e"),
-        TableColumn("Attention", "off the closed form, or 1/t", ".1e"),
-        TableColumn("Bound", "least distance below", ".1e"),
+        TableColumn("Attention", "deviation from the closed form or 1/t", ".1e"),
+        TableColumn("Bound", "smallest distance below", ".1e"),
         TableColumn("Proposition", "within rounding", text=True),
     ]
     rows = [
@@ -113,9 +113,9 @@ def _proposition(one: Propositions) -> str:
 
 def _verdict(one: Propositions) -> str:
     if one.holds is None:
-        return f"{one.dtype or 'the precision'} cannot decide"
+        return f"undecidable in {one.dtype or 'this precision'}"
     if one.number is None:
-        return "as equal as without positions" if one.holds else "not equal"
+        return "equal, as without positions" if one.holds else "not equal"
     return "holds" if one.holds else "does not hold"
 
 
@@ -172,7 +172,7 @@ def _positions(m: Measurement) -> Table:
     visible = m.sink_rates_visible or ({f"{m.eps:g}": m.sink_rate_visible} if m.sink_rate_visible else {})
     columns: list[tuple[TableColumn, Sequence[float], float | None]] = [
         *((TableColumn("sink rate", f"%, eps {eps}", ".2f"), found, biases.get(eps)) for eps, found in rates.items()),
-        *((TableColumn("where visible", f"%, eps {eps}", ".2f"), found, None) for eps, found in visible.items()),
+        *((TableColumn("visible rate", f"%, eps {eps}", ".2f"), found, None) for eps, found in visible.items()),
         (TableColumn("importance", "times uniform", ".2f"), m.uniform_ratio, None),
     ]
     rows: list[list[Value]] = [[str(k + 1), *(found[k] for _, found, _ in columns)] for k in range(shown)]
@@ -183,7 +183,7 @@ def _positions(m: Measurement) -> Table:
     if any(bias is not None for _, _, bias in columns):
         rows.append(["bias", *(bias for _, _, bias in columns)])
     heads = [TableColumn("position", text=True), *(column for column, _, _ in columns)]
-    notes = ["where visible: over the queries that see the position"] if visible else []
+    notes = ["visible rate: averaged over the queries that can see the position"] if visible else []
     return Table("Sink rate and importance by position", heads, rows, notes)
 
 
@@ -240,10 +240,12 @@ def layers_table(measured: Labelled) -> Table:
             ]
             rows.append([*found, *(statistics[label].get(title, {}).get(layer) for title in titles)])
     heads += [TableColumn(title) for title in titles]
-    notes = ["|h|, |k|, |v| are norms over the mean of the other positions. " * bool(rows)]
+    notes = ["|h|, |k| and |v| are norms relative to the mean of the other positions. " * bool(rows)]
     if any(m.gradient_norm_ratio for _, m in measured):
-        notes[0] += "The gradient is that of the loss at what attention reads, over the mean of positions 2 to 32. "
-    notes = [notes[0] + "a / b: with key 1 / with the others." * bool(titles)]
+        notes[0] += (
+            "The gradient is that of the loss with respect to the inputs of attention, relative to positions 2 to 32. "
+        )
+    notes = [notes[0] + "a / b: with key 1 / with the other keys." * bool(titles)]
     return Table("Position 1 by layer", heads, rows, [note.strip() for note in notes]).without_empty_columns()
 
 
@@ -270,15 +272,15 @@ def mixing_table(measured: Labelled) -> Table | None:
     found = [(label, one) for label, m in measured if (one := m.mixing)]
     if not found:
         return None
-    heads = [TableColumn("after block", text=True), *numbers(".4f", "as it is", "without key 1")]
-    heads += numbers(".2f", "times")
+    heads = [TableColumn("after block", text=True), *numbers(".4f", "unchanged", "without key 1")]
+    heads += numbers(".2f", "ratio")
     rows = [
         (f"{_of(label)}{block or 'input'}", whole, without, without / whole if whole else None)
         for label, one in found
         for block, (whole, without) in enumerate(zip(one.spread, one.spread_without_first, strict=True))
     ]
     position = " or ".join(map(str, sorted({one.position for _, one in found})))
-    title = f"How far another token at position {position} spreads: change of later tokens, over their norm"
+    title = f"Replacement of the token at position {position}: relative change of later hidden states"
     return Table(title, heads, rows)
 
 
@@ -299,7 +301,7 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
         return None
     heads = [*names("sequence and position"), *numbers("", "token id"), *numbers(".1f", "heads (%)")]
     heads += [*numbers(".3f", "importance"), *numbers(".2f", "cosine with token 1")]
-    heads += numbers("", "sink in layers", "like token 1 after blocks")
+    heads += numbers("", "sink in layers", "aligned with token 1 after blocks")
     rows = [
         (
             f"{_of(label)}sequence {one.sequence}, position {one.position}",
@@ -311,7 +313,7 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
         )
         for label, one in found
     ]
-    title = f"Sinks past position 1; at positions {FIRST_FEW + 1} to T / 2 in {', '.join(rates)} of heads and sequences"
+    title = f"Sinks after position 1 (positions {FIRST_FEW + 1} to T / 2: {', '.join(rates)} of heads and sequences)"
     return Table(title, heads, rows)
 
 
@@ -328,7 +330,7 @@ def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
         *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
         *document.notes,
     ]
-    return Table(f"Loss added, by the question that it answers{of}", columns, rows, notes, key)
+    return Table(f"Loss added by each change, by question{of}", columns, rows, notes, key)
 
 
 def assessment_table(document: Assessment, title: str = "Costs and benefits of the sink", key: str = "") -> Table:

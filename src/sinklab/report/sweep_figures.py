@@ -88,19 +88,17 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path | None, wid
     made = [_numbers(sweep, experiment, cells, key, page, width)]
     if chart := against(cells, experiment, width):
         first, second = (_label(quantity_of(one)) for one in experiment.against)
-        caption = (
-            f"Every point is a model: medians over {experiment.replicate}s, the bars from the smallest to the largest "
-            "of several."
-        )
-        made.append(Figure(f"{key}-against", f"{experiment.title}: {second} against {first}", caption, [chart]))
+        many = f"{experiment.replicate}s"
+        caption = f"Each point is a model: the median over {many}. Bars extend from the minimum to the maximum."
+        made.append(Figure(f"{key}-against", f"{experiment.title}: {second} versus {first}", caption, [chart]))
     growth = [
         _curve(sweep, cells, title, value, from_zero, width)
         for quantities, title, value, from_zero in CURVES
         if quantities & asked
     ]
     if charts := [chart for chart in growth if chart is not None]:
-        title = f"{experiment.title}: while the models train"
-        made.append(Figure(f"{key}-growth", title, "A line per seed.", charts))
+        title = f"{experiment.title}: training curves"
+        made.append(Figure(f"{key}-growth", title, "One line per seed.", charts))
     if any(one.startswith(LAYER_NUMBERS) for one in asked):
         made.append(_by_layer(sweep, experiment, cells, key, width))
     return [figure for figure in made if figure is not None]
@@ -140,13 +138,13 @@ def _numbers(
     elif experiment.replicate == "model":
         one, target, many = "one model", "measurement", "models"
     else:
-        one, target, many = f"{experiment.scale} on one draw of sequences", "measurement", "draws"
+        one, target, many = f"a measurement of {experiment.scale} on one draw of sequences", "measurement", "draws"
     caption = (
-        f"Every point is {one}, and leads to its {target}; the bar is the median over {many}, the line from the "
-        "smallest to the largest."
-        + (" An arrow marks seeds that did not reach it within their steps." if bounds else "")
+        f"Each point is {one} and links to its {target}. The bar is the median over {many}, and the line extends from "
+        "the minimum to the maximum."
+        + (" An arrow marks seeds at which the event did not occur during training." if bounds else "")
         + (
-            " The open diamond is the paper's number, a single run at the paper's own scale."
+            " The open diamond is the paper's value, from a single run at the paper's scale."
             * bool(experiment.published)
         )
     )
@@ -220,10 +218,10 @@ def _by_layer(
     ]
     if not rows:
         return None
-    caption = "For each layer the head that most often has a sink on the first token; a line per seed."
+    caption = "For each layer, the head that most often has a sink on the first token, with one line per seed."
     y = PlotAxis("Sequences in which a head has a sink (percent)", "value", at_least=1.0, precision=".2f")
     chart = lines(rows, STEPS, y, "layer", apart=["cell", "seed"], width=width)
-    return Figure(f"{key}-layers", f"{experiment.title}: layer by layer", caption, [chart])
+    return Figure(f"{key}-layers", f"{experiment.title}: by layer", caption, [chart])
 
 
 def forests(sweeps: Sequence[Sweep], page: Path | None, width: Width) -> list[Figure]:
@@ -257,19 +255,19 @@ def _forest(sweep: Sweep, key: str, page: Path | None, width: Width) -> Figure |
     labels = {row[0]: row[0] for row in rows}
     exploratory = [str(place) for place, found in claims.items() if found and found[0].analysis == "exploratory"]
     caption = (
-        "Every point is a run of one seed"
-        + (", and leads to its recipe" if page else "")
-        + "; the bar is the median over seeds, the line from "
-        "the smallest to the largest. The open diamond is the paper's number, a single run at its own scale, on "
-        "which no verdict rests. Statements for which it prints no percentage are left out."
-        + (f" Exploratory: {', '.join(exploratory)}." if exploratory else "")
+        "Each point is a run of one seed"
+        + (" and links to its recipe" if page else "")
+        + ". The bar is the median over seeds, and the line extends from the minimum to the maximum. The open diamond "
+        "is the paper's value, from a single run at the paper's scale; verdicts do not depend on this value. "
+        "Statements without a percentage in the paper are omitted."
+        + (f" Exploratory statements: {', '.join(exploratory)}." if exploratory else "")
     )
-    columns = [*names("Statement", "Cell", "Number"), TableColumn("Ours", "every seed, %")]
-    table = Table("", [*columns, TableColumn("The paper’s", "%", ".2f")], rows)
+    columns = [*names("Statement", "Cell", "Quantity"), TableColumn("Ours", "every seed, %")]
+    table = Table("", [*columns, TableColumn("Paper", "%", ".2f")], rows)
     scale = f" at {summary.scale}" if summary.scale else ""
     axis = _values_axis("Percent of heads", True)
     chart = dots(labels, seeds, middles, paper, axis, 1, width=width, label_width=STATEMENT_PIXELS)
-    return Figure(key, f"Ours{scale} beside the paper's", caption, [chart], small=True, table=table)
+    return Figure(key, f"Our sink rates{scale} compared with the paper's", caption, [chart], small=True, table=table)
 
 
 def with_ends(field: str, value: float, spread: Sequence[float | None], baseline: float = 0.0) -> dict[str, Any]:

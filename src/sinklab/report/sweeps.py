@@ -31,7 +31,7 @@ from sinklab.train.directory.history import Evaluation, read_history
 
 PROVENANCE = ("recipe.yaml", "measurement.json")
 COMMIT_DIGITS = 10
-DID_NOT_TRAIN = "did not train"
+DID_NOT_TRAIN = "training failed"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
         return distinct(env.get(key) for env, _ in found)
 
     facts = {
-        "Begun": f"{begun[0]} to {begun[-1]}" if begun and begun[0] != begun[-1] else "".join(begun[:1]),
+        "Start date": f"{begun[0]} to {begun[-1]}" if begun and begun[0] != begun[-1] else "".join(begun[:1]),
         "Commit": distinct(str(env["git"])[:COMMIT_DIGITS] for env, _ in found if env.get("git")),
         "Uncommitted changes": f"in {counted(changed, 'run')}" if changed else "",
         "sinklab": of_key("sinklab"),
@@ -210,14 +210,14 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
         if one in in_paper or any(found[one] for found in estimates.values())
     ]
     columns = [
-        TableColumn("Cell", "what was changed", text=True),
+        TableColumn("Cell", "changed settings", text=True),
         TableColumn(f"{experiment.replicate}s".capitalize(), "finished"),
     ]
     for one in shown:
-        unit = ", ".join(filter(None, (one.unit, "once, at the end" if one.once else "")))
+        unit = ", ".join(filter(None, (one.unit, "measured once, at the end" if one.once else "")))
         columns.append(TableColumn(one.label, unit, f",.{one.decimals}f"))
         if one.name in in_paper:
-            columns.append(TableColumn("the paper’s", one.unit, f",.{max(one.decimals, 2)}f"))
+            columns.append(TableColumn("Paper", one.unit, f",.{max(one.decimals, 2)}f"))
     rows: list[list[Value]] = []
     for name, cell in cells.items():
         done, planned = (cell.count("done"), len(cell.runs)) if cell.runs else (cell.seeds, cell.seeds)
@@ -229,7 +229,7 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
                 not_trained = one.name not in paper[name] and paper[name].get("trains") == 0.0
                 row.append(DID_NOT_TRAIN if not_trained else paper[name].get(one.name))
         rows.append(row)
-    return Table("", columns, rows, [f"Median [smallest, largest] over {experiment.replicate}s."])
+    return Table("", columns, rows, [f"Values are median [minimum, maximum] over {experiment.replicate}s."])
 
 
 def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> list[Table]:
@@ -244,7 +244,7 @@ def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary])
         columns = [TableColumn("Cell", text=True), *(TableColumn(", ".join(one), form=form) for one in combinations)]
         found = {cell: _estimate(one.estimate(shown.name), shown.decimals, "") for cell, one in cells.items()}
         rows = [[name, *(found.get(GRID.join((name, *one))) for one in combinations)] for name in own]
-        notes = [f"Median [smallest, largest] over {experiment.replicate}s."]
+        notes = [f"Values are median [minimum, maximum] over {experiment.replicate}s."]
         made.append(Table(", ".join(filter(None, (shown.label, shown.unit))), columns, rows, notes))
     return made
 
@@ -256,7 +256,7 @@ def _estimate(estimate: CellEstimate | None, decimals: int, elsewhere: str) -> T
     ends = ("never" if one is None else f"{one:{form}}" for one in (estimate.smallest, estimate.largest))
     notes = [f"[{', '.join(ends)}]" if len(estimate.seeds) > 1 else ""]
     if estimate.never_reached:
-        notes = [f"{counted(estimate.never_reached, 'seed')} did not reach it"]
+        notes = [f"({counted(estimate.never_reached, 'seed')} without the event)"]
     elif estimate.untrained is not None:
         notes.append(f"untrained {number_text(estimate.untrained, form)}, lowest {number_text(estimate.lowest, form)}")
     notes.append(f"({elsewhere})" if elsewhere else "")
@@ -274,7 +274,7 @@ def paper_models(experiment: ExperimentSummary) -> Table | None:
         *(TableColumn(f"{cell}, {quantity_of(name).label}", "", ",.2f") for cell, name in printed),
     ]
     rows = [[model, *(row.get(cell, {}).get(name) for cell, name in printed)] for model, row in found.items()]
-    return Table("The paper’s models", columns, rows)
+    return Table("The paper’s values for other models", columns, rows)
 
 
 def claims_table(claims: Sequence[JudgedClaim]) -> Table:

@@ -59,13 +59,13 @@ def shipped_pilots() -> Pilots:
 
 
 def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
-    """Return a phrase with the effect that five seeds detect with 80 % power; empty without pilot runs of the quantity.
+    """Return a sentence with the effect that five seeds detect with 80 % power; empty without pilot runs.
 
     Args:
         pilots: spreads of pilot runs; default: the shipped pilots.json.
     """
     if isinstance(check, All):
-        return "; ".join(dict.fromkeys(said for part in check.of if (said := detectable(part, scale, pilots))))
+        return " ".join(dict.fromkeys(said for part in check.of if (said := detectable(part, scale, pilots))))
     if not isinstance(check, Within | Differs | Equal | Alike | Monotone):
         return ""
     found = (pilots or shipped_pilots()).scales.get(scale, {}).get(check.value)
@@ -77,13 +77,14 @@ def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
         return f"{times * sd:.{max(of.decimals, 1)}f}{step_unit(of)}"
 
     if isinstance(check, Within):
-        return f"five seeds find 80 % of cells that lie {size(ONE_CELL, found.sd)} beyond the bound"
+        return f"Five seeds detect a value {size(ONE_CELL, found.sd)} beyond the bound with 80 % power."
     if isinstance(check, Equal | Alike):
         sd = found.sd * sqrt(2) if found.sd_of_difference is None else found.sd_of_difference
-        return f"five seeds find 80 % of equal cells within a margin of {size(MARGIN, sd)}"
-    said = f"five seeds find 80 % of differences of {size(TWO_CELLS, found.sd)} between two cells"
+        return f"Five seeds confirm equality within a margin of {size(MARGIN, sd)} with 80 % power."
+    said = f"Five seeds detect a difference of {size(TWO_CELLS, found.sd)} between two cells with 80 % power"
     at_zero = isinstance(check, Differs) and of.unit == "%"
-    return said + (f", of {size(ONE_CELL, found.sd)} from a cell at 0 in all seeds" if at_zero else "")
+    zero = f", and a difference of {size(ONE_CELL, found.sd)} if one cell is at 0 for all seeds" if at_zero else ""
+    return f"{said}{zero}."
 
 
 class CommittedVerdict(ReadDocument):
@@ -107,14 +108,16 @@ def shipped_verdicts() -> Committed:
 
 
 def verdict_of_five(claim: JudgedClaim, committed: Committed | None = None) -> str:
-    """Return a phrase with the committed verdict of five seeds or more on a claim at its scale; empty if there is none.
+    """Return a sentence with the committed verdict of five seeds on a claim at its scale; empty if there is none.
 
     Args:
         committed: committed verdicts; default: the shipped committed.json.
     """
     known = (committed or shipped_verdicts()).scales.get(claim.scale, {})
     found = known.get(claim.same_as or f"{claim.experiment}.{claim.id}")
-    return f"{found.seeds} seeds before: {found.verdict} ({found.evidence})" if found else ""
+    return (
+        f"An earlier sweep with {found.seeds} seeds had the verdict {found.verdict}. {found.evidence}" if found else ""
+    )
 
 
 def _shipped(name: str) -> Any:

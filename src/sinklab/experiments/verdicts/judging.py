@@ -31,7 +31,7 @@ from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, seed_by_seed
 from sinklab.experiments.verdicts.five_seeds import detectable
 from sinklab.experiments.verdicts.kinds import AT_EPS, Finding, Runs, put_to
-from sinklab.experiments.verdicts.wording import each_seed, number, plural, unit
+from sinklab.experiments.verdicts.wording import by_seed, number, plural, unit
 
 GROWN = 2.0
 """Minimum growth of the norm ratio, relative to the untrained model, of a model with massive activations."""
@@ -96,10 +96,10 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
     """
     blank = _blank(claim)
     if claim.check is None:
-        return blank.model_copy(update={"evidence": f"{claim.same_as} was not asked here"})
+        return blank.model_copy(update={"evidence": f"{claim.same_as} is not part of these experiments."})
     verdict, said, count = _judged(claim.check, runs, published)
     if runs.noun != "seed" and verdict != "not run":
-        said += f"; {_replicates(claim, runs)}"
+        said += f" The replicates are {_replicates(claim, runs)}."
     others = {eps: _at_eps(claim.check, replace(runs, eps=eps)) for eps in BESIDE}
     at_eps = {eps: other for eps, other in others.items() if other is not None}
     return blank.model_copy(update={"verdict": verdict, "evidence": said, "seeds": count, "at_eps": at_eps})
@@ -130,7 +130,7 @@ def _judged(check: Check, runs: Runs, published: Published | None = None) -> tup
     found = [_part(part, runs, published) for part in parts_of(check)]
     verdict: Verdict = next(one for one in ORDER if any(part[0] == one for part in found))
     failures = [] if isinstance(check, Diverges) else _failures(check.cells, runs)
-    said = "; ".join([*(" | ".join(part[1] for part in found),), *failures])
+    said = " ".join([*(part[1] for part in found), *failures])
     return verdict, said, min(part[2] for part in found)
 
 
@@ -166,20 +166,24 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
 
 def _waits_for(check: Check, runs: Runs) -> str:
     """Return a text that names the cells of a check without a finished run; empty if all cells have one."""
-    said = []
+    said, waiting = [], []
     for cell in check.cells:
         failed = runs.results[cell].failed if cell in runs.results else 0
-        if not runs.of(cell) and not (isinstance(check, Diverges) and failed):
-            said.append(
-                f"{cell} did not train at {plural(failed, 'seed')}" if failed else f"{cell} has no finished run"
-            )
-    return "; ".join(said)
+        if runs.of(cell) or (isinstance(check, Diverges) and failed):
+            continue
+        if failed:
+            said.append(f"Training of {cell} diverged at {plural(failed, 'seed')}.")
+        else:
+            waiting.append(cell)
+    if waiting:
+        said.append(f"{', '.join(waiting)} {'has' if len(waiting) == 1 else 'have'} no finished run.")
+    return " ".join(said)
 
 
 def _failures(cells: Sequence[str], runs: Runs) -> list[str]:
     """Return a sentence for each cell with seeds that are excluded because their training diverged."""
     failed = {cell: runs.results[cell].failed for cell in cells if cell in runs.results and runs.of(cell)}
-    return [f"{plural(count, 'seed')} of {cell} did not train and {'is' if count == 1 else 'are'} left out"
+    return [f"Training of {cell} diverged at {plural(count, 'seed')}, which {'is' if count == 1 else 'are'} excluded."
             for cell, count in failed.items() if count]  # fmt: skip
 
 
@@ -189,16 +193,19 @@ def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellRes
         return None
     runs, blank = Runs(results), _blank(claim)
     if not runs.of(baseline):
-        return blank.model_copy(update={"evidence": f"{baseline} has no finished run"})
+        return blank.model_copy(update={"evidence": f"{baseline} has no finished run."})
     growth = runs.by_seed(baseline, "norm_growth")
     if not growth:
-        said = f"the untrained norm ratio of {baseline} was not recorded"
+        said = f"The norm ratio of the untrained model was not recorded for {baseline}."
         return blank.model_copy(update={"verdict": "not asked", "evidence": said})
     held = [value >= GROWN for value in growth.values()]
     if all(held) or (len(held) >= FEWEST and seed_by_seed(held)):
         return None
-    shown = each_seed(f"{baseline}: norm ratio", growth.values(), quantity("norm_growth"))
-    said = f"{shown} times the untrained one, {GROWN:g} times or more at {runs.counted(held)}"
+    shown = by_seed({baseline: growth.values()}, quantity("norm_growth"), runs.noun)
+    said = (
+        f"The claim requires that training at least doubles the norm ratio of {baseline}. {shown} "
+        f"The value is at least {GROWN:g} at {runs.counted(held)}."
+    )
     verdict = "not asked" if len(held) >= FEWEST else "no verdict"
     return blank.model_copy(update={"verdict": verdict, "evidence": said, "seeds": len(held)})
 
@@ -225,5 +232,6 @@ def _beside_published(found: Finding, check: Check, published: Published, runs: 
         size = size and lies
         limits = f"[{number(low, of)}, {number(high, of)}]"
         where = "within" if lies else "outside"
-        said.append(f"the paper's {value:g}{unit(of)} of {cell} lies {where} {limits}, where one more seed would lie")
-    return replace(found, said="; ".join(said), size=size)
+        interval = f"the 95 % prediction interval of another seed, {limits}"
+        said.append(f"The paper's value of {value:g}{unit(of)} for {cell} is {where} {interval}.")
+    return replace(found, said=" ".join(said), size=size)

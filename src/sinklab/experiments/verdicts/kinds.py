@@ -23,9 +23,9 @@ from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import pairs_against, seed_by_seed, separated
 from sinklab.experiments.verdicts.wording import (
     bounds,
+    by_seed,
     counted,
     difference,
-    each_seed,
     number,
     overlapping,
     step_unit,
@@ -86,7 +86,7 @@ class Runs:
         return {seed: values for seed, values in found.items() if values}
 
     def counted(self, held: Sequence[bool]) -> str:
-        """Return the count of True as text: `5 of 5 seeds (48 to 100 % of all seeds)`."""
+        """Return the count of True as text: `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`."""
         return counted(held, self.noun)
 
     def _eps(self, name: str) -> str | None:
@@ -125,7 +125,7 @@ def put_to(check: SingleCheck, runs: Runs) -> Finding:
 
 def _missing(name: str, at_step: int | None, cells: Sequence[str]) -> Finding:
     when = f" at step {at_step:,}" if at_step else ""
-    return Finding(None, f"{quantity(name).label}{when} was not measured in {' and '.join(cells)}", 0)
+    return Finding(None, f"{quantity(name).label}{when} was not measured in {' and '.join(cells)}.", 0)
 
 
 def _keeps(value: float, at_least: float | None, at_most: float | None) -> bool:
@@ -136,15 +136,14 @@ def _within(check: Within, values: Values, runs: Runs) -> Finding:
     found, of = values[check.cell].values(), quantity(check.value)
     held = [_keeps(value, check.at_least, check.at_most) for value in found]
     limits = bounds(check.at_least, check.at_most, of)
-    return Finding(
-        seed_by_seed(held), f"{each_seed(check.cell, found, of)}: {limits} at {runs.counted(held)}", len(held)
-    )
+    shown = by_seed({check.cell: found}, of, runs.noun)
+    return Finding(seed_by_seed(held), f"{shown} The value is {limits} at {runs.counted(held)}.", len(held))
 
 
 def _absent(check: SinkAbsent, values: Values, runs: Runs) -> Finding:
     held, said = _no_sink(check, runs)
-    shown = each_seed(check.cell, values[check.cell].values(), quantity(check.value))
-    return Finding(seed_by_seed(held), f"{shown}: {said}", len(held))
+    shown = by_seed({check.cell: values[check.cell].values()}, quantity(check.value), runs.noun)
+    return Finding(seed_by_seed(held), f"{shown} {said}", len(held))
 
 
 def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
@@ -152,7 +151,7 @@ def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
     last = runs.last(check.cell, check.value, check.at_step)
     held = [max(values) < NO_SINK for values in last.values()]
     each = " at each of the last three evaluations" if any(len(values) > 1 for values in last.values()) else ""
-    return held, f"below {NO_SINK:g} %{each}: {runs.counted(held)}"
+    return held, f"The rate of {check.cell} is below {NO_SINK:g} %{each} at {runs.counted(held)}."
 
 
 def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
@@ -161,33 +160,37 @@ def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
     a, b = list(cell.values()), list(than.values())
     high, low = (a, b) if greater else (b, a)
     holds = True if separated(high, low) else False if separated(low, high) else None
+    opposed, pairs = f"{check.cell} is not {'above' if greater else 'below'} {check.than}", len(a) * len(b)
     said = [
-        f"{each_seed(check.cell, a, of)} against {each_seed(check.than, b, of)}: "
-        f"{overlapping(pairs_against(high, low), len(a), len(b), runs.noun)}",
+        by_seed({check.cell: a, check.than: b}, of, runs.noun),
+        overlapping(pairs_against(high, low), pairs, runs.noun, opposed),
         difference([cell[seed] - than[seed] for seed in cell if seed in than], of, runs.noun),
     ]
     sizes: list[bool] = []
     if check.by is not None or check.times is not None:
         moved = [value + (check.by or 0.0) if check.times is None else value * check.times for value in low]
         sizes.append(separated(high, moved))
-        size = f"by {check.by:g}{step_unit(of)}" if check.by else f"{check.times:g} times"
-        said.append(f"{size}: {overlapping(pairs_against(high, moved), len(a), len(b), runs.noun)}")
+        size = f"{check.by:g}{step_unit(of)}" if check.by else f"a factor of {check.times:g}"
+        said.append(overlapping(pairs_against(high, moved), pairs, runs.noun, f"{opposed} by more than {size}"))
     if check.at_least is not None or check.at_most is not None:
         held = [_keeps(value, check.at_least, check.at_most) for value in a]
         sizes.append(seed_by_seed(held) is True)
-        said.append(f"{check.cell} {bounds(check.at_least, check.at_most, of)}: {runs.counted(held)}")
+        said.append(
+            f"The value of {check.cell} is {bounds(check.at_least, check.at_most, of)} at {runs.counted(held)}."
+        )
     if check.absent:
         held, below = _no_sink(check, runs)
         sizes.append(seed_by_seed(held) is True)
-        said.append(f"{check.cell} {below}")
-    return Finding(holds, "; ".join(said), min(len(a), len(b)), all(sizes))
+        said.append(below)
+    return Finding(holds, " ".join(said), min(len(a), len(b)), all(sizes))
 
 
 def _paired(values: Values, runs: Runs, check: Equal | Alike | Monotone) -> tuple[list[int], str]:
     """Return the seeds with values in all cells, and the values of all cells as text."""
-    each = "; ".join(each_seed(cell, found.values(), quantity(check.value)) for cell, found in values.items())
-    shared = sorted(set.intersection(*(set(found) for found in values.values())))
-    return shared, each if shared else f"{each}: no {runs.noun} has all"
+    found = {cell: by_cell.values() for cell, by_cell in values.items()}
+    each = by_seed(found, quantity(check.value), runs.noun)
+    shared = sorted(set.intersection(*(set(by_cell) for by_cell in values.values())))
+    return shared, each if shared else f"{each} No {runs.noun} has values of all cells."
 
 
 def _equivalence(check: Equal | Alike, others: Sequence[str], first: str, values: Values, runs: Runs) -> Finding:
@@ -202,9 +205,12 @@ def _equivalence(check: Equal | Alike, others: Sequence[str], first: str, values
         seed_by_seed([sign * one > check.margin for one in d]) is True for d in apart.values() for sign in (1, -1)
     )
     farthest = max(apart, key=lambda cell: max(abs(d) for d in apart[cell]))
-    what = "difference" if len(apart) == 1 else f"farthest from {first}: {farthest}, difference"
-    shown = difference(apart[farthest], of, runs.noun, what)
-    said = f"{each}: {shown}, within {check.margin:g}{step_unit(of)} at {runs.counted(held)}"
+    margin = f"at most {check.margin:g}{step_unit(of)} in magnitude at {runs.counted(held)}"
+    if len(apart) == 1:
+        said = f"{each} {difference(apart[farthest], of, runs.noun)} The difference is {margin}."
+    else:
+        what = f"The cell with the largest difference from {first} is {farthest}; its median difference"
+        said = f"{each} {difference(apart[farthest], of, runs.noun, what)} All differences are {margin}."
     holds = False if beyond else True if seed_by_seed(held) is True else None
     return Finding(holds, said, len(shared))
 
@@ -221,9 +227,12 @@ def _monotone(check: Monotone, values: Values, runs: Runs) -> Finding:
         if separated(*(list(values[cell].values()) for cell in ((one, other) if sign > 0 else (other, one))))
     ]
     holds = seed_by_seed(held)
-    said = f"{each}: the slope over them {check.kind} at {runs.counted(held)}"
+    slope = "positive" if sign > 0 else "negative"
+    said = f"{each} The slope over the cells in this order is {slope} at {runs.counted(held)}."
     if holds and against:
-        return Finding(None, f"{said}; {' and '.join(against)} goes the other way without overlap", len(shared))
+        steps = " and ".join(against)
+        said += f" From {steps}, the values change in the opposite direction without overlap of the {runs.noun}s."
+        return Finding(None, said, len(shared))
     return Finding(holds, said, len(shared))
 
 
@@ -246,8 +255,8 @@ def _stands_at(check: StandsAt, runs: Runs) -> Finding:
             ahead.append(rates[run.seed] > max(others, default=0.0))
     large = [rate >= check.at_least for rate in rates.values()]
     said = (
-        f"{each_seed(check.cell, rates.values(), of)} at position {check.position}: the largest of all at "
-        f"{runs.counted(ahead)}; at least {check.at_least:g} % at {runs.counted(large)}"
+        f"{by_seed({check.cell: rates.values()}, of, runs.noun)} The rate at position {check.position} is the highest "
+        f"of all positions at {runs.counted(ahead)}, and at least {check.at_least:g} % at {runs.counted(large)}."
     )
     return Finding(seed_by_seed(ahead), said, len(ahead), seed_by_seed(large) is True)
 
@@ -259,17 +268,18 @@ def _appears(check: Appears, runs: Runs) -> Finding:
         if not one:
             return _missing("sink_1", step, [check.cell])
     of, shared = quantity("sink_1"), sorted(set.intersection(*(set(one) for one in found)))
-    reached = [found[-1][seed][0] >= check.rate for seed in shared]
+    rates = [[one[seed][0] for seed in shared] for one in found]
     held = [
-        there and (check.after is None or found[0][seed][0] < check.rate)
-        for seed, there in zip(shared, reached, strict=True)
+        after >= check.rate and (check.after is None or before < check.rate)
+        for before, after in zip(rates[0], rates[-1], strict=True)
     ]
-    shown = "; ".join(
-        f"up to step {step:,} {each_seed(check.cell, (one[seed][0] for seed in shared), of)}"
-        for step, one in zip(steps, found, strict=True)
+    shown = " ".join(
+        f"At the last evaluation up to step {step:,}, {by_seed({check.cell: values}, of, runs.noun)}"
+        for step, values in zip(steps, rates, strict=True)
     )
-    when = "first in between" if check.after is not None else "reached"
-    return Finding(seed_by_seed(held), f"{shown}: {check.rate:g} % {when} at {runs.counted(held)}", len(held))
+    when = "between these steps" if check.after is not None else "by this step"
+    said = f"{shown} The rate reaches {check.rate:g} % {when} at {runs.counted(held)}."
+    return Finding(seed_by_seed(held), said, len(held))
 
 
 def _precedes(check: Precedes, runs: Runs) -> Finding:
@@ -281,8 +291,11 @@ def _precedes(check: Precedes, runs: Runs) -> Finding:
     held = [first[seed] < then[seed] for seed in shared]
     one, other = quantity(check.first), quantity(check.then)
     pairs = ", ".join(f"{number(first[seed], one)} and {number(then[seed], other)}" for seed in shared)
-    said = f"{check.cell} {check.first} and {check.then}: {pairs}{unit(other)}; the first before the second at "
-    return Finding(seed_by_seed(held), said + runs.counted(held), len(held))
+    said = (
+        f"Pairs of {check.first} and {check.then} of {check.cell} by {runs.noun}: {pairs}{unit(other)}. "
+        f"{check.first} is smaller than {check.then} at {runs.counted(held)}."
+    )
+    return Finding(seed_by_seed(held), said, len(held))
 
 
 def _diverges(check: Diverges, runs: Runs) -> Finding:
@@ -290,5 +303,6 @@ def _diverges(check: Diverges, runs: Runs) -> Finding:
     failed = runs.results[check.cell].failed if check.cell in runs.results else 0
     diverged = [True] * failed + [False] * trained
     held = [one == (check.kind == "diverges") for one in diverged]
-    said = f"{check.cell} {'did not train' if check.kind == 'diverges' else 'trained'} at {runs.counted(held)}"
+    ended = "diverged" if check.kind == "diverges" else "did not diverge"
+    said = f"Training of {check.cell} {ended} at {runs.counted(held)}."
     return Finding(seed_by_seed(held), said, len(held))

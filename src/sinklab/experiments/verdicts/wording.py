@@ -1,7 +1,7 @@
 """Format numbers and counts for the evidence of a claim. `noun` is the unit of replication: seed, draw, or model."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sinklab.experiments.documents import ReplicateKind
 from sinklab.experiments.quantities import Quantity
@@ -31,28 +31,40 @@ def each_seed(cell: str, values: Iterable[float], of: Quantity) -> str:
     return f"{cell} {', '.join(number(value, of) for value in values)}{unit(of)}"
 
 
-def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what: str = "difference") -> str:
-    """Format median, minimum and maximum of differences over seeds: `difference -26.7 points [-39.7, -15.7]`."""
+def by_seed(values: Mapping[str, Iterable[float]], of: Quantity, noun: ReplicateKind) -> str:
+    """Return a sentence with the values of all seeds by cell: `Sink_1 by seed: softmax 12.1, 15.3, 9.8 %.`"""
+    return f"{of.label} by {noun}: {'; '.join(each_seed(cell, found, of) for cell, found in values.items())}."
+
+
+def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what: str = "") -> str:
+    """Return a sentence with median, minimum and maximum of differences over seeds.
+
+    Example: `The median difference at the same seed is -26.7 points [-39.7, -15.7].`
+    """
     known = [value for value in values if math.isfinite(value)]
+    what = what or f"The median difference at the same {noun}"
     if not known:
-        return f"no {what} at any {noun}"
+        return f"{what} is undefined, because no {noun} has finite values of both cells."
     middle, low, high = (_signed(number(value, of)) for value in middle_and_ends(known))
-    text = f"{what} {middle}{step_unit(of)}"
-    return text if len(known) == 1 else f"{text} [{low}, {high}]"
+    text = f"{what} is {middle}{step_unit(of)}"
+    return f"{text}." if len(known) == 1 else f"{text} [{low}, {high}]."
 
 
 def counted(held: Sequence[bool], noun: ReplicateKind) -> str:
-    """Format the count of True: `5 of 5 seeds (48 to 100 % of all seeds)`, or `3 of 3 seeds so far` if below FEWEST."""
+    """Format the count of True: `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`, or `3 of 3 seeds` below FEWEST."""
     kept, n = sum(held), len(held)
     if n < FEWEST:
-        return f"{kept} of {plural(n, noun)} so far"
+        return f"{kept} of {plural(n, noun)}"
     low, high = share_interval(kept, n)
-    return f"{kept} of {n} {noun}s ({100 * low:.0f} to {100 * high:.0f} % of all {noun}s)"
+    return f"{kept} of {n} {noun}s (95 % CI: {100 * low:.0f} to {100 * high:.0f} % of all {noun}s)"
 
 
-def overlapping(against: int, n: int, m: int, noun: ReplicateKind) -> str:
-    """Format the number of pairs of seeds that oppose a claim: `2 of 25 pairs of seeds against`."""
-    return f"{against} of {n * m} pairs of {noun}s against{' so far' if min(n, m) < FEWEST else ''}"
+def overlapping(against: int, pairs: int, noun: ReplicateKind, opposed: str) -> str:
+    """Return a sentence with the number of pairs of seeds that oppose a claim.
+
+    Example: `In 2 of 25 pairs of seeds, k_biases is not below softmax.`
+    """
+    return f"In {against} of {pairs} pairs of {noun}s, {opposed}."
 
 
 def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:

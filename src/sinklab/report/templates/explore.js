@@ -116,15 +116,15 @@ async function explorer(section, data, place) {
     section.querySelector(".facts").textContent =
       `Sink on the first token in ${one.rate} % of the sequences. Importance of the first token ${one.importance[0].toFixed(3)}, ` +
       `of the others ${mean(one.importance.slice(1)).toFixed(3)} on average, highest ${later[highest].toFixed(3)} at position ${highest + 2}. ` +
-      `In this sequence a query gives the first key ${percent(mean(first))}, another key ${percent(mean(others))}.`;
-    canvas.setAttribute("aria-label", `Attention map of layer ${one.layer}, head ${one.head}; the tokens below read it out query by query`);
+      `In this sequence, a query attends to the first key with ${percent(mean(first))} and to another key with ${percent(mean(others))} on average.`;
+    canvas.setAttribute("aria-label", `Attention map of layer ${one.layer}, head ${one.head}; the buttons of the tokens below state the attention of each query`);
     const top = Math.max(data.eps, ...one.importance);
     drawing(section.querySelector(".bars"), size, 1, `Importance by position, from ${one.importance[0].toFixed(2)} at the first; ε is ${data.eps}`, [
       ...one.importance.map((value, at) => ["rect", { x: at + 0.1, y: 1 - value / top, width: 0.8, height: value / top }]),
       ["line", { x1: 0, x2: size, y1: 1 - data.eps / top, y2: 1 - data.eps / top }],
     ]);
     const line = (values) => "M" + values.map((value, at) => `${at},${1 - value}`).join("L");
-    drawing(section.querySelector(".shares"), size - 2, 1, `On the first key ${percent(mean(first))} on average, on another key ${percent(mean(others))}`, [
+    drawing(section.querySelector(".shares"), size - 2, 1, `Attention to the first key ${percent(mean(first))} on average, to another key ${percent(mean(others))}`, [
       ["path", { d: line(others) }],
       ["path", { d: line(first), class: "first" }],
     ]);
