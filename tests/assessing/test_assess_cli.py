@@ -55,7 +55,7 @@ def test_the_answer_is_printed_before_the_questions_and_every_change_on_request(
     assert status == 0
     out = " ".join(printed.split())
     assert re.search(r" without the sink: [+-]\d\.\d{3} nats per token in streaming through 8 keys\. ", out)
-    assert out.index(" without the sink:") < out.index("Can it stream") < out.index("What do heads")
+    assert out.index(" without the sink:") < out.index("Can the model stream") < out.index("What do heads")
     assert "quantisation" not in out
     assert "first 2 kept" not in out
     status, out, _ = run(*call, "--full")

@@ -109,7 +109,7 @@ def test_a_curve_over_tokens_is_drawn_over_tokens(training: Path, text: Path, tm
         ("tokens_100000000", 100_000_000, "tokens"),
     ]
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "Tokens read" in page
+    assert "Training tokens" in page
     assert "Training step" not in page
 
     shutil.copytree(training / "checkpoint-20", tmp_path / "babylm" / "checkpoint-20")

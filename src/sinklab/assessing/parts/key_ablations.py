@@ -68,7 +68,7 @@ class KeyAblations(AssessPart):
 
     name = "carries"
     rank = 5
-    question = "Does it need its attention to the sink?"
+    question = "Does the model need its attention to the sink?"
     numbers = (
         PartNumber(
             "sink_hidden_added",

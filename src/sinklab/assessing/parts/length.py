@@ -42,7 +42,7 @@ class LossByLength(AssessPart):
 
     name = "length"
     rank = 4
-    question = "Can it read beyond its context?"
+    question = "Can the model read beyond its context?"
     long_text = True
     in_quick = False
     numbers = (

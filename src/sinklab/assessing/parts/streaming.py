@@ -55,7 +55,7 @@ class Streaming(AssessPart):
 
     name = "streaming"
     rank = 1
-    question = "Can it stream long text without the sink?"
+    question = "Can the model stream without the sink?"
     numbers = (
         PartNumber("streamed_loss_N", "Loss streamed with the first N kept"),
         PartNumber("streamed_gap_N", "Loss streamed with the first N kept, above most kept"),

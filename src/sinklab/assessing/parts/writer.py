@@ -129,7 +129,7 @@ class Writer(AssessPart):
 
     name = "writer"
     rank = 9
-    question = "Does it need its massive activation?"
+    question = "Does the model need its massive activation?"
     numbers = (
         PartNumber(
             "single_weight_added",

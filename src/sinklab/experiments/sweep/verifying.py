@@ -126,10 +126,12 @@ def _check_verdicts(top: Path, files: Path) -> Verified:
         again = judged.pop((claim.experiment, claim.id), None)
         if again is None:
             check.problems.append(f"{claim.experiment}.{claim.id} is not a claim of any experiment in asked/")
-        elif again.model_dump() != claim.model_dump():
+        elif different := [
+            key for key, value in claim.model_dump().items() if not _same_numbers(value, again.model_dump()[key])
+        ]:
             check.problems.append(
                 f"{claim.experiment}.{claim.id} is {claim.verdict} in {SUMMARY} ({claim.evidence}), but "
-                f"{again.verdict} when judged from its runs ({again.evidence})"
+                f"{again.verdict} when judged from its runs ({again.evidence}); different: {', '.join(different)}"
             )
     check.problems += [f"{one}.{name} is missing in {SUMMARY}" for one, name in judged]
     for name in before.cells.keys() | now.cells.keys():
