@@ -75,7 +75,7 @@ def test_the_answer_has_the_loss_without_the_sink_then_the_loss_that_it_causes()
     assert small.startswith("Hardly any loss without the sink: ")
     neither = found.model_copy(update={"results": {"heads": found.results["heads"]}})
     assert neither.answer() == [
-        "The loss without the sink was not assessed: pass --parts carries or --parts streaming."
+        "The loss without the sink was not assessed: pass --parts carries, or --parts streaming with --keep 0."
     ]
 
 

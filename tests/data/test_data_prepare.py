@@ -174,7 +174,7 @@ def test_finished_data_is_used_again_and_other_settings_do_not_overwrite_it(sour
 
 def test_a_single_document_is_refused(tmp_path: Path):
     source = rows_file(tmp_path / "one.jsonl", ["alone"])
-    with pytest.raises(InputError, match="single document"):
+    with pytest.raises(InputError, match="fewer than two documents"):
         prepare(source, "train:300", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

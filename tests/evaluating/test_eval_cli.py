@@ -176,7 +176,7 @@ def test_a_hub_out_of_reach_is_said_with_what_to_do(made: Made, run: Run, monkey
     monkeypatch.delenv("SINKLAB_DATA", raising=False)
     status, _, err = on_one_line(run)("eval", made[0], "--tasks", "hellaswag")
     assert status == 2
-    assert "could not be downloaded from the Hugging Face hub (ConnectionError: Couldn't reach the Hub)" in err
+    assert "could not be loaded from the Hugging Face hub (ConnectionError: Couldn't reach the Hub)" in err
     assert "--data hellaswag_val.jsonl" in err
 
 

@@ -250,7 +250,10 @@ def test_a_name_that_meant_another_recipe_in_an_earlier_call_is_refused(run: Run
     Path("other.yaml").write_text(OTHER.replace("gate: gate_head", "sigmoid: gate_head"))
     status, _, err = run("reproduce", "other.yaml", *OPTIONS)
     assert status == 2
-    assert "sigmoid of other has a different recipe than in mine, which was run here before" in " ".join(err.split())
+    assert (
+        "sigmoid, seed 0, has another recipe, text or initial weights in other than in mine, which was run"
+        in " ".join(err.split())
+    )
 
 
 def test_the_help_says_how_many_seeds_there_are_unless_told(run: Run) -> None:

@@ -229,7 +229,7 @@ def test_at_the_papers_own_scale_its_number_lies_where_one_more_seed_would() -> 
     [
         (HAS_ONE, "Five seeds detect a value 17.0 points beyond the bound with 80 % power."),
         (LESS, "Five seeds detect a difference of 31.0 points between two cells with 80 % power, and a difference of "
-               "17.0 points if one cell is at 0 for all seeds."),
+               "17.0 points if one cell is 0 for all seeds."),
         ({"is": "equal", "value": "sink_1", "cell": "a", "to": "b", "margin": 5.0},
          "Five seeds confirm equality within a margin of 24.0 points with 80 % power."),
         ({"is": "within", "value": "valid_loss", "cell": "a", "at_most": 5.0}, ""),

@@ -68,9 +68,9 @@ def test_the_replay_of_a_diverged_step_names_the_first_tensor_that_is_not_finite
     dataset: TokenDataset, tmp_path: Path
 ) -> None:
     wanted = recipe(**DIVERGING, train={"eval_every": 100})
-    with pytest.raises(SinklabError, match=r"step (\d) diverged.*--replay \1") as error:
+    with pytest.raises(SinklabError, match=r"diverged at step (\d).*--replay \1") as error:
         Trainer(open_run(wanted, dataset, tmp_path)).train()
-    step = int(str(error.value).split()[1])
+    step = int(str(error.value).removeprefix("training diverged at step ").split(":")[0])
     found = replay(existing_run(wanted, dataset, tmp_path), step)
     assert found.first_not_finite is not None
     assert found.first_not_finite.startswith(("output of", "gradient of", "the loss"))
@@ -82,7 +82,7 @@ def test_a_replay_finds_a_damaged_weight(dataset: TokenDataset, tmp_path: Path) 
     trainer._update()
     with torch.no_grad():
         trainer.model.head.weight[3, 5] = torch.nan
-    with pytest.raises(SinklabError, match="step 1 diverged: its update produced weights that are not finite"):
+    with pytest.raises(SinklabError, match="diverged at step 1: the update produced weights that are not finite"):
         trainer._save()
     save_checkpoint(trainer.run.checkpoints, trainer.model, trainer.optimizer, trainer.state, trainer.run.hash, keep=1)
     assert replay(trainer.run, 2).first_not_finite == "weight head.weight"
@@ -131,7 +131,7 @@ def test_an_update_that_overflows_is_reported_as_diverged(rate: float, dataset: 
     trainer = Trainer(
         open_run(recipe(optim={"name": "sgd", "lr": rate}, schedule={"warmup_steps": 0}), dataset, tmp_path)
     )
-    with pytest.raises(SinklabError, match=r"step \d+ diverged.*Last checkpoint: .*Try a smaller optim\.lr"):
+    with pytest.raises(SinklabError, match=r"diverged at step \d+.*Last checkpoint: .*Try a smaller optim\.lr"):
         trainer.train()
 
 

@@ -113,7 +113,7 @@ def test_nothing_is_updated_from_a_gradient_that_is_not_finite_on(
         return torch.full_like(gradient, torch.nan)
 
     weight.register_hook(plant)
-    with pytest.raises(SinklabError, match=r"step 6 diverged: .*gradient norm nan.*step_00000004.*--replay 6"):
+    with pytest.raises(SinklabError, match=r"diverged at step 6: .*gradient norm nan.*step_00000004.*--replay 6"):
         trainer.train()
     assert trainer.state.step == 5
     assert all(torch.equal(before[name], tensor) for name, tensor in tensors(trainer))

@@ -239,7 +239,7 @@ def test_a_diverging_run_stops_before_the_update(dataset: TokenDataset, tmp_path
     with torch.no_grad():
         trainer.model.head.weight[3, 5] = torch.nan
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
-    with pytest.raises(SinklabError, match=r"step 7 diverged: loss nan.*batch index 6.*not updated.*step_00000006"):
+    with pytest.raises(SinklabError, match=r"diverged at step 7: loss nan.*batch index 6.*not updated.*step_00000006"):
         trainer.train()
     after = trainer.model.state_dict()
     assert all(torch.equal(weight, after[name]) or name == "head.weight" for name, weight in before.items())

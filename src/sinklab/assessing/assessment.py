@@ -104,7 +104,9 @@ class Assessment(ReadDocument):
         lost = [(one.added, one.lost) for one in answers if one.lost and one.added is not None]
         gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
         if not lost:
-            said = ["The loss without the sink was not assessed: pass --parts carries or --parts streaming."]
+            said = [
+                "The loss without the sink was not assessed: pass --parts carries, or --parts streaming with --keep 0."
+            ]
         else:
             most = max(added for added, _ in lost)
             size = next((words for least, words in LOSSES if most >= least), "Hardly any loss")

@@ -208,7 +208,7 @@ class Builder:
             progress: callback, called with the bytes of text read and the tokens written so far.
 
         Raises:
-            InputError: if the text is malformed, or a single document.
+            InputError: if the text is malformed, or fewer than two documents.
             SinklabError: if the disk is full; finished parts are kept.
         """
         parts = _parts(documents)
@@ -223,8 +223,8 @@ class Builder:
             if writer.train.state.documents + writer.valid.state.documents < 2:
                 (self.folder / JOURNAL).unlink(missing_ok=True)
                 raise InputError(
-                    f"source {self.settings.source} is a single document, which cannot be split into training and "
-                    "validation: use more text, or several files or rows"
+                    f"fewer than two documents of {self.settings.source} were read, and training and validation need "
+                    "one each: use more text, several files or rows, or a larger token_limit or text_limit_bytes"
                 )
             return writer.finish()
 

@@ -53,8 +53,8 @@ def prepare(
         selection: `valid_fraction`, `text_limit_bytes`, `mix`, `token_limit` of `DataConfig`.
 
     Raises:
-        InputError: if a value is invalid, the source or tokenizer cannot be used, the text is a single document, or
-            `out` has data with other settings or files that were not written by a preparation.
+        InputError: if a value is invalid, the source or tokenizer cannot be used, there are fewer than two documents,
+            or `out` has data with other settings or files that were not written by a preparation.
         SinklabError: if the disk is full or not writable; finished parts are kept, and the same call resumes.
     """
     return prepare_settings(settings_of(source, tokenizer, **selection), out, progress, counted)

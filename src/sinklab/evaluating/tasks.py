@@ -257,7 +257,7 @@ class _Hub:
             else:
                 remedy = f"; {HELLASWAG} can be read from a file instead (--data)"
             raise InputError(
-                f"the items of --tasks {name} could not be downloaded from the Hugging Face hub "
-                f"({type(error).__name__}: {cause(error)}): check the connection; without one, download them elsewhere "
-                f"into HF_HOME and set HF_HUB_OFFLINE=1{remedy}"
+                f"the items of --tasks {name} could not be loaded from the Hugging Face hub ({type(error).__name__}: "
+                f"{cause(error)}): check the connection; or download them on another machine, copy its HF_HOME here "
+                f"and set HF_HUB_OFFLINE=1{remedy}"
             ) from error

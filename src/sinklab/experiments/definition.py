@@ -341,7 +341,7 @@ class Experiment(Part):
             if (cell.revision or cell.subfolder) and not cell.models:
                 raise ValueError(f"cell {name!r} has a revision or subfolder: these require `models`, which is missing")
             if cell.models and (self.each or cell.model != "base"):
-                raise ValueError(f"cell {name!r} sets `models`: remove `model` and `each`")
+                raise ValueError(f"cell {name!r} sets `models`: remove its `model`, or `each` of the experiment")
             if len(set(cell.models)) < len(cell.models):
                 raise ValueError(f"cell {name!r} names a model twice")
         counts = {min(len(cell.models), 2): name for name, cell in self.requests.items()}

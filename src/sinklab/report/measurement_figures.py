@@ -93,8 +93,8 @@ def _by_layer(data: ReportData, width: Width) -> Figure | None:
     caption = (
         f"Importance of each of the first {max(matrix.shape[1] for _, matrix in maps)} positions in every layer, "
         "averaged over sequences and heads. A sink appears as a column that is brighter than the lowest row, which "
-        "shows uniform attention over all tokens up to the query. Few queries see the last positions, which raises "
-        "their importance. " + _masks_note(data)
+        "shows uniform attention over all tokens up to the query. The importance of the last positions is a mean over "
+        "few queries, mostly of the same and neighbouring tokens, and can be high without a sink. " + _masks_note(data)
     )
     scale = _importance_scale(maps, data)
     drawn = [
@@ -143,8 +143,9 @@ def _by_position(data: ReportData, width: Width) -> Figure | None:
     caption = (
         f"Attention received by each of the first {shown} positions: for every key, the mean over the queries at its "
         "position and later, then the mean over sequences, layers and heads. A sink appears at the left, above the "
-        "dashed line, which shows uniform attention over all tokens up to the query. Few queries see the last "
-        "positions, which raises their importance."
+        "dashed line, which shows uniform attention over all tokens up to the query. The importance of the last "
+        "positions is a mean over few queries, mostly of the same and neighbouring tokens, and can be high without a "
+        "sink."
     )
     uniform = [
         {"of": f"uniform attention, T = {length}", "position": k + 1, "value": float(value)}

@@ -104,7 +104,7 @@ class TrainConfig(Part):
         "one process",
     )
     compile: Literal["auto", "on", "off"] = Field(
-        default="auto", description="torch.compile for everything except attention cores; auto: on CUDA"
+        default="auto", description="torch.compile of each block before and after its attention core; auto: on CUDA"
     )
     recompute: Recompute = Field(
         default="none",

@@ -175,7 +175,9 @@ class Trainer:
         with self._explaining():
             self.updater.settle()
         if self.world.any(not self.updater.has_finite_weights()):
-            raise self._diverged(f"step {self.state.step} diverged: its update produced weights that are not finite.")
+            raise self._diverged(
+                f"training diverged at step {self.state.step}: the update produced weights that are not finite."
+            )
         with self._speed.paused():
             yield
 
@@ -211,7 +213,7 @@ class Trainer:
         """Evaluate the model and return the results as a line of metrics.jsonl."""
         state, (loss, added) = self.state, self.evaluator.losses()
         if not math.isfinite(loss):
-            raise self._diverged(f"step {state.step} diverged: the validation loss after it is {loss}.")
+            raise self._diverged(f"training diverged at step {state.step}: the validation loss is {loss}.")
         measurement = self.evaluator.measure(other_eps=OTHER_EPS)
         return {
             "step": state.step,

@@ -174,8 +174,8 @@ class NotFiniteError(SinklabError):
 
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
         super().__init__(
-            f"step {step} diverged: loss {loss}, gradient norm {grad_norm}, batch index {step - 1}. The weights were "
-            "not updated."
+            f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}, batch index {step - 1}. "
+            "The weights were not updated."
         )
         self.step = step
 

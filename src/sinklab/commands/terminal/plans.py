@@ -87,7 +87,7 @@ def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Cons
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
-    """Print the statement of each part of the paper (table, figure, ..), and our claims on it or why there are none."""
+    """Print for each part of the paper (table, figure) its statement, our claims, and why others are not encoded."""
     for name, part in parts.items():
         console.print(Text.assemble((printable(name), "bold"), f": {printable(part.says)}"))
         claims = ", ".join(one.removeprefix(f"{name}.") for one in part.claims)

@@ -136,8 +136,9 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
             mine = known.get((name, seed), (run_hash, ""))
             if mine[0] != run_hash:
                 raise InputError(
-                    f"cell {name} of {mine[1]} has a different recipe than in {one.experiment.id}, which was run here "
-                    f"before: choose another --out, or remove {MANIFESTS}/{one.experiment.id}.json there"
+                    f"cell {name}, seed {seed}, has another recipe, text or initial weights in {mine[1]} than in "
+                    f"{one.experiment.id}, which was run here before: choose another --out, or remove "
+                    f"{MANIFESTS}/{one.experiment.id}.json there"
                 )
     merged |= {name: _with_earlier_seeds(one, kept.get(name)) for name, one in now.items()}
     return dict(sorted(merged.items(), key=lambda item: item[1].experiment.rank))

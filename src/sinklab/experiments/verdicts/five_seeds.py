@@ -83,7 +83,7 @@ def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
         return f"Five seeds confirm equality within a margin of {size(MARGIN, sd)} with 80 % power."
     said = f"Five seeds detect a difference of {size(TWO_CELLS, found.sd)} between two cells with 80 % power"
     at_zero = isinstance(check, Differs) and of.unit == "%"
-    zero = f", and a difference of {size(ONE_CELL, found.sd)} if one cell is at 0 for all seeds" if at_zero else ""
+    zero = f", and a difference of {size(ONE_CELL, found.sd)} if one cell is 0 for all seeds" if at_zero else ""
     return f"{said}{zero}."
 
 
