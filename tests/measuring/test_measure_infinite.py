@@ -116,7 +116,7 @@ def test_the_terminal_the_tables_and_the_report_show_it(
     write_report([tmp_path / "zeros"], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "∞" in page
-    assert "Infinite ratios (all others zero) are left out" in page
+    assert "Infinite ratios (all other norms are zero) are omitted" in page
     assert "Infinity" not in page.split("<body")[1].split("<script")[0]
 
 

@@ -143,7 +143,7 @@ def test_what_a_coarse_precision_shows_beyond_its_rounding_decides_nothing(monke
     measured = sinklab.measure(model, repeated_tokens(40, sequences=3, length=20), inputs="repeat")
     console = io.StringIO()
     print_measurement(measured, Console(file=console, width=400))
-    assert "bfloat16 cannot decide" in console.getvalue()
+    assert "cannot be decided in this precision" in console.getvalue()
 
 
 def test_the_closed_form_is_the_one_written_out() -> None:

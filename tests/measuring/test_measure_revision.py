@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model
 
-from sinklab.commands.measurements import one_model
+from sinklab.commands.measurements import checked_model
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options
 from sinklab.models.huggingface.loading import Loading
@@ -111,4 +111,4 @@ def test_a_local_model_has_no_revision(tmp_path: Path) -> None:
 
 def test_families_have_no_revision() -> None:
     with pytest.raises(InputError, match="--revision step3 requires one MODEL"):
-        one_model(None, ["gpt2"], False, None, False, "step3")
+        checked_model(None, ["gpt2"], False, None, False, "step3")

@@ -244,7 +244,11 @@ class PairedReader:
 def changed_attention(
     adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output
 ) -> AbstractContextManager[object]:
-    """Intercept attention calls like `intercept`, with score scales other than 1 / sqrt(D) folded into the queries."""
+    """Intercept attention calls like `intercept`, with score scales other than 1 / sqrt(D) folded into the queries.
+
+    The output is computed by `compute` with and without an edit, so that a model and its changed copy differ only in
+    the edit and not in the kernel.
+    """
 
     def edited(layer: LayerCall) -> LayerCall:
         scale, q_BHTD = layer.call.scale, layer.call.q_BHTD

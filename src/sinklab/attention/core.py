@@ -1,7 +1,7 @@
 """Attention core: computes the attention output from q, k and v with the operation, bias and mask of a recipe.
 
-The core is an nn.Module so that probes can hook its inputs; training and measuring use the same code. The model
-computes projections and RoPE before the core; relative position biases are passed to the core.
+Training and measuring use the same code: every call is a LayerCall, which `models/intercept.py` can observe or change.
+The model computes projections and RoPE before the core; relative position biases are passed to the core.
 """
 
 from collections.abc import Callable
@@ -120,7 +120,7 @@ class AttentionCore(nn.Module):
         Raises:
             ValueError: if document IDs or gates are required and missing.
         """
-        mask = self.visible(documents_BL, padding_B)
+        mask = self.mask_of_batch(documents_BL, padding_B)
         log_kept_BLH, weight_BLH = self._gates(gates_BLH)
         call = Call(
             q_BHTD,
@@ -153,7 +153,7 @@ class AttentionCore(nn.Module):
         full precision.
         """
         position = None if self.position is None else self.position.score()
-        mask = self.visible(documents_BL)
+        mask = self.mask_of_batch(documents_BL)
         log_kept_BLH, weight_BLH = self._gates(gates_BLH)
         sequential = self.operation.sequential
         given = explicit(
@@ -173,7 +173,7 @@ class AttentionCore(nn.Module):
         out_BHTD = self.operation.reference_output(given, scores_BHTS @ given.values())
         return out_BHTD + given.offset_HV[:, None], scores_BHTS
 
-    def visible(self, documents_BL: Tensor | None = None, padding_B: Tensor | None = None) -> masks.Mask:
+    def mask_of_batch(self, documents_BL: Tensor | None = None, padding_B: Tensor | None = None) -> masks.Mask:
         """Build the attention mask of the batch, including leading tokens and padding.
 
         Raises:

@@ -168,7 +168,7 @@ def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
     return torch.where(left_BT[:, None] > 0, keys_BHT / left_BT.clamp(min=1)[:, None], 0)
 
 
-def prefix_importance(sums_BHS: Tensor, length: int) -> Tensor:
+def unpadded_importance(sums_BHS: Tensor, length: int) -> Tensor:
     """Compute alpha (B, H, length) from sums over the first `length` queries of sequences without padding."""
     return importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length, device=sums_BHS.device))
 
@@ -187,7 +187,7 @@ def importance_of(
         row_sums_BH: mean sums of raw scores, copied to the result.
     """
     S = sums.keys_BHS.shape[-1]
-    alpha_BHT = prefix_importance(sums.keys_BHS, S)[..., leading:]
+    alpha_BHT = unpadded_importance(sums.keys_BHS, S)[..., leading:]
     bias_BH = None if sums.bias_BH is None else sums.bias_BH / S
     registers_BHN = sums.keys_BHS[..., :leading] / (S - leading)
     if leading:

@@ -66,8 +66,8 @@ class LayerCall:
         return self.call.q_BHTD.shape[2]
 
     @property
-    def fusible(self) -> bool:
-        """True if output and column sums can be computed in one pass (Hugging Face model, CPU, no gradients)."""
+    def prefers_one_pass(self) -> bool:
+        """True if output and column sums are cheaper in one pass (Hugging Face model, CPU, no gradients)."""
         return self.library is not None and not torch.is_grad_enabled() and not self.call.q_BHTD.is_cuda
 
     def output(self) -> Tensor:

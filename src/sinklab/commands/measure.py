@@ -97,7 +97,7 @@ def measure(
         loading = loading.model_copy(update={"revision": revisions[0]})
     console = stderr()
     given = measurements.Invocation(text, request, loading.on(console), out, as_json, console)
-    name = measurements.one_model(
+    name = measurements.checked_model(
         model, family, by_domain, models_dir, dry_run, next(iter(revisions), None), over_steps
     )
     if name is None and loading.subfolder is not None:

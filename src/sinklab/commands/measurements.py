@@ -86,7 +86,7 @@ class Invocation:
             raise SinklabError("\n".join([f"{count}; repeat the call to retry them:", *lines]))
 
 
-def one_model(
+def checked_model(
     model: str | None,
     names: Sequence[str] | None,
     by_domain: bool,

@@ -1,6 +1,6 @@
 """Number of queries that can see each key under sliding windows, prefixes and other masks.
 
-alpha_k is a mean over all queries t >= k (metrics.py). Under a sliding window of w tokens only w queries see k; the
+alpha_k is a mean over all queries t >= k. Under a sliding window of w tokens only w queries see k; the
 other queries contribute zeros, and a sink is diluted by (T - k + 1) / w. The mean over the queries that may see the key
 is therefore reported in addition to alpha.
 """

@@ -1,7 +1,7 @@
 """The result of a measurement and its two files, `measurement.json` and `measurement.npz` (schema 1).
 
-L attention layers, H heads, T positions, N sequences, M blocks of the residual stream. In a model where every block
-has attention, M = L. Fields that do not apply to a model are None, and left out of the .npz; NaN is never written.
+L attention layers, H heads, T positions, N sequences, M places of the residual stream: before the first block and after
+every block. Fields that do not apply to a model are None, and left out of the .npz; NaN is never written.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,8 @@ class Measurement(WithArrays):
         proxy: whether importance is computed from proxy scores |sim| / sum |sim|, because the model's attention
             weights do not sum to one.
         layers, heads: L and H.
-        sink_rate: percentage of (sequence, layer, head) triples with alpha_k > eps, by position from position 1.
+        sink_rate: Sink_k, the percentage of (sequence, layer, head) triples with alpha_k > eps, for k = 1, 2, ..; the
+            first entry is Sink_1.
         sink_rates: `sink_rate` for every threshold, keyed by threshold ("0.3"); None with a single threshold.
         sink_rate_visible, sink_rates_visible: `sink_rate` and `sink_rates` with alpha averaged only over the queries
             that may see the key; None if no layer differs (no window, no document mask).
@@ -81,7 +82,7 @@ class Measurement(WithArrays):
             targets.
         bits_per_byte: loss in bits per byte of the target text; None if the input is not text, or if the notes give
             another reason.
-        hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M + 1). inf
+        hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M). inf
             (null in measurement.json) if only the first norm is nonzero; 1 if all norms are zero.
         norm_ratio_before_norm: for a post-norm model, the same ratio for the input of each norm, two norms per block;
             else None.
@@ -110,7 +111,7 @@ class Measurement(WithArrays):
         importance_bias: alpha of the added bias or sink token, mean over sequences (L, H); None if a layer has none.
         importance_registers: alpha of each register (L, H, R); None with fewer than two.
         row_sums: sum of the raw scores of a row, mean over sequences and queries (L, H); None if rows sum to one.
-        hidden_norm: l2 norm of the residual stream, mean over sequences (M + 1, T).
+        hidden_norm: l2 norm of the residual stream, mean over sequences (M, T).
         gradient_norm: norm of the gradient of the mean loss at the attention input (L, T); None unless requested.
         key_norm, value_norm: l2 norm of keys and values, mean over sequences and heads (L, T).
     """

@@ -146,7 +146,7 @@ class Attention(nn.Module):
         """Return a mask (B or 1, L) of the queries that see only their own key; None if `output` does not need it."""
         if not self.marks_alone:
             return None
-        return sees_itself_alone(self.core.visible(places.documents_BL), queries, k_BGSD.shape[2], k_BGSD.device)
+        return sees_itself_alone(self.core.mask_of_batch(places.documents_BL), queries, k_BGSD.shape[2], k_BGSD.device)
 
     def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
         """Compute the update of the residual stream from the core's output, the layer's input and its values."""

@@ -176,7 +176,7 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
         InputError: if the sequences exceed the context, the text is unusable, or there is no BOS to ablate.
     """
     model.adapter.check_length(request.length)
-    drawn_NT = request.drawn(model.vocabulary)
+    drawn_NT = request.synthetic_tokens(model.vocabulary)
     if drawn_NT is not None:
         return ReadTokens(drawn_NT, None, 0, model.conversations(keep_bos=False))
     prefix = () if request.no_bos else model.special

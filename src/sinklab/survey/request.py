@@ -118,7 +118,7 @@ class Request(CommandSettings, frozen=True):
             bodies = natural_text(text, encode, fewer=self.fewer, **wanted)
         return with_prefix(bodies, prefix), sizes_of(bodies, prefix)
 
-    def drawn(self, vocabulary: int) -> "Tensor | None":
+    def synthetic_tokens(self, vocabulary: int) -> "Tensor | None":
         """Sample random or repeated token ids, (N, T); None for natural inputs."""
         from sinklab.measuring.inputs import random_tokens, repeated_tokens
 

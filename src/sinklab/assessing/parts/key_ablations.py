@@ -1,4 +1,4 @@
-"""Key ablations: the loss when the sink's value, key, attention or logit is removed or changed, one at a time.
+"""Key ablations (part `carries`): the loss with the sink's value, key, attention or logit removed or changed.
 
     value zeroed   o_t - sum over selected s of A_ts v_s
     hidden         the selected keys are masked; a normalised row is normalised over the other keys
@@ -8,7 +8,7 @@
 The keys selected for each query:
 
     bias     the bias key or sink logit of the model, with its own value (zero in most)
-    sink     the first n keys, for the queries after them
+    sink     the first n keys (a learned sink token is the first), for the queries after them
     recent   the n keys immediately before the query's own
     random   n random keys before the query's own, drawn by layer, head and query
 

@@ -1,8 +1,9 @@
-"""Records of models whose attention calls are intercepted: Hugging Face models and exported sinklab models.
+"""Records of intercepted attention calls: of Hugging Face models and, in `probe`, of exported sinklab models.
 
-Where it is cheapest, the attention output and the column sums of the weights are computed here in one pass over the
-scores (one_pass.py). With gradients, on CUDA, or if the model computes the output, the column sums are computed
-separately. They are accumulated over forward passes while a sequence is decoded with a KV cache.
+The attention output and the column sums of the weights are computed in one pass over the scores (one_pass.py) on a CPU
+without gradients, and on every device if several lengths are measured. Otherwise, and if the model computes the output,
+the column sums are computed separately. While a sequence is decoded with a KV cache, they are accumulated over forward
+passes.
 
 Calls are counted: a model that bypasses transformers' attention interface is measured by matrix_records.py instead,
 from the attention matrices that it returns.
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklab.attention.importance import ColumnSums, importance_from_sums, prefix_importance
+from sinklab.attention.importance import ColumnSums, importance_from_sums, unpadded_importance
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.one_pass import attend_and_sum
 from sinklab.attention.real_tokens import RealTokens, real_tokens
@@ -172,13 +173,15 @@ class CallRecords(Recorder):
             if self._native:
                 return None  # the inner transformer was called directly
             raise SinklabError("only a submodule of the probed model was called: call model(...)")
-        fused = layer.library is not None and (layer.fusible or bool(self._lengths))
+        if self._lengths and layer.call.q_BHTD.requires_grad:
+            raise SinklabError("importance at several lengths is computed without gradients: use torch.no_grad()")
+        one_pass = layer.library is not None and (layer.prefers_one_pass or bool(self._lengths))
         with torch.no_grad():
-            out = self._record(layer.exact() if self._native else layer, fused)
+            out = self._record(layer.exact() if self._native else layer, one_pass)
         self._calls += 1
         return out
 
-    def _record(self, layer: LayerCall, fused: bool) -> Tensor | None:
+    def _record(self, layer: LayerCall, one_pass: bool) -> Tensor | None:
         q, k, T = layer.call.q_BHTD, layer.call.k_BGTD, layer.length
         if not self._calls:
             self._placed = self._behind_leading(layer) if self._native else self._real
@@ -196,10 +199,10 @@ class CallRecords(Recorder):
             self._totals[self._calls] = LayerTotals(layer.leading)
         totals, out = self._totals[self._calls], None
         exact = layer if self._native else layer.exact()
-        if fused:
+        if one_pass:
             out, sums, prefixes_BHES = attend_and_sum(layer.call, layer.value_BGSV, counted_BT, self._lengths)
             cut = zip(self._lengths, prefixes_BHES.unbind(2), strict=True)
-            totals.prefixes = tuple(prefix_importance(sums_BHS, length) for length, sums_BHS in cut)
+            totals.prefixes = tuple(unpadded_importance(sums_BHS, length) for length, sums_BHS in cut)
         else:
             sums, cut = exact.column_sums(counted_BT), (layer.leading + length for length in self._lengths)
             totals.prefixes = tuple(exact.cut(positions).importance().positions_BHT for positions in cut)

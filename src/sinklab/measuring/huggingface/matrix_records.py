@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinklab.attention.importance import Rows, importance_from_sums, prefix_importance
+from sinklab.attention.importance import Rows, importance_from_sums, unpadded_importance
 from sinklab.attention.masks import CAUSAL, Mask, Window, visible_queries
 from sinklab.attention.query_blocks import Block, accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens, real_tokens
@@ -79,7 +79,7 @@ class MatrixRecords(Recorder):
                     lower = weights_BHTT.to(accumulate_dtype(part.dtype)).tril()
                     self._details.attention([Rows(Block(0, T, 0, T), lower, None)], part.shape[1], angles=None)
                 sums = [(length, weights_BHTT[:, :, :length].float().sum(2)) for length in self._lengths]
-                self._prefixes.append(tuple(prefix_importance(sums_BHS, length) for length, sums_BHS in sums))
+                self._prefixes.append(tuple(unpadded_importance(sums_BHS, length) for length, sums_BHS in sums))
                 return (*output[:place], part.new_empty(0), *output[place + 1 :])
         return None
 
