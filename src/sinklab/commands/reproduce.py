@@ -34,8 +34,8 @@ def lab(
     """Train three tiny models that differ in their sink: softmax, K biases and sigmoid attention.
 
     Softmax attention develops a sink on the first token; with K biases the sink moves to the bias; sigmoid attention
-    without normalisation has hardly any. One model of each kind gives numbers but no verdict; shipped results of five models
-    of each kind are shown for comparison.
+    without normalisation has hardly any. One model of each kind gives numbers but no verdict; shipped results of five
+    models of each kind are shown for comparison.
 
     Example: sinklab lab --steps 500 --out runs/short
 
