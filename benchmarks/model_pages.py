@@ -50,7 +50,9 @@ def measured_rows(folder: Path) -> Rows:
     }
     if text.massive_activations:
         top = text.massive_activations[0]
-        found["massive activation"] = f"channel {top.dimension}, position {top.position}, after layer {top.layer}"
+        found["largest multiple of the median (massive activation)"] = (
+            f"channel {top.dimension}, position {top.position}, after layer {top.layer}"
+        )
         found["its value, times the median"] = f"{top.value:,.0f}, {top.ratio_to_median:,.0f}"
     return found
 
@@ -97,7 +99,7 @@ def ablation_rows(part: KeyAblations) -> Rows:
 
 def head_rows(part: Heads) -> Rows:
     kinds = Counter(one.kind for one in part.heads)
-    return {"heads": ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))}
+    return {"heads by role": ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))}
 
 
 def writer_rows(part: Writer) -> Rows:

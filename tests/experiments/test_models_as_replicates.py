@@ -136,7 +136,7 @@ def test_the_price_of_models_is_two_bytes_for_each_parameter_in_their_names() ->
         ({"a": {"models": ["x", "y"]}, "b": {"models": ["x"]}}, "cannot be compared: all cells must set"),
         ({"a": {"models": ["x", "x"]}}, "names a model twice"),
         ({"a": {"revision": "step1"}}, "require `models`"),
-        ({"a": {"models": ["x"], "model": "chat"}}, "remove `model`"),
+        ({"a": {"models": ["x"], "model": "chat"}}, "remove its `model`"),
     ],
 )
 def test_cells_whose_replicates_cannot_be_compared_are_refused(cells: dict[str, Any], said: str) -> None:

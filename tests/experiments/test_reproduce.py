@@ -150,7 +150,7 @@ def test_a_dry_run_for_a_cluster_tells_no_time_of_this_machine(run: Run, engine:
 def test_a_cell_that_fails_is_shown_the_others_go_on_and_the_status_is_1(run: Run) -> None:
     status, out, err = run("reproduce", "diverging.yaml", *OPTIONS)
     assert status == 1
-    assert "failed: huge: step" in err
+    assert "failed: huge: training diverged at step" in err
     assert "1 failed" in out
     cells = summary_of(Path("runs/tiny"))["cells"]
     assert cells["softmax"]["seeds"] == 1
