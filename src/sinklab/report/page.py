@@ -297,10 +297,11 @@ def _title(data: ReportData) -> str:
 
 
 def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]]]]:
-    """Return the counts of verdicts by scale, separately for confirmatory and exploratory claims."""
+    """Return the counts of verdicts of confirmatory and exploratory claims by scale; scales without any are omitted."""
     claims = [*data.claims, *(claim for sweep in data.sweeps for claim in sweep.summary.claims if claim.experiment)]
     scales = dict.fromkeys(claim.scale for claim in claims)
-    return [(scale, verdict_counts([claim for claim in claims if claim.scale == scale])) for scale in scales]
+    counts = {scale: verdict_counts([claim for claim in claims if claim.scale == scale]) for scale in scales}
+    return [(scale, found) for scale, found in counts.items() if found]
 
 
 def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, object]:
