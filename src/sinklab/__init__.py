@@ -2,14 +2,14 @@
 
     import sinklab
     result = sinklab.measure(model, tokens)          # a Measurement: sinks, norms, loss
-    with sinklab.probe(model) as watch:              # in your own loop, or during generate
+    with sinklab.probe(model) as watch:              # a Hugging Face model, in your own loop or during generate
         model.generate(...)
     watch.layers[0].importance_BHT                   # alpha by head and position
 
     sinklab.Measurement.load("runs/m")               # the result of `sinklab measure --out runs/m`
     Trainer(.., callbacks=[sinklab.SinkCallback(tokens)])     # measure at every evaluation, with transformers or trl
 
-    sinklab.register()                               # AutoModelForCausalLM can then load `sinklab export` directories
+    sinklab.register()                               # AutoModelForCausalLM then loads all `sinklab export` directories
 
 Names are imported lazily. help(sinklab.measure) describes its arguments.
 """
@@ -38,7 +38,10 @@ _MODULES = {
 
 
 def register() -> None:
-    """Register exported models (`sinklab export`) with transformers' AutoConfig and AutoModelForCausalLM."""
+    """Register SinklabForCausalLM with transformers' AutoConfig and AutoModelForCausalLM.
+
+    `sinklab export` uses this architecture for models that no architecture of transformers can represent.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from sinklab.model.huggingface import MODEL_TYPE, SinklabConfig, SinklabForCausalLM

@@ -8,11 +8,11 @@ from types import FrameType
 
 INTERRUPTED = 130
 OBJECTS = 20_000
-"""Number of allocations between garbage collections; Python's default of 700 adds a tenth to the start-up time."""
+"""Threshold of the youngest garbage collector generation; 700, the default of Python 3.11, adds a tenth to start-up."""
 
 
 def main() -> None:
-    """Run the command in sys.argv."""
+    """Run the command in sys.argv and exit with its status."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # background jobs ignore SIGINT
         signal.signal(signal.SIGINT, _leave)

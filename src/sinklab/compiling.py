@@ -8,14 +8,14 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FORMS = 128  # maximum number of compiled variants: combinations of operation, mask, shape and gradient mode
+FORMS = 128  # compiled variants of one function: combinations of operation, mask, shape and gradient mode
 
 
 def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[P, R]:
-    """Return `function` compiled by `torch.compile`, with a recompile limit of 128.
+    """Return `function` compiled by `torch.compile`; PyTorch's global recompile limit is raised to at least 128.
 
-    After PyTorch's default of 8 recompilations, further variants run uncompiled: FlexAttention then materialises the
-    T x T matrix.
+    At its default of 8 variants per function, further variants would run uncompiled, and uncompiled FlexAttention
+    materialises the T x T matrix.
 
     Args:
         dynamic: as in `torch.compile`; False compiles every shape separately.

@@ -1,4 +1,4 @@
-"""Devices: selection, 16-bit support, host copies, matmul precision, glibc memory settings."""
+"""Devices: selection, 16-bit support, CPU name, transfer to the host, matmul precision, glibc memory settings."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ def pick_device(name: str) -> torch.device:
     """Return the torch device of this name; "auto" is CUDA if available, else the CPU.
 
     Raises:
-        InputError: if the device is not usable on this machine.
+        InputError: if there is no device of this name, or it is not usable on this machine.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,9 +31,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the device multiplies 16-bit floats of this dtype natively; emulation is slower than float32.
+    """Return whether a CPU or CUDA device multiplies 16-bit floats natively; emulation is slower than float32.
 
-    False on a CPU if ATEN_CPU_CAPABILITY disables the AVX-512 or AMX instructions in PyTorch.
+    False on other devices, and on a CPU if ATEN_CPU_CAPABILITY disables PyTorch's AVX-512 and AMX code.
+
+    Args:
+        dtype: bfloat16 or float16.
     """
     if device.type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -44,7 +47,7 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return `dtype`, or float32 on a CPU that only emulates `dtype` (bfloat16: five times slower)."""
+    """Return float32 on a CPU that emulates `dtype` (emulated bfloat16 takes five times as long), else `dtype`."""
     emulated = device.type == "cpu" and dtype in INSTRUCTIONS and not multiplies_natively(dtype, device)
     return torch.float32 if emulated else dtype
 
@@ -58,7 +61,7 @@ def processor_name() -> str:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of the tensors in host memory, with one synchronisation per GPU."""
+    """Return the tensors in host memory, with one synchronisation per GPU; tensors on the CPU are not copied."""
     copies = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
     for card in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(card)
@@ -67,7 +70,10 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def float32_matmul(precision: Literal["highest", "high"], device: torch.device) -> Iterator[None]:
-    """Set the precision of float32 matmuls on CUDA in the `with` block: float32 ("highest") or TF32 ("high")."""
+    """Set the precision of float32 matmuls in the `with` block: float32 ("highest") or TF32 ("high").
+
+    No effect unless `device` is a CUDA device.
+    """
     if device.type != "cuda":
         yield
         return
@@ -84,7 +90,8 @@ def keep_freed_memory() -> None:
 
     By default glibc returns large blocks to the system, which must zero the pages again at each step: 3 to 13 % of a
     small model's training time (benchmarks/train_cpu.py). Numerical results are unchanged. The setting lasts until
-    the process ends. No effect without glibc, or if the user has set glibc's malloc environment variables.
+    the process ends. No effect without glibc, or if MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ or GLIBC_TUNABLES
+    is set.
     """
     variables = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in variables):

@@ -1,4 +1,4 @@
-"""Functions behind `Measurement.plot()` and the HTML display of a `Measurement` in notebooks.
+"""Functions behind `Measurement.plot()` and the HTML view of a `Measurement` in notebooks.
 
 `sinklab/__init__.py` assigns functions of `report/` to these names, so that `measuring/` does not import `report/`.
 """

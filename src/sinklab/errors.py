@@ -33,25 +33,35 @@ class UnsavedError(SinklabError):
 
 
 class LostProcessError(SinklabError):
-    """One of several processes failed or disappeared (exit status 1)."""
+    """A training process failed or disappeared, or torchrun ended without a result (exit status 1)."""
 
 
 class StoppedError(SinklabError):
-    """A stop was requested during a step that is repeated when the command is resumed (exit status 1)."""
+    """A stop of the training was requested.
+
+    `Trainer.train` catches it and saves a checkpoint. If it reaches the caller, the interrupted step was not saved, and
+    the same command repeats it.
+    """
 
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` is a failed memory allocation; PyTorch's CPU errors are recognised by their message."""
+    """Return whether `error` is a failed allocation of CPU or GPU memory.
+
+    PyTorch's errors on a CPU are plain RuntimeErrors and are recognised by their message.
+    """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def cause(error: BaseException) -> str:
-    """Return the first line of another library's error message, with the next line if the first ends with a colon."""
+    """Return another library's error message as one line, or the name of the error's type if it has no message.
+
+    The first line is returned, together with the lines after it as long as each ends with a colon.
+    """
     message = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
         message = f"{message} {line}".strip()

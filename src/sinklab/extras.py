@@ -1,7 +1,7 @@
 """Commands that install optional dependencies (extras); sinklab is not on a package index.
 
-In a checkout, the command installs the checkout with the extra. If sinklab was installed from a wheel or archive, which
-may have been deleted, the command installs the extra's packages.
+For an editable installation, the command installs its checkout with the extra; for any other, only the extra's
+packages, because the wheel or archive may have been deleted.
 """
 
 import re
@@ -16,6 +16,8 @@ from sinklab.files import parse_json
 
 def install_command(extra: str, installed: Distribution | None = None) -> str:
     """Return the shell command that installs an extra for the current Python.
+
+    If sinklab is not installed, the text also states that the command must be run in the checkout.
 
     Args:
         extra: name of an extra in pyproject.toml, such as "sft".
@@ -32,7 +34,7 @@ def install_command(extra: str, installed: Distribution | None = None) -> str:
 
 
 def _checkout(installed: Distribution) -> Path | None:
-    """Return the source folder of an editable installation, else None."""
+    """Return the checkout of an editable installation; None for other installations, or if it no longer exists."""
     try:
         document = parse_json(installed.read_text("direct_url.json") or "{}")
         folder = Path(unquote(urlparse(document["url"]).path))

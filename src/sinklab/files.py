@@ -1,4 +1,7 @@
-"""Atomic file writes: into a temporary file, flushed to the disk, then renamed."""
+"""Files: atomic writes, parsing of untrusted JSON and YAML, hashes, and the cache folder.
+
+A file is written atomically: into a temporary file, which is flushed to the disk and renamed.
+"""
 
 import errno
 import gzip
@@ -19,18 +22,18 @@ from sinklab.outputs import target_of
 MOST_VALUES = 10_000
 """Maximum number of values in a YAML document, counting every use of an alias; recipes have less than a tenth."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, exceeded quota, file above the size limit
 
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; on success the file there replaces `path`, on failure it is removed.
 
-    If `path` is a link, its target is replaced and the link is kept.
+    Missing parent folders are created. If `path` is a link, its target is replaced and the link is kept.
 
     Raises:
-        InputError: if `path` is a folder, device or pipe.
-        SinklabError: if the disk is full or the folder is not writable; the earlier file is untouched.
+        InputError: if `path` is a folder, device, pipe or socket, or its links cannot be followed.
+        SinklabError: if the file cannot be written, such as on a full disk; an earlier file is untouched.
     """
     target = target_of(path)
     try:
@@ -39,7 +42,7 @@ def written_aside(path: Path) -> Iterator[Path]:
         os.close(handle)
     except OSError as error:
         remedy = "Free some space, or choose" if error.errno in FULL else "Choose"
-        raise SinklabError(f"cannot write {path}: {error.strerror}. {remedy} another --out.") from error
+        raise SinklabError(f"cannot write {path}: {error.strerror}. {remedy} another output path.") from error
     aside = Path(name)
     try:
         yield aside
@@ -48,10 +51,10 @@ def written_aside(path: Path) -> Iterator[Path]:
         aside.chmod(0o644)
         aside.replace(target)
     except OSError as error:
-        remedy = "free some space, or choose" if error.errno in FULL else "choose"
+        remedy = "free some space and run the same command again, or choose" if error.errno in FULL else "choose"
         raise SinklabError(
             f"cannot write {path}: {error.strerror or error}. An earlier file there is untouched; "
-            f"{remedy} another --out, then run the same command again."
+            f"{remedy} another output path."
         ) from error
     finally:
         aside.unlink(missing_ok=True)
@@ -64,13 +67,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_gzip(path: Path, text: str) -> None:
-    """Write `text` to `path` compressed, atomically; equal texts give identical files."""
+    """Write `text` to `path` with gzip, atomically (see `written_aside`); equal texts give identical files."""
     with written_aside(path) as aside:
         aside.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write `document` to `path` as indented JSON, atomically."""
+    """Write `document` to `path` as indented JSON, atomically (see `written_aside`).
+
+    Raises:
+        ValueError: if the document contains NaN or an infinite number.
+    """
     write_text(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -90,7 +97,8 @@ def parse_yaml(text: str) -> Any:
     """Parse untrusted text like `yaml.safe_load`.
 
     Raises:
-        ValueError: if the text is not YAML, nested too deeply, or has recursive aliases or above `MOST_VALUES` values.
+        ValueError: if the text is not YAML, is nested too deeply, or has recursive aliases or more than `MOST_VALUES`
+            values.
     """
     try:
         document = yaml.safe_load(text)
@@ -111,7 +119,7 @@ def append_line(path: Path, line: str) -> None:
     """Append a line to a text file and flush it to the disk.
 
     Raises:
-        SinklabError: if the disk is full or the file is not writable; an incomplete last line may remain.
+        SinklabError: if the line cannot be written, such as on a full disk; an incomplete last line may remain.
     """
     try:
         with path.open("a", encoding="utf-8") as file:
@@ -119,14 +127,14 @@ def append_line(path: Path, line: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        remedy = "Free some space" if error.errno in FULL else "Make it writable"
+        remedy = "Free some space" if error.errno in FULL else "Make it a writable file"
         raise SinklabError(
             f"cannot write {path}: {error.strerror or error}. {remedy}, then run the same command again."
         ) from error
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error or any of its causes reports a full disk."""
+    """Return whether an error or one of its causes reports a full disk, an exceeded quota or a file size limit."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in FULL:
@@ -155,7 +163,7 @@ def cache_folder() -> Path:
     """Return sinklab's cache folder: SINKLAB_CACHE, or ~/.cache/sinklab.
 
     Raises:
-        InputError: if there is no home directory.
+        InputError: if the path begins with `~` and there is no such home directory.
     """
     named = os.environ.get("SINKLAB_CACHE") or "~/.cache/sinklab"
     try:

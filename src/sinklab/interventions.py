@@ -1,8 +1,8 @@
 """Catalogue of interventions: the recipe keys that change a model or its training, with variants and neutral values.
 
 The rows of the catalogue are read from the recipe's JSON schema. A variant is an overlay on a base recipe
-(`sinklab.train.recipe.build_recipe`). The variants of this module need a head dimension that is a
-multiple of 4 and a context above 8.
+(`sinklab.train.recipe.build_recipe`). The variants of this module need at least two layers and a head dimension that is
+a multiple of 8; their windows of 8 tokens have an effect in contexts above 8.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ class Neutral:
     """A value at which an intervention is bit-identical to a baseline.
 
     Attributes:
-        value: the value as text.
+        value: the value as text, shown in the catalogue.
         overlay: recipe values that set the intervention to this value.
-        against: recipe values of the baseline; default: the base recipe.
+        against: recipe values of the baseline that differ from the base recipe.
     """
 
     value: str
@@ -172,7 +172,7 @@ NEUTRAL: dict[str, Neutral] = {
     "model.mixer.every (kimi_delta)": Neutral("1", {"model": {"mixer": {"kind": "kimi_delta", "every": 1}}}),
     "optim.clip": Neutral("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
 }
-"""Neutral values by dotted key; the kind that has the key is added in brackets, as in `key (kind)`."""
+"""Neutral values by dotted key; for a key of a union, its kind follows in brackets, as in `key (kind)`."""
 
 ROOTS = ("model", "data", "losses", "optim", "schedule")
 
@@ -192,7 +192,7 @@ NOT_INTERVENTIONS = {
     "data.token_limit",
     "data.mix",
 }
-"""Recipe keys that are not interventions: model and data sizes, data sources, initial weights, backends."""
+"""Recipe keys that are not interventions: sizes of model and data, tokenizer, text, initial weights, backend."""
 
 TYPES = {
     "boolean": "true | false",
@@ -232,14 +232,14 @@ class Intervention:
 
 
 def catalogue() -> list[Intervention]:
-    """List all interventions: one row per member of every union and per field of every part."""
+    """List all interventions: one row per member of every union and per field of every part, by recipe section."""
     properties = recipe_schema()["properties"]
     rows = [row for root in ROOTS for row in _rows(properties[root], root, None, baseline=True)]
     return [row for row in rows if not any(f"{row.key}.".startswith(f"{key}.") for key in NOT_INTERVENTIONS)]
 
 
 def kinds() -> set[str]:
-    """Return the `kind` values of all unions."""
+    """Return the `kind` values of all unions in the catalogue."""
     return {row.kind for row in catalogue() if row.kind is not None}
 
 

@@ -47,15 +47,16 @@ class Model:
         tokenizer: sinklab's tokenizer, or a Hugging Face tokenizer.
         encode: function from text to token ids, without special tokens.
         special: ids of the special tokens that are prepended to a sequence by default.
-        vocabulary: vocabulary size.
-        arrange: function (tokens (N, S), prepend special tokens?, seed) -> sequences as in training; seed None is the
-            seed of the recipe.
-        files: hash of the model's files; None for a model on the hub.
+        vocabulary: number of token ids: of the tokenizer, or of the embedding if it has fewer.
+        arrange: function (tokens (N, S) without special tokens, prepend special tokens?, seed) -> input sequences. A
+            run arranges them as in training, with the recipe's fixed and random tokens; seed None is the recipe's
+            seed. For Hugging Face models the seed has no effect.
+        files: hash of the model's files (`model_files`); None for a model on the hub.
         commit: commit of the model on the hub; None for a local model.
-        step: training step of a run, also of an exported run.
-        planned_steps: total training steps of a run that was not exported.
+        step: training step of a run, also if it was loaded as a Hugging Face model; None for other models.
+        planned_steps: total training steps of a run; None for Hugging Face models.
         notes: notes from loading the model, shown with results.
-        held_out: function that returns the first N tokens of a run's validation text; None for other models.
+        held_out: function that returns the first N tokens of a run's validation text; None for Hugging Face models.
     """
 
     name: str
@@ -94,13 +95,20 @@ class Model:
 
     @property
     def vocabulary_hash(self) -> str:
-        """Hash of the vocabulary without added tokens: equal for a chat model and its base model."""
+        """Hash of the vocabulary without added tokens, so that a chat model and its base model have the same hash.
+
+        Added tokens are included for tokenizers without a `tokenizers` backend.
+        """
         own = isinstance(self.tokenizer, Tokenizer)
         backend = self.tokenizer.backend if own else getattr(self.tokenizer, "backend_tokenizer", None)
         return vocabulary_digest(backend.get_vocab(with_added_tokens=False) if backend else self.tokenizer.get_vocab())
 
     def conversations(self, keep_bos: bool) -> Conversations:
-        """Return the renderer of conversations: the model's chat template, if it has one."""
+        """Return the renderer of conversations: the model's chat template, else lines `role: content`.
+
+        Args:
+            keep_bos: keep the BOS that the template writes.
+        """
         own = isinstance(self.tokenizer, Tokenizer)
         return Conversations() if own else Conversations(self.tokenizer, keep_bos)
 
@@ -116,13 +124,13 @@ def open_model(
     """Load a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model on the hub.
 
     Args:
-        step: checkpoint step of a run; default: the newest.
+        step: checkpoint step of a run; default: the newest. Not used with `as_transformers`.
         as_transformers: load the newest checkpoint of a run as a Hugging Face model, as `sinklab export` writes it.
-        check: called with the Hugging Face tokenizer before the weights are read.
+        check: called with the tokenizer before the weights of a Hugging Face model are read.
 
     Raises:
-        InputError: if the model cannot be loaded.
-        SinklabError: if none of a run's checkpoints is valid.
+        InputError: if the model does not exist or cannot be loaded, or a revision is requested for a local model.
+        SinklabError: if a run's checkpoints are all invalid or its env.json is damaged, or if it cannot be exported.
     """
     check_name(name)
     check_revision(name, loading.revision)
@@ -143,7 +151,11 @@ def is_run(name: str) -> bool:
 
 
 def model_files(place: Path) -> str | None:
-    """Return a SHA-256 of names, sizes and times of a local model's files; None if the path does not exist."""
+    """Return a SHA-256 of the names, sizes and modification times of a local model's files.
+
+    The files are those of the weights, config, recipe, code, tokenizer and chat templates, subfolders included; None if
+    the path does not exist.
+    """
     if not place.exists():
         return None
     files = {path for pattern in MODEL_FILES for path in place.rglob(pattern)} if place.is_dir() else {place}

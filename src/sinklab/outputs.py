@@ -1,6 +1,7 @@
 """Checks before output files are overwritten: only files written by sinklab, and empty files, may be replaced.
 
-Files written by sinklab are recognised by content: documents by their keys, pages and charts by a marker text.
+Files written by sinklab are recognised by their content: documents by their keys, tables by their first columns,
+measurement.npz by the name of an array, pages and charts by a marker text.
 """
 
 import json
@@ -43,29 +44,30 @@ IsOurs = Callable[[Path], bool]
 
 
 def check_results(folder: Path, names: Sequence[str]) -> None:
-    """Check that a folder is writable and that files with these names were written by sinklab.
+    """Check that a folder is writable and that existing files with these names were written by sinklab.
 
     Args:
         folder: created for the check if it does not exist, and removed again.
         names: keys of KEYS, "measurement.npz", "report.html", and keys of TABLES with .csv or .parquet.
 
     Raises:
-        InputError: if a check fails, or a measurement would replace that of a run; the message names the file.
+        InputError: if a check fails, or `names` has a measurement and the folder is a run directory; the message names
+            the file or folder.
     """
     _check_writable(folder)
     if (folder / RUN).exists() and set(names) & set(MEASUREMENT):
-        raise InputError(f"{folder} is a run directory that contains its own measurement: choose another --out")
+        raise InputError(f"{folder} is a run directory, where the run saves its own measurement: choose another --out")
     check_files(folder, names)
 
 
 def check_files(folder: Path, names: Sequence[str]) -> None:
-    """Check that existing files with these names were written by sinklab.
+    """Check that existing files with these names were written by sinklab or are empty.
 
     Args:
         names: file names as in `check_results`.
 
     Raises:
-        InputError: if a file was not written by sinklab; the message names it.
+        InputError: if a file was not written by sinklab, is not a regular file or cannot be read; the message names it.
     """
     for name in names:
         _check_ours(folder / name, _recognition(name))
@@ -78,37 +80,37 @@ def _recognition(name: str) -> IsOurs:
 
 
 def check_report(path: Path) -> None:
-    """Check that `path` is new or a report.
+    """Check that `path` does not exist, or is empty or a report written by sinklab.
 
     Raises:
-        InputError: if the path is another file, or not a file.
+        InputError: if the path is another file, not a regular file, or cannot be read.
     """
     _check_ours(path, _is_page)
 
 
 def check_table(path: Path) -> None:
-    """Check that `path` is new or a table written by sinklab.
+    """Check that `path` does not exist, or is empty or a table written by sinklab (CSV or Parquet).
 
     Raises:
-        InputError: if the path is another file, or not a file.
+        InputError: if the path is another file, not a regular file, or cannot be read.
     """
     _check_ours(path, _is_table)
 
 
 def check_chart(path: Path) -> None:
-    """Check that `path` is new or a chart written by sinklab.
+    """Check that `path` does not exist, or is empty or a chart written by sinklab.
 
     Raises:
-        InputError: if the path is another file, or not a file.
+        InputError: if the path is another file, not a regular file, or cannot be read.
     """
     _check_ours(path, _is_chart)
 
 
 def target_of(path: Path) -> Path:
-    """Return the path of the file that symbolic links lead to.
+    """Return the path of the file that symbolic links lead to, which need not exist.
 
     Raises:
-        InputError: if the path is not a regular file, or its links are circular.
+        InputError: if the path exists and is not a regular file, its links are circular, or it cannot be accessed.
     """
     try:
         target = path.resolve()
@@ -116,7 +118,7 @@ def target_of(path: Path) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: circular links
         raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
     if kind:
-        raise InputError(f"{path} is {kind} and not a file: choose another --out")
+        raise InputError(f"{path} is {kind} and not a file: choose another path")
     return target
 
 
@@ -128,8 +130,8 @@ def _check_ours(path: Path, is_ours: IsOurs) -> None:
         raise InputError(f"cannot read {path}: {error.strerror}. Choose another --out") from error
     if not ours:
         raise InputError(
-            f"{path} exists and was not written by sinklab, so it is not replaced: choose another --out, or "
-            "move it away"
+            f"{path} exists and was not written by sinklab as a file of this kind, so it is not replaced: choose "
+            "another --out, or move it away"
         )
 
 
@@ -143,7 +145,7 @@ def _check_writable(folder: Path) -> None:
         Path(name).unlink()
     except OSError as error:
         no_folder = isinstance(error, FileExistsError | NotADirectoryError)
-        why = "it is not a folder" if no_folder else error.strerror or error
+        why = "it, or a folder above it, is a file" if no_folder else error.strerror or error
         raise InputError(f"cannot write into {folder}: {why}. Choose another --out") from error
     finally:
         for parent in made:

@@ -10,18 +10,19 @@ class PlotAxis:
     """An axis of a chart.
 
     Attributes:
-        title: title of the axis with unit; ` (log scale)` is added for a logarithmic axis.
+        title: title of the axis, with the unit in brackets; `log scale` is added for a log or symlog scale.
         field: name of the field of the data rows that the axis shows.
         short: title in a tooltip; default: the title without its unit.
-        order: values of a categorical axis; None for a continuous one.
+        order: values of a categorical axis in display order; None for a continuous one.
         scale: kind of scale; "auto" is logarithmic if all values are above 0 and span more than a factor of 30.
         zero: whether a linear scale includes 0.
         at_least: lower bound of the scale's maximum, so that noise does not look like an effect.
-        domain: fixed ends of the scale.
-        constant: value below which a symlog scale is approximately linear.
-        format, precision: number formats of axis labels and of tooltips, in d3's notation.
+        domain: fixed ends of the scale; None for ends that depend on the data.
+        constant: absolute value below which a symlog scale is approximately linear.
+        format, precision: number formats of axis labels and of tooltips, in d3's notation; format None depends on the
+            scale.
         ticks: tick positions; default: chosen by the library.
-        whole: whether the values are integers.
+        whole: whether the values are integers; ticks are then integers.
     """
 
     title: str
@@ -40,6 +41,6 @@ class PlotAxis:
 
     @property
     def name(self) -> str:
-        """Title of the axis in a tooltip."""
+        """Title of the axis in a tooltip, by default with a small first letter."""
         title = self.title.split(" (")[0]
         return self.short or title[:1].lower() + title[1:]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
 LARGEST = 10**7
-"""Upper bound of dimensions: the byte count of a matrix of this size fits in 64 bits."""
+"""Upper bound of dimensions: the byte count of a square matrix of this size fits in 64 bits."""
 
 
 class Part(BaseModel):
@@ -24,12 +24,12 @@ class Part(BaseModel):
     def _fits_64_bits(cls, value: Any) -> Any:
         for number in value if isinstance(value, list | tuple) else (value,):
             if isinstance(number, int) and abs(number) >= 2**63:
-                raise ValueError(f"{number} is too large: whole numbers are below 2^63")
+                raise ValueError(f"{number} is out of range: whole numbers are between -2^63 and 2^63")
         return value
 
 
 BEYOND = 2**20
-"""Upper bound of positions and token ids."""
+"""A window or token id larger than any context or vocabulary of the examples; used for neutral values."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class Kind(Part):
     """A member of a union discriminated by `kind`.
 
     Attributes:
-        examples: examples by name; each is a variant in the catalogue, and is tested and benchmarked.
+        examples: examples by name, of attention operations, biases and masks; each is a tested variant
+            (`interventions.VARIANTS`).
         neutral: neutral examples by key, relative to the key of the union; "" for the kind as a whole.
     """
 
@@ -107,11 +108,11 @@ Ratio = Annotated[
     BeforeValidator(lambda value: math.inf if value is None else value),
     PlainSerializer(finite_or_none, return_type=float | None, when_used="json"),
 ]
-"""A ratio; infinite (null in JSON) if the denominator is 0. NaN is an error."""
+"""A ratio of at least 0; infinite (null in JSON) if the denominator is 0. NaN is an error."""
 
 
 def leaves(values: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """Flatten nested mappings to a dictionary of values by dotted key, such as `model.width`."""
+    """Flatten nested mappings to a dictionary of values by dotted key, such as `model.width`; empty mappings vanish."""
     found: dict[str, object] = {}
     for key, value in values.items():
         below = f"{path}.{key}" if path else str(key)

@@ -54,7 +54,8 @@ class CommandSettings(BaseModel, frozen=True):
         """Validate the values.
 
         Raises:
-            InputError: if a value is invalid; the message names the option, the value and the expected values.
+            InputError: if a value is invalid or a name unknown; the message names the first such option, its value and
+                what is expected.
         """
         try:
             super().__init__(**values)
@@ -73,7 +74,10 @@ def flag_of(settings: type[CommandSettings], field: str) -> Flag:
 
 
 def option_name(settings: type[CommandSettings], field: str) -> str:
-    """Return the option of a field: --batch-size for `batch_size`, --no-loss for a `loss` that is on by default."""
+    """Return the command line option of a settings field.
+
+    The name in the field's `Flag`, else --batch-size for `batch_size`, or --no-loss for a `loss` that is on by default.
+    """
     off = "no-" if settings.model_fields[field].default is True else ""
     return flag_of(settings, field).name or f"--{off}{field.replace('_', '-')}"
 

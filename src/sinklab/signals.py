@@ -1,7 +1,6 @@
 """Signal handling: stop requests, and the exit status of an interrupted command.
 
-Work that saves every finished part is stopped by an exception. Training polls a stop request, finishes the update and
-saves a checkpoint.
+Signals stop most commands by an exception. Training polls a stop request, finishes the update and saves a checkpoint.
 """
 
 import os
@@ -16,13 +15,13 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells and Typer report it."""
 
 CALL_AGAIN = 75
-"""Exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL of sysexits.h): the work is saved, the same command resumes."""
+"""Exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL of sysexits.h): the same command resumes, or starts over."""
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class PreemptedError(BaseException):
-    """Work was stopped by SIGTERM or SIGUSR1; its finished parts are saved.
+    """A command was stopped by SIGTERM or SIGUSR1.
 
     Like KeyboardInterrupt, it is not an Exception, so `except Exception` does not catch it.
     """
@@ -67,8 +66,8 @@ def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
 def left_on_signals() -> Iterator[None]:
     """Make SIGTERM and SIGUSR1 raise PreemptedError in the main thread, as SIGINT raises KeyboardInterrupt.
 
-    Python drops exceptions raised in callbacks of the garbage collector or of weak references; in that case the signal
-    is sent again after 10 ms.
+    Python drops exceptions raised in callbacks of the garbage collector or of weak references; in that case SIGTERM, or
+    SIGINT for a KeyboardInterrupt, is sent to the process after 10 ms.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:

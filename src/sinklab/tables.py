@@ -17,7 +17,10 @@ SINK_1 = "Sink₁"
 
 
 def number_text(value: float | None, form: str = "") -> str:
-    """Format a number by a specification such as `,.2f`; an en dash for None, `∞` for infinity."""
+    """Format a number by a specification such as `,.2f`: an en dash for None, `∞` for infinity, 0 without a sign.
+
+    With `+`, a number that is rounded to 0 has no sign either.
+    """
     if value is None:
         return NOTHING
     if isinstance(value, float) and math.isinf(value):
@@ -30,7 +33,7 @@ NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "ei
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a count with its noun: `three runs`, `one run`, `17 runs`."""
+    """Format a count with its noun, up to twelve in words: `no runs`, `one run`, `three runs`, `17 runs`."""
     word = NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
     return f"{word} {noun}{'' if number == 1 else 's'}"
 
@@ -42,7 +45,7 @@ class TableCell:
     Attributes:
         value: number (formatted by its column) or text; None for a missing value.
         note: small text after the value, such as the spread over seeds.
-        tone: verdict or `warn`, which determines the colour of the cell.
+        tone: verdict or `warn`, which determines the colour of the cell; in HTML, only of text after the first column.
         link: hyperlink target; ignored in the terminal.
     """
 
@@ -64,7 +67,7 @@ class TableColumn:
         unit: unit, shown below the title.
         form: format specification of the numbers.
         text: whether cells are text, left-aligned and wrapped; leading text columns name the rows.
-        help: longer explanation of the column.
+        help: longer explanation of the column; not shown with the table.
     """
 
     title: str
@@ -84,6 +87,7 @@ class Table:
     """A table of results.
 
     Attributes:
+        title: heading, empty for none.
         rows: rows with one value per column.
         notes: explanations shown below the table.
         key: HTML anchor of the table.
@@ -149,7 +153,7 @@ def numbers(form: str, *titles: str, unit: str = "") -> list[TableColumn]:
 
 
 def markdown(table: Table) -> str:
-    """Return the table in Markdown, without title and notes; Markdown and HTML markup in cells is escaped."""
+    """Return the table in Markdown, without title, units and notes; Markdown and HTML markup in cells is escaped."""
     lines = [_row(column.title for column in table.columns), _row("---" for _ in table.columns)]
     lines += [_row(" ".join(filter(None, (text, cell.note))) for text, cell in row) for row in table.cells()]
     return "\n".join(lines)

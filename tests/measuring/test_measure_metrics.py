@@ -152,7 +152,7 @@ def test_nan_is_an_error_that_names_the_layer() -> None:
     ("mask", "sentence"),
     [
         ([[1, 0, 1]], "padding between its tokens"),
-        ([[1, 1], [0, 0]], "sequence 1 of the batch is all padding"),
+        ([[1, 1], [0, 0]], r"sequence 1 \(from 0\) of the batch is all padding"),
     ],
 )
 def test_masks_that_are_not_padding_are_refused(mask: list[list[int]], sentence: str) -> None:

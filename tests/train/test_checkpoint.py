@@ -114,7 +114,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a moment missing": (lambda c: rewritten(c, without("optimizer/head.weight/exp_avg")), "lacks the tensor optim"),
     "a tensor too many": (
         lambda c: rewritten(c, lambda t: t.update(x=torch.ones(2))),
-        "has a tensor x that is not part of it",
+        "has a tensor x that does not belong to it",
     ),
     "a tensor of another shape": (
         lambda c: rewritten(c, lambda t: t.update({HEAD: torch.ones(31, 15)})),
@@ -149,7 +149,9 @@ def test_a_valid_checkpoint_is_loaded_without_a_warning(two: Path, caplog: pytes
 def test_with_damaged_checkpoints_only_training_is_refused(two: Path) -> None:
     for checkpoint in two.iterdir():
         flip(shard(checkpoint))
-    with pytest.raises(SinklabError, match=r"no valid checkpoint is left.*step_00000008.*step_00000004.*delete"):
+    with pytest.raises(
+        SinklabError, match=r"none of these checkpoints in .* is valid.*step_00000008.*step_00000004.*delete"
+    ):
         find_checkpoint(two, trained()[0], "run")
 
 
@@ -178,7 +180,7 @@ def test_a_checkpoint_without_tensors_of_other_processes_is_refused(
     save_checkpoint(tmp_path, model, optimizer, TrainState(4), "run", keep=1)
     monkeypatch.setattr(tensor_store, "write_tensors", half)
     with pytest.raises(
-        SinklabError, match="lacks tensors that other processes have written: all must see the same folder"
+        SinklabError, match="lacks tensors that other processes have written: they see different folders"
     ):
         save_checkpoint(tmp_path, model, optimizer, TrainState(8), "run", keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
@@ -194,7 +196,7 @@ def test_a_checkpoint_without_the_middle_of_a_tensor_is_refused(
             save_file({"model/x": torch.zeros(1, 2)}, folder / f"{number}.safetensors", {"DCP_SHARDING_INFO": places})
 
     monkeypatch.setattr(tensor_store, "write_tensors", outer)
-    with pytest.raises(SinklabError, match=r"cannot save .* do not make up a tensor .*must see the same folder"):
+    with pytest.raises(SinklabError, match=r"cannot save .* do not make up a tensor .*processes see different folders"):
         save_checkpoint(tmp_path, *trained(), TrainState(4), "run", keep=1)
     assert not list(tmp_path.iterdir())
 

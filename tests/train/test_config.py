@@ -93,7 +93,9 @@ def test_compile_accepts_on_and_off_of_yaml() -> None:
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "."])
 def test_a_name_must_be_usable_in_a_path(name: str) -> None:
-    with pytest.raises(InputError, match=r"name: .* cannot begin a directory's name: use a name without slashes"):
+    with pytest.raises(
+        InputError, match=r"name: .* cannot begin a directory's name: use a non-empty name without slashes"
+    ):
         build_recipe({"name": name})
 
 
@@ -149,9 +151,9 @@ def test_a_later_key_changes_the_hash_only_beyond_its_neutral_value(changed: str
         ("model.width=100000000", "model.width: Input should be less than or equal to 10000000"),
         ("model.layers=1000000", "model.layers: Input should be less than or equal to 10000"),
         ("model.vocab_size=1e12", "model.vocab_size: Input should be less than or equal to 10000000"),
-        ("seed=100000000000000000000", "seed: 100000000000000000000 is too large: whole numbers are below 2"),
-        ("model.attention.mask={kind: window, width: 100000000000000000000}", "width: 1.* is too large"),
-        ("data.fixed_token={positions: [1, 100000000000000000000]}", "positions: 1.* is too large"),
+        ("seed=100000000000000000000", "seed: 100000000000000000000 is out of range: whole numbers are between -2"),
+        ("model.attention.mask={kind: window, width: 100000000000000000000}", "width: 1.* is out of range"),
+        ("data.fixed_token={positions: [1, 100000000000000000000]}", "positions: 1.* is out of range"),
         ("data.random_tokens={start: 0, end: 1000000000000000}", "position 0 holds BOS"),
         ("name=2001-99-99", "the value is not valid YAML"),
         ("name=" + 5000 * "[", "the value is not valid YAML"),
@@ -204,7 +206,7 @@ def test_a_wrong_recipe_names_the_field_and_what_is_allowed(override: str, messa
 @pytest.mark.parametrize("written", ["1", "[]", ""])
 @pytest.mark.parametrize(("section", "key"), [("model", "layers=2"), ("train", "steps=5"), ("optim", "lr=0.1")])
 def test_a_value_in_the_place_of_a_section_is_refused(section: str, key: str, written: str) -> None:
-    with pytest.raises(InputError, match=rf"{section} is a section with the keys .*not a value"):
+    with pytest.raises(InputError, match=rf"{section} is a section with keys such as .*not a value"):
         load_recipe("tiny", [f"{section}={written}", f"{section}.{key}"])
 
 

@@ -140,7 +140,7 @@ def test_lost_evaluations_are_reported(dataset: TokenDataset, tmp_path: Path, ca
     assert "has lost" not in caplog.text
     (tmp_path / "metrics.jsonl").unlink()
     Trainer(open_run(recipe(), dataset, tmp_path))
-    assert "lacks the evaluation of step 0" in caplog.text
+    assert "lacks evaluations that cannot be repeated, the first at step 0" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["was removed", "was changed"])

@@ -288,7 +288,7 @@ def test_a_later_key_is_not_named_as_a_difference(dataset: TokenDataset, tmp_pat
 @pytest.mark.parametrize("name", ["recipe.yaml", "tokenizer.json", "metrics.jsonl", "checkpoints"])
 def test_a_directory_with_files_of_others_is_refused(dataset: TokenDataset, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
-    with pytest.raises(InputError, match=f"has a file that no run writes, {name}: choose another --out"):
+    with pytest.raises(InputError, match=rf"has {name} but no env\.json of a run: choose another --out"):
         Trainer(open_run(recipe(), dataset, tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [name]
     with pytest.raises(InputError, match="is a file: choose another --out"):

@@ -1,9 +1,9 @@
-"""Attention biases (tables 4, 5, 12, 13): an additional key and value per head that belong to no token.
+"""Attention biases: learned tokens, keys, values or logits per head in addition to the sequence (tables 4, 5, 12, 13).
 
-Every query attends to the bias key with logit z_t = q_t.k_s * scale (with softcap, without positional embedding). The
-operation's similarity is applied to this logit; a kernel applies phi to k_s. The bias key's attention weight in a
-softmax row is sigmoid(z - lse), and the other weights are multiplied by sigmoid(lse - z), so that neither the sequence
-nor the mask becomes longer. q_t is the query after the rotary embedding.
+Every query attends to a bias key with logit z_t = q_t.k_s * scale (with softcap, without positional embedding); a sink
+logit is such a z. The operation's similarity is applied to this logit; a kernel applies phi to q_t and k_s. The bias
+key's attention weight in a softmax row is sigmoid(z - lse), and the other weights are multiplied by sigmoid(lse - z),
+so that neither the sequence nor the mask becomes longer. q_t is the query after the rotary embedding.
 """
 
 import math
@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from sinklab.schema import LARGEST, Example, Kind, NeutralExample, Part
 
 ASIDE = -12.0
-"""A logit with negligible attention: 6e-6 if the row's sum of exponentials is 1, less for a larger sum."""
+"""Default `start` of a bias added to a trained model: attention 6e-6 if the row's other exponentials sum to 1."""
 
 
 class BiasPart(Kind):
     """Base class of attention biases, with the properties that are checked against operation and backend."""
 
     adds_logit: ClassVar[bool] = False  # whether it adds a logit without a key
-    may_start: ClassVar[bool] = False  # whether `start` sets its initial logit
+    may_start: ClassVar[bool] = False  # whether it has a `start`, the initial value of a learned logit or offset
 
     @property
     def starts_at(self) -> float | None:
-        """Initial value of the parameter (`start`); None if the bias has no such setting."""
+        """Initial value of the learned logit or offset; None if `start` is not set or does not exist."""
         return getattr(self, "start", None)
 
     @property
@@ -39,7 +39,7 @@ class BiasPart(Kind):
 
     @property
     def without_value(self) -> bool:
-        """True if the value is zero, so that the bias only affects the row sum."""
+        """True for a key or logit with value zero, which only affects the row sum."""
         return self.adds_logit
 
     def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int] | None:
@@ -58,7 +58,7 @@ class NoBias(BiasPart):
 
 
 class SinkToken(BiasPart):
-    """Learned token embeddings before the sequence, prepended by the model; ordinary positions for attention."""
+    """Learned token embeddings before the sequence, prepended by the model and visible to every query."""
 
     kind: Literal["sink_token"] = "sink_token"
     count: int = Field(
@@ -72,7 +72,7 @@ class SinkToken(BiasPart):
 
 
 class FixedValue(Part):
-    """Fixed value v' = norm * [1, 0, .., 0] or v'' = norm * [1, .., 1] / sqrt(d_h) (table 5)."""
+    """Fixed value v' = m [1, 0, .., 0] or v'' = m [1, .., 1] / sqrt(V) of norm m and width V (table 5)."""
 
     direction: Literal["first", "uniform"] = Field(description="first: first dimension only; uniform: all dimensions")
     norm: float = Field(ge=0, description="L2 norm m of the value vector")
@@ -89,9 +89,9 @@ class _LearnedKey(BiasPart):
 
     kind: Literal["k", "kv"]
     may_start: ClassVar[bool] = True
-    shared: bool = Field(default=False, description="one bias for all heads instead of one per head")
+    shared: bool = Field(default=False, description="one bias for all heads instead of one per KV head")
     learnable_dims: int | None = Field(
-        default=None, ge=1, description="number d_a of learned dimensions of the key; the others are zero"
+        default=None, ge=1, description="number d_a of learned dimensions of the key, the others are zero; null: all"
     )
     start: float | None = Field(
         default=None,
@@ -137,7 +137,7 @@ class ValueBias(BiasPart):
     """V bias: a learned vector added to the attention output."""
 
     kind: Literal["v"] = "v"
-    shared: bool = Field(default=False, description="one bias for all heads instead of one per head")
+    shared: bool = Field(default=False, description="one bias for all heads instead of one per KV head")
     examples: ClassVar = {"v_biases": Example()}
 
     def value_shape(self, kv_heads: int, value_width: int) -> tuple[int, int]:
@@ -145,17 +145,17 @@ class ValueBias(BiasPart):
 
 
 class SinkLogit(BiasPart):
-    """Learned sink logit s per query head, with value zero (gpt-oss, 2508.10925): out * sigmoid(lse - s)."""
+    """Learned sink logit s per query head, value zero (gpt-oss, 2508.10925): under softmax, out * sigmoid(lse - s)."""
 
     kind: Literal["sink_logit"] = "sink_logit"
     may_start: ClassVar[bool] = True
-    start: float | None = Field(default=None, description="initial s; null: 0")
+    start: float | None = Field(default=None, description="initial s; null: normal with standard deviation 0.02")
     adds_logit: ClassVar[bool] = True
     examples: ClassVar = {"sink_logit": Example()}
 
 
 class OffByOne(BiasPart):
-    """Softmax-off-by-one, a sink logit fixed at 0: exp(z_ts) / (1 + sum_s exp(z_ts)) (2410.17174)."""
+    """Sink logit fixed at 0; softmax becomes softmax-off-by-one, exp(z_ts) / (1 + sum_s exp(z_ts)) (2410.17174)."""
 
     kind: Literal["off_by_one"] = "off_by_one"
     adds_logit: ClassVar[bool] = True
@@ -174,9 +174,10 @@ class BiasParameters(nn.Module):
         key: learned key, (G, d_a), or (1, d_a) if shared; d_a is the head dimension unless `learnable_dims` is set.
         value: learned value, (G, V), or (1, V) if shared.
         fixed: fixed value, the same for all heads.
-        logit: learned sink logit, (H,).
+        logit: learned sink logit, (H,); None for off-by-one.
         offset: learned number added to the logit of the key, (H,).
-        initial: mean and standard deviation of the initialisation, for parameters with a `start` in the recipe.
+        initial: mean and standard deviation of the initialisation by parameter name, if the recipe sets `start`; the
+            other parameters are initialised as in model/init.py.
     """
 
     def __init__(self, bias: Bias, kv_heads: int, head_width: int, heads: int, value_width: int) -> None:
@@ -194,20 +195,24 @@ class BiasParameters(nn.Module):
         self.fixed = bias.value if bias.kind == "k" and bias.value != "zero" else None
 
     def key_per_head(self) -> Tensor | None:
-        """Return the bias key k_s per query head, zero outside the learned dimensions: (H, D)."""
+        """Return the bias key k_s per query head, zero outside the learned dimensions: (H, D); None without a key."""
         if self.key is None:
             return None
         missing = self.head_width - self.key.shape[1]
         return self._per_head(F.pad(self.key, (0, missing)) if missing else self.key)
 
     def value_per_head(self) -> Tensor | None:
-        """Return the bias value v_s per query head, (H, V); None means zero."""
+        """Return the value of the bias key, or the V bias, per query head: (H, V); None means zero."""
         if self.fixed is not None and self.key is not None:
             return self._per_head(self.fixed.build(self.value_width, self.key)[None])
         return None if self.value is None else self._per_head(self.value)
 
     def logit_per_head(self, like: Tensor) -> Tensor | None:
-        """Return the sink logit per query head, (H,), on the device of `like`."""
+        """Return the sink logit per query head, (H,); None without one.
+
+        Args:
+            like: tensor with the dtype and device of the zeros that are returned for off-by-one.
+        """
         return like.new_zeros(self.heads) if self.off_by_one else self.logit
 
     def _per_head(self, parameter: Tensor) -> Tensor:

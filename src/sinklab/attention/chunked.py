@@ -1,11 +1,11 @@
 """The `chunked` backend: attention in blocks of queries, recomputed in the backward pass; O(T * block) memory.
 
-Forward stores only (out, lse). Backward recomputes the blocks: with P = exp(logit - lse), the gradient of a logit is
-P * (dout.v - dout.out + dlse). Autograd propagates it through the score function, block by block; the gradient of
-z = q.k * scale is computed explicitly. A score with a similarity is computed without logarithm and exponential if the
-row sums are in range: the gradient of a similarity is (dout.v - dout.out + dlse) / Z. Rejected alternative:
-`torch.utils.checkpoint` around each block (twice the memory traffic in key and value gradients, which autograd
-materialises in full for every slice).
+Forward stores only its inputs and (out, lse). Backward recomputes the blocks: with P = exp(logit - lse), the gradient
+of a logit is P * (dout.v - dout.out + dlse). Autograd propagates it through the score function, block by block; the
+gradient of z = q.k * scale is computed explicitly. A score with a similarity is computed without logarithm and
+exponential if the row sums are in range: the gradient of a similarity is (dout.v - dout.out + dlse) / Z. Rejected
+alternative: `torch.utils.checkpoint` around each block (twice the memory traffic in key and value gradients, which
+autograd materialises in full for every slice).
 """
 
 import math

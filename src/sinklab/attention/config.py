@@ -84,11 +84,11 @@ class AttentionConfig(Part):
             )
         if operation.sequential and (bias.adds_logit or bias.key_shape(1, 1) is not None):
             raise ValueError(
-                f"bias {bias.kind} adds a key, but operation {name} already has an implicit sink, the remaining "
-                "attention: use operation.rest instead"
+                f"bias {bias.kind} adds a key or a logit, but operation {name} already has an implicit sink, the "
+                "remaining attention: use operation.rest instead"
             )
         if operation.sequential and self.backend == "flex":
-            raise ValueError(f"backend flex supports row sums only, not operation {name}: use auto, chunked or eager")
+            raise ValueError(f"backend flex does not support operation {name}: use auto, chunked or eager")
         if bias.adds_logit and not operation.has_logits:
             raise ValueError(
                 f"bias {bias.kind} adds a logit to the row, but operation {name} is a kernel without logits: use "
@@ -101,7 +101,7 @@ class AttentionConfig(Part):
             )
         if bias.without_value and not operation.divides:
             raise ValueError(
-                f"bias {bias.kind} has no value and acts only through the row sum, and operation {name} does not "
+                f"bias {bias.kind} has the value zero and acts only through the row sum, and operation {name} does not "
                 "divide by the row sum, so the bias would change nothing: set operation.normalised or use bias kv"
             )
         if bias.kind == "off_by_one" and operation.zero_at_zero:
@@ -111,8 +111,8 @@ class AttentionConfig(Part):
             )
         if self.backend == "sdpa" and (name != "softmax" or not operation.plain or self.softcap is not None):
             raise ValueError(
-                f"backend sdpa supports plain softmax only, not operation {name} with softcap {self.softcap}: "
-                "use auto, chunked or eager"
+                "backend sdpa supports plain softmax only: alpha 1, p 1 and softcap null "
+                f"(here operation {name}, softcap {self.softcap}); use auto, chunked or eager"
             )
         return self
 
@@ -120,7 +120,7 @@ class AttentionConfig(Part):
         """Check that the attention config fits the model's sizes and positional embedding.
 
         Args:
-            head_width: width of queries and keys.
+            head_width: dimension of a head's keys.
             position_on_scores: whether the positional embedding acts on the scores (ALiBi, relative, T5).
 
         Raises:

@@ -32,6 +32,9 @@ class PositionScore(Protocol):
 class AttentionCore(nn.Module):
     """core(q_BHTD, k_BGTD, v_BGTV) -> out_BHTV; T includes learned leading tokens.
 
+    With a KV cache, k and v have more positions than q, whose T queries are then the last. If a head has several
+    queries, they are concatenated in the last dimension of q.
+
     Args:
         config: attention section of a recipe.
         kv_heads: number of KV heads G.
@@ -39,7 +42,7 @@ class AttentionCore(nn.Module):
         position: relative position bias; not applied to a bias key.
         heads: number of query heads H, by default G.
         layer: 1-based layer index, used by operations whose initial values depend on the layer.
-        context: training sequence length, used by operations that depend on the length.
+        context: training sequence length, used by operations that depend on the length; None if unknown.
         value_width: width V of values and outputs, by default D.
 
     Attributes:
@@ -98,9 +101,14 @@ class AttentionCore(nn.Module):
         Args:
             documents_BL: document ID of every position, including leading tokens (whose IDs are ignored);
                 required by the document mask. In padded rows, index 0 is the first position after the padding.
-            gates_BLH: output of the operation's gate for every position, including leading tokens: cumulative sums of
-                the log forget gates, of all S positions, or logits of weights; required by operations with a gate.
-            padding_B: number of padding positions at the start of each row, before leading tokens.
+            gates_BLH: output of the operation's gate, including leading tokens: cumulative sums of the log forget gates
+                of all keys, or logits of the weights of the T queries; required by operations with a gate.
+            padding_B: number of padding positions at the start of each row, before leading tokens; None without
+                padding.
+
+        Raises:
+            ValueError: if document IDs or gates are required and missing, the shapes of q and k do not match, or the
+                backend does not support the call.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
             layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, documents_BL, gates_BLH, padding_B)
@@ -147,10 +155,10 @@ class AttentionCore(nn.Module):
         documents_BL: Tensor | None = None,
         gates_BLH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute (out_BHTD, A_BHTS) by the papers' formulas on explicit matrices, as the reference for tests.
+        """Compute (out_BHTV, A_BHTS) by the papers' formulas on explicit matrices, as the reference for tests.
 
-        A bias key, a sink logit or the remaining attention is column 0 of A; S is then T + 1. Use float64 inputs for
-        full precision.
+        Requires whole sequences without padding. A bias key, a sink logit or the remaining attention is column 0 of A;
+        S is then T + 1. Use float64 inputs for full precision.
         """
         position = None if self.position is None else self.position.score()
         mask = self.mask_of_batch(documents_BL)
@@ -183,8 +191,7 @@ class AttentionCore(nn.Module):
             return self._in_place(self.mask, padding_B)
         if documents_BL is None:
             raise ValueError(
-                "attention.mask document requires document numbers: pass documents_BL, the document number of every "
-                "position"
+                "attention.mask document requires document IDs: pass documents_BL, the document ID of every position"
             )
         # Without leading tokens all layers share one tensor, so that flex can reuse its block mask.
         documents = documents_BL[:, self.leading :] if self.leading else documents_BL
@@ -197,7 +204,7 @@ class AttentionCore(nn.Module):
             wanted = (
                 "forget gates: pass gates_BLH, the cumulative sums of their logarithms"
                 if operation.forgets
-                else "a weight per query: pass gates_BLH, its logits"
+                else "a weight per query: pass gates_BLH, the logits of the weights"
             )
             raise ValueError(f"{operation.kind} attention requires {wanted}")
         return gates_BLH if operation.forgets else None, gates_BLH if operation.weighs else None

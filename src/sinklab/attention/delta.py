@@ -1,4 +1,4 @@
-"""The gated delta rule (2412.06464, equation 10): linear attention with state decay and delta-rule updates.
+"""Gated delta rule (2412.06464, equation 10) and Kimi delta attention: linear attention with decay and delta updates.
 
     S_t = a_t S_t-1 + b_t k_t (v_t - a_t S_t-1^T k_t)^T        o_t = S_t^T q_t        a_t = exp(g_t)
 
@@ -46,6 +46,7 @@ def gated_delta(
 
     Args:
         q_BHTD, k_BHTD: queries and keys, already scaled and normalised.
+        v_BHTV: values.
         log_decay: log decay g, at most 0: (B, H, T), or (B, H, T, D) for one decay per channel of the key.
         rate_BHT: update rate b (beta in the paper), from 0 to 1.
         state_BHDV: state after the earlier positions; None means zero.

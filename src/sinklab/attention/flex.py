@@ -1,8 +1,8 @@
 """The `flex` backend: FlexAttention, fused, in the dtype of the inputs, for CUDA.
 
 Score functions and masks are the same closures as in the other backends, compiled into the kernel; score functions
-are used without the terms common to a row (`scores.Apart`). On a CPU, PyTorch supports only the uncompiled forward
-pass, which is sufficient for tests but not for training.
+are used without the terms common to a row (`scores.Apart`). On a CPU, only the uncompiled forward pass is used, which
+is sufficient for tests but not for training.
 """
 
 import functools
@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
-    """Return True if the kernel supports the call: tensors on CUDA, supported dtype and head dimension."""
+    """Return True if the kernel supports the call: on CUDA, float32 or 16 bits, head dimensions of at least 16."""
     narrow = min(q_BHTD.shape[-1], v_BGSV.shape[-1] or NARROWEST) < NARROWEST
     return q_BHTD.is_cuda and q_BHTD.dtype in DTYPES and not narrow
 
@@ -30,7 +30,7 @@ def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
 def flex_attend(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out_BHTV, lse_BHT) of `primitive.attend`; with values of width zero, only lse is computed.
+    """Compute (out_BHTV, lse_BHT) of `primitive.attend`; values of width zero give an out of width zero.
 
     Raises:
         ValueError: if gradients are required on a CPU, where FlexAttention has no backward pass.

@@ -1,7 +1,7 @@
 """Importance alpha of every key position, computed without storing the attention matrix.
 
 alpha_k is the mean over queries t = k .. T of the attention weight A_tk, including query k (2410.10781, section 3.2).
-It is a column mean of the attention matrix, accumulated over blocks of queries with all their keys. For operations
+It is a column mean of the attention matrix, accumulated over blocks of queries with all visible keys. For operations
 whose scores do not sum to one, the proxy scores |sim_ts| / sum_s |sim_ts| are used.
 
 Under a mask other than the causal one, some queries t >= k may not see k and earlier queries may. `over_visible` is a
@@ -23,12 +23,13 @@ from sinklab.attention.scores import Score
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """Sums of attention over the counted queries (real tokens, not padding), per key.
+    """Sums of attention per key, over all queries or the counted ones (real tokens, not padding).
 
     Attributes:
-        keys_BHS: attention to each key k, summed over queries t >= k, float32 (float64 for float64 input).
-        bias_BH: attention to an added bias, summed over all counted queries; None if there is no bias.
-        earlier_BHS: attention to each key, summed over queries before the key; None under a causal mask.
+        keys_BHS: attention to each key k, summed over counted queries t >= k, float32 (float64 for float64 input).
+        bias_BH: attention to a bias key, a sink logit or the rest of stick-breaking, summed over the counted queries;
+            None if there is none of these.
+        earlier_BHS: attention to each key, summed over counted queries before the key; None under a causal mask.
     """
 
     keys_BHS: Tensor
@@ -46,8 +47,8 @@ class Importance:
 
     Attributes:
         positions_BHT: alpha of the T real positions.
-        bias_BH: alpha of the bias or sink token, summed alpha of all registers, or alpha of the remaining attention
-            (stick-breaking); None if the layer has none of these.
+        bias_BH: alpha of the bias key, sink logit, sink token or rest (stick-breaking), summed if the layer has several
+            of these or registers; None if it has none.
         row_sums_BH: sum of the raw scores of a row, mean over real queries; None if every row sums to one.
         seen_by_BGT: number of queries that may see each position, on the CPU; axes B and G may have size 1.
         visible_BHT: mean attention over the queries that may see each position; None if equal to `positions_BHT`.
@@ -68,8 +69,9 @@ class Rows:
 
     Attributes:
         block: index ranges of the queries and keys.
-        weights_BHQS: attention weights, float32 (float64 for float64 input); 0 at masked keys.
-        bias_BHQ: attention to an added bias; None if there is no bias.
+        weights_BHQS: attention weights, or proxy scores if the scores of a row do not sum to one; float32 (float64 for
+            float64 input), 0 at masked keys.
+        bias_BHQ: attention to a bias key, a sink logit or the rest of stick-breaking; None if there is none of these.
     """
 
     block: bl.Block
@@ -88,7 +90,7 @@ def score_rows(
     bias_logits_BHT: Tensor | None = None,
     block: int | None = None,
 ) -> Iterator[Rows]:
-    """Compute the rows of the attention matrix in blocks of queries.
+    """Compute the rows of the attention matrix, similarities exp(logit) divided by their sum, in blocks of queries.
 
     Args:
         q_BHTD: queries, the last T of S positions.
@@ -97,7 +99,7 @@ def score_rows(
         score: score function applied to q.k * scale before the exponential; None is the identity.
         scale: factor of q.k, by default 1 / sqrt(D).
         bias_logits_BHT: logit of an added bias or sink, included in the normalisation (broadcastable).
-        block: queries per block; by default a few megabytes of scores.
+        block: queries per block; by default as in `query_blocks.blocks`.
 
     Raises:
         ValueError: if the shapes do not match.
@@ -125,11 +127,12 @@ def score_rows(
 def sum_rows(
     rows: Iterable[Rows], q_BHTD: Tensor, keys: int, mask: Mask, counted_BT: Tensor | None = None
 ) -> ColumnSums:
-    """Sum attention rows into column sums: over counted queries t >= k for a key k, over all for an added bias.
+    """Sum attention rows over the counted queries into column sums.
 
     Args:
         rows: blocks of rows; may be changed in place.
         q_BHTD: queries of the rows, the last T of `keys` positions.
+        keys: number of keys S.
         mask: mask of visible keys.
         counted_BT: bool, queries to include; None includes all.
     """
@@ -169,7 +172,7 @@ def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
 
 
 def unpadded_importance(sums_BHS: Tensor, length: int) -> Tensor:
-    """Compute alpha (B, H, length) from sums over the first `length` queries of sequences without padding."""
+    """Compute alpha (B, H, length) from column sums over the first `length` queries of sequences without padding."""
     return importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length, device=sums_BHS.device))
 
 
@@ -179,12 +182,12 @@ def importance_of(
     """Compute alpha from column sums over all queries (no padding, T = S).
 
     Args:
-        sums: column sums of the whole sequence, including learned leading tokens.
+        sums: column sums of the whole sequence, with a column for every leading token; the sums of leading tokens and
+            of the bias must not include the rows of leading tokens.
         mask: mask of visible keys.
         leading: number of learned tokens before the first real token. A leading token is treated as a bias: its alpha
-            is the mean over all real queries, and rows of leading tokens are excluded. Remaining attention
-            (stick-breaking) is added to the alpha of the bias.
-        row_sums_BH: mean sums of raw scores, copied to the result.
+            is the mean over all real queries, added to that of a bias key or of the rest (stick-breaking).
+        row_sums_BH: mean sums of raw scores, copied to the result; None if rows sum to one.
     """
     S = sums.keys_BHS.shape[-1]
     alpha_BHT = unpadded_importance(sums.keys_BHS, S)[..., leading:]

@@ -1,4 +1,4 @@
-"""One call of an attention layer of a sinklab or Hugging Face model, and the quantities measured from it.
+"""One attention call of a layer of a sinklab or Hugging Face model, and the quantities measured from it.
 
 B batch, H query heads, G KV heads (H a multiple of G), T queries, S keys, V value dimension. The queries are at the
 last T of the S positions, which include learned leading tokens.
@@ -25,11 +25,11 @@ ShiftRope = Callable[[Tensor, Tensor], Tensor]
 
 
 class LibraryKernel(NamedTuple):
-    """The Hugging Face implementation of an attention call.
+    """Function that computes an unedited attention call of a Hugging Face model.
 
     Attributes:
-        name: name of the attention backend.
-        output: function that computes the attention output.
+        name: "sdpa" for the kernel in transformers; "chunked" for sinklab's backend, under a softcap or sink logits.
+        output: function that computes the attention output, (B, H, T, V).
     """
 
     name: str
@@ -42,13 +42,13 @@ class LayerCall:
 
     Attributes:
         operation: attention operation; softmax for Hugging Face models.
-        call: queries, keys and score functions.
+        call: queries, keys, mask, biases and score functions.
         value_BGSV: values.
         leading: number of learned tokens before the sequence.
         padding_B: number of padding positions of each row, before the leading tokens; None means none.
         index: index of the layer among the attention layers, 1-based; 0 outside of `intercept`.
         shift_rope: function that shifts RoPE positions; None without RoPE.
-        library: the Hugging Face implementation of the call; None if the call was edited, and in sinklab models.
+        library: function that computes the call; None if the call was edited, and in sinklab models.
     """
 
     operation: Operation
@@ -67,7 +67,7 @@ class LayerCall:
 
     @property
     def prefers_one_pass(self) -> bool:
-        """True if output and column sums are cheaper in one pass (Hugging Face model, CPU, no gradients)."""
+        """True if output and column sums are cheaper in one pass: unedited Hugging Face call, no CUDA, no gradients."""
         return self.library is not None and not torch.is_grad_enabled() and not self.call.q_BHTD.is_cuda
 
     def output(self) -> Tensor:
@@ -86,14 +86,14 @@ class LayerCall:
         return self.changed(mask=masks.both(self.call.mask, mask))
 
     def exact(self) -> "LayerCall":
-        """Return a detached copy in float32 (float64 for float64)."""
+        """Return a copy with q, k and v detached and in float32 (float64 for float64), and without `library`."""
         q, k, v = (
             x.detach().to(accumulate_dtype(x.dtype)) for x in (self.call.q_BHTD, self.call.k_BGTD, self.value_BGSV)
         )
         return replace(self, call=replace(self.call, q_BHTD=q, k_BGTD=k), value_BGSV=v, library=None)
 
     def cut(self, positions: int) -> "LayerCall":
-        """Return the call of the sequences truncated to `positions`; valid because attention is causal."""
+        """Return the call of the sequences truncated to `positions`; the kept queries must not see removed keys."""
         return replace(self, call=self.call.cut(positions), value_BGSV=self.value_BGSV[:, :, :positions])
 
     def rows(self) -> Iterator[Rows]:
@@ -127,15 +127,15 @@ class LayerCall:
         return importance_of(sums, self.call.mask, n, row_sums)
 
     def scores(self) -> tuple[Tensor, Tensor | None]:
-        """Compute the attention matrix A_BHTS, and the attention to the bias (B, H, T) or None.
+        """Compute the attention matrix A_BHTS, and the attention to a bias key or sink logit, (B, H, T), or None.
 
         Raises:
-            InputError: if the operation's scores are not non-negative numbers divided by a normaliser.
+            InputError: for kernel, differential and stick-breaking attention.
         """
         if not isinstance(self.operation, LogSimilarity):
             raise InputError(
-                f"the attention weights of {self.operation.kind!r} attention cannot be edited: its output is not a "
-                "weighted mean of the values with non-negative weights"
+                f"the attention weights of {self.operation.kind!r} attention cannot be edited: only softmax and other "
+                "non-negative functions of q.k can, not kernel, differential or stick-breaking attention"
             )
         parts = list(self.rows())
         first = parts[0].weights_BHQS
@@ -153,7 +153,7 @@ class LayerCall:
         return scores_BHTS, bias_BHT
 
     def weighted(self, scores_BHTS: Tensor, bias_BHT: Tensor | None) -> Tensor:
-        """Compute sum_s A_ts v_s, including the bias and its value: (B, H, T, V)."""
+        """Compute sum_s A_ts v_s, including the value of a bias key or a V bias: (B, H, T, V)."""
         repeats = self.call.q_BHTD.shape[1] // self.value_BGSV.shape[1]
         out = scores_BHTS.to(self.value_BGSV.dtype) @ self.value_BGSV.repeat_interleave(repeats, 1)
         value_HV = self.call.value_HV

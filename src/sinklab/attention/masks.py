@@ -39,7 +39,7 @@ class Mask(ABC):
 
     @property
     def plain(self) -> bool:
-        """True for the plain causal mask, which fused kernels support."""
+        """True for the plain causal mask, which fused kernels compute without an explicit mask."""
         return False
 
     @property
@@ -59,7 +59,7 @@ class Mask(ABC):
 
     @property
     def running_sum(self) -> RunningSum | None:
-        """Parameters for running sums over keys; None if the mask does not allow them."""
+        """Parameters for running sums over keys; None if they cannot represent the mask."""
         return None
 
     @abstractmethod
@@ -75,7 +75,10 @@ class Mask(ABC):
         return 0, 0
 
     def block(self, first: int, end: int, low: int, high: int, device: torch.device) -> Tensor:
-        """Return the boolean mask of queries [first, end) and keys [low, high); broadcasts to (rows, heads, Q, K)."""
+        """Return the boolean mask of queries at positions [first, end) and keys [low, high).
+
+        Its shape broadcasts to (rows, heads, end - first, high - low).
+        """
         return self.allowed(
             torch.arange(self.rows, device=device).view(-1, 1, 1, 1),
             torch.arange(self.heads, device=device).view(-1, 1, 1),
@@ -89,7 +92,7 @@ class Mask(ABC):
 
 
 def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | None = None) -> Tensor:
-    """Count the keys that each query sees: (rows, T), for the first head, in blocks of rows.
+    """Count the keys that each query sees: (B or 1, T), for the first head, in blocks of rows.
 
     Args:
         queries: number of queries T, at the last T of `keys` positions.
@@ -105,10 +108,11 @@ def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | Non
 def visible_queries(
     mask: Mask, queries: int, keys: int, device: torch.device, counted_BT: Tensor | None = None
 ) -> Tensor:
-    """Count the queries that may see each key: (B or 1, H or 1, keys), in blocks of rows.
+    """Count the queries that may see each key: (B or 1, H or 1, S), in blocks of rows.
 
     Args:
         queries: number of queries T, at the last T of `keys` positions.
+        keys: number of keys S.
         counted_BT: bool, queries to include (excluding padding); None includes all.
     """
     if mask.plain and counted_BT is None:
@@ -406,7 +410,7 @@ class Both(Mask):
 
 
 def both(one: Mask, other: Mask) -> Mask:
-    """Return the intersection of two masks."""
+    """Return the intersection of two masks: `other` itself if `one` is the plain causal mask and `other` is causal."""
     return other if one.plain and other.causal else Both(one, other)
 
 

@@ -32,19 +32,19 @@ def attend_and_sum(
     counted_BT: Tensor | None = None,
     ends: Sequence[int] = (),
 ) -> tuple[Tensor, ColumnSums, Tensor]:
-    """Compute the attention output and the column sums of the scores in one pass.
-
-    Returns:
-        The output (B, H, T, V); column sums over the counted queries t >= k; and the column sums (B, H, E, S) over the
-        queries before each of the E `ends`, which are the column sums of the truncated sequences.
+    """Compute the output of softmax attention and the column sums of its weights in one pass.
 
     Args:
         call: softmax call without a bias key; a sink logit is supported.
-        counted_BT: bool, queries to include (excluding padding); None includes all.
+        counted_BT: bool, queries to include in the sums (excluding padding); None includes all.
         ends: increasing lengths to which the sequence is truncated, at most T.
 
+    Returns:
+        The output (B, H, T, V); the column sums over all counted queries; and the column sums (B, H, E, S) over the
+        counted queries t >= k before each of the E `ends`, which are those of the truncated sequences.
+
     Raises:
-        ValueError: if the shapes do not match.
+        ValueError: if the shapes of queries and keys do not match.
     """
     q_BHTD, k_BGSD, mask, score = call.q_BHTD, call.k_BGTD, call.mask, call.score()
     scale = bl.default_scale(q_BHTD) if call.scale is None else call.scale

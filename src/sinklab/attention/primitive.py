@@ -1,6 +1,7 @@
 """The attention primitive attend(q, k, v, score, mask) -> (out, lse), and its backends.
 
-Every softmax-like operation is computed from the normalised output `out` and the log-normaliser `lse` (operations/).
+Operations with an elementwise similarity are computed from the normalised output `out` and the log-normaliser `lse`
+(operations/base.py).
 
 Backends: `eager` (explicit matrices, the reference implementation); `sdpa`, PyTorch's fused kernel, for plain softmax;
 `chunked`, blocks of queries on any device; `flex`, FlexAttention on CUDA. `auto` selects a backend for each call.
@@ -78,7 +79,7 @@ def attend_output(
     """Compute only the output of `attend`, so that `auto` may use PyTorch's fused kernel.
 
     `auto` uses the fused kernel for plain causal softmax with T = S, except for short sequences in bfloat16 on a CPU,
-    where the kernel is slower.
+    where the kernel is slower. Arguments and errors are those of `attend`.
     """
     plain = score is None and mask.plain and q_BHTD.shape[2] == k_BGSD.shape[2]
     large = q_BHTD.is_cuda or q_BHTD.dtype != torch.bfloat16 or q_BHTD.shape[2] > FUSED_FROM
@@ -88,7 +89,7 @@ def attend_output(
     return attend(q_BHTD, k_BGSD, v_BGSV, score=score, mask=mask, scale=scale, backend=backend)[0]
 
 
-FUSED_FROM = 128  # below this length the fused CPU kernel is slower in bfloat16 than chunked (benchmarks/attention.py)
+FUSED_FROM = 128  # up to this length the fused CPU kernel is slower in bfloat16 than chunked (benchmarks/attention.py)
 
 
 def log_normaliser(
@@ -100,7 +101,7 @@ def log_normaliser(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Compute only lse_BHT (see `attend`), with values of width zero."""
+    """Compute only lse_BHT of `attend`, with values of width zero; `chunked` replaces `sdpa`, which gives no lse."""
     if backend == "sdpa":
         backend = "chunked"
     return attend(q_BHTD, k_BGSD, k_BGSD[..., :0], score=score, mask=mask, scale=scale, backend=backend)[1]
@@ -109,8 +110,8 @@ def log_normaliser(
 def _fused(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float) -> Tensor:
     if score is not None:
         raise ValueError(
-            "the sdpa backend supports plain softmax attention only, and this operation changes the scores: "
-            "use backend auto, chunked or eager"
+            "the sdpa backend supports plain softmax attention only, and this call changes the scores (softcap, "
+            "position bias, forget gates or another operation): use backend auto, chunked or eager"
         )
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
     plain = mask.plain and T == S

@@ -1,4 +1,4 @@
-"""Blocks of queries, to compute a T x S score matrix without storing it.
+"""Blocks of queries, to compute with a T x S score matrix without storing it.
 
 B batch, H query heads, G KV heads (H a multiple of G), R = H / G, T queries, S keys, D key and V value dimension.
 """
@@ -48,7 +48,8 @@ def blocks(q_BHTD: Tensor, k_BGSD: Tensor, mask: Mask, size: int | None = None) 
     """Yield the blocks of queries in order, each with the keys that any of its queries may see.
 
     Args:
-        size: queries per block; by default chosen by memory size for the device.
+        size: queries per block; by default as many as BLOCK_ELEMENTS scores of all sequences and heads allow (on CUDA
+            BLOCK_ELEMENTS_CUDA), at least SMALLEST_BLOCK.
     """
     (B, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
     elements = BLOCK_ELEMENTS_CUDA if q_BHTD.is_cuda else BLOCK_ELEMENTS
@@ -120,7 +121,12 @@ def floored_exp_(exponents: Tensor) -> Tensor:
 def mask_block_(
     logits_BHTS: Tensor, block: Block, offset: int, keys: int, mask: Mask, value: float = -math.inf
 ) -> Tensor:
-    """Set the masked entries of a block's logits to `value`, in place."""
+    """Set the masked entries of a block's logits to `value`, in place, and return the logits.
+
+    Args:
+        offset: position of the first query among the keys, S - T.
+        keys: number of keys S.
+    """
     first, end = block.start + offset, block.stop + offset
     low, high = mask.full_range(first, end, keys)
     low, high = max(low, block.low), min(high, block.high)

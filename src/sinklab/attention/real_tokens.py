@@ -47,7 +47,8 @@ def real_tokens(mask_BT: Tensor) -> RealTokens:
     """Build `RealTokens` from a padding mask (non-zero = real token) with padding on the left, the right or both.
 
     Raises:
-        InputError: if the shape is not (sequences, positions), or a row has no real tokens or padding between them.
+        InputError: if the mask is not of shape (sequences, positions), or a row has no real token, or padding between
+            its tokens.
     """
     if mask_BT.ndim != 2:
         raise InputError(
@@ -58,12 +59,14 @@ def real_tokens(mask_BT: Tensor) -> RealTokens:
     count_B, first_B = mask_BT.sum(1), mask_BT.int().argmax(1)
     if not bool(count_B.all()):
         row = int((count_B == 0).nonzero()[0])
-        raise InputError(f"sequence {row} of the batch is all padding: remove it or check the attention mask")
+        raise InputError(f"sequence {row} (from 0) of the batch is all padding: remove it or check the attention mask")
     columns_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
     block_BT = (columns_T >= first_B[:, None]) & (columns_T < (first_B + count_B)[:, None])
     if not torch.equal(block_BT, mask_BT):
         row = int((block_BT != mask_BT).any(1).nonzero()[0])
-        raise InputError(f"sequence {row} of the batch has padding between its tokens: pad on the left or the right")
+        raise InputError(
+            f"sequence {row} (from 0) of the batch has padding between its tokens: pad on the left or the right"
+        )
     return _aligned(mask_BT, int(count_B.max()), not bool(mask_BT.all()))
 
 

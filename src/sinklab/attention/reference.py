@@ -25,10 +25,10 @@ class Explicit:
     """Explicit tensors of an attention layer, with separate keys and values for every query head.
 
     Attributes:
-        q_BHTD, k_BHTD, v_BHTV: queries, keys and values of the sequence.
+        q_BHTD, k_BHTD, v_BHTV: queries, keys and values of the sequence; several queries of a head are concatenated.
         allowed_BHTT: boolean mask, True where a query sees a key.
-        key_HD, value_HV: key and value of a bias; the value is zero if the bias has none.
-        logit_H: sink logit, used instead of q.k_s.
+        key_HD, value_HV: key of a bias, None without one, and value of column 0 or V bias, zero without one.
+        logit_H: sink logit, used instead of q.k_s; 0 for off-by-one, None for other biases.
         added_H: learned number added to the logit of a bias key; zero without one.
         offset_HV: vector added to the output by a V bias; zero without a V bias.
         softcap: softcap of the scores, in nats.
@@ -62,6 +62,8 @@ class Explicit:
 
     def logits(self, part: slice = slice(None), of_key: slice | None = None) -> Tensor:
         """Compute q_t.k_s / sqrt(d) with softcap, position bias and forget gates; -inf at masked keys: (B, H, T, S).
+
+        Column 0 is that of a bias; remaining attention has no logit, and S is then T.
 
         Args:
             part: slice of the width of every head's queries, for operations that split heads; d is then the width of

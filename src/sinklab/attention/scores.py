@@ -27,7 +27,7 @@ class Score:
     Attributes:
         function: (z, b, h, q, k, *tensors) -> logit, elementwise and broadcasting.
         tensors: further arguments of `function`; may require gradients.
-        similarity: function that computes exp of the logit directly; None if that is less accurate.
+        similarity: function that computes exp of the logit directly; None if there is no better way than exp.
         vanishes: True if similarities can be exactly zero, not only by underflow.
         deep: True if most logits of a row may be so far below the maximum that their attention weights underflow.
         apart: form of this score for FlexAttention; None if FlexAttention uses `function` itself.
@@ -117,7 +117,7 @@ def compose(*scores: Score | None) -> Score | None:
 
 
 def softcap(limit: float) -> Score:
-    """Softcap limit * tanh(z / limit), in nats (Gemma 2)."""
+    """Score limit * tanh(z / limit), the softcap of Gemma 2; `limit` is in nats."""
     return Score(lambda z, b, h, q, k: limit * torch.tanh(z / limit))
 
 

@@ -25,7 +25,7 @@ from sinklab.files import append_line, sha256_of, write_text
 from sinklab.schema import Part
 
 JOURNAL = "journal.jsonl"
-PART_CHARACTERS = 2**20
+PART_CHARACTERS = 2**20  # minimum size of a part, which ends with a document
 MOVED_BYTES = 2**22  # block size for removing ids from the middle of a file
 
 NamedDocument = tuple[str, str]
@@ -39,7 +39,12 @@ def rank(document: str) -> float:
 
 
 class Nearest(Part):
-    """The shard's document with the rank nearest to `valid_fraction`; it is moved if the other shard stays empty."""
+    """The shard's document with the rank nearest to `valid_fraction`; it is moved if the other shard stays empty.
+
+    Attributes:
+        distance: |rank - valid_fraction|.
+        first, tokens: index of its first token in the shard, and its number of tokens.
+    """
 
     distance: float
     first: int
@@ -50,7 +55,7 @@ class SplitState(Part):
     """State of one shard after a part of the text.
 
     Attributes:
-        tokens, documents: number of tokens and documents.
+        tokens, documents: number of tokens and documents in the shard.
         nearest: document nearest to the threshold; None while the shard is empty.
         sha256: SHA-256 of the bytes added by the last part.
     """
@@ -162,7 +167,10 @@ class SplitWriter:
         self.valid.append(ids[of_valid], lengths[is_valid], -distances[is_valid])
 
     def finish(self) -> tuple[Shard, Shard]:
-        """Flush and return the training and validation shards; neither is empty. Needs at least two documents."""
+        """Flush both files and return the training and the validation shard; needs at least two documents.
+
+        If one of them is empty, the nearest document of the other is moved into it.
+        """
         full, empty = (self.train, self.valid) if self.train.state.documents else (self.valid, self.train)
         if not empty.state.documents:
             moved = full.state.nearest
@@ -189,9 +197,13 @@ class Builder:
 
     Args:
         folder: folder of the shards and the journal.
-        tokenizer: tokenizer, saved in `folder`.
+        tokenizer: tokenizer of the text.
         settings: settings with `valid_fraction` and `token_limit`; at the limit, the last document is cut and ends with
             EOS.
+
+    Attributes:
+        text: fingerprint of the documents written.
+        shares: documents and tokens of each domain of a mix; empty without a mix.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, settings: Settings) -> None:
@@ -205,11 +217,12 @@ class Builder:
 
         Args:
             documents: the whole text, from the start.
-            progress: callback, called with the bytes of text read and the tokens written so far.
+            progress: callback, called after each part with the bytes of text and the tokens written so far.
 
         Raises:
-            InputError: if the text is malformed, or fewer than two documents.
-            SinklabError: if the disk is full; finished parts are kept.
+            InputError: if `documents` raises it, or there are fewer than two documents.
+            OSError, SinklabError: if a file cannot be written, for example because the disk is full; finished parts are
+                kept.
         """
         parts = _parts(documents)
         changed, last = self._replay(parts)
@@ -224,7 +237,7 @@ class Builder:
                 (self.folder / JOURNAL).unlink(missing_ok=True)
                 raise InputError(
                     f"fewer than two documents of {self.settings.source} were read, and training and validation need "
-                    "one each: use more text, several files or rows, or a larger token_limit or text_limit_bytes"
+                    "one each: use text with more documents, or a larger token_limit or text_limit_bytes"
                 )
             return writer.finish()
 
@@ -291,7 +304,7 @@ class Builder:
 
 
 def _intact(path: Path, states: list[SplitState], token_bytes: int) -> int:
-    """Return how many parts, from the first on, have bytes in the file that match their checksums."""
+    """Return the number of parts, from the first on, whose bytes in the file match their checksums."""
     if not path.exists():
         return 0
     before = 0

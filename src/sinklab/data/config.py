@@ -24,7 +24,7 @@ class WeightedMix(Part):
     weights: dict[str, float] = Field(
         default_factory=paper_weights,
         min_length=1,
-        description="positive weight by domain, normalised to a sum of 1; default: the paper's weights",
+        description="positive weight by domain, divided by their sum; default: the paper's weights",
     )
     seed: int = Field(default=0, ge=0, description="random seed for the order of domains")
     absent: Literal["refuse", "renormalise"] = Field(
@@ -54,12 +54,12 @@ class Selection(Part):
     mix: Mix | None = Field(
         default=None,
         discriminator="kind",
-        description="how the files of a folder or dataset are interleaved; default: sequential",
+        description="how the files of a folder or dataset are interleaved; null: read one after another",
     )
     token_limit: int | None = Field(
         default=None,
         ge=2,
-        description="total number of training and validation tokens to prepare; fewer if the text is shorter",
+        description="maximum number of training and validation tokens together; the last document is cut",
     )
 
     @model_serializer(mode="wrap")
@@ -68,7 +68,7 @@ class Selection(Part):
 
 
 class FixedToken(Part):
-    """Write a fixed token at given positions of every chunk (paper, section 5: `x[p] = token`)."""
+    """Write a fixed token at given positions of every chunk (2410.10781, section 5: `x[p] = token`)."""
 
     token_id: int = Field(default=1, ge=0, description="id of the token; checked against the vocabulary by the loader")
     positions: list[int] = Field(min_length=1, description="0-based positions within the context + 1 tokens of a chunk")
@@ -104,7 +104,7 @@ class DataConfig(Selection):
         min_length=1,
         description="`stdlib`, `site-packages`, `stdlib+site-packages`, a .txt or .jsonl file, a folder of them, a "
         "directory made by `sinklab data prepare`, `hf:NAME[:CONFIG[:SPLIT]]`, or "
-        "`synthetic:NAME[:length=N,documents=N,seed=N]` with NAME bigram_backcopy or trigger_average.",
+        "`synthetic:NAME[:length=N,documents=N,seed=N]` with NAME bigram_backcopy or trigger_average",
     )
     tokenizer: str = Field(
         default="train:1024",
@@ -113,16 +113,19 @@ class DataConfig(Selection):
         "for a synthetic source",
     )
     valid_fraction: float = Field(
-        default=0.02, gt=0, le=0.5, description="fraction of the documents held out for validation, at most 0.5"
+        default=0.02,
+        gt=0,
+        le=0.5,
+        description="expected fraction of the documents held out for validation, at most 0.5",
     )
     text_limit_bytes: int | None = Field(
         default=None, ge=1, description="maximum number of bytes of UTF-8 text to read"
     )
-    bos: bool = Field(default=False, description="begin every chunk with BOS")
+    bos: bool = Field(default=False, description="begin every chunk with BOS (EOS if the tokenizer has none)")
     fixed_token: FixedToken | None = None
     random_tokens: RandomTokens | None = None
     token_budget: int | None = Field(
-        default=None, ge=1, description="number of tokens of the training shard to use, from its start"
+        default=None, ge=1, description="number of tokens of the training shard to use, from its start; null: all"
     )
 
     @field_validator("tokenizer")

@@ -1,8 +1,9 @@
 """Data loader with random access to batches by index, and prefetching in a thread.
 
-A batch depends only on (seed, index), so the state of a loader is one integer. The shard is cut into non-overlapping
-chunks of context + 1 tokens, or of BOS and context tokens. Training visits every chunk once per epoch, in a permutation
-drawn from (seed, epoch); a batch may span two epochs. Validation visits the chunks once, in order.
+For given data and settings, a batch depends only on (seed, index), so the position in the data is one integer. The
+shard is cut into non-overlapping chunks of context + 1 tokens, or of BOS and context tokens. Training visits every
+chunk once per epoch, in a permutation drawn from (seed, epoch); a batch may span several epochs. Validation visits the
+chunks once, in order.
 """
 
 import time
@@ -35,9 +36,12 @@ class Loader:
         bos_id: id of the first token of every chunk if `config.bos` is set.
         shuffle: True for training; False for validation, without token budget.
 
+    Attributes:
+        chunks: number of chunks.
+
     Raises:
-        InputError: if there are fewer tokens than one chunk or the budget, or an intervention is outside the chunk or
-            vocabulary.
+        InputError: if `context` or `batch_size` is below 1, there are fewer tokens than one chunk or the budget, or an
+            intervention is outside the chunk or vocabulary.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Loader:
         if budget is not None and budget > count:
             raise InputError(
                 f"data.token_budget is {budget:,} and the training shard has {count:,} tokens: "
-                "lower it, raise data.text_limit_bytes, or add more text"
+                "lower it, add more text, or raise data.token_limit or data.text_limit_bytes if set"
             )
         count = count if budget is None else budget
         stride = context if config.bos else context + 1
@@ -68,7 +72,7 @@ class Loader:
             raise InputError(
                 f"the {'training' if shuffle else 'validation'} text has {count:,} tokens and one chunk needs "
                 f"{stride:,} (context {context}): add more text, "
-                + ("raise data.token_budget, " if shuffle else "raise data.valid_fraction, ")
+                + ("raise data.token_budget if set, " if shuffle else "raise data.valid_fraction, ")
                 + "or shorten the context"
             )
         self._tokens, self._stride = tokens, stride
@@ -79,7 +83,7 @@ class Loader:
         self._shuffle = shuffle
         self.context = context
         self.batch_size = batch_size
-        # two epochs, because a batch may span them
+        # two epochs, because a batch rarely spans more
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
     @classmethod
@@ -101,7 +105,7 @@ class Loader:
 
         Args:
             index: batch index >= 0; below `len(self)` for validation.
-            rows: slice of the global batch to read; default: all rows.
+            rows: slice of the global batch to read, such as a process's rows; default: all rows.
 
         Returns:
             int64 token ids, shape (rows, context + 1): inputs are `[:, :-1]`, targets `[:, 1:]`. The last batch of a
@@ -114,7 +118,8 @@ class Loader:
         places = np.arange(index * self.batch_size, (index + 1) * self.batch_size)
         if index < 0 or (not self._shuffle and index >= len(self)):
             raise IndexError(
-                f"batch {index} of a loader with batches 0..{len(self) - 1}: validation does not wrap around"
+                f"no batch {index}: indices start at 0, and validation, which does not wrap around, ends at "
+                f"{len(self) - 1}"
             )
         if not self._shuffle:
             places = places[places < self.chunks]
@@ -154,7 +159,7 @@ class Loader:
 
 
 class Prefetcher:
-    """Fetches one batch ahead in a thread; for CUDA into pinned memory, with an asynchronous copy.
+    """Fetches one batch ahead in a thread; for CUDA into pinned memory, copied to the device asynchronously.
 
     Args:
         fetch: function that returns the batch of an index on the CPU, such as `Loader.batch`.
@@ -162,7 +167,7 @@ class Prefetcher:
         end: number of batches; no further batch is fetched.
 
     Attributes:
-        waited: total time spent waiting in `batch`, seconds.
+        waited: total time that `batch` has waited for `fetch`, seconds.
     """
 
     def __init__(self, fetch: Callable[[int], Tensor], device: torch.device, end: int) -> None:

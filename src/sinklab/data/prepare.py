@@ -1,8 +1,8 @@
 """Prepare token shards from text: tokenize, pack, split, write the manifest.
 
 The SHA-256 of a document decides whether it is held out for validation: the split is independent of the order and
-number of documents, and duplicates are in the same split. Each split has at least one document. Every document is
-followed by EOS.
+number of documents, and duplicates are in the same split. If a split would be empty, one document is moved into it.
+Every document is followed by EOS.
 
 Files are written to a subfolder `partial` and moved up when complete, data.json last. A second process waits for the
 lock and then opens the finished data. After an interruption, the next call resumes after the last finished part
@@ -50,12 +50,13 @@ def prepare(
         source, tokenizer: as in `DataConfig`.
         out: output folder; other files in it are not modified.
         progress, counted: see `StageProgress` and `Counted`.
-        selection: `valid_fraction`, `text_limit_bytes`, `mix`, `token_limit` of `DataConfig`.
+        selection: `valid_fraction`, `text_limit_bytes`, `mix`, `token_limit` of `DataConfig`; default: as there.
 
     Raises:
         InputError: if a value is invalid, the source or tokenizer cannot be used, there are fewer than two documents,
-            or `out` has data with other settings or files that were not written by a preparation.
-        SinklabError: if the disk is full or not writable; finished parts are kept, and the same call resumes.
+            or `out` is a file, or has data with other settings or files that were not written by a preparation.
+        SinklabError: if `out` cannot be written (after a full disk, finished parts are kept and the same call resumes),
+            or data that is already there is damaged.
     """
     return prepare_settings(settings_of(source, tokenizer, **selection), out, progress, counted)
 
@@ -64,7 +65,7 @@ def settings_of(source: str, tokenizer: str, **selection: Any) -> Settings:
     """Build the settings of a preparation; arguments as `prepare`.
 
     Raises:
-        InputError: if a value is invalid, or there is no such source.
+        InputError: if a value is invalid, or the source does not exist or is already prepared.
     """
     try:
         config = DataConfig(source=source, tokenizer=tokenizer, **selection)
@@ -130,7 +131,7 @@ def _in_cache(settings: Settings, cache: Path | None) -> Path:
 def prepare_settings(
     settings: Settings, out: Path, progress: StageProgress | None = None, counted: Counted | None = None
 ) -> TokenDataset:
-    """Write the token shards for these settings; see `prepare`."""
+    """Write the token shards for these settings to `out`, or open them; see `prepare`."""
     try:
         if not is_prepared(out):
             if not (out / LOCK).exists():  # checked before anything is written, and again under the lock

@@ -49,14 +49,21 @@ class Shard(Part):
 
 
 class Share(Part):
-    """Number of documents and tokens of a domain of a mix (of a file, for a uniform mix)."""
+    """Number of documents and tokens, in both shards, of a domain of a mix (of a file, for a uniform mix)."""
 
     documents: int = 0
     tokens: int = 0
 
 
 class Manifest(Part):
-    """Contents of data.json; `shares` (documents and tokens by domain) is set only for a mix."""
+    """Contents of data.json.
+
+    Attributes:
+        dtype: data type of the ids in both shards.
+        vocab_size, eos_id, bos_id: see `Tokenizer`.
+        text_bytes, text_sha256: UTF-8 size and hash of all documents in order (`corpora.Fingerprint`).
+        shares: documents and tokens by domain; None without a mix.
+    """
 
     schema_version: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
@@ -103,8 +110,8 @@ class TokenFile:
         """Read the token id at an index (a scalar), or the ids of a contiguous slice, (tokens,); nothing is cached.
 
         Raises:
-            IndexError: if the position is out of range.
-            SinklabError: if the file was truncated or its disk fails.
+            IndexError: if the index is out of range, or the step of the slice is not 1.
+            SinklabError: if the file was truncated or cannot be read.
         """
         if not isinstance(where, slice):
             where = range(self._tokens)[where]
@@ -128,7 +135,7 @@ class TokenFile:
         return np.frombuffer(content, self.dtype)
 
     def verify(self) -> None:
-        """Verify the file's checksum.
+        """Read the whole file and verify its checksum.
 
         Raises:
             SinklabError: if the checksum differs or the file cannot be read.
@@ -143,7 +150,7 @@ class TokenFile:
             raise SinklabError(f"{self.path} is corrupted: its checksum is not the one recorded. {self._remedy}")
 
     def check_unchanged(self) -> None:
-        """Check that the file has not changed since it was opened, by its size and times.
+        """Check that the file has not changed since it was opened: its size and times, and its checksum if they differ.
 
         A file that was only touched, renamed or deleted counts as unchanged. Silent disk corruption is not detected.
 
@@ -201,11 +208,12 @@ class TokenDataset:
 
         Args:
             directory: directory written by `prepare`.
-            verify: verify the SHA-256 of every file; sizes are always checked.
+            verify: verify the SHA-256 of the token files and tokenizer.json; the token files' sizes are always checked.
 
         Raises:
             InputError: if there is no prepared data.
-            SinklabError: if a file is missing, truncated or changed; the message names the file and the remedy.
+            SinklabError: if a file is missing, unreadable, of another size or changed, or data.json is damaged; the
+                message names the file and the remedy.
         """
         manifest = _manifest(directory)
         dtype, remedy = DTYPES[manifest.dtype], _remedy(directory, manifest)
@@ -260,5 +268,5 @@ def _remedy(directory: Path, manifest: Manifest | None) -> str:
     )
     return (
         f"Delete the folder {directory} and prepare it again: run the same command once more, or "
-        f"sinklab data prepare {source} --tokenizer {tokenizer} --out {directory}"
+        f"sinklab data prepare {source} --tokenizer {tokenizer} --out {directory} with the options used before"
     )

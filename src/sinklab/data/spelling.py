@@ -49,11 +49,11 @@ class Spelled(Sequence[int]):
 def spelling(
     encode: Callable[[str], Sequence[int]], token: Callable[[int], str | None], added: Collection[int]
 ) -> Callable[[str], Spelled]:
-    """Return a function like `encode` that also gives the number of bytes of every token.
+    """Return a function like `encode` that also gives the number of UTF-8 bytes of every token.
 
     Args:
         encode: function from text to token ids, without special tokens.
-        token: function from an id to its vocabulary string, or None.
+        token: function from an id to its vocabulary string; None for an unknown id, which counts as empty.
         added: ids of tokens whose strings are literal text.
     """
     pieces = any("▁" in (token(one) or "") for one in encode("a a") if one not in added)

@@ -1,9 +1,9 @@
 """Selection of text (a source or a mix, up to a limit), its size and its tokenizer.
 
 A mix interleaves domains by weight, or all files at equal rates. The next document is from the domain with the fewest
-tokens relative to its share. At any time each domain has its share of the tokens up to about one document plus a random
-offset of up to 1024 tokens. Token counts are estimated from a sample of each domain (tokens per byte), because the text
-is mixed before it is encoded; data.json has the exact shares.
+tokens relative to its weight. At any time each domain has its share of the tokens up to about one document plus a
+random offset of up to 1024 tokens. Token counts are estimated from a sample of each domain (tokens per byte), because
+the text is mixed before it is encoded; data.json has the exact shares.
 """
 
 import heapq
@@ -30,10 +30,13 @@ SAMPLE_CHARACTERS = 2**19
 """Size of the sample from the start of each domain for its tokens per byte, characters."""
 
 BPE_SAMPLE_BYTES = 8 * 2**20
-"""Approximate maximum size of the sample on which a tokenizer is trained, bytes; every n-th document is sampled."""
+"""Approximate size of the sample on which a tokenizer is trained, bytes; smaller texts are used whole."""
 
 StageProgress = Callable[[str, int, int | None], None]
-"""Callback that receives the stage ("tokenizer", "tokens"), the bytes of text done and the total (None if unknown)."""
+"""Callback that receives the stage, the amount of text done, and the size of the text in bytes (None if unknown).
+
+The stages are "tokenizer" (training, amount in characters) and "tokens" (encoding, amount in bytes).
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Stream:
         name: name of the domain or file; empty for a whole source.
         weight: weight relative to the other domains; None without weights.
         source: source of the text, as in `DataConfig.source`.
-        files: files of the source, read sequentially; None for the whole source.
+        files: files to read sequentially, relative to the source; None for the whole source.
         size: size of the files in bytes; None if unknown.
     """
 
@@ -58,7 +61,7 @@ class Stream:
         """Yield the documents of this stream in a fixed order.
 
         Raises:
-            InputError: if a file cannot be read; the message names it.
+            InputError: if the source is missing, or a file cannot be read or is malformed; the message names it.
         """
         if self.files is None:
             yield from documents(self.source)
@@ -82,19 +85,20 @@ class Stream:
             if size >= SAMPLE_CHARACTERS:
                 break
         if not sample:
-            raise InputError(f"{self.name or self.source} contains no text: every document in it is empty")
+            raise InputError(f"{self.name or self.source} contains no text: it has no document that is not empty")
         _, lengths = tokenizer.encode_flat(sample)
         return int(lengths.sum()) / sum(len(text.encode()) for text in sample)
 
 
 def streams(source: str, mix: Mix) -> list[Stream]:
-    """List the streams of a mix: its domains, or its files if it has no weights.
+    """List the streams of a mix: its domains that have files, or its files if it has no weights.
 
     A file belongs to the domain named by the file or by a folder above it: `arxiv.jsonl`, `arxiv-00.jsonl`,
     `arxiv/00.jsonl`.
 
     Raises:
-        InputError: if domains with a weight have no file, and the mix does not renormalise the weights.
+        InputError: if the source is no folder or hub dataset with text files, or domains with a weight have no file
+            (all of them, if the mix renormalises the weights).
     """
     folder = Path(source).expanduser()
     sizes: dict[str, int | None]
@@ -111,8 +115,8 @@ def streams(source: str, mix: Mix) -> list[Stream]:
     if absent and (mix.absent == "refuse" or len(absent) == len(found)):
         raise InputError(
             f"source {source} has no file for {len(absent)} of {len(found)} domains: {', '.join(absent)}. Add files or "
-            "folders of these names, set other mix.weights, or set mix.absent: renormalise (--absent renormalise) "
-            "to leave them out"
+            "folders of these names, set other mix.weights or, unless all are missing, set mix.absent: renormalise "
+            "(--absent renormalise) to leave them out"
         )
     return [
         Stream(domain, mix.weights[domain], source, tuple(files), known_sum([sizes[name] for name in files]))
@@ -128,11 +132,12 @@ def _belongs(file: str, domain: str) -> bool:
 
 
 def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield the interleaved documents of all domains, each after the name of its domain.
+    """Yield the interleaved documents of all domains as (domain, text).
 
     The mix ends when the first domain is exhausted, or without weights when all files are.
 
     Args:
+        domains: streams of the mix (`streams`).
         tokens_per_byte: tokens per byte by domain.
     """
     draw = random.Random(mix.seed)
@@ -164,7 +169,10 @@ class RequestedText:
 
     Attributes:
         streams: the domains or files of a mix, else the source.
-        total_bytes: approximate size of the documents in bytes; None if unknown.
+        total_bytes: approximate size of the documents in bytes, at most `text_limit_bytes`; None if unknown.
+
+    Raises:
+        InputError: if the source is missing, or see `streams`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -177,7 +185,7 @@ class RequestedText:
         self.total_bytes = total if total is None or limit is None else min(total, limit)
 
     def named_documents(self, tokenizer: Tokenizer | None = None) -> Iterator[tuple[str, str]]:
-        """Yield all documents, each after the name of its domain (empty without a mix).
+        """Yield all documents as (domain, text); the domain is empty without a mix.
 
         Args:
             tokenizer: tokenizer for balancing a mix by tokens; None balances by bytes.
@@ -196,10 +204,11 @@ class RequestedText:
 
 
 def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress: StageProgress) -> Tokenizer:
-    """Load or train the tokenizer of the text, and save it in `folder`.
+    """Load, train or build the tokenizer of the text, and save it in `folder`; one saved there is reused.
 
     Raises:
-        InputError: if the tokenizer cannot be loaded or trained.
+        InputError: if the tokenizer cannot be loaded, or the text that it is trained on cannot be read.
+        SinklabError: if the tokenizer cannot be saved.
     """
     if (folder / "tokenizer_config.json").is_file():  # written last, so the tokenizer is complete
         return load_tokenizer(str(folder))
@@ -214,7 +223,7 @@ def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress
 
 
 def _sample(text: RequestedText, progress: StageProgress) -> Iterator[str]:
-    """Yield every n-th document as a sample; if the size of the text is unknown, the first documents."""
+    """Yield every n-th document, for about `BPE_SAMPLE_BYTES`; if the text's size is unknown, the first documents."""
     total = text.total_bytes
     every = 1 if total is None else max(1, math.ceil(total / BPE_SAMPLE_BYTES))
     done = taken = 0
@@ -235,8 +244,10 @@ class Amount:
 
     Attributes:
         name: name of the domain, file or source.
-        bytes: size of the files, including data that is not text; None if they are not on this machine.
-        tokens: number of tokens, estimated from a sample; too high for files with data other than text.
+        bytes: size of the files, including data that is not text (without a mix at most `text_limit_bytes`); None for
+            sources that are not local files.
+        tokens: number of tokens, estimated from `bytes` and a sample; too high for files with data other than text;
+            None if `bytes` is None.
         taken: number of tokens that would be prepared; None if unknown.
     """
 
@@ -252,8 +263,8 @@ class Estimate:
 
     Attributes:
         amounts: size of each domain.
-        tokens: number of tokens that would be prepared; None if the size of the text is unknown and there is no limit.
-        shard_bytes: total size of the two shards.
+        tokens: number of tokens that would be prepared; None if a domain's number is unknown.
+        shard_bytes: total size of the two shards; None if `tokens` is None.
     """
 
     amounts: list[Amount]
@@ -269,7 +280,7 @@ def estimate(settings: Settings) -> Estimate:
     """Estimate the size of prepared data from file sizes and a sample of each domain; nothing is written.
 
     Raises:
-        InputError: if the text cannot be read, or the tokenizer is trained on the text.
+        InputError: if the text cannot be read, or the tokenizer cannot be loaded or is to be trained on the text.
     """
     if trained_size(settings.tokenizer) is not None:
         raise InputError(

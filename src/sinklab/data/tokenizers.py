@@ -3,8 +3,8 @@
 `tokenizer.json` is read with the `tokenizers` library, without `transformers`.
 
 `fastokens` encodes with the tokenizer.json of a BPE tokenizer about fifty times faster. It is used if it is installed,
-can read the tokenizer, and gives the same ids as `tokenizers` on all of `PROBES`. Both use threads on all cores;
-RAYON_NUM_THREADS sets the number.
+can read the tokenizer, and gives the same ids as `tokenizers` on all of `PROBES`. Both use all cores, or
+RAYON_NUM_THREADS threads.
 
 `tokenizers` needs about a hundred times the memory of the text that it encodes. Very long documents are therefore
 encoded in pieces, cut between words where no token changes.
@@ -39,7 +39,7 @@ EncodeBatch = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
 PIECE = 2**19  # characters; shorter documents are encoded whole
 AT_ONCE = 8  # pieces encoded in a batch
 AROUND = 2**10  # characters on both sides of a cut that are encoded to check it
-TRIES = 32  # maximum number of cuts tried
+TRIES = 32  # maximum number of cuts tried after the first
 
 PROBES = (
     "",
@@ -61,7 +61,7 @@ class Tokenizer:
 
     Attributes:
         backend: the `tokenizers.Tokenizer`.
-        source: name, path or `train:SIZE`.
+        source: name, path, `train:SIZE` or `words`.
         eos_id: id of the token written after every document.
         bos_id: id of the token at the start of a chunk; `eos_id` if the tokenizer has no BOS (GPT-NeoX, GPT-2).
     """
@@ -77,17 +77,17 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text, without special tokens; their strings are encoded as plain text."""
+        """Return the token ids of each text. No special tokens are added; their strings are encoded as plain text."""
         ids, lengths = self.encode_flat(texts)
         return [row.tolist() for row in np.split(ids, lengths.cumsum()[:-1])] if texts else []
 
     @cached_property
     def encode_flat(self) -> "EncodeBatch":
-        """Function from texts to the token ids of all texts, (tokens,), and the number of tokens of each, (texts,)."""
+        """Function from texts to their concatenated token ids, (tokens,), and numbers of tokens, (texts,)."""
         return encoder(self.backend)
 
     def token(self, token_id: int) -> str:
-        """Return the vocabulary string of a token."""
+        """Return the vocabulary string of a token id; added tokens included."""
         added = self.backend.get_added_tokens_decoder().get(token_id)
         token = self.backend.id_to_token(token_id) if added is None else added.content
         assert token is not None, f"{token_id} is not an id of this vocabulary"
@@ -103,10 +103,10 @@ class Tokenizer:
 
 
 def trained_size(name: str) -> int | None:
-    """Parse the SIZE of `train:SIZE`; None for any other name.
+    """Parse the SIZE of `train:SIZE`, the maximum vocabulary size; None for any other name.
 
     Raises:
-        InputError: if SIZE is not a whole number, too small for the 256 bytes and the two special tokens, or too large.
+        InputError: if SIZE is not a whole number from 258 (256 bytes and two special tokens) to 2^24.
     """
     if not name.startswith("train:"):
         return None
@@ -123,15 +123,17 @@ def trained_size(name: str) -> int | None:
 def load_tokenizer(name_or_path: str) -> Tokenizer:
     """Load a tokenizer from a folder, from a tokenizer.json, or from a model on the Hugging Face hub.
 
+    EOS and BOS are named in tokenizer_config.json or special_tokens_map.json; default: `<|endoftext|>`, and BOS is EOS.
+
     Raises:
-        InputError: if the tokenizer cannot be found, downloaded or read, or has no EOS token.
+        InputError: if the tokenizer cannot be found, downloaded, read or converted, or has no EOS token.
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return _read(path, source=name_or_path)
     if not path.is_dir():
         if path.is_absolute() or name_or_path.startswith((".", "~")):
-            raise InputError(f"no tokenizer at {name_or_path}: pass a folder with tokenizer.json, or train:SIZE")
+            raise InputError(f"no tokenizer at {name_or_path}: pass a folder, a name on the hub, or train:SIZE")
         path = _fetched(name_or_path)
     if (path / "tokenizer.json").is_file():
         return _read(path / "tokenizer.json", source=name_or_path)
@@ -145,7 +147,7 @@ def train_bpe(documents: Iterable[str], size: int, out: Path) -> Tokenizer:
     (`Tokenizer.vocab_size`) is smaller than `size` if the text has too few different pairs.
 
     Raises:
-        InputError: if `size` is below 258.
+        InputError: if `size` is below 258 or above 2^24.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -184,15 +186,15 @@ def _tokenizer(backend: "Backend", source: str, special: dict[str, str]) -> Toke
     eos = backend.token_to_id(special.get("eos_token", EOS))
     if eos is None:
         raise InputError(
-            f"tokenizer {source} has no end-of-text token, which is written between documents: "
-            "name it as eos_token in tokenizer_config.json"
+            f"tokenizer {source} has no end-of-text token, which is written after every document: "
+            "name a token of its vocabulary as eos_token in tokenizer_config.json"
         )
     bos = backend.token_to_id(special["bos_token"]) if "bos_token" in special else None
     return Tokenizer(backend, source, eos_id=eos, bos_id=eos if bos is None else bos)
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Read `eos_token` and `bos_token` from the files next to tokenizer.json."""
+    """Read `eos_token` and `bos_token` from special_tokens_map.json and, preferred, tokenizer_config.json."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name
@@ -240,7 +242,10 @@ def _converted(folder: Path, source: str) -> Tokenizer:
 
 
 def encoder(backend: "Backend") -> EncodeBatch:
-    """Return the fastest exact encoder of a tokenizer: `fastokens` if it is usable; no special tokens are added."""
+    """Return the fastest exact encoder of a tokenizer: `fastokens` if usable, else `tokenizers`.
+
+    No special tokens are added.
+    """
 
     def whole(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         rows = [row.ids for row in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -281,12 +286,12 @@ def encoder(backend: "Backend") -> EncodeBatch:
 def pieces(
     text: str, size: int, changes_nothing: Callable[[str, str], bool] = lambda left, right: True
 ) -> Iterator[str]:
-    """Split a text into pieces of about `size` characters, more if a cut would change tokens.
+    """Split a text into pieces of at most `size` characters; if a cut is not found, the rest is one piece.
 
     Cuts are between an ASCII letter or digit and a space before a letter, where byte-level BPE begins a new word.
 
     Args:
-        changes_nothing: function of the strings before and after a cut; True if the cut does not change the tokens.
+        changes_nothing: function of up to `AROUND` characters before and after a cut; True if it changes no token.
     """
     start = 0
     while len(text) - start > size:

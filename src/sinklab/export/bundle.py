@@ -1,7 +1,7 @@
 """Bundle the model's code in one file, for users without sinklab.
 
-The modules are concatenated in import order, without imports of each other. Names are not mangled: bundling fails if
-two modules bind a name to different objects.
+The modules are concatenated in import order, without imports of each other. Names are not mangled: bundling fails if a
+name would have two meanings in the one file.
 """
 
 import ast
@@ -41,7 +41,9 @@ def bundled(root: str) -> str:
         root: full name of a sinklab module, such as sinklab.model.huggingface.
 
     Raises:
-        ValueError: if two modules bind a name to different objects, or import an object under another name.
+        ValueError: if a module does not exist or cannot be bundled: it binds a name that another module binds to a
+            different object, the name of a built-in, or an imported object under another name, or uses an attribute of
+            a module whose name is also a local variable.
     """
     modules: dict[str, _Module] = {}
     _collect(root, modules)

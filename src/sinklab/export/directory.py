@@ -1,7 +1,8 @@
 """Export a run as a Hugging Face model directory.
 
-Files: model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md, and
-modeling_sinklab.py if transformers lacks the architecture. The directory is written under a temporary name and renamed.
+Files: model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md (model
+card), and modeling_sinklab.py if transformers has no equivalent architecture. The directory is written under a
+temporary name and renamed.
 """
 
 import os
@@ -60,8 +61,10 @@ def export_run(run: Path, directory: Path) -> Exported:
         directory: new or empty output directory.
 
     Raises:
-        InputError: if there is no run or no checkpoint yet, or the directory is not empty.
-        SinklabError: if no checkpoint is valid, or the disk is full or not writable; partial outputs are removed.
+        InputError: if there is no run or no checkpoint yet, the run's metrics are damaged, or `directory` is not empty
+            or cannot be a directory.
+        SinklabError: if no checkpoint is valid, the run's env.json is damaged, or the output cannot be written; partial
+            outputs are removed.
     """
     try:
         there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
@@ -75,7 +78,14 @@ def export_run(run: Path, directory: Path) -> Exported:
 
 
 def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory: Path) -> Exported:
-    """Write the model of a loaded run to `directory`; the model card has the last evaluation in `history`."""
+    """Write the model of a loaded run to `directory`, new or empty.
+
+    Args:
+        history: evaluations of the run; the model card has the last one up to the step of `found`, if any.
+
+    Raises:
+        SinklabError: if the output cannot be written.
+    """
     tokenizer = load_tokenizer(str(found.tokenizer_path))
     form, recipe = form_of(found.model, tokenizer), found.recipe
     with atomic_directory(directory) as aside:
@@ -96,7 +106,7 @@ def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory:
 
 
 def write_code(folder: Path) -> None:
-    """Write the code of SinklabForCausalLM to modeling_sinklab.py."""
+    """Write the code of SinklabForCausalLM and of everything it uses of sinklab to modeling_sinklab.py in `folder`."""
     write_text(folder / f"{CODE}.py", bundled(MODELING))
 
 
@@ -105,7 +115,7 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces a new or empty directory on success, and is removed on failure.
 
     Raises:
-        SinklabError: if the disk is full or not writable.
+        SinklabError: if it cannot be written, such as on a full disk, or `directory` is not empty or not a directory.
     """
     aside: Path | None = None
     try:
@@ -161,7 +171,7 @@ def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: 
     changed = [name for name in ("fixed_token", "random_tokens") if getattr(data, name) is not None]
     parts = [
         f"{card_head()}\n# {recipe.name}",
-        f"A small LLaMA-style language model, step {step:,} of {recipe.train.steps:,} of a training run of sinklab "
+        f"A LLaMA-style language model, step {step:,} of {recipe.train.steps:,} of a training run of sinklab "
         f"{sinklab.__version__}, a laboratory for attention sinks in language models.",
         _evaluation_table(recipe, [row for row in history if row.step <= step]),
         _loading(form),
@@ -185,7 +195,7 @@ def _evaluation_table(recipe: Recipe, history: list[Evaluation]) -> str:
             ".2f",
         ),
         "sink on the bias, percent of heads": (last.sink_rate_bias, ".2f"),
-        "norm of the first hidden state over the others', largest block": (last.largest_norm_ratio, ".2f"),
+        "norm ratio of the first position, largest over blocks": (last.largest_norm_ratio, ".2f"),
         "tokens trained on": (last.tokens, ",.0f"),
     }
     lines = [f"| {name} | {value:{form}} |" for name, (value, form) in rows.items() if value is not None]
@@ -195,7 +205,7 @@ def _evaluation_table(recipe: Recipe, history: list[Evaluation]) -> str:
 def _loading(form: Form) -> str:
     own, needed = "", ""
     if not form.is_foreign:
-        own = f" `{CODE}.py` is sinklab's own code in one file; it needs torch and pydantic."
+        own = f" `{CODE}.py` is sinklab's own code in one file; it needs torch, transformers and pydantic."
         needed = (
             "\nimport sinklab\n\n"
             f"sinklab.register()  # or, without sinklab, trust_remote_code=True: {CODE}.py is then run"

@@ -3,12 +3,12 @@
 variant                                                         architecture        loads with
 the default                                                     LlamaForCausalLM    transformers
 the default with a sink logit or off-by-one in every layer      GraniteSWAForCausalLM, multipliers of 1;  the same
-the default with a pattern                                      SmolLM3ForCausalLM  the same
+the default with a pattern of masks, or of RoPE and NoPE        SmolLM3ForCausalLM  the same
 sandwich norms, qk_norm, GeGLU                                  Gemma3ForCausalLM   the same
 everything else                                                 SinklabForCausalLM  sinklab, or the exported code
 
-All but LlamaForCausalLM support sliding-window layers of a single width. GraniteSWA and SmolLM3 support NoPE layers,
-GraniteSWA two RoPE thetas, and Gemma 3 as well if one is the theta of the sliding-window layers.
+GraniteSWA, SmolLM3 and Gemma 3 support sliding-window layers of a single width. GraniteSWA and SmolLM3 support NoPE
+layers, GraniteSWA two RoPE thetas, and Gemma 3 as well if one is the theta of the sliding-window layers.
 
 GraniteSWA scales the attention output by sigmoid(lse - s), which is equivalent to a sink logit s. gpt-oss also has sink
 logits, but its feed-forward layers are a mixture of experts whose activation is not SwiGLU. MiMo-V2-Flash has sink
@@ -56,7 +56,7 @@ class Form:
         config: config of the architecture.
         architecture: name of the class.
         weights: weights under the parameter names of that class.
-        is_foreign: True if transformers has the class; otherwise the model's code is exported, too.
+        is_foreign: True if transformers has the class; otherwise the model's code must be exported too.
     """
 
     config: "PreTrainedConfig"
@@ -66,7 +66,7 @@ class Form:
 
 
 def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
-    """Convert a model to the first equivalent architecture of the table; BOS and EOS ids are set in its config."""
+    """Convert a model to the first equivalent architecture of the table above, with the tokenizer's BOS and EOS ids."""
     tokens: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     kinds = model.config.layer_kinds
     other = {key for kind in kinds for key in differences(kind)}
@@ -96,7 +96,7 @@ def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
 
 
 def _has_windows_of_transformers(kinds: Sequence[ModelConfig]) -> bool:
-    """Return True if all layers are causal or have sliding windows of a single width."""
+    """Return True if every layer has the causal mask or a sliding window, all windows of one width."""
     masks = [kind.attention.mask for kind in kinds if kind.attention.mask.kind != "causal"]
     return all(mask.kind == "window" and mask == masks[0] for mask in masks)
 

@@ -1,7 +1,8 @@
 """Resumable jobs: results are saved after each step, and a repeated call computes the missing results.
 
 The request of a job contains all settings that affect its results. Results are saved in a document (`Ledger`) or line
-by line (`LineLedger`). A call with other settings raises InputError, so that no document mixes settings.
+by line (`LineLedger`), together with the request. A job whose earlier results have other settings raises InputError
+(`check_request`), so that no document mixes settings.
 """
 
 import json
@@ -20,7 +21,7 @@ from sinklab.train.directory.lock import one_writer
 
 
 class JobDocument(Protocol):
-    """Protocol of a job's results, which may be incomplete."""
+    """A job's results, of all its steps or of those finished so far."""
 
     def document(self) -> dict[str, Any]:
         """Return the results as a JSON-serializable dict."""
@@ -47,21 +48,22 @@ class Ledger(Generic[AnyDocument]):
             check_results(out, (name,))
 
     def locked(self) -> AbstractContextManager[None]:
-        """Return a context manager that holds the lock on the file.
+        """Return a context manager that locks the document against other writers; no lock without `out`.
 
         Raises:
-            HeldError: if another process holds the lock.
+            HeldError: on entering, if another process is writing the document.
+            SinklabError: on entering, if the directory cannot be written or locked.
         """
         return one_writer(self.path)
 
     def earlier(self, load: Callable[[Path], AnyDocument]) -> AnyDocument | None:
-        """Load the results of an earlier call with `load`; None if there are none."""
+        """Load the results of an earlier call with `load`, which may raise; None if there are none."""
         if self.path is None or not self.path.is_file() or not self.path.stat().st_size:
             return None
         return load(self.path)
 
     def save(self, found: AnyDocument) -> None:
-        """Write the results to the file, atomically.
+        """Write the results to the file, atomically; without `out`, do nothing.
 
         Raises:
             UnsavedError: if the file cannot be written; the exception contains the results.
@@ -92,13 +94,14 @@ def check_request(
         ignored: names of settings that may differ.
 
     Raises:
-        InputError: if a setting differs; the message names the first such setting, with both values.
+        InputError: if a setting differs; the message names the first such setting in alphabetical order, with both
+            values.
     """
     for key in sorted({*before, *now} - ignored):
         if before.get(key) != now.get(key):
             raise InputError(
                 f"{path} contains {what} with other settings ({key} is {before.get(key)} there and {now.get(key)} now)"
-                ": choose another --out, or repeat the original call"
+                ": choose another --out, or use the earlier settings"
             )
 
 
@@ -108,8 +111,8 @@ class JobStep:
 
     Attributes:
         name: name of the step in events.
-        run: function that computes and saves the result, and returns a short summary of it.
-        kept: short summary of the result saved by an earlier call; None if the step must be run.
+        run: function that computes and saves the result, and returns a short summary of it (may be empty).
+        kept: short summary of the result saved by an earlier call (may be empty); None if the step must be run.
     """
 
     name: str
@@ -127,7 +130,7 @@ def run_steps(
             raise the error.
 
     Raises:
-        UnsavedError: if a result cannot be saved.
+        UnsavedError: if a result cannot be saved, also with `on_failure`.
         Exception: the error of a step, if `on_failure` is None.
     """
     for step in steps:
@@ -168,7 +171,7 @@ class LineLedger:
 
     Raises:
         InputError: if the file has results with other settings, or was not written by sinklab.
-        SinklabError: if the file cannot be written.
+        SinklabError: if the file cannot be written; it is rewritten to drop an incomplete last line.
     """
 
     def __init__(self, path: Path | None, what: str, request: Mapping[str, Any]) -> None:
@@ -187,10 +190,10 @@ class LineLedger:
         return self._results.get(key)
 
     def add(self, results: Mapping[str, Any]) -> None:
-        """Append results, by key, to the file.
+        """Keep results by key, and append them to the file.
 
         Raises:
-            SinklabError: if the file cannot be written.
+            SinklabError: if the file cannot be written; the results are kept in memory.
         """
         self._results |= results
         if self._path is not None and results:
@@ -204,7 +207,7 @@ class LineLedger:
 
 
 def _complete_lines(path: Path) -> Sequence[dict[str, Any]]:
-    """Read the JSON lines of a file, up to the first incomplete line.
+    """Read the JSON lines of a file, up to the first incomplete line; none if the file does not exist.
 
     Raises:
         InputError: if the file was not written by sinklab.

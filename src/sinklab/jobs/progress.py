@@ -12,11 +12,12 @@ class JobEvent:
     """A progress event of a job.
 
     Attributes:
-        kind: "started" at the start of a step, and again when its total is known; "kept" for a step finished by an
-            earlier call; "skipped" for a step that does not apply; "noted" for a remark.
-        step: name of the step of the job.
-        done, total: number of units of the step that are done, and number of all units; None if unknown.
-        text: short result, reason for a failure or skip, or remark.
+        kind: "started" at the start of a step, and again when its total is known; "advanced" when units are done;
+            "finished" or "failed" at its end; "kept" for a step finished by an earlier call; "skipped" for a step that
+            does not apply; "noted" for a remark.
+        step: name of the step of the job; empty for a remark on the job.
+        done, total: number of units of the step that are done, and of all its units; total None if unknown.
+        text: what is being done, short result, reason for a failure or skip, or remark.
         seconds: duration of the step, for "finished".
     """
 
@@ -56,6 +57,6 @@ class StepProgress:
         self._observe(JobEvent("noted", self._step, self._done, self._total, text))
 
     def reach(self, done: float, total: int | None, text: str = "") -> None:
-        """Report the number of units done so far, and the total."""
+        """Report the number of units done so far, and the total (None if unknown)."""
         self._done, self._total = done, total
         self._observe(JobEvent("advanced", self._step, done, total, text))

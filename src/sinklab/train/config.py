@@ -15,7 +15,7 @@ Clip = Annotated[float | None, Field(gt=0, description="maximum global gradient 
 
 
 class AdamW(Part):
-    """AdamW with decoupled weight decay on every parameter, as in the paper (2410.10781)."""
+    """AdamW with weight decay on all parameters, norms and embeddings included, as in the paper's code (2410.10781)."""
 
     name: Literal["adamw"] = "adamw"
     lr: float = Field(default=4e-4, gt=0, description="peak learning rate")
@@ -45,11 +45,12 @@ class Sgd(Part):
 
 
 class Muon(Part):
-    """Muon for the matrices inside the blocks and the embedding projections, AdamW for all other weights.
+    """Muon for the linear maps inside the blocks and the embedding projections, AdamW for all other weights.
 
-    The update of a matrix (queries, keys and values are one matrix) is the orthogonalised Nesterov momentum of its
-    gradient (torch.optim.Muon, five Newton-Schulz iterations), scaled by 0.2 sqrt(max(rows, columns)) to the RMS of
-    AdamW's updates (2502.16982), so that Muon and AdamW share learning rate and weight decay.
+    The update of a matrix (a fused projection, such as that of queries, keys and values, is one matrix) is the
+    orthogonalised Nesterov momentum of its gradient (torch.optim.Muon, five Newton-Schulz iterations), scaled by
+    0.2 sqrt(max(rows, columns)) to the RMS of AdamW's updates (2502.16982), so that Muon and AdamW share learning rate
+    and weight decay.
     """
 
     name: Literal["muon"] = "muon"
@@ -72,20 +73,28 @@ class ScheduleConfig(Part):
         description="flat: constant; cosine: decay to min_lr; wsd: constant, then linear decay to min_lr",
     )
     warmup_steps: int = Field(default=100, ge=0, description="number of linear warm-up steps")
-    min_lr: float = Field(default=0.0, ge=0, description="final learning rate of cosine and wsd")
+    min_lr: float = Field(default=0.0, ge=0, description="learning rate that cosine and wsd reach after the last step")
     decay_fraction: float = Field(default=0.2, ge=0, le=1, description="decay phase of wsd, as a fraction of all steps")
 
 
 class TrainConfig(Part):
-    """Settings of the training loop. A step is one update on `batch_size` sequences of `model.context` tokens."""
+    """Settings of the training loop. A step is one update on `batch_size` sequences of `model.context` tokens.
+
+    The model is evaluated at step 0, every `eval_every` steps and after the last; checkpoints are saved every
+    `save_every` steps and after the last.
+    """
 
     steps: int = Field(default=20000, ge=1)
-    batch_size: int = Field(default=512, ge=1, le=LARGEST, description="sequences per step")
+    batch_size: int = Field(default=512, ge=1, le=LARGEST, description="sequences per step, over all processes")
     micro_batch: int | None = Field(
-        default=None, ge=1, description="sequences per forward pass; gradients are accumulated"
+        default=None,
+        ge=1,
+        description="sequences per forward pass of a process; gradients are accumulated; null: all its sequences",
     )
     eval_every: int = Field(default=1000, ge=1)
-    eval_sequences: int = Field(default=256, ge=1, description="number of validation sequences for the loss")
+    eval_sequences: int = Field(
+        default=256, ge=1, description="validation sequences for the loss; at least metric.sequences, at most all"
+    )
     save_every: int = Field(default=1000, ge=1)
     keep: int = Field(default=2, ge=1, description="number of checkpoints to keep")
     precision: Literal["auto", "fp32", "bf16"] = Field(
@@ -95,23 +104,26 @@ class TrainConfig(Part):
     float32_matmul: Literal["highest", "high"] = Field(
         default="highest",
         description="precision of float32 matmuls in training on CUDA: highest is float32, high is TF32. Under bf16, "
-        "only the delta rule and linear kernels use float32 matmuls",
+        "the delta rule, kernels and the logits of bias keys still use float32 matmuls",
     )
-    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    device: str = Field(default="auto", description="auto (CUDA if available), cpu, cuda or cuda:N")
     parallel: Parallel = Field(
         default="ddp",
         description="data parallelism over torchrun processes: ddp replicates the model, fsdp shards it; ignored with "
         "one process",
     )
     compile: Literal["auto", "on", "off"] = Field(
-        default="auto", description="torch.compile of each block before and after its attention core; auto: on CUDA"
+        default="auto",
+        description="torch.compile of each block before and after its attention core; auto: on CUDA only",
     )
     recompute: Recompute = Field(
         default="none",
         description="blocks: activation checkpointing per block; none: store all activations",
     )
     peak_flops: float | None = Field(
-        default=None, gt=0, description="peak FLOP/s of one GPU, for the MFU; default: from a table of GPUs"
+        default=None,
+        gt=0,
+        description="peak FLOP/s of one device, for the MFU and --dry-run; null: bfloat16 peak of a known GPU",
     )
 
     @field_validator("compile", mode="before")
@@ -128,7 +140,10 @@ class TrainConfig(Part):
 
 
 class MetricConfig(Part):
-    """Settings of the sink metric at evaluations (2410.10781, section 3.2)."""
+    """Settings of the sink metric (2410.10781, section 3.2), at evaluations and in the final measurement.
+
+    It is computed on the first `sequences` validation sequences.
+    """
 
     eps: float = Field(
         default=0.3, gt=0, lt=1, description="threshold: a position is a sink if its importance exceeds it"

@@ -17,7 +17,7 @@ from sinklab.train.directory.run import Run
 from sinklab.train.parallelize import gathered
 from sinklab.train.update import Updater
 
-LOSS_TOKENS = 2**15  # tokens per batch of the loss, at least one sequence
+LOSS_TOKENS = 2**15  # maximum tokens per batch of the loss; a batch has at least one sequence
 OTHER_EPS = (0.2, 0.4)  # additional thresholds of the sink rate
 METRIC_BATCH = 16  # sequences per batch; fixed, so that the metric is bit-reproducible whatever memory is free
 
@@ -28,10 +28,12 @@ class Evaluator:
     Args:
         run: run with the validation text and the settings of the sink metric.
         updater: updater whose model is evaluated, on its device and in its precision.
-        look: callback between batches and between the metric's blocks; an exception from `look` ends the evaluation.
+        look: callback before each batch of the loss and before the metric; with one process also after each block
+            that the metric runs. An exception from `look` ends the evaluation.
 
     Raises:
-        InputError: if the validation text is too short for the metric.
+        InputError: if the validation text is too short for a chunk or the metric, or a data intervention is outside the
+            chunk or vocabulary.
         SinklabError: if the text cannot be read or has changed since it was opened.
     """
 
@@ -61,6 +63,9 @@ class Evaluator:
         Args:
             details: also compute the statistics of `measuring/statistics/details.py`.
             other_eps: additional thresholds of the sink rate.
+
+        Raises:
+            SinklabError: if activations contain NaN or infinity.
         """
         metric = self.recipe.metric
         tokens_NT = torch.cat(self.batches)[: metric.sequences, : metric.length]
@@ -72,7 +77,7 @@ class Evaluator:
             bos=self.recipe.data.bos,
         )
         self.look()
-        alone = self.updater.world.size == 1  # `look` is a collective; the number of batches may differ by process
+        alone = self.updater.world.size == 1  # `look` is a collective, and a halved batch adds calls
         with self.updater.autocast(), gathered(self.updater.model):
             return measure(
                 NativeAdapter(self.updater.model),
@@ -83,9 +88,10 @@ class Evaluator:
 
 
 def _batches(run: Run) -> list[Tensor]:
-    """Load the validation sequences of loss and metric in a fixed order, in batches no larger than in training.
+    """Load the validation sequences of loss and metric in a fixed order, in batches for the loss.
 
-    The batch size depends on the recipe only, so that rounding does not depend on the number of processes.
+    The batch size, at most `micro_batch` or else `batch_size`, depends on the recipe only, so that rounding does not
+    depend on the number of processes.
     """
     metric, valid = run.recipe.metric, run.loader("valid")
     if valid.chunks < metric.sequences:
@@ -101,5 +107,5 @@ def _batches(run: Run) -> list[Tensor]:
 
 
 def first_position(rates: Mapping[str, Sequence[float]] | None) -> dict[str, float] | None:
-    """Return the sink rates of position 1 by threshold, percent."""
+    """Return the sink rates of position 1 by threshold, percent; None if `rates` is None."""
     return None if rates is None else {eps: of_positions[0] for eps, of_positions in rates.items()}

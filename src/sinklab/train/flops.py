@@ -1,21 +1,21 @@
 """FLOPs of a model, peak FLOP/s of GPUs, and training throughput.
 
-A multiply-add counts as two operations. For one sequence of T tokens (L = T + learned leading tokens):
+A multiply-add counts as two operations. Forward pass over one sequence of T tokens (L = T + learned leading tokens):
 
-matrices    2 * inputs * outputs * L for every linear map except the LM head (inside a kernel's feature map: times
-            query and KV heads): projections, feed-forward layers, gates
+matrices    2 * inputs * outputs * L for every linear map except the LM head (inside a kernel's feature map: times the
+            number of query and KV heads): projections, feed-forward layers, gates
 attention   2 * (D + V) * pairs per head and layer, for the scores and the weighted sum of values; D and V are the key
-            and value dimensions of a head (2 D if a head has two queries). Pairs are the (query, key) pairs that the
-            mask allows: L (L + 1) / 2 if causal. Kernels under causal and prefix masks are computed as linear
+            and value dimensions of a head (2 D in place of D if a head has two queries). Pairs are the (query, key)
+            pairs that the mask allows: L (L + 1) / 2 if causal. Kernels under causal and prefix masks count as linear
             attention: 4 * D * V * L, for writing and reading the state (V + 1 in place of V if normalised). A bias key
             adds 2 * D * L
             Delta rule (linear layers): 6 * D * V * L per head, for reading the state with the key, writing it, and
             reading it with the query, plus 2 * W * L per channel of the convolution of width W
-head        2 * E * V per predicted token, E the hidden size and V the vocabulary size
+head        2 * hidden size * vocabulary size per predicted token
 
-A backward pass counts as two forward passes. Recomputation, masked scores, second passes of a backend and elementwise
-operations are not counted: the count is that of the formula, not of its implementation, so that the MFU is comparable
-between operations. A document mask counts as causal, since documents are not known in advance.
+A backward pass counts as two forward passes. Recomputation, masked scores, second passes of a backend, elementwise
+operations and auxiliary losses are not counted: the count is that of the formula, not of its implementation, so that
+the MFU is comparable between operations. A document mask counts as causal, since documents are not known in advance.
 """
 
 import time
@@ -92,7 +92,7 @@ def shape_of(config: ModelConfig) -> Transformer:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bfloat16 peak FLOP/s of a GPU; None if unknown or on a CPU."""
+    """Return the dense bfloat16 peak FLOP/s of a GPU; None for other devices and GPUs that are not in `PEAKS`."""
     if device.type != "cuda":
         return None
     card = torch.cuda.get_device_name(device)
@@ -135,7 +135,7 @@ def _attention_flops(config: ModelConfig, positions: int) -> int:
     if isinstance(operation, Kernel) and core.mask.running_sum is not None:
         state = (
             2 * width * (value_width + int(operation.normalised))
-        )  # adding k v to the state, and the same for reading it
+        )  # to add k v to the state; reading it costs the same
         return config.heads * (2 * state * positions + bias)
     pairs = int(visible_keys(core.mask, positions, torch.device("cpu")).sum())
     return config.heads * (2 * (scored + value_width) * pairs + bias)
@@ -143,13 +143,13 @@ def _attention_flops(config: ModelConfig, positions: int) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """Training throughput since the last evaluation, without the time of evaluations and checkpoints.
+    """Training throughput since `Speedometer.begin`, without the time of evaluations and checkpoints.
 
     Attributes:
         tokens_per_second: tokens per second of all processes; None if there was no update.
-        mfu: model FLOPs utilisation, relative to the peak of all GPUs (0..1); None on a CPU or if the peak is unknown
-            (`train.peak_flops`).
-        stall_share: share of the time that this process waited for batches (0..1).
+        mfu: model FLOPs utilisation, relative to the peak of all devices (0..1); None if there was no update, or if
+            neither `train.peak_flops` nor `peak_flops` gives the peak.
+        stall_share: share of the time that this process waited for batches (0..1); None if there was no update.
     """
 
     tokens_per_second: float | None = None
@@ -163,7 +163,7 @@ class Speedometer:
     Args:
         recipe: recipe with the model's `vocab_size` set.
         device: device of this process.
-        processes: number of processes that share the batch, all with the same type of device.
+        processes: number of processes that share the batch; their devices count as equal to `device`.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, processes: int = 1) -> None:
@@ -175,7 +175,7 @@ class Speedometer:
         self._step = self._waited = 0.0
 
     def begin(self, step: int, waited: float) -> None:
-        """Start the timer at `step`; `waited` is the time spent waiting for data so far, in seconds."""
+        """Start the timer at `step`; `waited` is the total time spent waiting for batches so far, in seconds."""
         self._seconds, self._running_since = 0.0, time.perf_counter()
         self._step, self._waited = step, waited
 

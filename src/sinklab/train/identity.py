@@ -1,7 +1,7 @@
 """Stable content hashes of recipes when keys are added.
 
-A new key at its neutral value is left out of the content hash, so that existing runs keep their hash. This
-file can be removed when no study uses those runs.
+A key that was added later is left out of the content hash at its neutral value, so that earlier runs keep their hash.
+This file can be removed when no study uses those runs.
 """
 
 from typing import Any

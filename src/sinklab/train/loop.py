@@ -1,7 +1,8 @@
 """Training loop: updates, evaluations and checkpoints.
 
-A batch depends only on (seed, step), and a checkpoint contains all other state, so that a resumed run is bit-identical
-to an uninterrupted one. With several processes, only rank 0 writes; all make the same decisions.
+A batch depends only on (seed, step), and a checkpoint contains all other state, so that on a CPU a resumed run is
+bit-identical to an uninterrupted one with the same number of processes and threads. With several processes, each
+writes its shard of a checkpoint and rank 0 all other files; all make the same decisions.
 """
 
 import logging
@@ -36,7 +37,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepReport:
-    """Progress report after an update (`row` is None) or an evaluation (`row` is its line of metrics.jsonl)."""
+    """Progress report after an update or an evaluation.
+
+    Attributes:
+        step: number of updates done.
+        loss: after an update the newest known training loss (`Updater.update`), after an evaluation the validation
+            loss; nats per token.
+        row: line of the evaluation in metrics.jsonl; None after an update.
+    """
 
     step: int
     loss: float
@@ -45,7 +53,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Result of `Trainer.train`: last step, and whether the run is complete or was stopped."""
+    """Result of `Trainer.train`: whether the run is complete ("done") or was stopped, and the last step."""
 
     status: Literal["done", "stopped"]
     step: int
@@ -55,19 +63,21 @@ class Trainer:
     """Train one run until it is complete or a stop is requested, with the run directory locked.
 
     Args:
-        run: opened run directory; training continues from its newest checkpoint.
+        run: opened run directory; training continues from its newest valid checkpoint.
         watch: callback, called with a `StepReport` after each update and evaluation.
-        should_stop: callback, called before each update and between the batches of an evaluation; if it returns True on
-            any process, a checkpoint is saved and `train` returns. It must then keep returning True.
+        should_stop: callback, called while the model is initialised, before each update and during evaluations; if it
+            returns True on any process, `train` saves a checkpoint and returns. It must then keep returning True.
         world: training processes; each constructs a trainer.
-        at_end: callback, called on all processes with the directory still locked, when the run is complete (None) or
-            has diverged (the error).
+        at_end: callback, called on all processes with the directory still locked, with this trainer and None when the
+            run is complete, or the error when it has diverged.
 
     Raises:
-        InputError: if the text is too short for the recipe, or the batch size is not a multiple of the processes.
+        InputError: if `Updater` or `Evaluator` refuses the recipe on this text and device, another run was started in
+            the directory, or the processes have different recipes, texts or directories.
         HeldError: if another process trains this run.
-        SinklabError: if none of the run's checkpoints is valid.
-        StoppedError: if a stop was requested while the model was built; nothing has been saved.
+        SinklabError: if none of the run's checkpoints is valid, metrics.jsonl is damaged, or the directory cannot be
+            written.
+        StoppedError: if a stop was requested while the model was initialised; nothing has been saved.
     """
 
     def __init__(
@@ -80,7 +90,7 @@ class Trainer:
     ) -> None:
         self.at_end = at_end
         self.run, self.recipe, self.watch, self.should_stop, self.world = run, run.recipe, watch, should_stop, world
-        what = (run.hash, run.recipe.train)  # the hash leaves out save_every and parallel
+        what = (run.hash, run.recipe.train)  # the hash leaves out some keys of train (`MANNER`)
         self._must_all(what == world.from_first(lambda: what), "have different recipes, texts or kinds of device")
         with ExitStack() as holding:
             world.only_first(lambda: self._hold(holding))
@@ -97,7 +107,9 @@ class Trainer:
         self._speed = Speedometer(self.recipe, self.updater.device, world.size)
 
     def _hold(self, holding: ExitStack) -> None:
-        """Lock the run directory; if the recipe is then refused, a directory that was created for it is removed."""
+        """Lock the run directory. Before it is unlocked, its lock file is removed if there is no other file, and then
+        the directory if it was created here.
+        """
         is_new = not self.run.directory.exists()
         holding.enter_context(lock_run(self.run.directory))
         holding.callback(leave, self.run.directory, is_new)
@@ -112,11 +124,14 @@ class Trainer:
         return self.updater.state
 
     def train(self) -> RunOutcome:
-        """Train to the recipe's last step; evaluate at step 0, every `eval_every` steps and at the end.
+        """Train to the recipe's last step or a requested stop, with evaluations and checkpoints as in `TrainConfig`.
+
+        A complete run is measured, and measurement.json and measurement.npz are written.
 
         Raises:
-            DivergedError: if a loss, a gradient or a weight is not finite.
-            SinklabError: if the training shard cannot be read or has changed, or the disk is full.
+            DivergedError: if a training or validation loss, a gradient or a weight is not finite.
+            SinklabError: if the training shard cannot be read or has changed, an activation is not finite at an
+                evaluation, or a file cannot be written, for example because the disk is full.
         """
         try:
             self.world.only_first(lambda: self.run.failure.unlink(missing_ok=True))
@@ -187,7 +202,7 @@ class Trainer:
         try:
             yield
         except NotFiniteError as error:
-            replayed = f" The same command with --replay {self.state.step + 1} finds the first such tensor."
+            replayed = f" The same command with --replay {self.state.step + 1} finds the first non-finite tensor."
             raise self._diverged(str(error), replayed) from error
 
     def _diverged(self, how: str, more: str = "") -> DivergedError:
@@ -199,7 +214,7 @@ class Trainer:
         with self._settled():
             row = self._row()
             self.world.only_first(lambda: self._history.add(row))
-            if self._is_regular:  # a run extended to more steps has no evaluation at this run's last step
+            if self._is_regular:  # else kept: an extended run has no evaluation at this step
                 self.state.loss_sum, self.state.loss_count = 0.0, 0
             self.watch(StepReport(self.state.step, row["valid_loss"], row))
         self._speed.begin(self.state.step, self.updater.batches.waited)
@@ -271,7 +286,7 @@ class Trainer:
         """Drop evaluations from metrics.jsonl that will be repeated, or that belong only to a shorter run.
 
         Returns:
-            True if the current step has not been evaluated, because the run was stopped before.
+            True if the current step must still be evaluated, because the run was stopped between update and evaluation.
         """
         state, options = self.state, self.recipe.train
         regular = {*range(0, state.step + 1, options.eval_every)}
@@ -281,6 +296,6 @@ class Trainer:
         there = {row["step"] for row in kept}
         missing = state.step not in there and state.step in made and (state.loss_count > 0 or state.step == 0)
         if lost := sorted(regular - there - ({state.step} if missing else set())) if state.step else []:
-            log.warning("%s lacks the evaluation of step %s, which cannot be repeated", self.run.metrics, lost[0])
+            log.warning("%s lacks evaluations that cannot be repeated, the first at step %s", self.run.metrics, lost[0])
         self._history.begin(kept)
         return missing

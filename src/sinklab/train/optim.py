@@ -14,6 +14,8 @@ from sinklab.train.config import AdamW, Muon, OptimConfig, ScheduleConfig, Sgd
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Build the optimiser of a model. All parameters have weight decay, as in the paper's code (2410.10781).
 
+    `config.lr` is only the initial learning rate; `Updater` sets the scheduled one before each step.
+
     Raises:
         SinklabError: if the installed PyTorch has no Muon.
     """
@@ -74,7 +76,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices that Muon trains: linear maps inside the blocks, and the embedding projections."""
+    """Return the matrices that Muon trains: those of linear layers in the blocks and of embedding projections."""
     return [
         module.get_parameter("weight")
         for name, module in model.named_modules()
@@ -110,13 +112,13 @@ def _muon(parameters: list[nn.Parameter], config: Muon) -> torch.optim.Optimizer
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Compute the learning rate of the update from `step` to `step + 1`.
+    """Compute the learning rate of the update from `step` to `step + 1`, of `steps` in total.
 
     Warm-up: peak * (step + 1) / warmup_steps. Then
     - flat: peak;
-    - cosine: min_lr + (peak - min_lr) * (1 + cos(pi * p)) / 2, p from 0 at the end of the warm-up to 1;
-    - wsd: peak; over the last decay_fraction of all steps min_lr + (peak - min_lr) * p, p from 1 to 0. If the decay
-        begins during the warm-up, the smaller of the warm-up and the decay rate.
+    - cosine: min_lr + (peak - min_lr) * (1 + cos(pi * p)) / 2, p linear from 0 after the warm-up to 1 at step `steps`;
+    - wsd: peak; over the last decay_fraction of all steps min_lr + (peak - min_lr) * p, p linear from 1 to 0 at step
+        `steps`. If the decay begins during the warm-up, the smaller of the warm-up and the decay rate.
     """
     span = peak - schedule.min_lr
     ceiling = peak

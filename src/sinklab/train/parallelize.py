@@ -38,7 +38,9 @@ from sinklab.train.world import World
 
 
 def recompute_blocks(model: Transformer, choice: Recompute) -> None:
-    """Enable activation checkpointing in place; weights, their names and hooks do not change.
+    """Enable activation checkpointing of every block in place if `choice` is "blocks", else change nothing.
+
+    Weights, their names and hooks do not change.
 
     Call before `share`: FSDP's hooks must run around both forward passes of a block.
     """
@@ -61,7 +63,7 @@ Compile = Literal["auto", "on", "off"]
 def compile_blocks(model: Transformer, choice: Compile, device: torch.device) -> None:
     """Compile the two parts of every block in place, when they are first called; `auto` compiles on CUDA only.
 
-    Weights, their names and hooks do not change.
+    Of post-norm blocks only the first part is compiled. Weights, their names and hooks do not change.
     """
     if choice == "off" or (choice == "auto" and device.type != "cuda"):
         return
@@ -74,11 +76,12 @@ def compile_blocks(model: Transformer, choice: Compile, device: torch.device) ->
 
 @dataclass(frozen=True)
 class SharedLoss:
-    """Loss function of a model that is trained by several processes, and its context for gradient accumulation.
+    """Loss function of a model that is trained by one or several processes, and its context for gradient accumulation.
 
     Attributes:
-        losses: function of tokens (B, T) that returns the means over this process's rows of the cross-entropy and the
-            auxiliary losses (`Transformer.losses`); the backward pass of their sum averages gradients over processes.
+        losses: function of tokens (B, T), inputs and the last target, that returns the means over these rows of the
+            cross-entropy and the auxiliary losses, (1 + terms,); the backward pass of their sum averages gradients over
+            processes.
         apart: context manager for all micro-batches but the last, in which gradients are accumulated locally, without
             averaging.
     """
@@ -99,11 +102,11 @@ class _Loss(nn.Module):
 
 
 def share(model: Transformer, added: AddedLosses, how: Parallel, world: World) -> SharedLoss:
-    """Replicate (DDP) or shard (FSDP) `model` over the processes of `world`.
+    """Replicate (DDP) or shard (FSDP) `model` over the processes of `world`; one process leaves it unchanged.
 
     The model must be on its device, with the same weights on every process. FSDP replaces its parameters by sharded
-    ones, so the optimiser must be built afterwards. Parameters are gathered in every forward and backward pass and are
-    shards between passes.
+    ones, so the optimiser must be built afterwards. They are gathered in every forward and backward pass and are shards
+    between passes.
     """
     if world.size == 1:
         return SharedLoss(functools.partial(model.losses, added=added))
@@ -125,7 +128,7 @@ def share(model: Transformer, added: AddedLosses, how: Parallel, world: World) -
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather the full weights of a sharded model on every process for the duration of the `with` block."""
+    """Gather the full weights of a sharded model on every process in the `with` block; other models are unchanged."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.unshard()

@@ -11,9 +11,10 @@ activations   tensors that autograd saves in the forward pass of a micro-batch. 
               the CPU with two short lengths. Saved bytes are linear in the length, which gives the bytes per position
               and the constant part (bfloat16 copies of the weights). With `train.recompute: blocks`, a block saves
               only its input. Auxiliary losses save further tensors outside the blocks
-loss          logits and their gradients in memory at a time, and the LM head's gradient in float32
-working       gradients inside one block, estimated by the size of its activations; for a recomputed block also its
-              activations; with FSDP also the gathered weights of one block and of all modules outside the blocks
+loss          logits and their gradients in memory at a time; if the logits are chunked, also the float32 gradients of
+              the LM head and its input
+working       gradients inside the largest block, estimated by the size of its activations; for a recomputed block also
+              its activations; with FSDP also the gathered weights of one block and of all modules outside the blocks
 
 Not included: libraries (CUDA: about 0.5 GB), fragmentation, the unmixed values that learned value residuals save, and
 savings by `torch.compile`.
@@ -49,12 +50,12 @@ from sinklab.train.world import World
 
 FLOAT32 = 4
 MB = 2**20
-LENGTHS = (32, 64)  # sequence lengths at which saved bytes are counted
+LENGTHS = (32, 64)  # default sequence lengths at which saved bytes are counted
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimated memory in bytes, by part (see the module docstring)."""
+    """Estimated peak memory of one process in bytes, by part (see the module docstring)."""
 
     weights: int
     gradients: int
@@ -69,7 +70,7 @@ class MemoryEstimate:
 
 
 class _Saved(NamedTuple):
-    """Bytes that autograd saves in a forward pass, inside and outside the blocks."""
+    """Bytes that autograd saves, in total or per position, inside and outside the first block of a small model."""
 
     inside: float
     outside: float
@@ -80,8 +81,8 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
 
     Args:
         recipe: recipe with `vocab_size` set and a `precision` other than auto.
-        device: device of the process; determines the number of logits in memory at a time.
-        processes: number of processes.
+        device: device of the process; determines the number and dtype of the logits in memory at a time.
+        processes: number of processes that share the batch; must divide the batch size.
     """
     config, train = recipe.model, recipe.train
     model = shape_of(config)
@@ -117,7 +118,7 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
 
 
 def _saved(config: ModelConfig, bf16: bool, layers: int) -> tuple[float, _Saved]:
-    """Measure the bytes that autograd saves for a small model: the constant part, and the bytes per position."""
+    """Measure the bytes that autograd saves: a constant inside the first block, and the bytes per position."""
     lengths = LENGTHS if layers == 1 else (CHUNK, 2 * CHUNK)  # linear layers save activations per chunk
     lengths = lengths if config.context >= max(lengths) else (config.context // 2, config.context)
     # If the first layer is linear, there are no first-layer values for value residuals.
@@ -194,7 +195,9 @@ def _loss_bytes(config: ModelConfig, positions: int, device: torch.device, bf16:
 
 
 def check_fits(recipe: Recipe, world: World) -> None:
-    """Check the memory estimate of a process against its GPU's memory, or its share of the machine's memory.
+    """Check the memory estimate of a process against its GPU's memory, or its share of the machine's or cgroup's.
+
+    The limit is the total memory, free or not; without a known total, nothing is checked.
 
     Args:
         recipe: recipe with `vocab_size` set and a `precision` other than auto.
@@ -223,8 +226,8 @@ def check_fits(recipe: Recipe, world: World) -> None:
 
 def _refusal(needs: str, have: int, device: torch.device, largest: str) -> InputError:
     of_the_model = largest in ("weights", "gradients", "optimizer")
-    smaller = "model.width, model.layers or model.vocab_size" if of_the_model else "train.micro_batch or model.context"
-    smaller += ", or train.recompute to blocks" if largest == "activations" else ""
+    smaller = "model.width, model.layers or vocabulary" if of_the_model else "train.micro_batch or model.context"
+    smaller += ", or train.recompute to blocks (if it is none)" if largest == "activations" else ""
     return InputError(
         f"a process needs {needs} and has {have / MB:,.0f} MB ({device}): set a smaller {smaller} "
         "(--dry-run prints each part), or pass --anyway to skip this check"
@@ -232,7 +235,10 @@ def _refusal(needs: str, have: int, device: torch.device, largest: str) -> Input
 
 
 def _parameters(config: ModelConfig) -> int:
-    """Count the model's parameters from its first two layers: building all layers is slow, even on the meta device."""
+    """Extrapolate the number of parameters from models of one and two layers, as if all further layers were the same.
+
+    Building all layers is slow, even on the meta device.
+    """
     one, two = (
         sum(p.numel() for p in shape_of(config.model_copy(update={"layers": layers})).parameters()) for layers in (1, 2)
     )
@@ -251,7 +257,8 @@ class TrainingPlan:
         memory: estimated peak memory of one process.
         device: PyTorch's name of this process's device.
         processes: number of processes that share the batch.
-        hours_at_peak: hours of training at the GPUs' bfloat16 peak FLOP/s (a lower bound); None if unknown.
+        hours_at_peak: hours of training at the devices' peak FLOP/s (`train.peak_flops`, else the bfloat16 peak of a
+            known GPU), a lower bound; None if the peak is unknown.
     """
 
     name: str
@@ -267,7 +274,7 @@ class TrainingPlan:
     hours_at_peak: float | None
 
     def document(self) -> dict[str, Any]:
-        """Return the plan as a JSON-serializable dict, memory in MB."""
+        """Return the plan as a JSON-serializable dict, memory in MB (2**20 bytes)."""
         memory = {name: round(size / MB, 1) for name, size in asdict(self.memory).items()}
         return {**asdict(self), "memory": memory | {"total": round(self.memory.total / MB, 1)}}
 
@@ -279,6 +286,7 @@ def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> Trainin
 
     Raises:
         InputError: if the text is unusable, or the batch size is not a multiple of the processes.
+        SinklabError: if the text cannot be prepared, for example because the disk is full.
     """
     World(size=processes).rows(recipe.train.batch_size)
     recipe = sized(recipe, device, lambda: prepared(recipe.data))
@@ -304,6 +312,8 @@ def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> Trainin
 def sized(recipe: Recipe, device: torch.device, prepare: Callable[[], TokenDataset]) -> Recipe:
     """Return the recipe with its vocabulary size and precision set.
 
+    The vocabulary size is `model.vocab_size`, else SIZE of the tokenizer `train:SIZE`, else that of the prepared data.
+
     Args:
         prepare: function that prepares the data; called only if the vocabulary size is not known without it.
     """
@@ -321,5 +331,5 @@ def memory_line(recipe: Recipe, device: torch.device, processes: int) -> str:
 
 
 def megabytes(size: int) -> str:
-    """Format bytes as MB (2**20 bytes), with one decimal below ten."""
+    """Format bytes as a number of MB (2**20 bytes) without the unit, with one decimal below ten."""
     return f"{size / MB:,.0f}" if size >= 10 * MB else f"{size / MB:.1f}"

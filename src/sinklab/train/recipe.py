@@ -30,20 +30,20 @@ KINDS = ("kind", "name")
 """Keys that discriminate unions."""
 
 MUST_BE_SET = "???"
-"""Value of a key that must be set with `--set`, as in OmegaConf."""
+"""Value of a key that an overlay or `--set` must replace, as in OmegaConf."""
 
 DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Selection.model_fields}
 """Keys of `data` that are covered by the fingerprint of the prepared data."""
 
 MANNER = {"save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
-"""Keys of `train` that do not change the result and may differ when a run is resumed."""
+"""Keys of `train` that change the result by rounding at most, and may differ when a run is resumed."""
 
 
 class Recipe(Part):
-    """Full specification of a run: model, data, optimiser, training, metric."""
+    """Full specification of a run: model, data, auxiliary losses, optimiser, schedule, training, metric."""
 
-    name: str = Field(default="run", description="label of the run; does not change the result")
-    seed: int = Field(default=0, ge=0, description="random seed of the initial weights and the order of the data")
+    name: str = Field(default="run", description="label of the run, in its directory's name; no effect on results")
+    seed: int = Field(default=0, ge=0, description="random seed of initial weights, data order and data.random_tokens")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     losses: AddedLosses = AddedLosses()
@@ -56,7 +56,10 @@ class Recipe(Part):
     @classmethod
     def _begins_a_directory_name(cls, name: str) -> str:
         if not re.fullmatch(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]*", name):
-            raise ValueError(f"{name!r} cannot begin a directory's name: use a name without slashes or a leading dot")
+            raise ValueError(
+                f"{name!r} cannot begin a directory's name: use a non-empty name without slashes, "
+                "backslashes, control characters or a leading dot"
+            )
         return name
 
     @model_validator(mode="after")
@@ -64,7 +67,7 @@ class Recipe(Part):
         if self.metric.length > self.model.context:
             raise ValueError(
                 f"metric.length {self.metric.length} is beyond model.context {self.model.context}: "
-                "the model has not been trained at those positions"
+                "use a length at which the model is trained"
             )
         if self.schedule.min_lr > self.optim.lr:
             raise ValueError(f"schedule.min_lr {self.schedule.min_lr} is above optim.lr {self.optim.lr}")
@@ -73,9 +76,9 @@ class Recipe(Part):
     def content_hash(self, data_fingerprint: str) -> str:
         """Return the hash of recipe and data that identifies the run: 16 hexadecimal digits.
 
-        Excluded are keys that do not affect the result (`name`, `MANNER`), the source of the data (`DATA_ORIGIN`; the
-        fingerprint identifies the data), later keys at their neutral value (identity.py), and the path of an initial
-        checkpoint, whose weights have their own hash.
+        Excluded are `name`, the keys in `MANNER`, the source of the data (`DATA_ORIGIN`; the fingerprint identifies the
+        data), keys added later at their neutral value (identity.py), and the path of an initial checkpoint, whose
+        weights have their own hash.
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
         without_later(recipe)
@@ -108,10 +111,13 @@ def recipe_text(name: str) -> str:
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file or a shipped recipe and apply `KEY=VALUE` overrides, those that select a kind first.
+    """Read a recipe file or a shipped recipe and apply `KEY=VALUE` overrides from the outermost keys inwards.
+
+    In this order a kind is selected before its values are set.
 
     Raises:
-        InputError: if the file is not YAML, or a key, type or combination is invalid; the message names the field.
+        InputError: if there is no such recipe, it or an override is not YAML, or a key, type or combination is invalid;
+            the message names the field.
     """
     text = recipe_text(name)
     try:
@@ -125,11 +131,13 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin: str = "recipe") -> Recipe:
-    """Build a validated recipe from nested values and overlays.
+    """Build a validated recipe from nested values and overlays, which are merged in order (`merge`).
+
+    Args:
+        origin: name of the recipe in error messages.
 
     Raises:
-        InputError: if a key, type or combination is invalid, or a required key is not set; the message
-            names the field.
+        InputError: if a key, type or combination is invalid, or a required key is not set; the message names the field.
     """
     merged: dict[str, Any] = {}
     try:
@@ -153,7 +161,11 @@ def _depth(override: str) -> int:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Parse `a.b.c=value` as nested mappings; the value is read as YAML."""
+    """Parse `a.b.c=value` as nested mappings; the value is read as YAML, 3e-3 as a number.
+
+    Raises:
+        InputError: if the text is not of this form, or the value is not YAML.
+    """
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise InputError(f"--set {text}: expected KEY=VALUE with a dotted key, for example --set optim.lr=3e-3")
@@ -198,20 +210,22 @@ def _discriminator(field: Schema) -> str | None:
 
 
 class _NoSectionError(ValueError):
-    """A recipe section was set to a plain value."""
+    """A recipe section was set to a plain value or to null."""
 
 
 def merge(
     base: Mapping[str, Any], overlay: Mapping[str, Any], node: Schema | None = None, path: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Merge `overlay` into `base` recursively; the name of a kind, or another kind, replaces the whole union value.
+    """Merge `overlay` into `base` recursively.
+
+    A union may be given by the name of a kind. If that is another kind than before, the old kind's values are dropped.
 
     Args:
         node: schema of the keys; default: the schema of a recipe.
         path: path of the keys in the recipe.
 
     Raises:
-        ValueError: if a section is set to a plain value; the message names the section.
+        ValueError: if a section is set to a plain value, or to null where it is required; the message names it.
     """
     merged = dict(base)
     for key, value in overlay.items():
@@ -231,7 +245,7 @@ def merge(
             if all("properties" in one for one in types):
                 where, known = ".".join((*path, key)), ", ".join(types[0]["properties"])
                 got = "nothing" if value is None else f"{value!r}"
-                raise _NoSectionError(f"{where} is a section with the keys {known}, not a value (got {got})")
+                raise _NoSectionError(f"{where} is a section with keys such as {known}, not a value (got {got})")
         merged[key] = value
     return merged
 
@@ -251,7 +265,10 @@ def _explain(error: ValidationError, origin: str) -> str:
 
 
 def _walk(path: tuple[int | str, ...]) -> tuple[list[str], Schema]:
-    """Convert a pydantic error path to recipe keys without union members, and return the schema at that path."""
+    """Convert a pydantic error path to recipe keys without union members; return them and the schema there.
+
+    The schema is {} if the path ends at a union of several types.
+    """
     here, kept = recipe_schema(), []
     for step in path:
         types = [one for one in members(here) if one.get("type") != "null"]

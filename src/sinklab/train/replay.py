@@ -25,12 +25,12 @@ class Replay:
     Attributes:
         step: number of the update, 1-based; the batch index is step - 1.
         checkpoint: checkpoint at which the replay started; None for the initial weights.
-        repeated: number of updates repeated after the checkpoint.
-        loss: loss, nats per token.
+        repeated: number of updates repeated before this step, from the checkpoint or the initial weights on.
+        loss: cross-entropy without auxiliary losses, nats per token.
         grad_norm: global gradient norm, before clipping.
-        grad_norms: gradient norm of each parameter that has a gradient.
-        first_not_finite: name of the first tensor with NaN or infinity, in the order weights, module outputs (forward
-            order), loss, gradients (backward order); None if all are finite.
+        grad_norms: gradient norm of each parameter that has a gradient, by name.
+        first_not_finite: first tensor with NaN or infinity, such as "output of blocks.0.ffn", in the order weights,
+            module outputs (forward order), loss, gradients (backward order); None if all are finite.
     """
 
     step: int
@@ -55,11 +55,12 @@ class Replay:
 
 
 def replay(run: Run, step: int) -> Replay:
-    """Repeat the forward and backward pass of `step`, from the newest valid checkpoint before it.
+    """Repeat the forward and backward pass of `step`, after the updates since the newest valid checkpoint before it.
 
     Raises:
-        InputError: if the run has no such step.
+        InputError: if the run has no such step; see also `Updater`.
         NotFiniteError: if an earlier step is already not finite; the message names it.
+        SinklabError: if there are earlier checkpoints but none is valid, or the training shard cannot be read.
     """
     if not 1 <= step <= run.recipe.train.steps:
         raise InputError(f"--replay {step}: the run has the steps 1..{run.recipe.train.steps}")

@@ -1,18 +1,18 @@
 """`model.init_from`: initialise a run with the weights of a checkpoint.
 
     a Llama        directory, .gguf file, or name on the hub: its sizes, tokenizer and weights, in float32
-    a sinklab run  directory: likewise, any variant, from the run's newest checkpoint
+    a sinklab run  run directory (its newest valid checkpoint) or exported run: likewise, any variant
 
 Tensors that the checkpoint lacks are new. If possible, they are initialised such that the outputs do not change:
 
     sink logit              `model.attention.bias.start`, default -12: at most 6e-6 of a row
     key of k and kv biases  likewise: a learned number added to the logit
     output and value gates  sigmoid(0) = 1/2 everywhere, and twice the output projection: exactly the same outputs
-    value of v biases       zero
+    value of v, kv biases   zero
     gates behind norms      sigmoid(0) = 1/2 everywhere, and twice the weight of the norm: exactly the same outputs
     projected embeddings    both matrices are the identity: exactly the same outputs
 
-A sink token, an operation other than softmax and additional norms change the initial outputs.
+Other changes alter the initial outputs, such as a sink token, another operation, a V-scale gate or additional norms.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ OPEN = (
     "pattern",
     "projection",
 )
-"""Keys of `model` that default to the checkpoint's values; the context may differ."""
+"""Keys of `model` that default to the checkpoint's values; only context, pattern and kind of position may differ."""
 
 GATE_BEHIND_NORM = ".gate.up.weight"
 
@@ -59,8 +59,8 @@ class Start:
     """Initial checkpoint of a run.
 
     Attributes:
-        name: name in the recipe.
-        model: model section of the checkpoint's recipe.
+        name: value of `model.init_from`.
+        model: model section of a recipe that describes the checkpoint; of a Llama, sizes, position and norm only.
         weights: float32 weights by sinklab's parameter names.
         tokenizer: tokenizer of the checkpoint.
     """
@@ -71,7 +71,7 @@ class Start:
     tokenizer: Tokenizer
 
     def sha256(self) -> str:
-        """Hash the names, shapes and values of the weights."""
+        """Return the SHA-256 of the names, shapes and values of the weights, in hexadecimal."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.weights.items()):
             digest.update(f"{name}{tuple(tensor.shape)}".encode())
@@ -83,7 +83,8 @@ def load_start(name: str) -> Start:
     """Load an initial checkpoint by its name.
 
     Raises:
-        InputError: if the checkpoint cannot be loaded or is not a Llama that a recipe can describe.
+        InputError: if the checkpoint or its tokenizer cannot be loaded, or it is neither a run nor a Llama that a
+            recipe can describe.
         SinklabError: if none of a run's checkpoints is valid.
     """
     if (Path(name) / RECIPE).is_file():
@@ -109,7 +110,7 @@ def load_start(name: str) -> Start:
 
 
 def _tokenizer(name: str, loaded: Any) -> Tokenizer:
-    """Load the tokenizer from a directory's files, else through transformers (.gguf)."""
+    """Load a directory's tokenizer.json, else convert the tokenizer that transformers loaded (.gguf, hub)."""
     if (Path(name) / "tokenizer.json").is_file():
         return load_tokenizer(name)
     key = hashlib.sha256(loaded.backend_tokenizer.to_str().encode()).hexdigest()[:20]
@@ -117,18 +118,22 @@ def _tokenizer(name: str, loaded: Any) -> Tokenizer:
     if not (folder / "tokenizer_config.json").is_file():
         eos, bos = loaded.eos_token_id, loaded.bos_token_id
         if eos is None:
-            raise InputError(f"model.init_from {name}: its tokenizer has no end-of-text token")
+            raise InputError(
+                f"model.init_from {name}: its tokenizer has no eos_token, which is written after documents"
+            )
         Tokenizer(loaded.backend_tokenizer, name, eos, eos if bos is None else bos).save(folder)
     return load_tokenizer(str(folder))
 
 
 def started(recipe: Recipe) -> Recipe:
-    """Return the recipe with the values that its initial checkpoint determines: sizes, tokenizer, bias start, hash.
+    """Return the recipe with the values that its initial checkpoint determines, where it does not set them.
 
-    A recipe without an initial checkpoint, or with the hash of its weights, is returned unchanged.
+    These are the keys in `OPEN`, the hash of the weights, the tokenizer, and `start` of biases that have it. A recipe
+    without an initial checkpoint, or with `model.init_sha256`, is returned unchanged.
 
     Raises:
-        InputError: if the checkpoint is unusable, or its sizes or tokenizer differ from the recipe's.
+        InputError: if the checkpoint is unusable, or keys that must be equal differ from the recipe's.
+        SinklabError: if none of a run's checkpoints is valid.
     """
     name = recipe.model.init_from
     if name is None or recipe.model.init_sha256 is not None:
@@ -156,7 +161,7 @@ def _without_weights(name: str) -> tuple[Start, str]:
 
 
 def _check_sizes(recipe: Recipe, start: Start) -> None:
-    """Raise InputError if the model sizes in the recipe and in the initial checkpoint differ."""
+    """Raise InputError if keys in `OPEN` differ, except context, pattern and another kind of position."""
     given = recipe.model.model_dump(mode="json", exclude_unset=True)
     theirs = leaves({key: start.model[key] for key in OPEN if key in start.model and key != "context"})
     ours = leaves({key: given[key] for key in OPEN if key in given})
@@ -185,7 +190,8 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
         The names of the new tensors.
 
     Raises:
-        InputError: if weights hash, tokenizer or tensor shapes of recipe and checkpoint differ.
+        InputError: if the recipe lacks `model.init_sha256`, the weights' hash or the tokenizer differs, or a tensor of
+            the checkpoint is missing in the model or has another shape there.
     """
     if model.config.init_sha256 is None:
         raise InputError(
@@ -195,18 +201,19 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
     if model.config.init_sha256 != start.sha256():
         raise InputError(
             f"the weights of model.init_from {start.name} have changed: their hash is not the recipe's "
-            "model.init_sha256"
+            "model.init_sha256. Restore them, or leave out that key for a new run"
         )
     vocabularies = [one.backend.get_vocab() for one in (start.tokenizer, load_tokenizer(str(tokenizer_path)))]
     if vocabularies[0] != vocabularies[1]:
         raise InputError(
             f"the data was made with another tokenizer than that of model.init_from {start.name}: leave out "
-            "data.tokenizer, or prepare the text with it"
+            "data.tokenizer, or prepare the text with the checkpoint's tokenizer"
         )
     own = model.state_dict()
     if lost := sorted(set(start.weights) - set(own)):
         raise InputError(
-            f"model.init_from {start.name} has {len(lost)} tensors that the recipe's model lacks, such as {lost[0]}"
+            f"model.init_from {start.name} has {len(lost)} tensors that the recipe's model lacks, such as {lost[0]}: "
+            "add the checkpoint's components to the recipe"
         )
     for name, tensor in start.weights.items():
         if own[name].shape != tensor.shape:

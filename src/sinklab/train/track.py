@@ -1,6 +1,6 @@
 """Experiment trackers: log recipe, evaluations and charts to Weights & Biases and TensorBoard.
 
-A resumed run continues its log: in W&B by the id in the run directory, in TensorBoard without the repeated evaluations.
+A resumed run continues its log: in W&B by the id in tracking.json, in TensorBoard without the repeated evaluations.
 """
 
 import importlib.util
@@ -19,14 +19,14 @@ from sinklab.train.directory.run import Run
 
 PROJECT = "sinklab"
 TrackerName = Literal["wandb", "tensorboard"]
-FROM_0 = {"hidden_norm_ratio"}  # index 0 is before the first block; other indices count from 1
+FROM_0 = {"hidden_norm_ratio"}  # its index 0 is before the first block; other lists are numbered from 1
 
 
 class Tracker(Protocol):
     """An experiment tracker (W&B or TensorBoard) of one run.
 
     Attributes:
-        is_new: True if nothing of this run has been logged before.
+        is_new: True if this tracker has no log of the run yet.
     """
 
     is_new: bool
@@ -46,12 +46,13 @@ class Tracker(Protocol):
 
 @contextmanager
 def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list[Tracker]]:
-    """Open the trackers of a run that continues at `step`; they are closed at the end.
+    """Open the trackers of a run that continues at `step`; they are closed at the end of the `with` block.
 
-    A new tracker first logs the earlier evaluations.
+    A new tracker first logs the evaluations in metrics.jsonl.
 
     Raises:
         InputError: if the package of a tracker is not installed.
+        SinklabError: if metrics.jsonl is damaged.
     """
     require(names)
     with ExitStack() as open_ones:
@@ -77,8 +78,9 @@ def require(names: Sequence[TrackerName]) -> None:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Flatten an evaluation to numbers by name, without nulls: `sink_rate/1` is the sink rate of the first position,
-    `sink_rate_heads/2/1` that of the first head of the second layer.
+    """Flatten an evaluation to numbers by name; other values, such as null, are left out.
+
+    `sink_rate/1` is the sink rate of the first position, `sink_rate_heads/2/1` that of the second layer's first head.
     """
     found: dict[str, float] = {}
     for key, value in row.items():
@@ -155,7 +157,7 @@ class _TensorBoard:
 
 
 def _identity(path: Path) -> tuple[str, bool]:
-    """Return the W&B id of the run, and True if it existed before."""
+    """Return the W&B id of the run from the file at `path`, else a new one; and True if it existed before."""
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))["wandb"]["id"], True
     identity = secrets.token_hex(8)

@@ -3,9 +3,9 @@
 A batch depends only on (seed, step); no global random generator is used. Apart from rounding, an update does not depend
 on the number of processes.
 
-On a CPU, loss and gradient norm are checked before the optimiser step, which is skipped if either is not finite. On
-CUDA, reading both would synchronise the device at every update. So AdamW's fused kernel skips the step on the device
-(`found_inf`) for this and all later updates, and the host reads the numbers one update late.
+Loss and gradient norm are checked before the optimiser step, which is skipped if either is not finite. On CUDA, reading
+both would synchronise the device at every update. With AdamW on CUDA the fused kernel therefore skips the step on the
+device (`found_inf`), for this and all later updates, and the host reads the numbers one update late.
 """
 
 import contextlib
@@ -36,18 +36,20 @@ class Updater:
     Args:
         run: opened run; no files of its directory are read or written.
         world: training processes.
-        look: callback during model initialisation; an exception from `look` ends the construction.
+        look: callback before every tensor operation of the model's initialisation; an exception from `look` ends the
+            construction.
 
     Attributes:
         model: unwrapped model on its device; with FSDP its parameters are sharded.
         optimizer: optimiser of the model's parameters.
         state: training state; `state.step` is also the index of the next batch.
         device: device of this process.
-        batches: this process's rows of every batch.
+        batches: prefetcher of this process's rows of every batch.
 
     Raises:
-        InputError: if the text is too short, the batch size is not a multiple of the processes, or the initial
-            checkpoint is unusable.
+        InputError: if the device does not exist, the text is too short, a data intervention is outside the chunk or
+            vocabulary, the batch size is not a multiple of the processes, or the initial checkpoint is unusable.
+        SinklabError: if the installed PyTorch has no Muon and the recipe needs it.
     """
 
     def __init__(self, run: Run, world: World = ALONE, look: Callable[[], None] = lambda: None) -> None:
@@ -75,12 +77,14 @@ class Updater:
         return learning_rate(self.state.step, self.recipe.train.steps, self.recipe.optim.lr, self.recipe.schedule)
 
     def update(self) -> float:
-        """Do one optimiser step; return the newest known training loss of the global batch, nats per token.
+        """Do one optimiser step; return the newest known cross-entropy of the global batch, nats per token.
 
-        The loss is that of this step on a CPU, and that of the previous step on CUDA.
+        It is that of this step, or with AdamW on CUDA that of the previous one (0 if this object has not done one).
 
         Raises:
-            NotFiniteError: on all processes, if a loss or gradient of any process is not finite.
+            NotFiniteError: on all processes, if a loss or gradient of any process is not finite, in this update or with
+                AdamW on CUDA in the previous one.
+            SinklabError: if the training shard cannot be read.
         """
         state, clip = self.state, self.recipe.optim.clip
         for group in self.optimizer.param_groups:
@@ -105,7 +109,7 @@ class Updater:
         self._take_results(all_of_them=True)
 
     def has_finite_weights(self) -> bool:
-        """Return True if this process's weights are finite; a large step may overflow despite a finite gradient."""
+        """Return True if this process's weights (shards) are finite; a step may overflow despite a finite gradient."""
         return bool(torch.stack([local(p.detach()).isfinite().all() for p in self.model.parameters()]).all())
 
     def _take_results(self, all_of_them: bool = False) -> None:
@@ -117,7 +121,7 @@ class Updater:
 
     @contextlib.contextmanager
     def _not_updated(self) -> Iterator[None]:
-        """Reset `state.step` and the gradients if NotFiniteError is raised in the `with` block."""
+        """If the `with` block raises NotFiniteError, set `state.step` to the last update done, and clear gradients."""
         try:
             yield
         except NotFiniteError as error:
@@ -129,7 +133,8 @@ class Updater:
         """Compute the gradients of the mean loss (auxiliary losses included) over the global batch, in `.grad`.
 
         Returns:
-            The mean cross-entropy over this process's rows, and the global gradient norm.
+            The mean cross-entropy over this process's rows, nats per token, and the global gradient norm before
+            clipping, both scalars on the device.
         """
         tokens_BT = self.batches.batch(self.state.step)
         parts = tokens_BT.split(self.recipe.train.micro_batch or len(tokens_BT))
@@ -162,7 +167,10 @@ class _Looking(TorchFunctionMode):
 
 
 class DivergedError(SinklabError):
-    """Training diverged: loss, gradients or weights are not finite. Repeating the run gives the same result."""
+    """Training diverged: a training or validation loss, a gradient or a weight is not finite.
+
+    Repeating the run gives the same result.
+    """
 
 
 class NotFiniteError(SinklabError):
@@ -192,9 +200,9 @@ class FiniteCheck:
     """Check that loss and gradient norm of every update are finite.
 
     Args:
-        optimizer: optimiser, whose step is skipped on CUDA if a number is not finite.
+        optimizer: optimiser, whose step is skipped on the device with `late` if a number is not finite.
         world: training processes; all of them call the methods.
-        late: read loss and gradient norm one update late; needs a fused AdamW.
+        late: read loss and gradient norm one update late; needs a fused AdamW on CUDA.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World, late: bool) -> None:
@@ -207,8 +215,8 @@ class FiniteCheck:
 
         Args:
             step: number of the update, 1-based.
-            loss: mean loss over this process's rows.
-            grad_norm: global gradient norm.
+            loss: mean cross-entropy over this process's rows.
+            grad_norm: global gradient norm before clipping.
 
         Raises:
             NotFiniteError: on all processes, if a number is not finite; with `late`, `read` raises it.

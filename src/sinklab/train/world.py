@@ -1,6 +1,6 @@
 """Distributed processes of a training run: rank, size, collectives.
 
-torchrun sets the ranks in the environment. gloo exchanges CPU objects (decisions, checkpoints), NCCL CUDA tensors.
+torchrun sets the ranks in the environment. gloo exchanges Python objects and CPU tensors, NCCL CUDA tensors.
 Every method that communicates is a collective: all processes must call it, in the same order.
 """
 
@@ -35,14 +35,14 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0, the only process that writes files and messages."""
+        """True on rank 0, which writes all messages, and all files but the other ranks' shards of checkpoints."""
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """Return this process's device; "auto" and "cuda" choose the GPU of the local rank.
+        """Return this process's device; with several processes, "auto" and "cuda" choose the GPU of the local rank.
 
         Raises:
-            InputError: if this machine has no such device.
+            InputError: if this machine has no such device, or several processes name one GPU ("cuda:0").
         """
         if self.size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
             return pick_device(f"cuda:{self.local_rank}")  # using "cuda" would allocate memory on the first GPU
@@ -54,7 +54,7 @@ class World:
         return device
 
     def use(self, name: str) -> None:
-        """Make this process's GPU the current CUDA device; raises as `device`."""
+        """With several processes, make this process's GPU the current CUDA device; raises as `device`."""
         device = self.device(name)
         if device.type == "cuda" and self.size > 1:
             torch.cuda.set_device(device)
@@ -94,8 +94,12 @@ class World:
     def from_first(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0 and return its result on all processes.
 
+        Args:
+            make: function without collectives; its result must be picklable.
+
         Raises:
-            SinklabError: on the other processes, if rank 0 raises any exception.
+            Exception: on rank 0, the exception of `make`.
+            SinklabError: on the other processes, with the same message; InputError if `make` raised an InputError.
         """
         if self.size == 1:
             return make()
@@ -121,13 +125,14 @@ class World:
         return error
 
     def together(self, work: Callable[[], T]) -> T:
-        """Call `work` on every process and return the local result; an error of any process is raised on all.
+        """Call `work` on every process and return the local result; a SinklabError of any process is raised on all.
 
         Args:
             work: function without collectives.
 
         Raises:
-            SinklabError: the error of the lowest rank on which `work` failed.
+            SinklabError: with the message of the lowest rank on which `work` failed; InputError if it was one there.
+                With one process, the error of `work`.
         """
         if self.size == 1:
             return work()
@@ -166,7 +171,7 @@ def joined_world() -> Iterator[World]:
     The process must end with `os._exit`: if a DDP model outlives its process group, destroying gloo can deadlock.
 
     Raises:
-        InputError: if the environment has no valid ranks or no address of rank 0.
+        InputError: if the environment has no valid ranks or no valid address of rank 0.
         LostProcessError: if another process is lost, or this one fails unexpectedly.
     """
     world = _world_of_environment()
@@ -181,8 +186,8 @@ def joined_world() -> Iterator[World]:
         ThreadPoolExecutor(1).submit(join).result()
     except ValueError as error:
         raise InputError(
-            f"WORLD_SIZE is {world.size} but the environment has no address of the first process ({error}): start "
-            "the processes with torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {world.size} but the environment has no valid address of rank 0 ({error}): start the "
+            "processes with torchrun, or unset WORLD_SIZE"
         ) from error
     try:
         yield world

@@ -1,9 +1,9 @@
 """Attention operations: softmax and its alternatives.
 
-z_ts is the score of query t and key s after softcap and position bias; a bias key adds one key to every row. To add an
-operation, add a file here, a member of the union below and a row in docs/interventions.md. The class has a `kind`, the
-formula in its docstring, `examples` for training, tests and timings, the methods of `OperationPart` (usually of
-`LogSimilarity`: a log-similarity and a divisor), and the paper's formula as `reference`.
+z_ts is the score of query t and key s after softcap, position bias and forget gates; a bias key adds one key to every
+row. To add an operation, add its class in a file here, a member of the union below and a row in docs/interventions.md.
+The class has a `kind`, the formula in its docstring, `examples` for training, tests and timings, the methods of
+`OperationPart` (usually of `LogSimilarity`: a log-similarity and a divisor), and the paper's formula as `reference`.
 """
 
 from typing import Annotated

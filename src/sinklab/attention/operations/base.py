@@ -1,8 +1,8 @@
 """Base classes of attention operations.
 
-An operation with non-negative scores is defined by a log-similarity l_ts and a divisor Z_t: with (out, lse) of one
-`attend` over l_ts, its output is out * exp(lse) / Z and its row sum exp(lse) / Z. If Z is the row sum, the output is
-out and the row sum is 1.
+Most operations with non-negative scores are defined by a log-similarity l_ts and a divisor Z_t: with (out, lse) of one
+`attend` over l_ts, the output is out * exp(lse) / Z and the row sum exp(lse) / Z. If Z is exp(lse), the output is out
+and the row sum is 1.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ from sinklab.schema import Kind
 class OperationPart(Kind, ABC):
     """Base class of attention operations, which are chosen in a recipe."""
 
-    has_logits: ClassVar[bool] = True  # False for kernel attention, whose similarity is not a function of q.k
+    has_logits: ClassVar[bool] = True  # False for kernel attention: phi(q).phi(k) instead of a function of q.k
     zero_at_zero: ClassVar[bool] = False  # whether a key with logit 0 has similarity 0
     forgets: ClassVar[bool] = False  # whether the operation uses forget gates (`forget_gate`)
     sequential: ClassVar[bool] = False  # whether attention weights depend on the order of keys (stick-breaking)
@@ -40,28 +40,31 @@ class OperationPart(Kind, ABC):
 
     @property
     def only_values(self) -> bool:
-        """True if the output is a weighted sum of the values."""
+        """True if the output is a weighted sum of the values of the keys and of a bias."""
         return True
 
     @property
     def divides(self) -> bool:
-        """True if scores are divided by a row sum, so that a key with value zero affects the output."""
+        """True if scores are divided by a row sum or norm, so that a key with value zero affects the output."""
         return True
 
     @property
     def plain(self) -> bool:
-        """True for plain softmax."""
+        """True if the operation equals softmax, possibly because of its settings."""
         return False
 
     @property
     def passes(self) -> int:
-        """Number of passes over the scores for one output; 2 if a normaliser is computed first."""
+        """Number of passes over the scores for one output; 2 for a separate normaliser or a second softmax.
+
+        Holds for the causal mask: signed kernels make two passes under windows and documents.
+        """
         return 1
 
     def parameters(
         self, heads: int, head_width: int, value_width: int, layer: int, context: int | None
     ) -> nn.Module | None:
-        """Build the operation's learned parameters, one set per layer.
+        """Build the operation's learned parameters, one set per layer; None for operations without parameters.
 
         Args:
             heads: number of query heads.
@@ -69,6 +72,9 @@ class OperationPart(Kind, ABC):
             value_width: width of a head's values and output.
             layer: layer number, 1-based.
             context: training sequence length; None if unknown.
+
+        Raises:
+            ValueError: if the operation depends on the context and it is unknown.
         """
         return None
 
@@ -88,25 +94,33 @@ class OperationPart(Kind, ABC):
 
     @abstractmethod
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
-        """Compute the attention output sum_s A_ts v_s in the dtype of the values: (B, H, T, V)."""
+        """Compute the attention output in the dtype of the values: (B, H, T, V).
+
+        It is sum_s A_ts v_s, with the bias key; differential also normalises it, and stick-breaking may add its rest. A
+        V bias is added later (`LayerCall.output`).
+        """
 
     @abstractmethod
     def rows(self, call: Call) -> Iterator[Rows]:
         """Compute proxy scores |A_tk| / sum_s |A_ts|, with the bias key, in blocks of queries (2410.10781, table 6).
 
-        The proxy scores are the attention weights if the scores of a row sum to one.
+        The proxy scores are the attention weights if the scores of a row sum to one. For stick-breaking, the remaining
+        attention takes the place of the bias.
         """
 
     @abstractmethod
     def row_sums(self, call: Call) -> Tensor:
-        """Compute the row sums sum_s A_ts, including the bias key: (B, H, T)."""
+        """Compute the row sums sum_s A_ts, including the bias key or the remaining attention: (B, H, T)."""
 
     @abstractmethod
     def reference(self, given: Explicit) -> Tensor:
-        """Compute A_ts by the paper's formula on explicit matrices, sharing no code with `output`: (B, H, T, S)."""
+        """Compute A_ts by the paper's formula on explicit matrices, sharing no code with `output`: (B, H, T, S).
+
+        Column 0 is that of a bias key, sink logit or remaining attention, if there is one.
+        """
 
     def reference_output(self, given: Explicit, out_BHTV: Tensor) -> Tensor:
-        """Compute the output from sum_s A_ts v_s by the paper's formula."""
+        """Compute the output from out_BHTV = sum_s A_ts v_s by the paper's formula; by default, return `out_BHTV`."""
         return out_BHTV
 
 
@@ -117,8 +131,8 @@ class Normalisation:
     Attributes:
         similarity: log-similarity l_ts, applied to the call's score; None is the identity.
         log_divisor: log Z_t (B, H, T); 0.0 means no divisor, None the row sum including the bias key.
-        log_addend: log of a term added to the row sum before dividing (B, H, T).
-        factor: final factor of the scores.
+        log_addend: log of a term (B, H, T) added to the row sum if that is the divisor; None for no term.
+        factor: factor of the scores after dividing.
     """
 
     similarity: Score | None = None
@@ -128,7 +142,7 @@ class Normalisation:
 
 
 class LogSimilarity(OperationPart):
-    """An operation with non-negative scores: exp(l_ts) / Z_t."""
+    """Base class of operations with scores exp(l_ts) / Z_t, times a constant factor."""
 
     @abstractmethod
     def normalisation(self, call: Call) -> Normalisation:

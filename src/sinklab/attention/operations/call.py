@@ -30,15 +30,15 @@ class Call:
             a head has several queries, they are concatenated in q_BHTD.
         mask: mask of visible keys.
         backend: backend of the primitive.
-        cap: softcap of the scores, including the bias key.
-        position: relative position bias; not applied to a bias key.
+        cap: softcap of the scores, also of the bias key; None for none, and for Hugging Face models.
+        position: relative position bias, not applied to a bias key; for Hugging Face models, softcap and additive mask.
         fading: forget gates, applied after the position bias; not applied to a bias key.
-        key_HD: key of a bias.
-        offset_H: number added to the logit of the bias key, after the softcap.
-        logit_H: sink logit, used instead of q.k_s.
-        value_HV: value of the bias; None means zero.
-        learned: learned parameters of the operation.
-        weight_BTH: logits of the weights of operations that weigh; None otherwise.
+        key_HD: key of a bias; None without one.
+        offset_H: number added to the logit of the bias key, after the softcap; None for zero.
+        logit_H: sink logit, used instead of q.k_s; None without one.
+        value_HV: value of the bias key, or a V bias if there is no bias key; None means zero.
+        learned: learned parameters of the operation; None without parameters.
+        weight_BTH: logits of the query weights (`OperationPart.weight_gate`); None for operations without them.
         scale: factor of q.k; None means 1 / sqrt(D), the only value that kernels and stick-breaking support.
     """
 
@@ -68,13 +68,13 @@ class Call:
         return self.key_HD is not None or self.logit_H is not None
 
     def cut(self, positions: int, first: int = 0) -> "Call":
-        """Return the call on the first `positions` positions, with queries from index `first` on."""
+        """Return the call on the first `positions` positions, with queries from index `first` on; requires T = S."""
         q_BHTD, k_BGTD = self.q_BHTD[:, :, first:positions], self.k_BGTD[:, :, :positions]
         weight_BTH = None if self.weight_BTH is None else self.weight_BTH[:, first:positions]
         return replace(self, q_BHTD=q_BHTD, k_BGTD=k_BGTD, weight_BTH=weight_BTH)
 
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
-        """Compute (out_BHTV, lse_BHT) of `primitive.attend` for a log-similarity, without the bias key."""
+        """Compute (out_BHTV, lse_BHT) of `primitive.attend` for a log-similarity, without bias key and sink logit."""
         return attend(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
 
     def attend_output(self, v_BGTV: Tensor, similarity: Score | None = None) -> Tensor:
@@ -90,14 +90,14 @@ class Call:
         return {"score": self.score(similarity), "mask": self.mask, "scale": self.scale}
 
     def keys_per_row(self) -> Tensor:
-        """Return the number of visible keys per query, including the bias key: (B, T), in the dtype of scores."""
+        """Return the number of visible keys per query, including a bias key or sink logit: (B, T), dtype of scores."""
         B, _, T, _ = self.q_BHTD.shape
         seen_BT = visible_keys(self.mask, T, self.q_BHTD.device, self.k_BGTD.shape[2])
         keys_BT = seen_BT.expand(B, T) + int(self.has_bias)
         return keys_BT.to(accumulate_dtype(self.q_BHTD.dtype))
 
     def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
-        """Compute the log-similarity of every query with the bias key: (B, H, T); None if there is no bias."""
+        """Compute the log-similarity of every query with the bias key or sink logit: (B, H, T); None without either."""
         if self.logit_H is not None:
             B, H, T, _ = self.q_BHTD.shape
             dtype = torch.promote_types(self.q_BHTD.dtype, torch.float32)

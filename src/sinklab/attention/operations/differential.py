@@ -1,4 +1,4 @@
-"""Differential attention: the difference of two softmaxes, of the two halves (2410.05258) or two queries of a head."""
+"""Differential attention: the difference of two softmaxes, of a head's halves (2410.05258) or its two queries (V2)."""
 
 import math
 from abc import abstractmethod
@@ -20,10 +20,14 @@ from sinklab.schema import Example
 
 
 class Lambda(nn.Module):
-    """Learned weight lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init of a layer, and its head output norm.
+    """Learned weight of a layer, lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init, and norm of its head outputs.
+
+    Calling the module returns lambda, a scalar.
 
     Attributes:
+        q1, k1, q2, k2: learned vectors l, (D / 2,).
         lambda_init: constant term of lambda.
+        norm: RMSNorm of the output of every head, over its width.
     """
 
     def __init__(self, head_width: int, lambda_init: float) -> None:
@@ -88,8 +92,8 @@ class Differential(Difference):
     kind: Literal["differential"] = "differential"
     lambda_init: Literal["depth"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         default="depth",
-        description="initial weight of the second softmax; depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer 1-based, "
-        "including layers without attention",
+        description="constant term of the second softmax's weight, near its initial value; "
+        "depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer 1-based, including layers without attention",
     )
     keys_per_head: ClassVar[int] = 2
     examples: ClassVar = {"differential": Example(), "differential_constant": Example({"lambda_init": 0.8})}
@@ -162,7 +166,7 @@ def _learned(module: nn.Module | None) -> Lambda:
 
 
 def halves(call: Call) -> tuple[Call, Call]:
-    """Return the calls with the first and with the second half of every head's queries, scaled by 1 / sqrt(D / 2).
+    """Return the calls with the first and with the second half of every head's queries, of width D / 2.
 
     Keys are also split in halves, unless their dimension is already D / 2.
     """

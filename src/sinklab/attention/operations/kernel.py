@@ -1,9 +1,10 @@
 """Kernel attention: sim_ts = phi(q_t).phi(k_s) / sqrt(d_h).
 
-Under causal and prefix masks it is computed as linear attention in O(T d^2); under window and document masks, or with
-an explicit backend, with one `attend` each for the positive and negative part of the similarity. phi is also applied to
-a bias key. Kernels have no logits, hence no softcap, no relative position bias and no sink logit. Importance is
-computed from the proxy scores |sim|.
+Under causal and prefix masks it is computed as linear attention in O(T d^2), and with a KV cache from the scores of the
+new queries. Under other masks, or with backend eager or flex, it is computed with one `attend` for the positive and, if
+there is one, another for the negative part of the similarity. phi is also applied to a bias key. Kernels have no
+logits, hence no softcap, no relative position bias and no sink logit. Importance is computed from the proxy scores
+|sim_ts| / sum_s |sim_ts|.
 """
 
 from abc import abstractmethod
@@ -54,7 +55,11 @@ class Kernel(OperationPart):
 
     @abstractmethod
     def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
-        """Compute the feature map phi(x): (.., D) -> (.., D)."""
+        """Compute the feature map phi(x): (.., D) -> (.., D).
+
+        Args:
+            learned: learned parameters of phi; None if it has none.
+        """
 
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
         call = self._featured(call)
@@ -113,7 +118,7 @@ def _add_one(sums_BHT: Tensor, call: Call) -> Tensor:
 
 
 class EluKernel(Kernel):
-    """Kernel attention with phi(x) = elu(x) + 1; Z is the row sum, which is positive."""
+    """Kernel attention with phi(x) = elu(x) + 1 (table 6); Z is the row sum, which is positive."""
 
     kind: Literal["elu_kernel"] = "elu_kernel"
     signed: ClassVar[bool] = False
@@ -131,7 +136,7 @@ class EluKernel(Kernel):
 
 
 class IdentityKernel(Kernel):
-    """Kernel attention with phi(x) = x; Z = max(|row sum|, 1)."""
+    """Kernel attention with phi(x) = x (table 6); Z = max(|row sum|, 1)."""
 
     kind: Literal["identity"] = "identity"
     examples: ClassVar = {
@@ -160,7 +165,7 @@ class Mlp(nn.Module):
 
 
 class MlpKernel(Kernel):
-    """Kernel attention with phi(x) = W2 relu(W1 x), shared by queries and keys; Z = max(|row sum|, 1)."""
+    """Kernel attention with phi(x) = W2 relu(W1 x), shared by queries and keys (table 6); Z = max(|row sum|, 1)."""
 
     kind: Literal["mlp"] = "mlp"
     examples: ClassVar = {
@@ -195,7 +200,10 @@ def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum
 
 
 def last_sums(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Mask) -> Tensor:
-    """Compute `linear_sums` for a few queries at the last T of S positions, from explicit scores: (B, H, T, V)."""
+    """Compute the sum of (q_t.k_s) v_s over the keys visible under any mask: (B, H, T, V).
+
+    The T x S matrix is stored: intended for a few queries, at the last T of S positions.
+    """
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
     similarity_BHTS = grouped_product(q_BHTD, k_BGSD.mT) * mask.block(S - T, S, 0, S, q_BHTD.device)
     return grouped_product(similarity_BHTS, v_BGSV)

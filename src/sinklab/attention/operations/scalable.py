@@ -34,7 +34,7 @@ class Temperature(nn.Module):
 
 
 class ScalableSoftmax(LogSimilarity):
-    """Scalable softmax: softmax((s_h log n_t) z_ts), s learned per head, n_t the number of keys (2501.19399).
+    """Scalable softmax: softmax((s_h log n_t) z_ts), s learned per head, n_t the number of visible keys (2501.19399).
 
     n includes every visible key, a bias key and a sink logit. z includes softcap and position bias. `offset` enables
     the paper's variant softmax((s_h log n_t + b_h) z_ts), which according to the paper generalises less well to long

@@ -1,4 +1,4 @@
-"""Softmax and operations with an elementwise similarity, unnormalised or divided by the row sum or a p-norm."""
+"""Softmax, and operations with an elementwise similarity that is unnormalised or divided by the row sum or a p-norm."""
 
 import math
 from abc import abstractmethod
@@ -63,7 +63,7 @@ class Softmax(LogSimilarity):
 class Similarity(LogSimilarity):
     """Base class of operations with A_ts = sim(z_ts), divided by the row sum or p-norm if `normalised`."""
 
-    normalised: bool = Field(default=False, description="divide by the row sum, so that the scores sum to one")
+    normalised: bool = Field(default=False, description="divide by the p-norm of the row; for p 1, scores sum to one")
     p: float = Field(default=1.0, gt=0, description=NORM)
 
     @model_validator(mode="after")
@@ -86,7 +86,7 @@ class Similarity(LogSimilarity):
 
     @abstractmethod
     def log_similarity(self, call: Call) -> Score:
-        """Return the score function z -> log sim(z)."""
+        """Return the score function z -> log sim(z) for this call."""
 
     @abstractmethod
     def similarity(self, given: Explicit) -> Tensor:
@@ -196,7 +196,7 @@ class Sigmoid(Similarity):
 
 
 class Elu1(Similarity):
-    """ELU attention: sim(z) = elu(z) + 1."""
+    """ELU attention: sim(z) = elu(z) + 1 (table 6)."""
 
     kind: Literal["elu1"] = "elu1"
     examples: ClassVar = {

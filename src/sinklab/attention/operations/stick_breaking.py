@@ -232,11 +232,14 @@ def break_sticks(
         q_BHTD: queries, the last T of S positions.
         k_BGSD, v_BGSV: keys and values; H a multiple of G.
         score: score function applied to q.k * scale; None is the identity.
-        mask: mask of visible keys.
+        mask: mask of visible keys, without each query's own (`OtherKeys`).
         eager: whether to compute the explicit T x S matrix, differentiated by autograd.
 
     Returns:
         The output in the dtype of the values; the remaining attention in float32 (float64 for float64).
+
+    Raises:
+        ValueError: if the shapes of queries and keys do not match.
     """
     bl.check_shapes(q_BHTD, k_BGSD)
     if eager:

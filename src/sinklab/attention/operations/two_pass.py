@@ -111,7 +111,8 @@ class Offset(nn.Module):
 class ElasticSoftmax(LogSimilarity):
     """Elastic softmax: relu(softmax(z)_ts + tau_h / i_t), tau learned per head, i_t the number of keys (2601.00919).
 
-    i_t includes a bias key. Only this normalisation of the paper's method is implemented. tau = 0 is softmax.
+    i_t includes a bias key or sink logit. Only this normalisation of the paper's method is implemented. tau = 0 is
+    softmax.
     """
 
     kind: Literal["elastic_softmax"] = "elastic_softmax"

@@ -1,12 +1,13 @@
 """Documents of a source, fingerprints of texts, and corpora of the Python installation.
 
 `Fingerprint` identifies a text by the SHA-256 of all documents in order. `identity` identifies a source without reading
-it, by names, sizes and times of files, the Python version and the list of installed packages.
+it: files by paths, sizes and times, corpora by file names, sizes and Python version, other sources by name.
 
 Two corpora consist of files of the Python installation. `stdlib`: sources (with tests, if installed) and documentation
 of the standard library, that is, the language reference in `pydoc` and .rst and .txt files. `site-packages`: sources,
 stubs and notes of the installed packages. Files are ordered by the SHA-256 of their relative path, so the order is the
-same on every machine, and a size limit selects an even sample. Duplicates and files that are not UTF-8 are skipped.
+same on every machine, and a size limit selects an even sample. Duplicates, empty files and files that are not UTF-8 are
+skipped.
 """
 
 import hashlib
@@ -76,7 +77,7 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
 
     Args:
         source: see `DataConfig.source`; prepared directories are not allowed.
-        limit_bytes: maximum amount of UTF-8 text; the last document is cut there.
+        limit_bytes: maximum amount of UTF-8 text; the last document is cut there. Default: no limit.
         render: function that renders `messages` as text.
 
     Raises:
@@ -90,11 +91,15 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
         found = True
         yield text
     if not found:
-        raise InputError(f"source {source} contains no text: every document in it is empty")
+        raise InputError(f"source {source} contains no text: it has no document that is not empty")
 
 
 def total_bytes(source: str) -> int | None:
-    """Estimate a source's amount of text in bytes from file sizes; None if the text would have to be read."""
+    """Estimate a source's amount of text in bytes from file sizes; None for hub and synthetic sources.
+
+    Raises:
+        InputError: if there are no such files.
+    """
     if names := installed_names(source):
         return sum(entry.size for entry in entries(names))
     if source.startswith(PREFIX) or parse(source):
@@ -106,6 +111,9 @@ def identity(source: str) -> str:
     """Hash a source without reading it; the SHA-256 changes if the text may have changed.
 
     For `hf:` sources only the name is hashed: changes on the hub are not detected.
+
+    Raises:
+        InputError: if there is no such source.
     """
     if names := installed_names(source):
         listing = [[entry.name, entry.size] for entry in entries(names)]
@@ -133,7 +141,7 @@ def _all_documents(source: str, render: Render) -> Iterator[str]:
 
 
 def cut(documents: Iterable[tuple[str, str]], limit_bytes: int) -> Iterator[tuple[str, str]]:
-    """Yield the first `limit_bytes` of UTF-8 text of named documents; the last document is cut."""
+    """Yield named documents up to `limit_bytes` of UTF-8 text in total; the last document is cut there."""
     left = limit_bytes
     for name, text in documents:
         encoded = text.encode()
@@ -148,7 +156,13 @@ def cut(documents: Iterable[tuple[str, str]], limit_bytes: int) -> Iterator[tupl
 
 @dataclass(frozen=True)
 class InstalledText:
-    """A document of an installed corpus: a file, or a topic of pydoc's reference with its `text`."""
+    """A document of an installed corpus: a file, or a topic of pydoc's reference.
+
+    Attributes:
+        name: corpus and relative path, or topic.
+        path, size: file, and size of the document in bytes.
+        text: text of a topic; None for a file.
+    """
 
     name: str
     path: Path
@@ -177,7 +191,7 @@ def entries(names: list[str]) -> list[InstalledText]:
 
 
 def installed_documents(names: list[str]) -> Iterator[str]:
-    """Yield the texts of the named corpora, without duplicates, empty files and files that are not UTF-8."""
+    """Yield the texts of the named corpora, without duplicates, empty and unreadable files, and files not in UTF-8."""
     seen: set[bytes] = set()
     for entry in entries(names):
         text = entry.text if entry.text is not None else _utf8(entry.path)

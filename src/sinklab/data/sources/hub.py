@@ -20,10 +20,11 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
 
     Args:
         render: function that renders `messages` as text.
-        files: files of the dataset to read; default: the whole split.
+        files: files of the dataset to read, whatever the split; default: the whole split.
 
     Raises:
-        InputError: if `datasets` is not installed, or the dataset cannot be fetched or has neither text nor messages.
+        InputError: if the name has another form, `datasets` is not installed, the dataset cannot be fetched, or a row
+            has neither text nor messages.
     """
     name, config, split = _parts(source)
     try:
@@ -49,7 +50,9 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
 
 
 def hub_files(source: str) -> list[str]:
-    """List the .jsonl and .txt files of a dataset, sorted; only files in the folder named like the split, if any.
+    """List the .txt and .jsonl files (also .gz, .zst) of a dataset on the hub or in a local folder, sorted.
+
+    If folders are named like the split, only the files in them are listed.
 
     Raises:
         InputError: if the dataset cannot be listed, or has no such file.

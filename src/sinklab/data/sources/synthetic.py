@@ -8,10 +8,11 @@ s1, ..
 bigram_backcopy (2410.13835): a Markov chain over symbols in which the token after a trigger is the token before it. A
 head that copies at triggers is a no-op at other tokens, where it attends to BOS.
 
-trigger_average (2603.11487): symbols are uniform, and one token in five carries a trigger (t5 is symbol 5 with a
-trigger, s5 without). The symbol after a trigger is that of a uniformly chosen token before the trigger. As a
-distribution over the next token this is the paper's task: the average of the preceding one-hot vectors at a trigger, a
-constant elsewhere. The paper regresses vectors; next-token prediction allows the same training loop, loss and metric.
+trigger_average (2603.11487): symbols are uniform. A symbol has a trigger with probability 0.2, unless it is the first
+or follows a trigger (t5 is symbol 5 with a trigger, s5 without). The symbol after a trigger is that of a uniformly
+chosen token before the trigger. As a distribution over the next token this is the paper's task: the average of the
+preceding one-hot vectors at a trigger, a constant elsewhere. The paper regresses vectors; next-token prediction allows
+the same training loop, loss and metric.
 The trigger is a property of a symbol, not a separate token, because softmax could use tokens without a symbol, which
 would not contribute to an average, as a sink instead of BOS.
 """
@@ -39,7 +40,7 @@ class Task:
 
     Attributes:
         triggers, symbols: number of trigger and symbol words.
-        draw: function (generator, documents, tokens) -> word indices of shape (documents, tokens), triggers first.
+        draw: function (generator, documents, tokens) -> indices into `words`, of shape (documents, tokens).
     """
 
     triggers: int
@@ -48,12 +49,15 @@ class Task:
 
     @property
     def words(self) -> list[str]:
-        """Return all words of the vocabulary, ordered by index."""
+        """All words of the vocabulary but EOS and BOS: triggers, then symbols."""
         return [f"t{i}" for i in range(self.triggers)] + [f"s{i}" for i in range(self.symbols)]
 
 
 def _bigram_backcopy(random: np.random.Generator, documents: int, tokens: int) -> np.ndarray:
-    """Sample word indices of a Markov chain: P(next | symbol) ~ Dirichlet(0.3), or a trigger with probability 0.2."""
+    """Sample word indices of a Markov chain: P(next | symbol) ~ Dirichlet(0.3), or a trigger with probability 0.2.
+
+    A trigger is followed by the word before it.
+    """
     symbols = random.dirichlet(np.full(64, 0.3), size=64) * 0.8
     chain = np.concatenate((np.full((64, 3), 0.2 / 3), symbols), axis=1).cumsum(1)
     words = np.empty((documents, tokens), dtype=np.int64)
@@ -87,7 +91,14 @@ TASKS = {
 
 @dataclass(frozen=True)
 class SyntheticTask:
-    """Parameters of a synthetic source, parsed from its name."""
+    """Parameters of a synthetic source, parsed from its name.
+
+    Attributes:
+        name: key in `TASKS`.
+        length: tokens per document, EOS included.
+        documents: number of documents.
+        seed: random seed of the generator.
+    """
 
     name: str
     length: int = 64
@@ -103,7 +114,7 @@ def parse(source: str) -> SyntheticTask | None:
     """Parse the name of a synthetic source; None for any other source.
 
     Raises:
-        InputError: if the task or a key is unknown, or a number is out of range.
+        InputError: if the task or a key is unknown, or a value is not a whole number or too small.
     """
     if not source.startswith(PREFIX):
         return None
@@ -130,7 +141,7 @@ def synthetic_documents(request: SyntheticTask) -> Iterator[str]:
 
 
 def word_tokenizer(request: SyntheticTask, out: Path) -> "Tokenizer":
-    """Build the word tokenizer of a synthetic task and save it in `out`."""
+    """Build the word tokenizer of a synthetic task (EOS 0, BOS 1, then the words) and save it in the folder `out`."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
 

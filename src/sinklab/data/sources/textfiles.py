@@ -1,8 +1,8 @@
 """Read the documents of .txt and .jsonl files as a stream. Errors name the file and the line.
 
-- .jsonl: each row is a document: its `text`, or its `messages` (role and content), one per line.
-- .txt: a line `<|endoftext|>` ends a document. Text without such lines is split at the first blank line after
-  8 KiB, so that a book can be split into training and validation; a file shorter than that is one document.
+- .jsonl: each row is a document: its `text`, or its rendered `messages` (role and content), by default one per line.
+- .txt: a line `<|endoftext|>` ends a document. Text before the first such line, or without one, is also split at blank
+  lines after 8,192 characters, at the latest after 65,536, so that a book can be split into training and validation.
 
 Rows and pieces without text are skipped.
 """
@@ -21,7 +21,7 @@ Render = Callable[[list[Message], str], str]  # (conversation, "file, line N") -
 SUFFIXES = (".txt", ".jsonl")
 _SEPARATOR = "<|endoftext|>"
 _PIECE = 8 * 1024  # characters after which a blank line ends a document
-_LONGEST = 8 * _PIECE  # characters after which it ends anywhere
+_LONGEST = 8 * _PIECE  # characters after which the end of any line ends it; maximum characters read of a line
 
 
 def text_files(path: Path) -> list[Path]:
@@ -38,7 +38,7 @@ def text_files(path: Path) -> list[Path]:
     if not path.exists():
         raise InputError(
             f"no text at {path}: pass a .txt or .jsonl file, a folder of them, stdlib, site-packages, "
-            "stdlib+site-packages or hf:NAME[:CONFIG[:SPLIT]]"
+            "stdlib+site-packages, hf:NAME[:CONFIG[:SPLIT]] or synthetic:NAME"
         )
     if path.suffix.lower() not in SUFFIXES or not path.is_file():
         raise InputError(f"{path} is not a .txt or .jsonl file")
@@ -46,7 +46,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def plain_conversation(messages: list[Message], where: str) -> str:
-    """Render messages as lines `role: content`."""
+    """Render messages as lines `role: content`; `where` is not used."""
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
@@ -57,7 +57,7 @@ def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[
         render: function that renders `messages` as text.
 
     Raises:
-        InputError: if the file cannot be read, is not UTF-8, or a row is malformed.
+        InputError: if the file cannot be read, is not UTF-8, or a row is malformed (also by `render`).
     """
     with _readable(path) as file:
         jsonl = path.suffix.lower() == ".jsonl"
@@ -69,6 +69,8 @@ def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[
 
 def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
     """Yield the pieces of a .txt file, split as in `read_documents`, each with True if it ends a document.
+
+    A piece ends a document if a separator or the end of the file follows it. Empty pieces are included.
 
     Raises:
         InputError: if the file cannot be read, or is not UTF-8.
@@ -92,7 +94,8 @@ def row_text(row: Any, where: str, render: Render = plain_conversation) -> str:
     """Return the text of a row of a .jsonl file or dataset: its `text`, or its rendered `messages`.
 
     Raises:
-        InputError: if the row has neither, or they are not strings; `where` names the row.
+        InputError: if the row has neither, a text is not a string, or a message lacks role or content; `where` names
+            the row.
     """
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         text = row["text"]
@@ -113,11 +116,12 @@ def read_conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
     """Yield the conversations of a .jsonl file, each with a text that names its file and line.
 
     Raises:
-        InputError: if the file is not .jsonl, cannot be read, is not UTF-8, or a row is not a conversation.
+        InputError: if the file does not exist or is not .jsonl, cannot be read, is not UTF-8, or a row is not a
+            conversation.
     """
     if path.suffix.lower() != ".jsonl" or not path.is_file():
         raise InputError(
-            f'{path} is not a .jsonl file: pass one whose rows have "messages" (a list of role and content)'
+            f'{path} does not exist or is not a .jsonl file: pass one whose rows have "messages" (role and content)'
         )
     with _readable(path) as file:
         for row, where in _rows(file, path):

@@ -5,8 +5,8 @@
     state.json             `TrainState`, the run's hash, and the shape of every tensor
     SHA256SUMS             checksums of the other files, as `sha256sum --check` reads them; written last
 
-`find_checkpoint` skips a damaged checkpoint (disk error, incomplete copy, stray file) with a log message and returns
-the newest valid one before it.
+`find_checkpoint` skips an invalid checkpoint (disk error, incomplete copy, stray file, another run or model) with a
+warning and returns the newest valid one before it.
 """
 
 import json
@@ -30,7 +30,7 @@ from sinklab.train.world import ALONE, World
 T = TypeVar("T")
 STATE, SUMS = "state.json", "SHA256SUMS"
 Hashes = str | tuple[str, ...]
-"""Hash or hashes of the runs that a checkpoint may belong to."""
+"""Hash or hashes of the runs that a checkpoint may belong to; if several, the first is the run itself."""
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +40,8 @@ class TrainState:
 
     Attributes:
         step: number of updates done; also the index of the next batch.
-        loss_sum, loss_count: sum and count of the training losses since the last evaluation, nats per token.
+        loss_sum, loss_count: sum and number of the training losses (cross-entropy, nats per token) since the last
+            evaluation at a multiple of `eval_every`.
         grad_norm: gradient norm of the last update, before clipping.
     """
 
@@ -63,11 +64,16 @@ def save_checkpoint(
     """Write `folder/step_N`, then remove all but the newest `keep` checkpoints. Called by all processes.
 
     Args:
-        previous: newest valid checkpoint so far, if known; checkpoints between `previous` and the new one are damaged
-            and are removed.
+        keep: number of checkpoints to keep, the new one included.
+        previous: newest valid checkpoint so far; other checkpoints after it are damaged and are removed. None: unknown,
+            earlier checkpoints count as valid.
+
+    Returns:
+        The folder of the new checkpoint.
 
     Raises:
-        SinklabError: if the disk is full, not writable or not shared by all processes; earlier checkpoints are kept.
+        SinklabError: if the disk is full, or the folder is not writable or not shared by all processes; earlier
+            checkpoints are kept.
     """
     target = folder / f"step_{state.step:08d}"
     aside = folder / f".{target.name}.new"
@@ -87,8 +93,8 @@ def save_checkpoint(
             shutil.rmtree(aside, ignore_errors=True)
         failed = SinklabError(
             f"cannot save the checkpoint of step {state.step} in {folder}: {error}. Earlier checkpoints are untouched; "
-            f"{'free some space' if is_full(error) else 'make it writable'}, then run the same command again to "
-            "continue from the newest."
+            f"{'free some space' if is_full(error) else 'make it writable for all processes'}, then run the same "
+            "command again to continue from the newest."
         )
         # An OSError of one process is a SinklabError on the others.
         raise (world.shared_error(failed) if isinstance(error, SinklabError) else failed) from error
@@ -98,7 +104,7 @@ def save_checkpoint(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove incomplete checkpoints of a killed process. The caller must hold the run's lock."""
+    """Remove the checkpoints that a killed process was writing or deleting. The caller must hold the run's lock."""
     for leftover in folder.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -106,14 +112,14 @@ def remove_leftovers(folder: Path) -> None:
 def find_checkpoint(
     folder: Path, model: nn.Module, run_hash: Hashes | None = None, at_most: int | None = None
 ) -> Path | None:
-    """Return the folder of the newest valid checkpoint for `model`; None without any. Damaged checkpoints are logged.
+    """Return the folder of the newest valid checkpoint for `model`; None without any. Invalid ones are logged.
 
     Args:
-        run_hash: hash of the run that the checkpoint must belong to; default: any run.
-        at_most: highest step to consider.
+        run_hash: hashes of the runs that the checkpoint may belong to; default: any run.
+        at_most: highest step to consider; default: no limit.
 
     Raises:
-        SinklabError: if there are checkpoints but none is valid.
+        SinklabError: if there are checkpoints up to `at_most` but none is valid.
     """
     damaged = []
     for checkpoint in reversed(_checkpoints(folder)):
@@ -128,8 +134,8 @@ def find_checkpoint(
         log.warning("checkpoint %s: it is skipped", damaged[-1])
     if damaged:
         raise SinklabError(
-            f"no valid checkpoint is left in {folder}: {'; '.join(damaged)}. "
-            "Restore one of them, or delete that folder to train from step 0."
+            f"none of these checkpoints in {folder} is valid: {'; '.join(damaged)}. "
+            "Restore one of them, or delete them to begin at step 0."
         )
     return None
 
@@ -143,13 +149,13 @@ def take_newest(
 ) -> tuple[Path, T] | None:
     """Find the newest valid checkpoint and load it with `load`; None if there is no checkpoint.
 
-    For callers without the run's lock: if training removes the checkpoint before it is loaded, a newer one is loaded.
+    For callers without the run's lock: if training removes the checkpoint before it is loaded, the search is repeated.
 
     Returns:
         The checkpoint's path and the result of `load`.
 
     Raises:
-        SinklabError, OSError: raised by `find_checkpoint` and `load`.
+        SinklabError, OSError: as `find_checkpoint` and `load`, unless the checkpoint was removed meanwhile.
     """
     while (checkpoint := find_checkpoint(folder, model, run_hash, at_most)) is not None:
         try:
@@ -164,7 +170,8 @@ def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> Tr
     """Load the weights of a valid checkpoint in place, and return its training state. Called by all processes.
 
     Raises:
-        SinklabError: if a file cannot be read.
+        SinklabError: if a tensor cannot be read.
+        OSError: if state.json cannot be read.
     """
     tensor_store.read_tensors(checkpoint, tensor_store.model_tensors(model), together=world.size > 1)
     return TrainState(**read_state(checkpoint)["state"])
@@ -178,7 +185,8 @@ def load_checkpoint(
     `optimizer` must not have any state yet.
 
     Raises:
-        SinklabError: if a file cannot be read.
+        SinklabError: if a tensor cannot be read.
+        OSError: if state.json cannot be read.
     """
     stored = [name for name in read_state(checkpoint)["tensors"] if name.startswith(tensor_store.OPTIMIZER)]
     if stored:
@@ -197,9 +205,9 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
     try:
         stored = tensor_store.stored_shapes(aside)
     except (ValueError, SafetensorError) as error:
-        raise SinklabError(f"{error}: all processes must see the same folder") from error
+        raise SinklabError(f"{error}: a file is damaged, or processes see different folders") from error
     if stored != {name: tuple(shape) for name, shape in document["tensors"].items()}:
-        raise SinklabError("it lacks tensors that other processes have written: all must see the same folder")
+        raise SinklabError("it lacks tensors that other processes have written: they see different folders")
     (aside / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
     sums = "".join(f"{sha256_of(path)}  {path.name}\n" for path in sorted(aside.iterdir()))
     (aside / SUMS).write_text(sums, encoding="utf-8")
@@ -214,7 +222,7 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
 def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) -> None:
     """Remove all checkpoints but `newest` and the latest valid earlier ones, `keep` in total.
 
-    Checkpoints between `previous`, from which training resumed, and `newest` are damaged.
+    Valid are those up to `previous`, the last one loaded or saved; None: all before `newest`.
     """
     checkpoints = _checkpoints(folder)
     valid = [path for path in checkpoints if path < newest and (previous is None or path <= previous)]
@@ -223,7 +231,7 @@ def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) ->
 
 
 def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint, renamed first: a killed process leaves no incomplete checkpoint under a valid name."""
+    """Rename, then delete a checkpoint, so that a killed process leaves no incomplete one under a valid name."""
     aside = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.replace(aside)
@@ -252,7 +260,7 @@ def _flush(path: Path) -> None:
 
 
 def defect(checkpoint: Path, model: nn.Module, run_hash: Hashes | None) -> str | None:
-    """Describe the first defect of a checkpoint, such as "has no state.json"; None if the checkpoint is valid."""
+    """Describe the first defect of a checkpoint, such as "has lost state.json"; None if the checkpoint is valid."""
     try:
         return _wrong_file(checkpoint) or _wrong_state(checkpoint, run_hash) or _wrong_tensor(checkpoint, model)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
@@ -295,7 +303,7 @@ def _wrong_tensor(checkpoint: Path, model: nn.Module) -> str | None:
         if missing := sorted(expected.keys() - have.keys()):
             return f"lacks the tensor {missing[0]}"
         if strange := sorted(have.keys() - expected.keys()):
-            return f"has a tensor {strange[0]} that is not part of it"
+            return f"has a tensor {strange[0]} that does not belong to it"
         if wrong := sorted(name for name in have if have[name] != expected[name]):
             return f"has the tensor {wrong[0]} of shape {have[wrong[0]]} instead of {expected[wrong[0]]}"
     return None

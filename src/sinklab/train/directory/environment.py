@@ -1,4 +1,4 @@
-"""env.json of a run directory: the run's hash, package versions and machine."""
+"""env.json of a run directory: the run's hash and data, package versions and machine."""
 
 import json
 import platform
@@ -28,7 +28,7 @@ def read_environment(directory: Path) -> dict[str, Any]:
     """Return the content of a run directory's env.json; an empty dict if the file is missing.
 
     Raises:
-        SinklabError: if env.json is damaged.
+        SinklabError: if env.json cannot be read or is damaged.
     """
     path = directory / ENVIRONMENT
     try:
@@ -54,7 +54,7 @@ class _Identity(ReadDocument):
 
 
 def recorded_hash(directory: Path) -> str | None:
-    """Return the hash of a directory's run, or None if there is no run; raises as `read_environment`."""
+    """Return the hash of a directory's run; None without an env.json. Raises as `read_environment`."""
     return read_environment(directory).get("hash")
 
 
@@ -66,7 +66,9 @@ def earlier_hashes(directory: Path) -> tuple[str, ...]:
 def difference(path: Path, recipe: Recipe) -> str:
     """Describe the first three settings in which `recipe` differs from the recipe file at `path`, in brackets.
 
-    The source of the data is named last; settings that do not change the result are left out.
+    Keys that the data fingerprint covers (`DATA_ORIGIN`) are named last; keys that do not change the result are left
+    out. Without a differing key, other possible causes of a different hash are named. Empty if the file is not a valid
+    recipe.
     """
     try:
         there = load_recipe(str(path))
@@ -86,7 +88,7 @@ def _is_below(key: str, parts: Collection[str]) -> bool:
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:
-    """Return the environment of a new run: versions, device, threads, commit, command, time (UTC)."""
+    """Return the environment of a new run: start time (UTC), versions, machine, device, threads, git state, command."""
     device = pick_device(recipe.train.device)
     return {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -106,7 +108,7 @@ def environment(recipe: Recipe) -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Run git in the package's folder and return its output; None if sinklab does not run from a checkout."""
+    """Run git in the package's folder and return its output; None if that is no checkout, or without git."""
     try:
         package = Path(sinklab.__file__).parent
         result = subprocess.run(["git", "-C", package, *arguments], capture_output=True, text=True, check=True)

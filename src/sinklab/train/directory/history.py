@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class Evaluation(ReadDocument):
-    """One evaluation of a run. Values that were not recorded or not finite are None or empty.
+    """One evaluation of a run. Values that were not recorded, do not apply or are not finite are None or empty.
 
     Attributes:
         step: number of updates so far.
         tokens: number of training tokens so far.
-        train_loss: mean cross-entropy over the batches since the previous evaluation, nats per token.
+        train_loss: mean cross-entropy over the updates since the previous evaluation, nats per token.
         valid_loss: cross-entropy on held-out documents, nats per token.
         valid_added_losses: weighted value of each auxiliary loss (`losses` of a recipe) on the same documents, by name.
         sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples.
@@ -36,18 +36,20 @@ class Evaluation(ReadDocument):
             `sink_rate_visible_eps` is None if `sink_rate_visible` is None.
         sink_rate_bias_eps: `sink_rate_bias` by threshold; None if `sink_rate_bias` is None.
         sink_rate_window_start: sink rate of the first key of a sliding window that excludes position 1, percent; None
-            without a window.
-        norm_ratio_before_norm: `hidden_norm_ratio` of the inputs of the norms of a post-norm model; else None.
-        norm_ratio_sink_token: `hidden_norm_ratio` of the first sink token; None without sink tokens.
+            without such windows.
+        norm_ratio_before_norm: `hidden_norm_ratio` of the input of each norm of a post-norm model, two per block; else
+            None.
+        norm_ratio_sink_token: norm of the first sink token over the mean norm of the tokens, at the places of
+            `hidden_norm_ratio`; None without sink tokens.
         importance_first_heads: alpha of the first position, mean over sequences, by attention layer and head (0..1).
         hidden_norm_ratio: |h_1| over the mean |h_t| of the other positions, before the first block and after every
-            block; infinite (null in the file) if the norms of the other positions are 0.
-        lr: learning rate of the last update.
+            block; infinite (null in the file) if only the first is not 0.
+        lr: learning rate of the next update.
         grad_norm: gradient norm of the last update, before clipping.
-        tokens_per_second: training throughput since the previous evaluation; None if an earlier process did those
-            updates.
-        mfu: model FLOPs utilisation (0..1).
-        stall_share: share of the time spent waiting for batches (0..1).
+        tokens_per_second: training throughput of all processes since the previous evaluation, or since the run was
+            resumed; None without updates since then.
+        mfu: model FLOPs utilisation (0..1) over the same updates; None if the peak FLOP/s is unknown.
+        stall_share: share of that time in which rank 0 waited for batches (0..1).
     """
 
     model_config = ConfigDict(strict=True)
@@ -77,12 +79,12 @@ class Evaluation(ReadDocument):
 
     @property
     def rate_layers(self) -> list[float | None]:
-        """Highest sink rate among the heads of each attention layer, percent; None if unknown."""
+        """Highest `sink_rate_heads` of each attention layer, percent; None for a layer without known rates."""
         return [highest_known(rates) for rates in self.sink_rate_heads or ()]
 
     @property
     def largest_norm_ratio(self) -> float | None:
-        """Maximum of `hidden_norm_ratio` over all blocks; None if unknown."""
+        """Maximum of `hidden_norm_ratio` before the first block and after every block; None if unknown."""
         return max(self.hidden_norm_ratio, default=None)
 
 
@@ -99,13 +101,17 @@ class History:
         self._text = ""
 
     def begin(self, rows: list[dict[str, Any]]) -> None:
-        """Replace the contents of metrics.jsonl by these evaluations."""
+        """Replace the contents of metrics.jsonl by these evaluations; a missing file is not created.
+
+        Raises:
+            SinklabError: if the file cannot be written.
+        """
         self._text = "".join(json.dumps(row) + "\n" for row in rows)
         if self.path.exists() and not self._is_whole():
             write_text(self.path, self._text)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append one evaluation to the file and flush it to disk.
+        """Append one evaluation to the file and flush it to disk; lost earlier ones are restored (`keep`).
 
         Raises:
             SinklabError: if the file cannot be written.
@@ -135,10 +141,12 @@ class History:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the evaluations of a run as dicts; an incomplete last line is left out.
+    """Read the evaluations of a run as dicts, in file order; a missing file has none.
+
+    An incomplete last line is left out.
 
     Raises:
-        SinklabError: if a line before the last is invalid or the file cannot be read.
+        SinklabError: if the file cannot be read, or a line is not an object with a step.
     """
     return list(_rows(path).values())
 
@@ -146,7 +154,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_history(path: Path) -> list[Evaluation]:
     """Read the evaluations of a run, ordered by step; of two evaluations of a step, the later one is used.
 
-    If the file is missing, its compressed form with the suffix .gz is read.
+    If the file is missing, its compressed form with the suffix .gz is read; without both, the list is empty. An
+    incomplete last line is left out.
 
     Raises:
         InputError: if the file cannot be read or a line is invalid.
@@ -166,7 +175,7 @@ def read_history(path: Path) -> list[Evaluation]:
 
 
 def _rows(path: Path) -> dict[int, dict[str, Any]]:
-    """Read the JSON objects of a file by line number."""
+    """Read the JSON objects of a file by line number, 1-based."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as file:
             lines = file.read().splitlines()
@@ -198,7 +207,7 @@ def _damaged(path: Path, number: int, error: ValueError) -> SinklabError:
 
 
 def seconds_spent(history: Sequence[Evaluation]) -> float:
-    """Estimate the training time in seconds from tokens and throughput; intervals without a throughput are left out."""
+    """Estimate the training time in seconds from tokens and throughput; intervals without a throughput count as 0."""
     seconds, before = 0.0, 0.0
     for one in history:
         tokens = before if one.tokens is None else one.tokens

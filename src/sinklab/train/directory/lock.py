@@ -16,7 +16,7 @@ from sinklab.files import is_at
 
 LOCK = "lock"
 TRIES = 4
-SHOWS_WITHIN_S = 60  # network file systems cache the absence of a file for this long
+SHOWS_WITHIN_S = 60  # network file systems may cache the absence of a file for this long
 
 
 class HeldError(SinklabError):
@@ -27,7 +27,7 @@ def lock_run(directory: Path) -> IO[str]:
     """Lock the run directory until the returned file is closed; a missing directory is created.
 
     Raises:
-        HeldError: if another process is training there.
+        HeldError: if another process holds the lock.
         SinklabError: if the directory cannot be written or locked.
     """
     return _lock(directory / LOCK, "trained", "stop it with kill (it saves first), ")
@@ -62,7 +62,7 @@ def one_writer(path: Path | None) -> Iterator[None]:
 
 
 def is_written(path: Path) -> bool:
-    """Return True if another process holds the document's lock; locks of other machines may be invisible."""
+    """Return True if a process holds the document's lock (`one_writer`); locks of other machines may be invisible."""
     return _is_locked(path.with_name(f"{path.stem}.{LOCK}"))
 
 
@@ -72,7 +72,7 @@ def is_held(directory: Path) -> bool:
 
 
 def holder(directory: Path, name: str = LOCK) -> str:
-    """Return process and host that hold or last held the run directory's lock, as text; empty if unknown."""
+    """Return process and host that hold or last held the lock file `name` in a directory; empty if unknown."""
     try:
         with (directory / name).open(encoding="utf-8") as file:
             return file.readline(200).strip()
@@ -89,7 +89,7 @@ def sees(directory: Path, expected: str) -> bool:
 
 
 def leave(directory: Path, is_new: bool) -> None:
-    """Remove the caller's lock file if the directory has no other file, and the directory if `is_new`."""
+    """Remove the caller's lock file if the directory has no other entry, and then the directory if `is_new`."""
     with contextlib.suppress(OSError):  # the directory may have been removed
         if [path.name for path in directory.iterdir()] == [LOCK]:
             (directory / LOCK).unlink()

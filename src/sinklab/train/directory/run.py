@@ -2,10 +2,10 @@
 
 env.json           the run's hash, its data, versions, device
 recipe.yaml        the resolved recipe, defaults included
-tokenizer.json     the tokenizer of the run's text
+tokenizer.json, tokenizer_config.json    the tokenizer of the run's text
 metrics.jsonl      one object per evaluation
 checkpoints/       step_N folders
-failed.json        step and message of an error that ended the last call
+failed.json        step and message of an error that ended the last call; absent after a call without one
 lock               lock file of the training process
 measurement.json, measurement.npz    measurement of the finished run
 
@@ -87,7 +87,7 @@ class Run:
         return self.directory / "failed.json"
 
     def loader(self, split: Literal["train", "valid"]) -> Loader:
-        """Return the loader of the training or validation tokens, with the recipe's data interventions applied."""
+        """Return the loader of training or validation tokens, with the data interventions; raises as `Loader`."""
         recipe = self.recipe
         return Loader.of(
             self.dataset,
@@ -100,14 +100,16 @@ class Run:
 
 
 def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
-    """Return the recipe with its unset values set: vocabulary size and EOS from the data, precision from the device.
+    """Return the recipe with the values that data and device determine.
+
+    These are the vocabulary size if unset, the EOS id of document masks, and the precision if auto.
 
     Raises:
-        InputError: if the model's vocabulary is smaller than the tokenizer's.
+        InputError: if the model's vocabulary is smaller than the tokenizer's, or the device is not usable.
     """
     size, attention = recipe.model.vocab_size, recipe.model.attention
     if size is not None and size < dataset.vocab_size:
-        raise InputError(f"model.vocab_size {size} is smaller than the tokenizer's {dataset.vocab_size}")
+        raise InputError(f"model.vocab_size {size} is smaller than the tokenizer's {dataset.vocab_size}: leave it out")
     pattern = recipe.model.pattern
     if attention.mask.kind == "document":
         mask = attention.mask.model_copy(update={"eos_id": dataset.eos_id})
@@ -136,8 +138,9 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
         out: run directory; default: `runs/NAME-HASH`.
 
     Raises:
-        InputError: if `out` contains another run that this run does not extend, or files that no run writes.
-        SinklabError: if env.json is damaged.
+        InputError: if the directory cannot be a run directory, contains another run that this run does not extend, or
+            has a run's files without env.json; or if `resolve` refuses the recipe.
+        SinklabError: if env.json cannot be read or is damaged.
     """
     recipe = resolve(recipe, dataset)
     run_hash = recipe.content_hash(dataset.fingerprint)
@@ -152,7 +155,7 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
         raise InputError(f"{reason}. Choose another --out") from error
     found = recorded_hash(run.directory)
     if found is None and (strange := [name for name in OWN if (run.directory / name).exists()]):
-        raise InputError(f"{run.directory} has a file that no run writes, {strange[0]}: choose another --out")
+        raise InputError(f"{run.directory} has {strange[0]} but no env.json of a run: choose another --out")
     earlier = earlier_hashes(run.directory)
     if found in (None, run_hash):
         return replace(run, earlier=earlier)
@@ -169,7 +172,8 @@ def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None)
     """Open the run of a recipe on data if it has been started; see `open_run`.
 
     Raises:
-        InputError: if there is no such run, or `out` contains another one.
+        InputError: if no run was started there, or as `open_run`.
+        SinklabError: if env.json cannot be read or is damaged.
     """
     run = open_run(recipe, dataset, out)
     if recorded_hash(run.directory) is None:
@@ -180,11 +184,12 @@ def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None)
 def establish(run: Run) -> None:
     """Write env.json, recipe.yaml and the tokenizer's files if they are missing; the caller must hold the lock.
 
-    env.json is written first: it marks the directory as this run's. The next call adds any missing files.
+    env.json is written first: it marks the directory as this run's. The next call adds any missing files. A shorter
+    run's directory becomes that of this run.
 
     Raises:
         InputError: if another run was started in the directory since `open_run`.
-        SinklabError: if a file cannot be written.
+        SinklabError: if a file cannot be written, or env.json cannot be read.
     """
     open_run(run.recipe, run.dataset, run.directory)
     if (run.directory / ENVIRONMENT).exists():
@@ -217,8 +222,8 @@ def load_run(directory: Path, step: int | None = None) -> TrainedRun:
         step: step of the checkpoint; default: the newest valid one.
 
     Raises:
-        InputError: if this is not a run directory, or it has no checkpoint, or no valid checkpoint of that step.
-        SinklabError: if none of the checkpoints is valid, or env.json is damaged.
+        InputError: if the directory has no valid recipe.yaml of a run, no checkpoint, or no valid one of that step.
+        SinklabError: if none of the checkpoints (up to `step`) is valid, or env.json cannot be read or is damaged.
     """
     if not (directory / RECIPE).is_file():
         raise InputError(f"{directory} is not a run directory: it has no {RECIPE}")
@@ -242,20 +247,21 @@ def validation_tokens(directory: Path) -> TokenFile:
     """Open the validation tokens of a run; the data is prepared again if it is not in the cache.
 
     Raises:
-        InputError: if the text cannot be read, or has changed since the run was trained.
+        InputError: if the text cannot be read, or text or recipe have changed since the run was trained.
+        SinklabError: if env.json or prepared data is damaged, or the data cannot be written.
     """
     recipe = load_recipe(str(directory / RECIPE))
     dataset = prepared(recipe.data)
     if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
         raise InputError(
             f"the text of {directory} ({recipe.data.source}) or its recipe has changed since the run was trained: "
-            "pass another text"
+            "pass a text instead"
         )
     return dataset.valid
 
 
 MEASURED = ("measurement.json", "measurement.npz", "record.json")
-"""Final results of a run; removed when a longer run extends it."""
+"""Files with the final results of a run; removed when a longer run extends it."""
 
 
 def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int | None:

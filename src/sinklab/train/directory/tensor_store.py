@@ -29,7 +29,7 @@ SUFFIX = ".safetensors"
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's weights (no copies) by their stored names."""
+    """Return the tensors of the model's state dict (no copies) by their stored names."""
     return {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
@@ -107,7 +107,10 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> None:
     """Create the state tensors of a new optimiser by an update with learning rate and gradients 0.
 
-    The optimiser chooses their dtypes, devices and shards; the weights do not change.
+    The optimiser chooses their dtypes, devices and shards; the weights do not change. The values are meaningless.
+
+    Args:
+        stored: stored names of the state tensors; only their parameters are updated.
     """
     for name, parameter in model.named_parameters():
         kept = any(key.startswith(f"{OPTIMIZER}{name}/") for key in stored)
