@@ -1,4 +1,4 @@
-"""Verify a packed sweep: files, run hashes, dates of claims, verdicts, and a sample of retrained runs."""
+"""Verify a packed sweep: checksums, run hashes, dates of claims, verdicts, and a sample of runs by retraining."""
 
 import math
 import random
@@ -24,17 +24,17 @@ from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.recipe import load_recipe
 
 BEGUN = "begun"
-"""Key of env.json with the start time of the run."""
+"""Key of env.json with the start time of the run, UTC in ISO format."""
 
 SAME_NUMBERS = ("processor", "torch", "python", "threads")
 """Keys of env.json that must be equal for a retrained run to match bit for bit."""
 
 ROUNDING = 1e-9
-"""Tolerance, relative and absolute, of numbers that are computed again from the same metrics."""
+"""Tolerance, relative and absolute, of numbers that are recomputed from the same metrics."""
 
 FIRST_LOSS, LAST_LOSS = 1e-3, 0.15
-"""Relative tolerances, on another machine, of the first validation loss after step 0 and the last: training amplifies
-rounding differences."""
+"""Relative tolerances of the first validation loss after step 0 and of the last, if a key of `SAME_NUMBERS` differs:
+training amplifies rounding differences."""
 
 
 @dataclass
@@ -44,8 +44,8 @@ class Verified:
     Attributes:
         name: name of the check.
         checked: number of items checked (files, runs, claims).
-        problems: problems found, a sentence each.
-        notes: limitations of the check.
+        problems: problems found, one per entry.
+        notes: remarks that are no problems: how a retrained run was compared, exploratory claims stated late.
     """
 
     name: str
@@ -60,15 +60,20 @@ def verify_packed(
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Verified]:
-    """Check every file, recipe and verdict of a packed sweep, and retrain some of its runs.
+    """Check the files, recipes, dates of claims and verdicts of a packed sweep, and retrain some of its runs.
 
     Args:
+        top: folder of the packed sweep.
         retrain: number of finished runs, drawn at random, to retrain.
         seed: random seed of the sample.
-        say: callback, called with a line of text per stage.
+        say: callback, called with a line of text per stage and retrained run.
+
+    Returns:
+        The outcome of every check; a failed check does not prevent the others.
 
     Raises:
-        InputError: if `top` contains no packed sweep, or a file cannot be read.
+        InputError: if `top` contains no packed sweep, or packed runs, checksums or manifests cannot be read.
+        OSError, ValueError: if summary.json is missing or invalid.
     """
     checks = [_check_files(top)]
     with TemporaryDirectory(prefix="sinklab-") as folder:
@@ -100,7 +105,7 @@ def _check_files(top: Path) -> Verified:
 
 
 def _check_runs(runs: dict[str, Path]) -> Verified:
-    """Check that the recipe of every run has the run's hash, and recipe and metrics their recorded checksums."""
+    """Check that every run has its record, recipe and metrics the recorded checksums, and the recipe the run's hash."""
     check = Verified("recipes and metrics of runs", len(runs))
     for run_hash, directory in sorted(runs.items(), key=lambda item: item[1].name):
         record = read_record(directory)
@@ -108,16 +113,16 @@ def _check_runs(runs: dict[str, Path]) -> Verified:
             check.problems.append(f"{directory.name} has no record, or the record of another run")
             continue
         check.problems += [
-            f"{directory.name}: {name} was changed since the run ended" for name in edited(directory, record)
+            f"{directory.name}: {name} was changed or removed since the run ended" for name in edited(directory, record)
         ]
         fingerprint = read_environment(directory).get("data", {}).get("fingerprint")
         if load_recipe(str(directory / "recipe.yaml")).content_hash(str(fingerprint)) != run_hash:
-            check.problems.append(f"{directory.name}: its recipe and text do not have the hash {run_hash}")
+            check.problems.append(f"{directory.name}: its recipe and text fingerprint do not have the hash {run_hash}")
     return check
 
 
 def _check_verdicts(top: Path, files: Path) -> Verified:
-    """Recompute the cells and claims of summary.json from metrics and manifests, and compare."""
+    """Compare the cells and claims of summary.json with those recomputed from the unpacked runs and the manifests."""
     now = summary_of(read_manifests(top), files)
     before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
     check = Verified("verdicts judged again", len(before.claims))
@@ -137,12 +142,12 @@ def _check_verdicts(top: Path, files: Path) -> Verified:
     for name in before.cells.keys() | now.cells.keys():
         values = [None if name not in one.cells else one.cells[name].model_dump()["values"] for one in (before, now)]
         if not _same_numbers(*values):
-            check.problems.append(f"cell {name}: the numbers in {SUMMARY} differ from those of its runs")
+            check.problems.append(f"cell {name}: the numbers in {SUMMARY} and those computed from its runs differ")
     return check
 
 
 def _same_numbers(a: object, b: object) -> bool:
-    """Return whether two JSON values are equal, floats within the rounding error of another processor."""
+    """Return True if two JSON values are equal, floats within the rounding error of another processor (`ROUNDING`)."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same_numbers(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
@@ -169,15 +174,19 @@ def _retrained(runs: dict[str, Path], count: int, seed: int, say: Callable[[str]
 
 
 def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
-    """Retrain a run; return its deviations from the record, and a phrase with the tolerance of the comparison."""
+    """Retrain a run; return its deviations from the packed metrics, and a phrase on how they were compared.
+
+    Raises:
+        InputError: if recipe and text have another hash on this machine, or cannot be read.
+    """
     recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
     dataset = prepared(recipe.data)
     record = read_record(directory)
     assert isinstance(record, RunRecord)
     if recipe.content_hash(dataset.fingerprint) != record.hash:
         raise InputError(
-            f"its text, {recipe.data.source}, differs on this machine (trained with Python {before.get('python')}): "
-            "the run cannot be trained again here"
+            f"its text, {recipe.data.source}, or its recipe differs on this machine (trained with Python "
+            f"{before.get('python')}): the run cannot be trained again here"
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(before.get("threads") or threads)
@@ -194,10 +203,10 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     old, new = read_history(directory / "metrics.jsonl"), read_history(again / "metrics.jsonl")
     differing = [key for key in SAME_NUMBERS if before.get(key) != here[key]]
     if not differing:
-        return list(_different_bits(old, new)), "the same processor and versions, compared bit for bit"
+        return list(_different_bits(old, new)), "the same processor, versions and threads, compared bit for bit"
     said = ", ".join(f"{key} {before.get(key)} there and {here[key]} here" for key in differing)
     return list(_too_far_apart(old, new)), (
-        f"{said}: the first validation loss is compared to {FIRST_LOSS:.1%}, the last to {LAST_LOSS:.0%}"
+        f"{said}: the first validation loss after step 0 may differ by {FIRST_LOSS:.1%}, the last by {LAST_LOSS:.0%}"
     )
 
 
@@ -226,13 +235,16 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
 
 
 def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:
-    """Check that every claim was stated no later than the day on which the first run of its cells began.
+    """Check that every claim was stated no later than the day (UTC) on which the first run of its cells began.
 
     A later confirmatory claim is a problem, a later exploratory claim a note. References, claims without a date and
     runs without a start time are not checked.
 
     Args:
         runs: run directories by hash.
+
+    Raises:
+        SinklabError: if an env.json is damaged.
     """
     begun = {run: str(day)[:10] for run, folder in runs.items() if (day := read_environment(folder).get(BEGUN))}
     check = Verified("claims stated before their runs")
