@@ -1,5 +1,6 @@
 """torch.compile for functions that are called with many shapes and options."""
 
+import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -23,3 +24,13 @@ def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[
     settings = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, FORMS)
     return torch.compile(function, dynamic=dynamic)
+
+
+@functools.cache
+def can_compile() -> bool:
+    """Return True if torch.compile works for code on a CPU here: it needs a C++ compiler and Python's headers."""
+    try:
+        torch.compile(lambda x: x.sin() + 1, fullgraph=True)(torch.ones(64))
+    except Exception:  # Inductor has an exception of its own for each missing part
+        return False
+    return True

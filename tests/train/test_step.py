@@ -12,7 +12,7 @@ from closeness import assert_close
 from torch import Tensor
 
 from sinklab.commands.terminal.progress import describe
-from sinklab.compiling import compiled
+from sinklab.compiling import can_compile, compiled
 from sinklab.data.loader import Prefetcher
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
@@ -20,6 +20,7 @@ from sinklab.errors import SinklabError
 from sinklab.interventions import VARIANTS
 from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
+from sinklab.train.directory.environment import read_environment
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
@@ -200,6 +201,64 @@ def test_auto_compiles_on_cuda_only() -> None:
     compile_blocks(model, "auto", CPU)
     compile_blocks(model, "off", torch.device("cuda"))
     assert not any("before_core" in vars(block) for block in model.blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_compiled_loss_gives_the_same_gradients(name: str, traced: Callable[[], dict[str, int]]) -> None:
+    values = {**RECIPE, "model": {**RECIPE["model"], "vocab_size": 50}}  # type: ignore[dict-item]
+    changed = build_recipe(values, VARIANTS[name].overlay)
+    model = Transformer(changed.model).double()
+    tokens_BT = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0))
+    plain, ours = (
+        torch.autograd.grad(losses(tokens_BT, changed.losses).sum(), list(model.parameters()), allow_unused=True)
+        for losses in (model.losses, compiled(model.losses, dynamic=False))
+    )
+    assert traced()["graphs"] > 0
+    for gradient, other in zip(plain, ours, strict=True):
+        assert (gradient is None) == (other is None)
+        if gradient is not None and other is not None:
+            assert_close(other, gradient)
+
+
+def test_a_recipe_with_a_compiled_loss_trains_uncompiled_without_a_compiler(
+    dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torch._dynamo.reset()
+    can_compile.cache_clear()
+    try:
+        for name in ("off", "loss"):
+            Trainer(open_run(recipe(train={"compile": name}), dataset, tmp_path / name)).train()
+    finally:
+        can_compile.cache_clear()
+    rows = [losses_of(tmp_path / name) for name in ("off", "loss")]
+    assert rows[0] == rows[1]
+    assert "compiles_loss" not in read_environment(tmp_path / "loss")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_compile(), reason="torch.compile needs a C++ compiler and Python's headers on a CPU")
+def test_a_run_with_a_compiled_loss_resumes_exactly_and_is_evaluated_uncompiled(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
+    for name in ("off", "loss"):
+        Trainer(open_run(recipe(train={"compile": name}), dataset, tmp_path / name)).train()
+    run = open_run(recipe(train={"compile": "loss"}), dataset, tmp_path / "resumed")
+    halted = Trainer(run, should_stop=lambda: halted.state.step >= 5)
+    assert halted.train().status == "stopped"
+    Trainer(run).train()
+    plain, ours, again = (losses_of(tmp_path / name) for name in ("off", "loss", "resumed"))
+    assert plain[0] == ours[0]  # the untrained model
+    assert ours == pytest.approx(plain, rel=1e-4)
+    assert again == ours
+    assert read_environment(tmp_path / "loss")["compiles_loss"] is True
+    assert json.loads((tmp_path / "loss" / "measurement.json").read_text())["sink_rate"]
+
+
+def losses_of(directory: Path) -> list[float]:
+    return [row["valid_loss"] for row in read_metrics(directory / "metrics.jsonl")]
 
 
 @pytest.mark.slow

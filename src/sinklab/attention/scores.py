@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # Dynamo hashes the object before its fields are set
 class Score:
     """A score function and the tensors it reads.
 

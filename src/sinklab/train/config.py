@@ -9,6 +9,7 @@ from sinklab.schema import LARGEST, Part
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Parallel = Literal["ddp", "fsdp"]
 Recompute = Literal["none", "blocks"]
+Compile = Literal["auto", "on", "off", "loss"]
 
 Betas = Annotated[tuple[Fraction, Fraction], Field(description="AdamW's beta_1 and beta_2")]
 Clip = Annotated[float | None, Field(gt=0, description="maximum global gradient norm; null: no clipping")]
@@ -112,9 +113,10 @@ class TrainConfig(Part):
         description="data parallelism over torchrun processes: ddp replicates the model, fsdp shards it; ignored with "
         "one process",
     )
-    compile: Literal["auto", "on", "off"] = Field(
+    compile: Compile = Field(
         default="auto",
-        description="torch.compile of each block before and after its attention core; auto: on CUDA only",
+        description="torch.compile: on: each block before and after its attention core; auto: as on, on CUDA only; "
+        "loss: the whole training loss on one CPU process with a C++ compiler (faster in bf16), otherwise as auto",
     )
     recompute: Recompute = Field(
         default="none",

@@ -98,7 +98,7 @@ class Trainer:
             self._must_all(sees(run.directory, first), "see different directories: use an --out that all share")
             self.updater = Updater(run, world, self._look)
             self.evaluator = Evaluator(run, self.updater, self._look)
-            world.only_first(lambda: establish(run))
+            world.only_first(lambda: establish(run, self.updater.compiles_loss))
             self.model, self.optimizer = self.updater.model, self.updater.optimizer
             compile_blocks(self.model, self.recipe.train.compile, self.updater.device)
             self._history = History(run.metrics)

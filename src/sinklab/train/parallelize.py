@@ -2,8 +2,8 @@
 
 Compilation (`train.compile`): a block is compiled in two parts, before and after its attention core (in a linear layer:
 its delta rule), once for all blocks of a kind. The whole model is not compiled: the cores have their own kernels
-(FlexAttention is compiled separately), hooks on modules inside a compiled model are silently ignored, and compiling 22
-layers at once takes minutes.
+(FlexAttention is compiled separately), and compiling 22 layers at once takes minutes. `loss` is for small models on a
+CPU: the whole training loss is compiled, for updates only, because hooks inside compiled code are silently ignored.
 
 Activation checkpointing (`train.recompute`, 1604.06174): a block stores only its inputs and repeats its forward pass in
 the backward pass, with bit-identical results, because training draws no random numbers. Memory is one residual stream
@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from sinklab.compiling import compiled
+from sinklab.compiling import can_compile, compiled
 from sinklab.model.loss import AddedLosses
 from sinklab.model.transformer import Transformer
-from sinklab.train.config import Parallel, Recompute
+from sinklab.train.config import Compile, Parallel, Recompute
 from sinklab.train.world import World
 
 
@@ -57,21 +57,23 @@ def _recomputed(forward: Callable[..., Any], x_BLE: Tensor, places: Any, past: A
     return checkpoint(forward, x_BLE, places, use_reentrant=False, preserve_rng_state=False)
 
 
-Compile = Literal["auto", "on", "off"]
-
-
 def compile_blocks(model: Transformer, choice: Compile, device: torch.device) -> None:
-    """Compile the two parts of every block in place, when they are first called; `auto` compiles on CUDA only.
+    """Compile the two parts of every block in place, when they are first called; `auto` and `loss` do so on CUDA only.
 
     Of post-norm blocks only the first part is compiled. Weights, their names and hooks do not change.
     """
-    if choice == "off" or (choice == "auto" and device.type != "cuda"):
+    if choice == "off" or (choice != "on" and device.type != "cuda"):
         return
     for block in model.blocks:
         for name in block.compiled_parts:  # type: ignore[union-attr]
             if block.placement == "post" and name.startswith("after_"):
                 continue  # evaluations hook the input of its norms (models/hooks.py)
             setattr(block, name, compiled(getattr(block, name), dynamic=False))
+
+
+def compiles_loss(choice: Compile, device: torch.device, world: World) -> bool:
+    """Return True if the whole training loss is compiled: with `loss`, on one CPU process that can compile."""
+    return choice == "loss" and device.type == "cpu" and world.size == 1 and can_compile()
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ device (`found_inf`), for this and all later updates, and the host reads the num
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sinklab.compiling import compiled
 from sinklab.data.loader import Prefetcher
 from sinklab.device import float32_matmul
 from sinklab.errors import SinklabError
@@ -25,7 +26,7 @@ from sinklab.model.transformer import Transformer
 from sinklab.train.directory.checkpoint import TrainState
 from sinklab.train.directory.run import Run
 from sinklab.train.optim import build_optimizer, learning_rate
-from sinklab.train.parallelize import local, recompute_blocks, share, whole
+from sinklab.train.parallelize import compiles_loss, local, recompute_blocks, share, whole
 from sinklab.train.start import begin, load_start
 from sinklab.train.world import ALONE, World
 
@@ -45,6 +46,7 @@ class Updater:
         state: training state; `state.step` is also the index of the next batch.
         device: device of this process.
         batches: prefetcher of this process's rows of every batch.
+        compiles_loss: whether the training loss is compiled (`train.compile: loss`, where that is possible).
 
     Raises:
         InputError: if the device does not exist, the text is too short, a data intervention is outside the chunk or
@@ -65,6 +67,9 @@ class Updater:
         recompute_blocks(self.model, self.recipe.train.recompute)
         with self.autocast():  # FSDP needs a forward pass
             self._shared = share(self.model, self.recipe.losses, self.recipe.train.parallel, world)
+        self.compiles_loss = compiles_loss(self.recipe.train.compile, self.device, world)
+        if self.compiles_loss:
+            self._shared = replace(self._shared, losses=compiled(self._shared.losses, dynamic=False))
         self.optimizer = build_optimizer(self.model, self.recipe.optim)
         late = self.device.type == "cuda" and isinstance(self.optimizer, torch.optim.AdamW)
         self.finite = FiniteCheck(self.optimizer, world, late)

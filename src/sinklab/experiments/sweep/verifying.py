@@ -19,14 +19,14 @@ from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_mani
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.experiments.verdicts.wording import plural
 from sinklab.files import parse_json, sha256_of
-from sinklab.train.directory.environment import environment, read_environment
+from sinklab.train.directory.environment import read_environment
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.recipe import load_recipe
 
 BEGUN = "begun"
 """Key of env.json with the start time of the run, UTC in ISO format."""
 
-SAME_NUMBERS = ("processor", "torch", "python", "threads")
+SAME_NUMBERS = ("processor", "torch", "python", "threads", "compiles_loss")
 """Keys of env.json that must be equal for a retrained run to match bit for bit."""
 
 ROUNDING = 1e-9
@@ -191,7 +191,6 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     threads = torch.get_num_threads()
     torch.set_num_threads(before.get("threads") or threads)
     try:
-        here = environment(recipe)
         planned = PlannedRun(
             directory.name, (directory / "recipe.yaml").read_text(encoding="utf-8"), again, record.hash
         )
@@ -201,10 +200,11 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     if ended.kind != "done":
         return [f"it ended as {ended.kind} ({ended.message})"], ""
     old, new = read_history(directory / "metrics.jsonl"), read_history(again / "metrics.jsonl")
-    differing = [key for key in SAME_NUMBERS if before.get(key) != here[key]]
+    here = read_environment(again)
+    differing = [key for key in SAME_NUMBERS if before.get(key) != here.get(key)]
     if not differing:
         return list(_different_bits(old, new)), "the same processor, versions and threads, compared bit for bit"
-    said = ", ".join(f"{key} {before.get(key)} there and {here[key]} here" for key in differing)
+    said = ", ".join(f"{key} {before.get(key)} there and {here.get(key)} here" for key in differing)
     return list(_too_far_apart(old, new)), (
         f"{said}: the first validation loss after step 0 may differ by {FIRST_LOSS:.1%}, the last by {LAST_LOSS:.0%}"
     )

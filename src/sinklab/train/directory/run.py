@@ -181,11 +181,14 @@ def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None)
     return run
 
 
-def establish(run: Run) -> None:
+def establish(run: Run, compiles_loss: bool = False) -> None:
     """Write env.json, recipe.yaml and the tokenizer's files if they are missing; the caller must hold the lock.
 
     env.json is written first: it marks the directory as this run's. The next call adds any missing files. A shorter
     run's directory becomes that of this run.
+
+    Args:
+        compiles_loss: whether the training loss is compiled; env.json then says so, because rounding depends on it.
 
     Raises:
         InputError: if another run was started in the directory since `open_run`.
@@ -196,7 +199,8 @@ def establish(run: Run) -> None:
         _extend(run)
     else:
         data = {"fingerprint": run.dataset.fingerprint, "source": run.recipe.data.source}
-        write_json(run.directory / ENVIRONMENT, {"hash": run.hash, "data": data, **environment(run.recipe)})
+        manner = {"compiles_loss": True} if compiles_loss else {}
+        write_json(run.directory / ENVIRONMENT, {"hash": run.hash, "data": data, **environment(run.recipe), **manner})
     if not (run.directory / RECIPE).exists():
         write_text(run.directory / RECIPE, run.recipe.to_yaml())
     for name in TOKENIZER:
