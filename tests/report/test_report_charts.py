@@ -49,7 +49,10 @@ def texts(chart: charts.Drawing) -> str:
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("sink-by-step", ["Sink rate (percent of heads, ε = 0.3)", "Training step", "bias or sink token", *LAB]),
+        (
+            "sink-by-step",
+            ["Sink rate (percent of heads, ε = 0.3)", "Training step", "bias, sink logit or sink token", *LAB],
+        ),
         ("importance-heads", ["Layer", "Head", "softmax, seed 0: first token"]),
         ("importance-layers", ["Layer", "Position (the first token is 1)", "softmax, seed 0"]),
         ("norms", ["Hidden states", "first token", "the others", *LAB]),

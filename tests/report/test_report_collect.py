@@ -39,7 +39,7 @@ def test_a_run_in_progress_is_read_up_to_its_half_written_line(tmp_path: Path) -
     assert data.runs[0].steps_done == 500
     assert data.runs[0].in_progress
     assert "step 500 of 2000" in table_texts(cells_table(data))[1][0][1]
-    assert "One run is still in progress" in " ".join(headline(data))
+    assert "One run is unfinished" in " ".join(headline(data))
 
 
 def test_a_run_that_has_not_evaluated_yet_is_reported_without_numbers(tmp_path: Path) -> None:

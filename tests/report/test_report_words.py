@@ -53,4 +53,4 @@ def test_the_note_of_the_leaderboard_explains_the_columns_that_it_has_and_no_oth
     assessed = page_of(tuned).text
     assert "nats per token, relative to the unchanged model (sinklab assess)" in assessed
     assert "Sink hidden: hiding the sink" in assessed
-    assert "a rolling cache" not in assessed
+    assert "the smallest rolling cache" not in assessed

@@ -132,7 +132,7 @@ def test_the_norms_and_the_loss_are_drawn_where_an_experiment_asks_about_their_t
     assert [chart["layer"][0]["encoding"]["y"]["title"] for chart in drawn.values()] == [
         "Sink₁ (percent of heads)",
         "Norm ratio of the first token",
-        "Validation loss (nats)",
+        "Validation loss (nats per token)",
     ]
     run = next(iter(collect([folder]).sweeps[0].summary.cells["weight_decay_0.5"].runs))
     rows = [json.loads(line) for line in (folder / run.directory / "metrics.jsonl").read_text().splitlines()]

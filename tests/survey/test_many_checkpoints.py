@@ -210,7 +210,7 @@ def test_the_report_has_the_curve_with_the_step_on_the_axis(training: Path, text
     data = collect([tmp_path / "out"])
     assert headline(data)[0].startswith("growing at three checkpoints")
     columns, rows = table_texts(cells_table(data))
-    assert columns[0] == ("Checkpoint", "after the step")
+    assert columns[0] == ("Checkpoint", "step or tokens")
     assert [row[0].split()[0] for row in rows] == ["step_20", "step_100", "step_3000"]
     drawn = {figure.key: figure for figure in figures(data, width=600)}
     curve = drawn["checkpoints-0"].charts[0].to_dict()["layer"][0]

@@ -70,7 +70,7 @@ def test_the_report_has_the_comparison_and_its_layers(folder: Path, tmp_path: Pa
     assert "Comparison of models" in page
     assert "from chat" in page
     assert 'id="chart-comparison-layers-0-0"' in page
-    assert "Two models on the same text" in page
+    assert "Two models side by side" in page
 
 
 def test_a_comparison_continues_where_it_was_interrupted(folder: Path, tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
-"""Reports: from results on disk to a page, chart files and tables in the terminal.
+"""Reports on results: an HTML page, chart files, tables for page, terminal and notebooks, and packed sweeps.
 
-Reading (`collect`), aggregation (`cells`), tables and the terminal need no chart library; Altair and Vega are imported
-when the first chart is drawn.
+Only the modules that draw charts import Altair and vl-convert; reading (`collect`), aggregation (`cells`) and tables do
+not.
 """
 
 from pathlib import Path
 
 
 def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, ...] = ()) -> Path:
-    """Draw `report.html` from the results in `dirs`; see `sinklab.report.page.write_report`."""
+    """Write the page of the results in `dirs` and return its path; see `sinklab.report.page.write_report`."""
     from sinklab.report import page
 
     return page.write_report(dirs, out, formats)

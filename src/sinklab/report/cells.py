@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound=Hashable)
 
 SHOWN = 0.05
-"""Rates below this, in percent, are printed as 0.0."""
+"""Rates below this, in percent, are printed as 0.0, and are not called a sink in the headline."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -51,7 +51,7 @@ class Spread:
         return statistics.stdev(self.values) if len(self.values) > 1 and math.isfinite(self.mean) else None
 
     def text(self, decimals: int) -> str:
-        """Format as `8.6` or, with several seeds, `8.6 ± 0.4`; as `∞` if a value is infinite."""
+        """Format the mean, with several seeds also the deviation: `8.6`, `8.6 ± 0.4`; `∞` if a value is infinite."""
         if not math.isfinite(self.mean):
             return INFINITE
         mean = f"{self.mean:.{decimals}f}"
@@ -63,11 +63,11 @@ class CellRow:
     """The runs of one cell; without runs on disk, the values stored in `summary.json`.
 
     Attributes:
-        seeds: number of runs.
+        seeds: number of runs; of finished runs, if it comes from the summary.
         progress: steps of unfinished runs, such as ` (step 500 of 2000)`; empty if all are finished.
-        latest: last evaluation of every run.
+        latest: last evaluation of every run, with the values of its measurement (`ReportedRun.latest`).
         measured: measurements of the runs that have one.
-        seconds: duration of the training, or of the measurement if nothing was trained.
+        seconds: duration of the training, or of the measurement if nothing was trained; None if unknown.
     """
 
     cell: str
@@ -87,23 +87,23 @@ class CellRow:
 
     @property
     def sink_first(self) -> Spread | None:
-        """Sink rate of the first token, percent."""
+        """Sink rate of the first token, percent; None if unknown."""
         return self.over_runs(lambda one: next(iter(one.sink_rate or ()), None))
 
     @property
     def sink_visible(self) -> Spread | None:
-        """Sink rate of the first token, with attention averaged over the queries that may see it, percent."""
+        """Sink rate of the first token over the queries that can see it, percent; None if equal to `sink_first`."""
         return self.over_runs(lambda one: next(iter(one.sink_rate_visible or ()), None))
 
     @property
     def sink_bias(self) -> Spread | None:
-        """Sink rate of a bias, sink logit or sink token, percent."""
+        """Sink rate of a bias, sink logit or sink token, percent; None if the model has none."""
         return self.over_runs(lambda one: one.sink_rate_bias)
 
     @property
     def sink_elsewhere(self) -> tuple[int, float] | None:
-        """1-based position and mean rate of the highest sink; None if that is the first token (highest.py)."""
-        rates = [one.sink_rate for one in self.latest if one.sink_rate]  # averaged up to the shortest
+        """1-based position and mean rate of the highest sink; None if that is the first token, below 1 % or unknown."""
+        rates = [one.sink_rate for one in self.latest if one.sink_rate]  # averaged up to the length of the shortest
         return sink_elsewhere([statistics.fmean(rate or 0.0 for rate in at) for at in zip(*rates, strict=False)])
 
 
@@ -133,9 +133,9 @@ def _cell_row(data: ReportData, cell: str) -> CellRow:
 
 
 def _seconds(run: ReportedRun) -> float | None:
-    """Return the duration of a run's training, else of its measurement, in seconds.
+    """Return the duration of a run's training, or of the measurement of a model, in seconds; None if unknown.
 
-    Evaluations of unknown speed are skipped, as the next evaluation includes their time.
+    Evaluations without a recorded speed are skipped: their tokens are counted at the speed of the next evaluation.
     """
     if run.trained:
         return seconds_spent([one for one in run.history if one.tokens is not None and one.tokens_per_second]) or None
@@ -146,7 +146,8 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
     """Make the table of results with a row per cell, in the order of `data.cells`; empty columns are omitted.
 
     Args:
-        curves: whether to add a column of sparklines of the sink rate by step, for output without charts.
+        curves: whether to add a column of sparklines of the sink rate by step (`growth_of_sink`), for output without
+            charts.
     """
     rows = cell_rows(data)
     trained = not data.runs or any(run.trained for run in data.runs)
@@ -161,11 +162,11 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
         case DomainsDocument():
             title, unit = "Domain", "one file each"
         case ComparisonDocument():
-            title, unit = "Model", "on the same text"
+            title, unit = "Model", ""
         case CheckpointsDocument():
-            title, unit = "Checkpoint", "after the step"
+            title, unit = "Checkpoint", "step or tokens"
         case _:
-            title, unit = ("Cell", "changed settings") if trained else ("Model", "as measured")
+            title, unit = ("Cell", "") if trained else ("Model", "")
     tokens = next((one.unit for one in saved.values()), "step") == "tokens"
 
     def name(row: CellRow) -> TableCell:
@@ -205,7 +206,12 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
         *(spread(f"at ε = {eps}", "% of heads", rate, at_threshold(eps)) for eps in thresholds),
         spread(f"{SINK_1} visible", "% of heads", rate, lambda row: row.sink_visible),
         (TableColumn("Sink elsewhere", "% at position"), elsewhere),
-        spread("First token", "times uniform", rate, lambda row: row.over_measurements(lambda m: m.uniform_ratio[0])),
+        spread(
+            "Importance",
+            "of the first token, times uniform",
+            rate,
+            lambda row: row.over_measurements(lambda m: m.uniform_ratio[0]),
+        ),
         (
             TableColumn("Sequences", "measured"),
             lambda row: ", ".join(sorted({str(m.sequences) for m in row.measured})) or None if by_domain else None,
@@ -240,7 +246,7 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
     notes = [
         "Sink rates are the percentage of (sequence, layer, head) triples whose importance exceeds ε."
         + (" Values are mean ± sample standard deviation over seeds." if any(row.seeds > 1 for row in rows) else "")
-        + " The norm ratio is the maximum over blocks. An en dash marks values that were not recorded or do not apply."
+        + " An en dash marks values that were not recorded or do not apply."
     ]
     if any(row.sink_visible for row in rows):
         notes.append(
@@ -256,13 +262,13 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
 
 
 def sparklines(curves: Sequence[Sequence[float]]) -> list[str]:
-    """Return curves as texts of bars, on a shared scale from 0 to their maximum, or to 1 if the maximum is smaller."""
+    """Return each curve as a text of bars, on a shared scale from 0 to their maximum, or to 1 if that is smaller."""
     highest = max((value for values in curves for value in values), default=0.0)
     return [sparkline(values, max(highest, 1.0)) for values in curves]
 
 
 def sparkline(values: Sequence[float], highest: float | None = None, width: int = 16) -> str:
-    """Return values as a text of bars from 0 to `highest` (default: their maximum), at most `width` characters."""
+    """Return values as a text of bars from 0 to `highest` (default: their maximum), sampled to at most `width` bars."""
     if not values:
         return ""
     top = max(highest if highest is not None else max(values), 1e-12)
@@ -275,6 +281,7 @@ def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | Non
     """Average a value of the evaluations by cell and step, over the seeds that reached the step.
 
     Args:
+        value: function that returns the value of an evaluation, or None to omit it.
         where: name of the position or of the data, the same in all rows.
 
     Returns:
@@ -289,10 +296,11 @@ def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | Non
 
 
 def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[dict[str, Any]], bool]:
-    """Average the last norm ratio of the first token by block.
+    """Average the norm ratio of the first token at the last evaluation over seeds, by block.
 
     Returns:
-        Rows `cell, layer` (0 is the embedding) with the fields of `over_seeds`; whether infinite ratios were omitted.
+        Rows `cell, layer` (0 is the embedding) with the fields of `over_seeds`, and whether infinite ratios were
+        omitted.
     """
     found = by_key(
         ((run.cell, layer), ratio)
@@ -305,7 +313,7 @@ def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[dict[str, Any]], bool
 
 
 def growth_of_sink(data: ReportData, cell: str) -> list[float]:
-    """Return, for every step, the larger of the sink rates of first token and bias, mean over seeds, percent."""
+    """Return, for every step, the larger of the sink rates of first token and bias, then mean over seeds, percent."""
     rows = curve(
         data.runs_of(cell),
         lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,
@@ -323,12 +331,12 @@ def by_key(pairs: Iterable[tuple[K, float]]) -> dict[K, list[float]]:
 
 
 def over_seeds(numbers: Sequence[float]) -> dict[str, float]:
-    """Compute mean, minimum (low), maximum (high) and count (runs) of the values at several seeds."""
+    """Return mean, minimum (`low`), maximum (`high`) and number (`runs`) of the values at one or more seeds."""
     return {"mean": statistics.fmean(numbers), "low": min(numbers), "high": max(numbers), "runs": len(numbers)}
 
 
 def headline(data: ReportData) -> list[str]:
-    """Return sentences about the runs and their main result: one per sweep and at most three more."""
+    """Return a sentence per sweep of several experiments, and up to three about the runs and their main result."""
     rows = cell_rows(data)
     trained = [run for run in data.runs if run.trained]
     sentences = []
@@ -352,7 +360,7 @@ def headline(data: ReportData) -> list[str]:
     if unfinished := sum(run.in_progress for run in trained):
         verb = "is" if unfinished == 1 else "are"
         sentences.append(
-            f"{counted(unfinished, 'run').capitalize()} {verb} still in progress: the numbers below are not final."
+            f"{counted(unfinished, 'run').capitalize()} {verb} unfinished: the numbers below are not final."
         )
     return sentences
 
@@ -369,7 +377,7 @@ def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
         ends = dict.fromkeys((steps[0], steps[-1])) if steps else ()
         length = f" for {' to '.join(f'{step:,}' for step in ends)} steps" if steps else ""
         cells = len({run.cell for run in trained})
-        seeds = f" ({len(trained)} runs over seeds)" if len(trained) > cells else ""
+        seeds = f" ({len(trained)} runs)" if len(trained) > cells else ""
         verb = "was" if cells == 1 else "were"
         return f"{counted(cells, 'model').capitalize()} {verb} trained{length}{seeds}; {measured}."
     names = {run.measurement.model for run in data.runs if run.measurement and run.measurement.model}
@@ -378,7 +386,7 @@ def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
         case DomainsDocument() as document:
             subject = f"{Path(document.model).name} on {counted(len(data.runs), 'domain')}"
         case ComparisonDocument():
-            subject += " on the same text"
+            subject += " side by side"
         case CheckpointsDocument() as document:
             subject = f"{Path(document.model).name} at {counted(len(data.runs), 'checkpoint')}"
         case _ if names and len(names) < len(data.runs):

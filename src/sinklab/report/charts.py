@@ -1,7 +1,8 @@
-"""Figures and the four primitives that draw them: lines, dots, scatter and heatmap, from plain rows to Altair charts.
+"""Figures and the four primitives that draw them as Altair charts: lines, dots, scatter and heatmap.
 
-The functions read no files and do not depend on runs. A row is a dict. Names are data, never parts of an expression or
-a field name, so that text from a model or a file is never evaluated. Positions and layers are 1-based.
+The functions read no files and do not depend on runs; data are rows (dicts by field) or matrices. Names are data, never
+parts of an expression or a field name, so that text from a model or a file is never evaluated. Positions, layers and
+heads are 1-based; block 0 is the embedding.
 """
 
 import math
@@ -32,7 +33,7 @@ LETTER = 7
 TITLE_LETTERS = 36
 """Maximum number of letters in a line of the title of a small chart."""
 WIDE = 30
-"""Ratio of the extremes above which an `auto` scale is logarithmic."""
+"""Ratio of the extremes above which an `auto` scale is logarithmic, if all values are positive."""
 DASHES = ([1, 0], [6, 4], [2, 3], [8, 3, 2, 3])
 OURS, PAPER = theme.PALETTE[0], theme.PALETTE[1]
 OUTLINE = "#FF2D87"
@@ -46,7 +47,7 @@ class ColourScale:
     Attributes:
         what: label of the quantity.
         low, high: ends of the scale.
-        outlined: threshold ε above which cells are outlined; None for no outline.
+        outlined: threshold ε above which squares are outlined; None for no outline.
         diverging: whether zero is the centre of the scale (cosines).
         references: values of uniform attention, marked on the scale.
     """
@@ -68,11 +69,11 @@ class Figure:
     """One or more charts under one title.
 
     Attributes:
-        key: name of the figure's chart files and of its anchor in the page.
+        key: anchor in the page, and start of the names of the chart files.
         caption: description of the figure's content and method.
         scale: colour scale shared by the charts, which are then small and side by side; None without a shared scale.
         small: whether the charts are side by side although they share no scale.
-        table: the plotted numbers as a table.
+        table: table below the figure, usually of the plotted numbers; None for no table.
     """
 
     key: str
@@ -101,16 +102,20 @@ def lines(
     height: int = HEIGHT,
     title: str | None = None,
 ) -> Drawing:
-    """Draw a line chart: a line per value of `colour`, `dash` and `apart`, with points and an optional band.
+    """Draw a line chart: a line per combination of `colour`, `dash` and `apart`, with points and an optional band.
 
     Args:
-        rows: values by field, including the fields of the axes.
-        colour: field that determines the colour; None for a single line. A click on the legend selects a line.
+        rows: values by field, including `colour`, `dash`, `apart`, `band` and the fields of the axes.
+        colour: field that determines the colour; None for one colour. With several values in `order`, a click on the
+            legend highlights the lines of a value.
         order: values of `colour`, in the order of the palette; None for numbers on a sequential scale.
-        apart: further fields; each of their values has its own, thinner line.
+        dash: field that determines the dash pattern.
+        apart: fields whose values have separate lines of the same colour, which are thinner.
         band: fields of the lower and upper ends of the band.
-        reference: position of a dashed horizontal line.
+        reference: y value of a dashed horizontal line.
         curves: rows `x.field`, `y.field` and `of` (the name) of dashed grey curves.
+        tips: further fields in the tooltip of a point.
+        width: width in pixels, or "container" for that of the page's column.
     """
     fields = [y.field, *(band or ())]
     across = _channel(alt.X, x, rows, [x.field])
@@ -167,15 +172,17 @@ def scatter(
     tips: Sequence[Tip] = (),
     width: Width = 640,
 ) -> Drawing:
-    """Draw a scatter plot: a point per row; for a categorical y axis, a line of points per category.
+    """Draw a scatter plot: a point per row of data; a categorical y axis has a line of its own for each category.
 
     Args:
-        rows: values by field, including those of the axes, `colour`, `join` and `label`; FIELD_low and FIELD_high are
-            the ends of an error bar along the axis of FIELD.
-        join: field by whose values points are connected.
+        rows: values by field, including those of the axes, `colour`, `join` and `label`; FIELD_low and FIELD_high, if
+            present, are the ends of an error bar along the axis of FIELD.
+        order: values of `colour`, in the order of the palette.
+        join: field; points with the same value are connected by a line.
         label: field with the text next to each point.
         published: rows drawn as open diamonds.
         reference: a dashed line at this value of y, or of x for a categorical y.
+        tips: further fields in the tooltip of a point.
     """
     both = [*rows, *published]
     ends_x, ends_y = ([axis.field, f"{axis.field}_low", f"{axis.field}_high"] for axis in (x, y))
@@ -221,18 +228,20 @@ def dots(
     width: Width = 420,
     label_width: int = 150,
 ) -> Drawing:
-    """Draw each cell's values at its seeds as points, with their median and range, and the paper's value as a diamond.
+    """Draw a cell's value at each seed (draw, model) as a point, with median and range, and the paper's as a diamond.
 
     Args:
         labels: label of every cell by its name, in display order.
-        seeds: rows `cell, seed, value, run`, with `link` if a point leads to its recipe.
-        middles: rows `cell, never_reached`, with `median`, `smallest` and `largest` if they are known; if some seeds
-            never reached the step of a sink, also `beyond`, the largest step reached, drawn with an arrow.
+        seeds: rows `cell, seed, value, run`, with `link` if a point links to the recipe or measurement of its run.
+        middles: rows `cell, never_reached`, with `median`, `smallest` and `largest` if they are known; if the event of
+            a step quantity did not occur at some seeds, also `beyond`, the largest value of the others, drawn as an
+            arrow.
         paper: rows `cell, value`.
-        decimals: number of decimals of a value in the tooltips.
+        values: axis of the values.
+        decimals: number of decimals of the median in the tooltips; values of single seeds have one more.
         varied: quantity by which the cells are ordered from left to right, with connected medians; None draws each
             cell as a row.
-        label_width: width of the cell names in pixels.
+        label_width: width in pixels above which the name of a cell is broken into lines.
     """
     upright, seeds = varied is not None, _apart(seeds)
     everything = [*seeds, *middles, *paper]
@@ -263,7 +272,7 @@ def dots(
         tick = alt.Chart(_MIDDLES).mark_tick(thickness=2.5, size=15, color=OURS)
         tick = placed(tick.transform_filter("isValid(datum.median)"), "median")
         ends = (("smallest", "smallest", form), ("largest", "largest", form))
-        layers.append(said(tick, ("median", "median over seeds", form), *ends))
+        layers.append(said(tick, ("median", "median", form), *ends))
     if "beyond" in known:
         shape = "triangle-up" if upright else "triangle-right"
         arrow = alt.Chart(_MIDDLES).mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
@@ -282,7 +291,7 @@ def dots(
         else:  # points stay in the inner two thirds of their row, away from those of the next
             point = point.encode(yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[-1.5 * most, 1.5 * most])))
         value = ("value", "value", f",.{decimals + 1}f")
-        layers.append(said(placed(point, "value"), ("seed", "seed", "d"), value, ("run", "run", "")))
+        layers.append(said(placed(point, "value"), ("seed", "replicate", "d"), value, ("run", "run", "")))
     most_seeds = max(Counter(row["cell"] for row in seeds).values(), default=1)  # below each other in a row
     row_height = max(_listed_height([*labels], label_width), SEED_HEIGHT * (most_seeds + 1))
     rows = {"seeds": seeds, "middles": middles, "paper": paper}
@@ -291,7 +300,7 @@ def dots(
 
 
 def _listed_height(labels: Sequence[Any], label_width: int) -> int:
-    """Return the height in pixels of a chart row whose label may have several lines."""
+    """Return the height in pixels of a chart row that fits the longest label, broken into lines."""
     return ROW_HEIGHT + LINE_HEIGHT * max(len(str(one)) * LETTER // label_width for one in labels)
 
 
@@ -307,7 +316,7 @@ def _apart(seeds: ChartRows) -> ChartRows:
 
 @dataclass(frozen=True)
 class Side:
-    """An axis of a heatmap: title, number of the first row or column, and direction."""
+    """An axis of a heatmap: title, number of the first row or column, and whether rows are numbered from the bottom."""
 
     title: str
     first: int = 1
@@ -334,7 +343,7 @@ def heatmaps(
     columns: Side = HEADS,
     height: int | None = None,
 ) -> Figure:
-    """Draw a figure of heatmaps that share a colour scale, which a page shows only once."""
+    """Draw a figure of heatmaps, one per (title, matrix), that share a colour scale; a page shows the scale once."""
     own = width != "container"
     drawn = [heatmap(matrix, scale, name, rows, columns, width, height, own) for name, matrix in named]
     return Figure(key, title, caption, drawn, scale)
@@ -354,11 +363,11 @@ def heatmap(
     """Draw a matrix as coloured cells; NaN and infinite entries are left blank.
 
     Args:
-        values_YX: one row of cells for each row of the matrix.
+        values_YX: the matrix; its first row is at the top, or at the bottom if `rows.upwards`.
         scale: colour scale, shared by comparable heatmaps.
-        height: total height in pixels; by default proportional to the number of rows.
-        own_legend: whether to draw the colour scale below the cells.
-        lowest: values of an additional lowest row, (X,): uniform causal attention.
+        height: height of all rows in pixels; by default 9 to 34 for each row, which is about 300 for 9 to 33 rows.
+        own_legend: whether to draw the colour scale below the heatmap.
+        lowest: values of an additional lowest row, (X,), labelled `uniform` (attention).
     """
     Y, X = values_YX.shape
     numbers = range(rows.first, rows.first + Y)
@@ -403,7 +412,10 @@ def heatmap(
 
 
 def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
-    """Return a colour scale over all values, from zero if no value is negative; a diverging scale is symmetric."""
+    """Return a colour scale over all finite values and zero, with ends rounded up to one significant digit.
+
+    A diverging scale is symmetric; any other scale ends at 1 if no value is positive.
+    """
     values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
     low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
     if diverging:
@@ -414,7 +426,7 @@ def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = Fals
 
 
 def pooled(matrix_TT: np.ndarray, cells: int) -> np.ndarray:
-    """Downsample a square matrix to at most `cells` x `cells` entries by means over squares, ignoring NaN."""
+    """Downsample a square matrix to at most `cells` x `cells` entries by means of the finite values of squares."""
     size = -(-len(matrix_TT) // cells)
     if size == 1:
         return matrix_TT
@@ -439,13 +451,13 @@ def _rounded_up(value: float) -> float:
 
 
 def _thinned(count: int, first: int, more: Sequence[str] | None = None, **settings: Any) -> alt.Axis:
-    """Make an axis over `count` rows or columns, numbered from `first`; at most a dozen have labels, to avoid overlap.
+    """Make an axis over `count` rows or columns, numbered from `first`; about a dozen at most have labels.
 
     Args:
         more: labels of further rows or columns; if they are given, all labels are strings.
     """
     every = -(-count // 12)
-    begins = [first] if more is None else []  # a further cell is beside the first
+    begins = [first] if more is None else []  # the label of a further row would overlap with the first
     values = [at for at in range(first, first + count) if every == 1 or at in begins or at % every == 0]
     labels = values if more is None else [*map(str, values), *more]
     return alt.Axis(values=labels, grid=False, ticks=False, domain=False, **settings)
@@ -456,14 +468,14 @@ _OPEN: dict[str, Any] = {"size": 85, "filled": False, "strokeWidth": 2}
 
 
 def layer_axis(rows: ChartRows, title: str) -> PlotAxis:
-    """Make an axis of layers, with a tick for each of up to 14 layers."""
+    """Make an axis of layers (field `layer` of the rows), with a tick per layer if there are at most 14."""
     found = sorted({row["layer"] for row in rows})
     ticks = found if len(found) <= 14 else None
     return PlotAxis(title, "layer", whole=True, precision="d", ticks=ticks, zero=False)
 
 
 def colour_of(order: Sequence[str] | None, field: str = "cell") -> alt.Color:
-    """Encode a field as colour: the same colour per cell in every chart; a sequential scale if `order` is None."""
+    """Encode a field as colour: the palette in the given order, or a sequential scale if `order` is None."""
     if order is None:
         return alt.Color(f"{field}:O", title=field, scale=alt.Scale(scheme=theme.HEAT_SCHEME))
     palette = theme.colours(list(order))
@@ -494,6 +506,7 @@ def _channel(
 
     Args:
         field: the encoded field; by default the field of the axis.
+        label_width: width in pixels above which the label of a category on the y axis is broken into lines.
     """
     field, across = field or axis.field, kind is alt.X
     if axis.order is not None:

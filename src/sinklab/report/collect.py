@@ -35,9 +35,9 @@ from sinklab.train.directory.history import Evaluation, finite, read_history
 from sinklab.train.directory.lock import is_held
 
 SEED_FOLDER = re.compile(r"seed_(\d+)")
-LOOKED_FOR = "recipe.yaml (a run), measurement.json (a measurement), assessment.json or summary.json (experiments)"
+LOOKED_FOR = "recipe.yaml (a run), measurement.json, assessment.json or summary.json with cells (experiments)"
 READ_SCHEMA = Summary.model_fields["schema_version"].default
-"""Schema version of summary.json; a file without a version is accepted."""
+"""The only schema version of summary.json that is read; a file without a version is accepted."""
 
 SUITES = {
     "domains.json": DomainsDocument,
@@ -48,13 +48,18 @@ SUITES = {
 
 
 def collect(dirs: list[Path]) -> ReportData:
-    """Read all runs, measurements and summaries in and below `dirs`.
+    """Read the runs, measurements and assessments in and below `dirs`.
+
+    Summaries of experiments and result documents of several measurements are read from `dirs` only, not from
+    subfolders.
 
     Raises:
-        InputError: if a directory is missing or has nothing to report on, or a file in it is damaged.
+        InputError: if `dirs` is empty, a directory is missing, unreadable or has nothing to report on, or a file in it
+            is damaged or of another version.
+        SinklabError: if packed runs cannot be unpacked into a temporary folder.
     """
     if not dirs:
-        raise InputError("no directory was given to report on: name a run, a measurement or a lab directory.")
+        raise InputError("no directory to report on: pass the directory of a run, measurement, assessment or sweep.")
     runs: list[ReportedRun] = []
     claims: list[JudgedClaim] = []
     cells: dict[str, CellSummary] = {}
@@ -66,7 +71,7 @@ def collect(dirs: list[Path]) -> ReportData:
         if summary.experiments:
             sweeps.append(read_sweep(top, summary))
         found, known = _runs_of(top, summary)
-        if {*cells, *(run.cell for run in runs)} & {*known, *(run.cell for run in found)}:  # names of another directory
+        if {*cells, *(run.cell for run in runs)} & {*known, *(run.cell for run in found)}:  # used in another directory
             found = [replace(run, cell=f"{_name_of(top)}/{run.cell}") for run in found]
             known = {f"{_name_of(top)}/{name}": cell for name, cell in known.items()}
         runs += found
@@ -90,9 +95,10 @@ def collect(dirs: list[Path]) -> ReportData:
 
 
 def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[str, CellSummary]]:
-    """Read the runs that are shown individually, and the cells of the summary to which these runs belong.
+    """Read the runs that are listed individually, and the cells of the summary.
 
-    Packed runs, and runs of a sweep of several experiments (hundreds), appear in the experiments' sections only.
+    In a packed sweep, or a sweep of several experiments (hundreds of runs), the runs of the summary appear only in the
+    experiments' sections: they and the cells are left out here.
     """
     several = len(summary.experiments) > 1 or is_packed(top)
     cell_of = {top / run.directory: name for name, cell in summary.cells.items() for run in cell.runs if run.directory}
@@ -109,7 +115,9 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def folders_with(folder: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
-    """Yield `folder` and the folders below it for which `holds` is true; the subfolders of these are not searched.
+    """Yield `folder`, or else the folders below it, for which `holds` is true, sorted.
+
+    Subfolders of these folders, symbolic links and folders whose name starts with a dot are not searched.
 
     Raises:
         InputError: if a folder cannot be read.
@@ -162,7 +170,7 @@ def _name_of(path: Path) -> str:
 
 
 def _read_recipe(path: Path) -> WrittenRecipe | None:
-    """Read a recipe of any version; the types of values that a report counts or compares are checked."""
+    """Read a recipe of any version and check the types of values used in reports; None if missing or empty."""
     values = _read_mapping(path)
     train, metric = values.get("train", {}), values.get("metric", {})
     valid = (
@@ -173,7 +181,10 @@ def _read_recipe(path: Path) -> WrittenRecipe | None:
         and isinstance(metric.get("eps"), int | float | None)
     )
     if not valid:
-        raise InputError(f"{path} is not the recipe of a run. Repair it or leave its folder out.")
+        raise InputError(
+            f"{path} is not the recipe of a run: `name` must be a text, `train` and `metric` mappings, train.steps a "
+            "whole number and metric.eps a number. Repair it or leave its folder out."
+        )
     return WrittenRecipe(values) if values else None
 
 
@@ -181,7 +192,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file; it is empty if there is no such file.
 
     Raises:
-        InputError: if the file cannot be read, or contains something other than a mapping.
+        InputError: if the file cannot be read or parsed, or contains something other than a mapping.
     """
     if not path.is_file():
         return {}
@@ -200,14 +211,17 @@ def _read_summary(path: Path) -> Summary:
     document = finite(_read_mapping(path))
     if (version := document.get("schema", READ_SCHEMA)) != READ_SCHEMA:
         raise InputError(
-            f"{path} is of schema {version}, and this version of sinklab reads {READ_SCHEMA}: call `sinklab reproduce` "
-            "with its experiments again, which writes it from the runs without training any, or use the version of "
-            "sinklab that wrote it."
+            f"{path} is of schema {version}, and this version of sinklab reads {READ_SCHEMA}: repeat the call of "
+            "`sinklab reproduce`, which writes it again and keeps finished runs, or use the version of sinklab that "
+            "wrote it."
         )
     try:
         return Summary.model_validate(document)
     except ValidationError as error:
-        raise InputError(f"{path} must contain `cells` (a mapping) and `claims` (a list). Write it again.") from error
+        raise InputError(
+            f"{path} is not a summary of experiments: a key is missing, or a value has the wrong type. Write it again "
+            "with `sinklab reproduce`, or leave its folder out."
+        ) from error
 
 
 def _read_suites(top: Path) -> Iterator[Suite]:
@@ -218,7 +232,10 @@ def _read_suites(top: Path) -> Iterator[Suite]:
         try:
             document = kind.model_validate(parse_json(path.read_text(encoding="utf-8")))
         except ValueError as error:
-            raise InputError(f"{path} is damaged: repeat the command that wrote it, or remove the file.") from error
+            raise InputError(
+                f"{path} cannot be read as the result of several measurements: repeat the command that wrote it, or "
+                "remove the file."
+            ) from error
         yield Suite(top, document)
 
 
@@ -230,15 +247,18 @@ class ListedRun:
     """A run directory in the list of `sinklab runs`.
 
     Attributes:
-        state: running (a process holds its lock), done, stopped (it has a checkpoint, and the same command resumes it),
-            failed (it ended with an error), not begun (nothing has been saved) or damaged (it cannot be read).
-        step, steps: last step evaluated or saved, and number of steps in the recipe.
-        sink_rate, sink_rate_bias: sink rates of the first position and of the bias at the last evaluation, percent.
-        valid_loss: validation loss at the last evaluation, nats per token.
+        state: running (a process holds its lock), done (measured after its last step), stopped (it has a checkpoint,
+            and the same command resumes it), failed (it ended with an error), not begun (it has no checkpoint) or
+            damaged (its recipe or metrics cannot be read).
+        step, steps: last step evaluated or saved, and number of steps in the recipe; `steps` is None if unknown.
+        sink_rate, sink_rate_bias: sink rates of the first position and of a bias, sink logit or sink token at the last
+            evaluation, percent; None if unknown.
+        valid_loss: validation loss at the last evaluation, nats per token; None if unknown.
         differs: settings (KEY=VALUE) that differ from the shipped recipe of the same name; without such a recipe, from
-            the other listed runs.
-        why: reason why the run failed or is damaged.
-        sink_elsewhere: position and rate of the highest sink at the last evaluation, unless it is the first token.
+            any other listed run.
+        why: reason why the run failed or is damaged; empty for other runs.
+        sink_elsewhere: text with rate and position of the highest sink at the last evaluation; empty if that is the
+            first token, below 1 % or unknown.
     """
 
     directory: str
@@ -256,10 +276,10 @@ class ListedRun:
 
 
 def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
-    """List the runs in and below some directories, ordered by path.
+    """List the runs in and below some directories: in the order of `folders`, and by path in each.
 
     Raises:
-        InputError: if a path is not a directory, or no directory has a run.
+        InputError: if a path is not a directory, a folder cannot be read, or there is no run.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -325,7 +345,7 @@ def _listed(path: Path, recipes: dict[Path, WrittenRecipe]) -> ListedRun:
 
 
 def _failure(path: Path) -> str:
-    """Return the error message of a failed run; empty for other runs."""
+    """Return the error message in failed.json; empty if there is none."""
     try:
         return str(parse_json((path / "failed.json").read_text(encoding="utf-8"))["message"])
     except (OSError, ValueError, KeyError, TypeError):

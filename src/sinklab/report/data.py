@@ -1,7 +1,7 @@
-"""The data of a report: runs with their numbers, claims with their evidence, and suites of measurements; the cells of
-runs that differ in their seed only.
+"""The data of a report: runs, claims, sweeps, assessments and suites (several measurements made by one command).
 
-This module reads no files (`collect` does) and draws no charts.
+Runs whose recipes differ only in the seed are grouped into a cell. This module reads no results (`collect` does) and
+draws no charts.
 """
 
 import json
@@ -35,15 +35,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 HASHED_NAME = re.compile(r"(.+)-[0-9a-f]{16}")
 MOST_CHANGES = 4
-"""Maximum number of changes in the name of a cell."""
+"""Maximum number of changes listed in the name of a cell."""
 
 MEASURED = ("sink_rate", "sink_rate_visible", "sink_rate_bias", "hidden_norm_ratio")
-"""Fields of both an evaluation and a measurement."""
+"""Fields of an evaluation that the measurement of the run replaces (`ReportedRun.latest`)."""
 
 
 @dataclass(frozen=True)
 class WrittenRecipe:
-    """The recipe of a run as written by any version of sinklab; values of an unexpected type read as None.
+    """The recipe of a run as written by any version of sinklab.
+
+    Properties are None for keys that are missing or have a value of an unexpected type.
 
     Attributes:
         values: nested mapping of the recipe's keys.
@@ -58,7 +60,7 @@ class WrittenRecipe:
 
     @property
     def seed(self) -> int | None:
-        """Random seed of weights and data."""
+        """Random seed of the initial weights and the order of the data."""
         return self._value("seed", int)
 
     @property
@@ -83,8 +85,11 @@ class ReportedRun:
     """A training run, or a measured model, which has no recipe and no history.
 
     Attributes:
+        path: directory; not a real one for a measurement in memory.
         cell: name shared by runs that differ only in the seed (see `grouped`).
-        env: content of env.json.
+        seed: seed in the recipe, else the number of a folder named `seed_N`; None without both.
+        recipe: None for a measured model.
+        env: content of env.json; empty without the file.
         history: evaluations of the run, ordered by step.
         measurement: measurement of the run; None if it was not measured.
     """
@@ -104,22 +109,22 @@ class ReportedRun:
 
     @property
     def trained(self) -> bool:
-        """Whether this is a training run rather than a measurement of a finished model."""
+        """Whether this is a training run (it has a recipe) rather than a measurement of an existing model."""
         return self.recipe is not None
 
     @property
     def planned_steps(self) -> int | None:
-        """Number of training steps in the recipe."""
+        """Number of training steps in the recipe; None if unknown."""
         return self.recipe.steps if self.recipe else None
 
     @property
     def steps_done(self) -> int | None:
-        """Step of the run's last evaluation."""
+        """Step of the run's last evaluation; None without evaluations."""
         return self.history[-1].step if self.history else None
 
     @property
     def in_progress(self) -> bool:
-        """Whether the run has not reached the last step of its recipe."""
+        """Whether the last evaluation of a training run is before the last step of its recipe."""
         return self.trained and (self.steps_done or 0) < (self.planned_steps or 0)
 
     @property
@@ -139,7 +144,7 @@ class ReportedRun:
 
     @property
     def latest(self) -> Evaluation:
-        """The last evaluation, updated with the measurement's values (its loss only if no validation loss is known)."""
+        """The last evaluation with sink rates and norms of the measurement, and its loss if `valid_loss` is missing."""
         last = self.history[-1] if self.history else Evaluation(step=0)
         if self.measurement is None:
             return last
@@ -155,13 +160,14 @@ class Suite:
 
     Attributes:
         top: directory of the document; the measurements are in its subdirectories.
+        document: content of domains.json, comparison.json, families.json or checkpoints.json.
     """
 
     top: Path
     document: SuiteDocument
 
     def runs(self, data: "ReportData") -> list[tuple[str, "ReportedRun"]]:
-        """Return the suite's measurements with their names, in the order of the document."""
+        """Return (name, run) for each measurement of the suite that `data` has, in the order of the document."""
         by_path = {run.path: run for run in data.runs}
         return [(name, by_path[self.top / name]) for name in self.document.measured if self.top / name in by_path]
 
@@ -171,7 +177,7 @@ class Assessed:
     """The content of an assessment.json.
 
     Attributes:
-        name: label of the model.
+        name: last part of the model's name or path, used as label.
         folder: folder of the file.
     """
 
@@ -185,11 +191,14 @@ class ReportData:
     """The content of a report.
 
     Attributes:
-        runs: runs, ordered by cell (in order of appearance), then by seed.
-        claims: claims of summaries that list no experiments.
-        summary_cells: cells of the summaries that these runs belong to, by name.
+        dirs: directories of the results.
+        runs: training runs and measurements, ordered by cell (as in `cells`), then by seed. Runs of packed sweeps and
+            of sweeps of several experiments are only in `sweeps`.
+        claims: claims whose experiment is not among the experiments of their summary.
+        summary_cells: cells of the summaries whose runs belong in `runs`, by name; if an earlier directory has a cell
+            of the same name, after the name of the directory (`DIRECTORY/CELL`).
         suites: result documents of several measurements.
-        sweeps: sweeps, with a section per experiment. The runs of a sweep of several experiments are not in `runs`.
+        sweeps: directories whose summary lists experiments; each experiment has a section on the page.
         assessed: assessments, except those of the runs of a sweep.
     """
 
@@ -209,15 +218,15 @@ class ReportData:
 
     @property
     def cells(self) -> list[str]:
-        """Distinct names of the cells in order of appearance, cells of the summary first."""
+        """Distinct names of the cells: those of summaries, then those of runs, each in order of appearance."""
         return list(dict.fromkeys([*self.summary_cells, *(run.cell for run in self.runs)]))
 
     def runs_of(self, cell: str) -> list[ReportedRun]:
-        """Return the runs of one cell, ordered by seed."""
+        """Return the runs of one cell, in the order of `runs`."""
         return [run for run in self.runs if run.cell == cell]
 
     def label(self, run: ReportedRun) -> str:
-        """Return the name of a run: its cell, with the seed if the cell has several runs."""
+        """Return the name of a run: its cell, with the seed, if known, in a cell of several runs."""
         alone = len(self.runs_of(run.cell)) == 1
         return run.cell if alone or run.seed is None else f"{run.cell}, seed {run.seed}"
 
@@ -230,7 +239,7 @@ class ReportData:
 
     @property
     def failures(self) -> list[tuple[str, str]]:
-        """Names of the failed measurements, with the reason of each failure."""
+        """Pairs of name and reason (`not measured: ..`) of the failed measurements of suites."""
         return [(name, f"not measured: {why}") for suite in self.suites for name, why in suite.document.failed.items()]
 
     @overload
@@ -240,7 +249,7 @@ class ReportData:
     def suite_rows(self, kind: type[CheckpointsDocument]) -> dict[str, MeasuredCheckpoint]: ...
 
     def suite_rows(self, kind: Any) -> Any:
-        """Return the entries of all suite documents of one kind, by cell."""
+        """Return the entries of all suite documents of one kind by cell, for measurements in `runs`."""
         return {
             run.cell: suite.document.measured[name]
             for suite in self.suites
@@ -260,29 +269,30 @@ class ReportData:
 
     @property
     def detailed(self) -> "list[tuple[ReportedRun, Measurement, Details]]":
-        """The runs measured with --details, with measurement and details."""
+        """The runs measured with --details or --map, with measurement and details."""
         return [(run, one, one.details) for run, one in self.measured if one.details is not None]
 
     def arrays(self, of: "Callable[[Measurement], np.ndarray | None]") -> "list[tuple[str, np.ndarray]]":
-        """Return the label of each measured run with the array `of` its measurement, if any."""
+        """Return (label, array) of the measured runs, where `of` selects the array; omits None and empty arrays."""
         found = [(self.label(run), of(one)) for run, one in self.measured]
         return [(label, array) for label, array in found if array is not None and array.size]
 
 
 def model_name(model: str) -> str:
-    """Shorten a path to its last folder; a hub id is returned unchanged."""
+    """Shorten a path to its last part; a name of two parts, such as a hub id or `runs/k`, is returned unchanged."""
     return model if model.count("/") == 1 and not model.startswith((".", "/", "~")) else Path(model).name or model
 
 
 def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:
     """Return the runs with one cell assigned to all runs whose recipes differ only in the seed.
 
-    A cell is named by its changes to the shipped recipe of the runs' name (`model.attention.bias=k`), by that recipe if
-    nothing was changed, and by its first run if there is no such recipe. Runs with the same seed are not replicates and
-    get separate cells.
+    The recipe's name and settings that do not affect the result may differ too. A cell is named by its changes to the
+    shipped recipe of the runs' name (`model.attention.bias=k`), by that recipe if nothing was changed, and by the
+    folder of its first run if there is no such recipe or the name is taken. If two runs of a recipe have the same seed,
+    its runs are not replicates and keep their cells.
 
     Args:
-        named: names of cells in a summary; runs with these names keep them.
+        named: names of cells in a summary; runs in these cells keep them, as do runs without a recipe.
     """
     by_recipe: dict[str, list[ReportedRun]] = {}
     for run in runs:
@@ -303,7 +313,7 @@ def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun
     cells: dict[int, str] = {}
     for group, name in sorted(zip(groups, names, strict=True), key=lambda pair: bool(pair[1])):  # new names last
         first = group[0]
-        hashed = HASHED_NAME.fullmatch(first.cell)  # the folder NAME-HASH of `sinklab train`
+        hashed = HASHED_NAME.fullmatch(first.cell)  # the folder NAME-HASH of `sinklab train`, shown as NAME
         plain = hashed[1] if hashed and first.recipe and first.recipe.name == hashed[1] else first.cell
         cell = next(one for one in (name, plain, first.cell, str(first.path)) if one and one not in taken)
         taken.add(cell)
@@ -312,7 +322,12 @@ def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun
 
 
 def _cell_name(base: str, changes: list[str] | None, common: Collection[str], several: bool) -> str:
-    """Return a cell's name of at most `MOST_CHANGES` changes, those shared by all cells last; empty without a base."""
+    """Return a cell's name; of more than `MOST_CHANGES` changes, those in `common` are left out first.
+
+    Args:
+        base: name of the recipe, which is part of the name if `several` or if nothing was changed.
+        changes: changes to the recipe; None, and an empty name, if there is no such recipe.
+    """
     if changes is None:
         return ""
     shown, more = changes, len(changes) - MOST_CHANGES
@@ -324,11 +339,12 @@ def _cell_name(base: str, changes: list[str] | None, common: Collection[str], se
 def recipe_changes(recipe: WrittenRecipe) -> list[str] | None:
     """List the settings (KEY=VALUE) in which a resolved recipe differs from the shipped recipe of the same name.
 
-    A different kind is one change, followed by its values that are not defaults. Values that were unset and
-    settings that do not affect the result are left out.
+    Other kinds (`model.attention.operation=sigmoid`) are listed first; their values are compared with the defaults of
+    the kind, and all listed if the kind has required values. Name, seed, settings that do not affect the result, and
+    values that a run fills in, such as the vocabulary size, are left out.
 
     Returns:
-        None if no recipe of that name is shipped.
+        The changes; None if no recipe of that name is shipped.
     """
     ours = {
         key: value

@@ -1,7 +1,7 @@
-"""The explored heads of a measurement (`--explore`): attention maps, sinks and roles as data of the page.
+"""The explored heads of a measurement (`--explore`): attention maps, importance, sink rates and roles.
 
-`templates/explore.js` draws the heads. The attention maps of a measurement are one zlib stream, which browsers
-decompress.
+`templates/explore.js` draws them from this data in the page. The attention maps of a measurement are one zlib
+stream, which browsers decompress.
 """
 
 import base64
@@ -17,7 +17,7 @@ from sinklab.report.data import ReportData
 from sinklab.tables import counted
 
 DECIMALS = 4
-"""Decimals of an importance in the page."""
+"""Number of decimals to which importance is rounded in the page."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Explorer:
         key: anchor of the section; the anchor of a head is `#KEY-LAYER.HEAD`.
         title: title of the section.
         note: description of the sequence and of the maps.
-        data: JSON for the script; `maps` is the base64 text of a zlib stream of bytes n (heads, S, S); the attention
-            weight is (n / 255)^2.
+        data: JSON-serializable data for the script; `maps` is the base64 text of a zlib stream of bytes n (kept heads,
+            S, S), query by key; the attention weight is (n / 255)^2.
     """
 
     key: str
@@ -77,7 +77,7 @@ def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int
 
 
 def _roles(data: ReportData, one: Measurement) -> dict[tuple[int, int], str]:
-    """Return the kind of each head by (layer, head), from the assessments of the same model; empty without any."""
+    """Return the kind of each head by (layer, head), 1-based, from assessments of the same model; empty without any."""
     assessed = (found.document for found in data.assessed if found.document.model == one.model)
     parts = [document.result(Heads) for document in assessed if Heads.name in document.results]
     return {(head.layer, head.head): head.kind for part in parts for head in part.heads}

@@ -1,4 +1,4 @@
-"""The figures of a page: curves over training and over sequence length, figures of suites and of assessments."""
+"""The figures of runs, suites and assessments: curves over training, checkpoints and sequence length, and others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,14 +21,18 @@ SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs
 SMALL = 300
 """Width in pixels of a small chart outside a page."""
 FAR = 100
-"""Ratio of last and first step after 0 above which the axis is logarithmic: public runs save their first
-steps at powers of two."""
+"""Minimum ratio of the last step to the first one after 0 for a symlog axis: public runs save their first steps at
+powers of two."""
 FEWEST = 2
-"""Minimum number of lengths for a line."""
+"""Minimum number of sequence lengths for a figure by length."""
 
 
 def figures(data: ReportData, width: Width = "container") -> list[Figure]:
-    """Draw all figures that have data, in reading order; `width` is in pixels, or "container" inside a page."""
+    """Draw all figures of runs, suites and assessments that have data, in reading order (not those of sweeps).
+
+    Args:
+        width: width in pixels, or "container" inside a page.
+    """
     made = [
         *suite_figures(data, width),
         length_figure(data.summary_cells, width),
@@ -48,7 +52,7 @@ def _sink_by_step(data: ReportData, width: Width) -> Figure | None:
     for position in [1, *elsewhere][:3]:
         where = "first token" if position == 1 else f"position {position}"
         rows += curve(data.runs, lambda one, k=position: dict(enumerate(one.sink_rate, 1)).get(k), where)
-    rows += curve(data.runs, lambda one: one.sink_rate_bias, "bias or sink token")
+    rows += curve(data.runs, lambda one: one.sink_rate_bias, "bias, sink logit or sink token")
     if not rows:
         return None
     eps = data.runs[0].eps
@@ -99,7 +103,7 @@ def _norm_ratio(data: ReportData, width: Width) -> Figure | None:
     caption = (
         "Norm of the hidden state at the first position relative to the mean norm at the other positions, after each "
         "block (for the last block, before the final normalisation). A ratio of 1 (dashed line) means that the first "
-        "token does not differ from the others; large ratios are the massive activations that accompany a sink. "
+        "token does not differ from the others; large ratios indicate the massive activations that accompany a sink. "
         + ("Infinite ratios (all other norms are zero) are omitted. " if infinite else "")
         + _band(data)
     )
@@ -124,10 +128,10 @@ def _band(data: ReportData) -> str:
 
 
 def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | None:
-    """Draw Sink_1 of cells by eps and sequence length (figure 3 of the paper); None without several lengths.
+    """Draw Sink_1 by eps and sequence length (figure 3 of the paper); None without several lengths.
 
     Args:
-        cells: cells of a summary by name.
+        cells: cells of a summary by name; those whose changes do not include both `eps` and `length` are left out.
     """
     rows: list[dict[str, Any]] = []
     for name, cell in cells.items():
@@ -291,8 +295,8 @@ def _checkpoints(document: suites.CheckpointsDocument, eps: float, width: Width,
     caption = (
         "All checkpoints are measured on the same sequences. The charts show the share of (sequence, layer, head) "
         f"triples in which the importance of the first token exceeds ε = {eps:g}, this importance relative to uniform "
-        "attention, the loss, and the norm of the first token's hidden state relative to the mean of the others "
-        "(maximum over blocks)."
+        "attention, the sink rate of a bias, the loss, and the norm of the first token's hidden state relative to the "
+        "mean of the others (maximum over blocks), if they were measured."
     )
     curves = Figure(f"checkpoints-{number}", "Emergence of the sink", caption, drawn, small=True)
     layers_LS = np.array([one.by_layer for one in found]).T
@@ -331,8 +335,8 @@ def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figur
 
 
 def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure | None:
-    """Draw the loss added by the intervention behind each answer of an assessment; None without any."""
-    kinds = ("lost without the sink", "cost of the sink", "other changes")
+    """Draw the added loss of each answer of an assessment; None without any."""
+    kinds = ("loss without the sink", "cost of the sink", "other changes")
     rows = [
         {
             "change": one.lost or one.gained or one.change,
@@ -352,7 +356,7 @@ def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure
         rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")], width=width
     )
     caption = (
-        "Loss that each change adds relative to the unchanged model (dashed line). The table lists the question that "
-        "each change answers."
+        "Loss that each change adds relative to the unchanged model (dashed line), or the difference that its label "
+        "describes. The table lists the question that each change answers."
     )
     return Figure(f"answers-chart-{number}", f"Loss added by each change{of}", caption, [chart])

@@ -1,6 +1,7 @@
 """The leaderboard of mitigations: every cell of the experiments on mitigations, with median and range over seeds.
 
-A new column is one line in `_columns`, or the `column` of a quantity of an assessment (`assessing/parts/`).
+The cells of `mitigations_retuned` (other learning rates) are a column, not rows. A new column is an entry in
+`_columns`, or the `column` of a number of an assessment (`assessing/parts/`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from sinklab.tables import SINK_1, Table, TableCell, TableColumn, counted
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
 LOSS, SINK = "Valid. loss", SINK_1
 FAR = 1.0
-"""Nats per token above the baseline beyond which the loss axis is symlog, linear near the baseline only."""
+"""Largest difference from the baseline's loss, nats per token, on a linear axis; beyond it, the axis is symlog."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class SeedScore:
     Attributes:
         median: median over the seeds, as in the experiment's table.
         seeds: value at each seed.
-        note: learning rate that gave the median, or position of a sink other than the first token.
+        note: learning rate of the lowest loss, or rate and position of the highest sink if it is not the first token.
     """
 
     median: float
@@ -37,7 +38,7 @@ class SeedScore:
     note: str = ""
 
     def cell(self, form: str) -> TableCell:
-        """Return the median as a table cell, with the range over several seeds."""
+        """Return the median as a table cell, annotated with the range over several seeds and `note`."""
         low, high = f"{min(self.seeds):{form}}", f"{max(self.seeds):{form}}"
         ends = [f"{low} … {high}" if low != high else f"all {low}"] if len(self.seeds) > 1 else []
         return TableCell(self.median, " ".join([*ends, self.note]).strip())
@@ -49,9 +50,10 @@ ScoreOf = Callable[[str, CellSummary], SeedScore | None]
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """The leaderboard of mitigations, with cells ordered by validation loss.
+    """The leaderboard of mitigations, with cells ordered by validation loss; cells without a loss are last.
 
     Attributes:
+        scale: scale of the first of the experiments.
         baseline: cell with which the other cells are compared.
         assessed: whether some of the runs were assessed.
         columns: columns of the table, without that of the cells.
@@ -80,7 +82,7 @@ class Leaderboard:
             ]
             for cell, scores in self.scores.items()
         ]
-        columns = [TableColumn("Cell", "changed settings", text=True), *self.columns]
+        columns = [TableColumn("Cell", "", text=True), *self.columns]
         table = Table("Leaderboard of mitigations", columns, rows, key=key).without_empty_columns()
         notes = [
             f"Results at scale {self.scale}: medians over seeds, with the minimum and the maximum. Click a column "
@@ -92,9 +94,10 @@ class Leaderboard:
         return replace(table, notes=notes)
 
     def figure(self, key: str, width: Width) -> Figure | None:
-        """Draw Sink_1 of every cell against its loss above the baseline's; None without the loss of the baseline.
+        """Draw Sink_1 of every cell against its loss above the baseline's.
 
-        Labels mark the baseline and the Pareto front of loss and Sink_1.
+        Labels mark the baseline and the Pareto front of loss and Sink_1. None unless the baseline and another cell have
+        both quantities.
         """
         losses, sinks = self.column(LOSS), self.column(SINK)
         scores = {cell: (loss, sinks[cell]) for cell, loss in losses.items() if cell in sinks}
@@ -130,7 +133,7 @@ class Leaderboard:
         chart = scatter(rows, x, y, "kind", order, label="named", tips=tips, width=width)
         caption = (
             "Points are medians over seeds, and lines extend from the minimum to the maximum. Labels mark the baseline "
-            "and the Pareto front, the cells for which no other cell has both a lower loss and a lower sink rate. "
+            "and the Pareto front: no other cell is lower in one of loss and sink rate and at most equal in the other. "
             "Sinks at other positions are listed in the leaderboard."
         )
         return Figure(key, f"{SINK_1} versus loss at scale {self.scale}", caption, [chart])
@@ -197,7 +200,7 @@ def _of_runs(value: Callable[[CellRun], float | None]) -> ScoreOf:
 
 
 def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
-    """Return the lowest loss of a cell over several learning rates, with that rate as note; None without any."""
+    """Return the lowest median loss of a cell over several learning rates, with that rate as note; None without any."""
     cells = sweep.summary.cells_of(RETUNED) if RETUNED in sweep.summary.experiments else {}
     found = [
         (estimate.median, cell)
@@ -216,7 +219,7 @@ def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
 
 
 def _assessed(sweep: Sweep, runs: Sequence[CellRun]) -> tuple[bool, list[tuple[TableColumn, ScoreOf]]]:
-    """Return whether some runs were assessed, and the columns of the assessments."""
+    """Return whether comparable assessments of the runs give columns, and these columns."""
     found = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
     numbers = {run_hash: assessment.numbers() for run_hash, assessment in found.items()}
 

@@ -1,4 +1,4 @@
-"""Figures of measurements: importance by head, layer and position, norms, and the statistics of --details."""
+"""Figures of measurements: importance by head, layer and position, raw scores, norms, mixing, and --details."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -34,16 +34,16 @@ CHARTS = {
     "positions": "importance-positions",
     "norms": "norms",
 }
-"""Figures of a measurement in a notebook, by their short names."""
+"""Keys of the figures of a measurement that `chart` draws in a notebook, by their short names."""
 VISIBLE = "visible queries"
 AFTER_BLOCK = "After block (0 is the embedding)"
-MAP_CELLS = 64  # larger maps are thinned: every cell is an element of the page
-FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # why a sink has large logits, what it gives
+MAP_CELLS = 64  # maximum rows of a map; larger maps are averaged, because every cell is an element of the page
+FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # causes of large logits; value
 LAST = ("secondary", "map-attention", "map-cosine", "map-norms")
 
 
 def importance_figures(data: ReportData, width: Width) -> list[Figure | None]:
-    """Draw the figures of importance and norms in reading order; None for a figure without data."""
+    """Draw the figures of importance, raw scores, norms and mixing in reading order; None for a figure without data."""
     small = width if width == "container" else 300
     return [
         _by_head(data, small),
@@ -71,8 +71,8 @@ def _by_head(data: ReportData, width: Width) -> Figure | None:
     firsts = [(length, float(uniform_importance(length)[0])) for length in sorted(set(lengths))]
     uniform = " and ".join(f"{first:.3f} at T = {length}" for length, first in firsts)
     caption = (
-        "Attention of each head to the first token (or to an added bias), averaged over sequences and queries. All "
-        "maps share a colour scale from 0 to at least ε. Outlined heads exceed ε on average. "
+        "Attention of each head to the first token (or to a bias, sink logit or sink token), averaged over sequences "
+        "and queries. All maps share a colour scale from 0 to at least ε. Outlined heads exceed ε on average. "
         + f"With uniform attention, the first token receives {uniform}. "
         + _masks_note(data)
         + "Hover over a square to see its value."
@@ -247,7 +247,7 @@ def _mixing(data: ReportData, width: Width) -> Figure | None:
 
 
 def details_figures(data: ReportData, width: Width) -> list[Figure]:
-    """Draw the figures of --details: `FIRST`, then the other figures in the order of their statistics, then `LAST`."""
+    """Draw the figures of --details that have data: those of `FIRST`, others in the order of the statistics, `LAST`."""
     small = width if width == "container" else 300
     declared: dict[str, list[tuple[str, Shown]]] = {}
     for name, statistic in STATISTICS.items():
@@ -274,7 +274,7 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
 
 
 def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, small: Width) -> Figure | None:
-    """Draw the figure that statistics declare under one key; None if no measurement has these statistics."""
+    """Draw the figure that statistics declare under one key; None if no measurement has the first of them."""
     name, shown = parts[0]
     found = _found(data, name)
     if not found:
@@ -344,13 +344,13 @@ def _heatmaps(data: ReportData, name: str, shown: Heatmap, width: Width) -> Figu
             sides = (charts.BLOCKS if STATISTICS[name].axes == "MT" else charts.LAYERS, charts.POSITIONS)
         case plot_specs.HeadMap() if shown.uniform:
             means = ", ".join(f"{shown.uniform(length):.2f} for T = {length}" for length in lengths)
-            caption += f" Uniform attention over all keys gives {means}."
+            caption += f" Uniform attention over all tokens up to the query gives {means}."
     scale = charts.scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
     return charts.heatmaps(shown.key, shown.title, caption, maps, scale, width, *sides, height=height)
 
 
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: Width) -> Figure:
-    """Draw statistics by bucket, with a line per statistic."""
+    """Draw statistics by bucket, with a line per cell and statistic, and a table of the values."""
     rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
     shown = parts[0][1]
     drawn = [row for row in rows if not shown.logarithmic or row["value"] > 0]
@@ -389,7 +389,7 @@ def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int =
 
     Args:
         arrays: pairs of cell and array (layers, positions), one per run; arrays with a single position are omitted.
-        first_layer: index of the first row of the arrays.
+        first_layer: number of the layer or block of the first row.
     """
     return _mean_rows(
         (cell, where, layer, float(value))
@@ -405,7 +405,7 @@ def _means(arrays: Iterable[tuple[str, Iterable[float]]], first_layer: int = 0) 
 
     Args:
         arrays: pairs of cell and values (layers,), one per run.
-        first_layer: index of the first of the values.
+        first_layer: number of the layer or block of the first value.
     """
     return _mean_rows(
         (cell, "mean", layer, float(value))
@@ -441,14 +441,16 @@ def chart(measurement: Measurement, what: str = "heads") -> Any:
         what: "heads", "layers", "positions" or "norms".
 
     Raises:
-        InputError: if there is no such figure, or the measurement has no data for it.
+        InputError: if there is no such figure, or norms are requested for sequences of one token.
     """
     if what not in CHARTS:
         raise InputError(f"there is no chart {what!r}: choose from {', '.join(CHARTS)}")
     data = ReportData([Path()], [ReportedRun.of(measurement)])
     figures = {figure.key: figure for figure in importance_figures(data, 480) if figure is not None}
     if CHARTS[what] not in figures:
-        raise InputError(f"the measurement has no norms of two positions to draw: choose {', '.join(list(CHARTS)[:3])}")
+        raise InputError(
+            f"norms are compared between positions, and the sequences have one: choose {', '.join(list(CHARTS)[:3])}"
+        )
     figure = figures[CHARTS[what]]
     drawn = figure.charts[0] if len(figure.charts) == 1 else alt.vconcat(*figure.charts)
     config = theme.on_paper()

@@ -1,12 +1,12 @@
-"""Packing of a sweep into a folder to be committed: results and recipes of its runs, without weights and paths.
+"""Pack a sweep into a folder to be committed: results and recipes of its runs, without weights and local paths.
 
 summary.json, asked/, README.md     results and manifests
 report.html, charts/*.svg           drawn from this folder alone
 EXPERIMENT/                         the experiment's packed runs (experiments/sweep/packed.py)
 checksums.txt                       of every file
 
-Packing the same sweep again gives identical files. `sinklab verify` checks the folder, and `sinklab reproduce --packed`
-continues the sweep.
+Packing the same sweep again with the same version gives identical files. `sinklab verify` checks the folder, and
+`sinklab reproduce --packed` continues the sweep.
 """
 
 import shutil
@@ -53,8 +53,8 @@ def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
         The folder.
 
     Raises:
-        InputError: if there is not exactly one directory, it has no sweep, the folder has other content or is
-            within the sweep, or a recipe names a path of this machine.
+        InputError: if there is not exactly one directory, it has no sweep or a damaged file, `out` has other content,
+            contains the sweep or is within it, or a recipe or manifest contains an absolute path.
         SinklabError: if a file cannot be written.
     """
     if len(dirs) != 1:
@@ -85,13 +85,13 @@ def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
 
 
 def _manifests(sweep: Sweep) -> list[Path]:
-    """List the manifests of the experiments in the summary; a directory may have others, of another text."""
+    """List the manifests of the experiments in the summary; the directory may have others, such as of another text."""
     found = sorted((sweep.top / MANIFESTS).glob("*.json"))
     return [path for path in found if path.stem in sweep.summary.experiments]
 
 
 def _check_paths(sweep: Sweep) -> None:
-    """Raise InputError if a recipe of the sweep has an absolute path, which would not exist on another machine."""
+    """Raise InputError if a recipe or manifest contains an absolute path, which may not exist on another machine."""
     documents = [(path, parse_json(path.read_text(encoding="utf-8"))) for path in _manifests(sweep)]
     folders = [folder for run in sweep.summary.runs if (folder := sweep.folder(run)) is not None]
     recipes = [folder / RECIPE for folder in folders if (folder / RECIPE).is_file()]
@@ -101,7 +101,7 @@ def _check_paths(sweep: Sweep) -> None:
             if isinstance(value, str) and Path(value).is_absolute():
                 raise InputError(
                     f"{path}: {key} is {value}, a path of this machine, which does not exist elsewhere: "
-                    "train with a path relative to the working directory"
+                    "run the experiment with a path relative to the working directory"
                 )
 
 
@@ -117,7 +117,7 @@ def _remove_earlier_copy(out: Path) -> None:
 
 
 def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:
-    """Return every finished run, packed, under the name of the first experiment that has it."""
+    """Return every finished or failed run, packed, by the first experiment that uses it."""
     found: dict[str, list[PackedRun]] = {}
     taken: set[str] = set()
     for name in sweep.summary.experiments:
@@ -130,7 +130,7 @@ def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:
 
 
 def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
-    """Yield a run in packed form; nothing if the run is not finished."""
+    """Yield a run in packed form; nothing if it has no record (it has not ended) or no recipe."""
     folder = sweep.folder(run)
     record = read_record(folder) if folder else None
     if folder is None or record is None or not (folder / RECIPE).is_file():
@@ -174,16 +174,16 @@ def _relative(message: str, sweep: Sweep) -> str:
 
 
 def readme(summary: Summary) -> str:
-    """Return the README of a sweep as Markdown; texts from files are escaped."""
+    """Return the README of a packed sweep as Markdown: counts, the paper at a glance, and all claims."""
     done, failed = (sum(run.status == status for run in summary.runs) for status in ("done", "failed"))
     lines = [
         f"# Results at scale {escaped(summary.scale)}" if summary.scale else "# Results",
         "",
         f"This folder contains {counted(len(summary.experiments), 'experiment')} with "
         f"{counted(len(summary.cells), 'cell')}: {counted(done, 'finished run')}, {failed} failed and "
-        f"{len(summary.runs) - done - failed} unfinished. `report.html` shows the results of every seed. Each "
-        "experiment has a folder with the recipes and metrics of its runs. Verdicts follow the rule in "
-        "`docs/verdicts.md`.",
+        f"{len(summary.runs) - done - failed} unfinished. `report.html` shows the results of every seed. "
+        "The recipe and metrics of a run are in the folder of the first experiment that uses it. Verdicts follow the "
+        "rule in `docs/verdicts.md`.",
         "",
     ]
     for kind, found in verdict_counts(summary.claims).items():

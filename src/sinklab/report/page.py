@@ -51,9 +51,9 @@ SNIPPET = "window.vegaEmbed = vegaEmbed;"
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
 """The converter may not load data from any address; all data are in the charts."""
 EXPERIMENT_WIDTH, FULL_WIDTH = 420, 640
-"""Widths of chart files in pixels."""
+"""Widths in pixels of the charts of an experiment and of other charts, in chart files."""
 PNG_END = 12
-"""Length of the last chunk of a PNG file in bytes."""
+"""Length of the last chunk (IEND) of a PNG file in bytes."""
 
 WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "svg": lambda spec: vlc.vegalite_to_svg(spec, **OFFLINE).encode() + b"\n<!-- " + CHART_MARK + b" -->\n",
@@ -63,7 +63,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
 
 
 def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, ...] = ()) -> Path:
-    """Draw the report of all runs, measurements and experiments in `dirs`.
+    """Write the report of all runs, measurements, assessments and experiments in `dirs` (see `collect`).
 
     Args:
         out: path of the HTML file; default: `report.html` in the first directory.
@@ -73,9 +73,9 @@ def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, 
         The path of the HTML file.
 
     Raises:
-        InputError: if there is nothing to report on, a file is damaged, a format is unknown, or the target exists and
-            is not a report.
-        SinklabError: if the report cannot be written.
+        InputError: if there is nothing to report on, a file is damaged, a format is unknown, or a file that exists
+            would be replaced and was not written by sinklab.
+        SinklabError: if a file cannot be written, or env.json of a run is damaged.
     """
     data = collect(dirs)
     target = out or dirs[0] / REPORT
@@ -91,10 +91,11 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
 
     Args:
         page: folder of the page; links to runs are relative to it.
-        written: date shown in the footer; None shows no date.
+        written: date and time (UTC) shown in the footer; None shows neither.
 
     Raises:
-        InputError: if the metrics of a run are damaged.
+        InputError: if metrics.jsonl or assessment.json of a run is damaged.
+        SinklabError: if env.json of a run is damaged.
     """
     drawn, experiments, lines = figures(data), experiment_sections(data.sweeps, page), glance(data.sweeps)
     compared, boards = forests(data.sweeps, page, "container"), _boards(data.sweeps, "container")
@@ -172,7 +173,10 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
 
 
 def lead(data: ReportData) -> list[str]:
-    """Return the sentences at the top of the page: the answer of a measurement or of assessments, and the headline."""
+    """Return the sentences at the top of the page: the answers of assessments, and the headline.
+
+    For a single measured model, its answer comes first, and only the first sentence of the headline is used.
+    """
     said = [
         f"{f'{one.name}: ' if len(data.assessed) > 1 else ''}{' '.join(one.document.answer())}" for one in data.assessed
     ]
@@ -197,13 +201,16 @@ def _boards(sweeps: Sequence[Sweep], width: charts.Width) -> list[tuple[Table, F
 
 
 def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
-    """Write every chart of the report, without links, as `<figure>[-<number>].<format>` into `out_dir`.
+    """Write every chart of the report, without links, into `out_dir`.
+
+    Files are named `<figure>.<format>`, or `<figure>-<number>.<format>` if the figure has several charts.
 
     Returns:
         The paths written, in reading order.
 
     Raises:
-        InputError: if a format is unknown, or an existing file is not a chart written by sinklab.
+        InputError: if a format is unknown, an existing file is not a chart written by sinklab, or metrics.jsonl or
+            assessment.json of a run is damaged.
         SinklabError: if a file cannot be written.
     """
     unknown = sorted(set(formats) - set(WRITERS))
@@ -235,7 +242,7 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
 
 
 def _marked_png(png: bytes) -> bytes:
-    """Return a PNG with sinklab's mark as a tEXt chunk before the last chunk (PNG specification, section 11.3.4.3)."""
+    """Return a PNG with sinklab's mark as a tEXt chunk before the last chunk (PNG, second edition, 11.3.4.3)."""
     chunk = b"tEXtSoftware\0" + CHART_MARK
     whole = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
     return png[:-PNG_END] + whole + png[-PNG_END:]
@@ -249,8 +256,8 @@ def _template(name: str) -> str:
 def vega_bundle() -> str:
     """Return the code of Vega, Vega-Lite and Vega-Embed as one script that sets `window.vegaEmbed`.
 
-    Bundling takes longer than all the rest of a small page, so the script is cached on disk for this version; if the
-    cache is not writable, it is bundled in every process.
+    Bundling takes longer than all the rest of a small page, so the script is cached on disk by version of vl-convert;
+    if the cache is not writable, it is bundled in every process.
     """
     snippet_hash = hashlib.sha256(SNIPPET.encode()).hexdigest()[:8]
     name = f"vega-{version('vl-convert-python')}-{snippet_hash}.js"
@@ -277,7 +284,7 @@ def json_for_script(document: object) -> str:
 
 
 def content_policy(scripts: list[str]) -> str:
-    """Build a content security policy that allows only `scripts` (by their hashes) and no requests."""
+    """Build a content security policy that allows `scripts` (by hash), inline styles and images, and no requests."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
@@ -285,7 +292,7 @@ def content_policy(scripts: list[str]) -> str:
 
 
 def _title(data: ReportData) -> str:
-    """Return the page's title: a sweep's from its content, so that renaming its folder keeps it; else the directory."""
+    """Return the page's title: id or scale of a sweep's experiments, which a copy keeps; else the directory's name."""
     swept: dict[Path, str] = {}
     for sweep in data.sweeps:
         experiments, scale = list(sweep.summary.experiments), sweep.summary.scale
@@ -297,7 +304,7 @@ def _title(data: ReportData) -> str:
 
 
 def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]]]]:
-    """Return the counts of verdicts of confirmatory and exploratory claims by scale; scales without any are omitted."""
+    """Return the counts of verdicts by scale, analysis and verdict; scales without counted claims are omitted."""
     claims = [*data.claims, *(claim for sweep in data.sweeps for claim in sweep.summary.claims if claim.experiment)]
     scales = dict.fromkeys(claim.scale for claim in claims)
     counts = {scale: verdict_counts([claim for claim in claims if claim.scale == scale]) for scale in scales}
@@ -320,7 +327,7 @@ def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, obj
         "device": env.get("device"),
     }
     recipe = yaml.safe_dump(run.recipe.values, sort_keys=False, allow_unicode=True) if run.recipe else ""
-    # Relative to the page for runs below it: both may be moved together.
+    # Relative for runs below the page's folder: both may be moved together.
     path = run.path.relative_to(page) if run.path != page and run.path.is_relative_to(page) else run.path
     texts = {"settings": _plain_values(settings), "environment": _plain_values(run.env), "recipe": recipe}
     return {"name": data.label(run), "path": str(path), **texts}

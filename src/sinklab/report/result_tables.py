@@ -1,4 +1,4 @@
-"""Tables of measurements, comparisons and assessments for the page, the terminal and notebooks."""
+"""Tables of measurements, comparisons and assessments for page, terminal and notebooks, and their HTML templates."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,10 +21,10 @@ from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
 from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers, table_of
 
 BREAKS = re.compile(r"(?<=[_/])(?=\w)")
-POSITIONS = 6  # listed one by one in the table of a measurement
-SHOWN_SINKS = 3  # secondary sinks among the first few positions, and past them
+POSITIONS = 6  # number of first positions with a row in the table of a measurement
+SHOWN_SINKS = 3  # secondary sinks at the first few positions, and as many at later ones
 Labelled = Sequence[tuple[str, Measurement]]
-"""Measurements with their labels; an empty label for a single one."""
+"""Pairs of label and measurement; the label of a single measurement may be empty."""
 
 
 def suite_tables(data: ReportData) -> list[Table]:
@@ -52,15 +52,15 @@ def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) ->
             line += [values.get(model), row.differences.get(model)]
         lines.append(line)
     note = (
-        "Sink rates are percent of (sequence, layer, head) triples. Ratios compare position 1 with the mean of the "
-        "others. Each model uses its own tokenizer. Losses are per token, and are not compared if the vocabularies "
-        "differ; bits per byte of the text are comparable."
+        "Sink rates are percent of (sequence, layer, head) triples. Norm ratios compare position 1 with the mean of "
+        "the others. Each model uses its own tokenizer. Losses per token are not compared if the vocabularies differ "
+        "or are unknown; bits per byte are comparable between tokenizers."
     )
     return Table("Comparison of models", columns, lines, [note])
 
 
 def ablations_table(measured: Labelled) -> Table | None:
-    """Make a table of the measured ablations, a row each; None without ablations."""
+    """Make a table with a row per measured ablation; None without ablations."""
     found = [(label, one) for label, m in measured for one in m.ablations or ()]
     if not found:
         return None
@@ -162,9 +162,8 @@ def measurement_facts(m: Measurement) -> list[str]:
 def _positions(m: Measurement) -> Table:
     """Make the table of sink rates by threshold and of importance.
 
-    The table has a row for each of the first positions, for the highest later position, and for the bias.
-
-    The second half of the positions is excluded: few queries see them, and a position's own query dominates.
+    The table has a row for each of the first positions, for the highest later one, and for a bias. The second half of
+    the sequence is excluded from the highest: few queries see these positions, and a position's own query dominates.
     """
     shown, half = min(POSITIONS, m.length), m.length // 2
     rates = m.sink_rates or {f"{m.eps:g}": m.sink_rate}
@@ -210,7 +209,7 @@ def _massive(m: Measurement) -> Table | None:
 
 
 def layers_table(measured: Labelled) -> Table:
-    """Make a table of the first token's sink and norm by layer, with a column per statistic that declares one."""
+    """Make a table by layer: importance, norms and gradient of position 1, and the columns that statistics declare."""
     heads = [
         TableColumn("layer", text=True),
         *numbers(".3f", "importance", "visible"),
@@ -222,7 +221,7 @@ def layers_table(measured: Labelled) -> Table:
     rows: list[list[Value]] = []
     for label, m in measured:
         hidden = m.hidden_norm_ratio or []
-        aligned = len(hidden) == m.layers + 1  # a hybrid has blocks without attention
+        aligned = len(hidden) == m.layers + 1  # false for hybrids, in which some blocks have no attention
         if hidden:
             rows.append([f"{_of(label)}input", None, None, None, hidden[0], *[None] * (4 + len(titles))])
         for layer in range(m.layers):
@@ -250,7 +249,7 @@ def layers_table(measured: Labelled) -> Table:
 
 
 def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
-    """Return the columns of statistics by title, each with its texts by 0-based layer; angles first."""
+    """Return the columns of statistics by title, each with its texts by 0-based layer; those of angles first."""
     columns: dict[str, dict[int, str]] = {}
     for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
         if (column := statistic.column) is None:
@@ -268,7 +267,7 @@ def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
 
 
 def mixing_table(measured: Labelled) -> Table | None:
-    """Make a table of the effect of one replaced token on later tokens, by block; None if it was not measured."""
+    """Make a table of the change of later hidden states if one token is replaced, by block; None if not measured."""
     found = [(label, one) for label, m in measured if (one := m.mixing)]
     if not found:
         return None
@@ -285,10 +284,10 @@ def mixing_table(measured: Labelled) -> Table | None:
 
 
 def secondary_table(measured: Labelled, shown: int | None = None) -> Table | None:
-    """Make a table of the sinks at positions after the first; None if there are none.
+    """Make a table of the secondary sinks (secondary.py) at positions after the first; None if there are none.
 
     Args:
-        shown: number of sinks shown among the first few positions, and among later positions; None shows all.
+        shown: number of sinks shown at positions 2 to 4, and at later positions; None shows all.
     """
     found: list[tuple[str, SecondarySink]] = []
     rates: list[str] = []
@@ -318,7 +317,7 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
 
 
 def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
-    """Make a table of an assessment's questions, with the loss each intervention adds; `of` ends the title."""
+    """Make a table of the loss that each change adds, by question of the assessment; `of` is appended to the title."""
     columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]
     rows: list[list[Value]] = []
     before = None
@@ -359,7 +358,7 @@ def assessment_table(document: Assessment, title: str = "Costs and benefits of t
 
 @cache
 def templates() -> jinja2.Environment:
-    """Return the Jinja2 environment with the templates of the page and its tables; all values are escaped."""
+    """Return the Jinja2 environment with the page's templates; values are escaped unless they are `Markup`."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sinklab.report"),
         autoescape=True,
@@ -372,7 +371,7 @@ def templates() -> jinja2.Environment:
 
 
 def shown(text: str) -> Markup:
-    """Return a text as HTML: Sink_1 has a subscript, and long names may be broken after `_` and `/`."""
+    """Return a text as escaped HTML: `Sink_1` gets a subscript, and lines may be broken after `_` and `/`."""
     plain = text.replace("Sink_1", SINK_1)
     return Markup("<wbr>").join(BREAKS.split(plain))
 
@@ -383,7 +382,7 @@ def verdict_class(verdict: str) -> str:
 
 
 def html(m: Measurement) -> str:
-    """Render the tables of a measurement as an HTML fragment without scripts or external resources."""
+    """Render a measurement (facts, answer, tables, notes) as an HTML fragment without scripts or external resources."""
     draw = templates().get_template("table.html.j2").module.draw  # type: ignore[attr-defined]
     parts = [
         Markup("<p><b>{}</b><br>{}</p>").format(

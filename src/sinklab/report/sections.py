@@ -22,7 +22,7 @@ class GlancePart:
         claim: the claim with its verdict.
         ours: cells of the claim, each with its values at all seeds as text; empty if the verdict is based on other
             values, such as values at one step, which are then in the evidence.
-        key: anchor of the claim's experiment.
+        key: anchor of the claim's experiment; empty without a section.
     """
 
     claim: JudgedClaim
@@ -62,7 +62,7 @@ def glance_of(summaries: Sequence[tuple[Summary, Mapping[str, str]]]) -> list[Gl
 
 
 def _numbers_by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, str]]:
-    """Format the values of a claim's cells, such as (`k_biases`, `0.0, 0.2, 0.0 %`); empty if the evidence differs."""
+    """Format the values of a claim's cells, such as (`k_biases`, `0.0, 0.2, 0.0 %`); empty if not in the evidence."""
     if not claim.quantity:
         return []
     shown, texts = quantity_of(claim.quantity), []
@@ -78,8 +78,9 @@ class CellSection:
     """A cell of an experiment with its runs.
 
     Attributes:
-        change: changes to the base recipe (KEY=VALUE).
-        badges: counts of failed, edited and unfinished runs, each with its CSS class.
+        change: changes to the base recipe, or settings of the measurement (KEY=VALUE).
+        badges: texts such as `2 failed`, for failed, edited and unfinished runs, each with its CSS class.
+        runs: table of the runs, one per seed (draw, model).
     """
 
     name: str
@@ -95,10 +96,13 @@ class ExperimentSection:
     Attributes:
         key: anchor of the section.
         about: entry of the experiment in summary.json.
-        verdicts: counts of the verdicts of confirmatory and of exploratory claims.
-        run: whether any of the experiment's own claims (without claims, any of its cells) has the required runs.
-        confirmatory: whether the experiment has a confirmatory claim of its own.
-        matrices: a table per quantity if the experiment is a grid.
+        verdicts: number of claims by kind of analysis and verdict.
+        run: whether a claim of its own has another verdict than `not run`; without claims, whether a run of a cell has
+            finished or failed.
+        confirmatory: whether a claim of its own is confirmatory. Own claims are those that do not refer to the check of
+            another experiment; if all do, all count.
+        table: results by cell.
+        matrices: a table per quantity if the experiment is a grid; else empty.
         elsewhere: table of the paper's values for models that were not measured; None if there are none.
     """
 
@@ -122,7 +126,7 @@ class ExperimentGroup:
 
     Attributes:
         key: anchor of the group.
-        folded: whether the group is collapsed at first.
+        folded: whether the group is collapsed at first: experiments not run, if there are several experiments.
     """
 
     key: str
@@ -200,7 +204,7 @@ def _yaml_value(value: object) -> str:
 
 
 def grouped(experiments: Sequence[ExperimentSection]) -> list[ExperimentGroup]:
-    """Group the sections of experiments: with confirmatory claims, exploratory, and not run (collapsed)."""
+    """Group the experiments: run with confirmatory claims, run without any, and not run; empty groups are omitted."""
     confirmatory = [one for one in experiments if one.run and one.confirmatory]
     others = [one for one in experiments if one.run and not one.confirmatory]
     waiting = [one for one in experiments if not one.run]

@@ -1,5 +1,5 @@
-"""Figures of a sweep: our values compared with the paper's; per experiment the values by cell, one quantity against
-another, and curves over training."""
+"""Figures of a sweep: our values compared with the paper's; for each experiment, the values by cell, one quantity
+against another, and curves over training."""
 
 import os
 import re
@@ -36,17 +36,18 @@ CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool
         True,
     ),
     ({"norm_step"}, "Norm ratio of the first token", lambda one: finite_or_none(one.largest_norm_ratio), True),
-    ({"loss_change"}, "Validation loss (nats)", lambda one: one.valid_loss if one.step else None, False),
+    ({"loss_change"}, "Validation loss (nats per token)", lambda one: one.valid_loss if one.step else None, False),
 )
 """Quantities of an experiment, the curve that is drawn for them, and whether its axis starts at zero. The loss of an
 untrained model is omitted."""
 
 
 def cell_order(cells: Sequence[str]) -> tuple[str, dict[str, str]] | None:
-    """Order cells by the number in their names; None unless all but at most one are `WORD_NUMBER` with the same word.
+    """Order cells by the number in their names, such as `lr_1e-3` or `tokens_50M`.
 
     Returns:
-        The word, and the cells' labels by name, ordered by number; a cell without a number is first.
+        The word, and the cells' labels by name, ordered by number; a cell without a number is first. None unless at
+        least three cells, and all but at most one, are `WORD_NUMBER` with the same word.
     """
     found = {name: match for name in cells if (match := CELL_NAME.fullmatch(name))}
     others = [name for name in cells if name not in found]
@@ -61,7 +62,7 @@ def cell_order(cells: Sequence[str]) -> tuple[str, dict[str, str]] | None:
 def with_keys(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
     """Return (sweep, experiment, key) for every experiment, with a unique key for its anchor and chart files.
 
-    Keys have letters, digits, - and _ only.
+    Keys consist of letters, digits, - and _.
     """
     found: dict[str, tuple[Sweep, str]] = {}
     for sweep in sweeps:
@@ -144,7 +145,7 @@ def _numbers(
         "the minimum to the maximum."
         + (" An arrow marks seeds at which the event did not occur during training." if bounds else "")
         + (
-            " The open diamond is the paper's value, from a single run at the paper's scale."
+            " The open diamond is the paper's value, from a single run (at the paper's scale) or measurement."
             * bool(experiment.published)
         )
     )
@@ -152,9 +153,10 @@ def _numbers(
 
 
 def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width: Width) -> Drawing | None:
-    """Plot the second quantity of `experiment.against` over the first; None if no cell has both quantities.
+    """Plot the second quantity of `experiment.against` against the first, with a colour per family of models.
 
-    Models of the same family in the paper's list have the same colour.
+    Returns:
+        The chart; None if the experiment names no such quantities, or no cell has both.
     """
     if len(experiment.against) != 2:
         return None
@@ -189,7 +191,7 @@ def _curve(
     from_zero: bool,
     width: Width,
 ) -> Drawing | None:
-    """Draw a quantity over the training steps; None if no evaluation has it."""
+    """Draw a quantity over the training steps, with a line per run; None if no evaluation has it."""
     rows = [
         {"cell": cell, "seed": run.seed, "step": one.step, "value": found}
         for cell, summary in cells.items()
@@ -207,7 +209,7 @@ def _curve(
 def _by_layer(
     sweep: Sweep, experiment: ExperimentSummary, cells: dict[str, CellSummary], key: str, width: Width
 ) -> Figure | None:
-    """Draw the sink rate of each layer's most frequent sink head over the training steps."""
+    """Draw the highest sink rate among the heads of each layer over the training steps; None if not recorded."""
     rows = [
         {"cell": cell, "seed": run.seed, "step": one.step, "layer": layer, "value": rate}
         for cell, found in cells.items()
@@ -218,8 +220,8 @@ def _by_layer(
     ]
     if not rows:
         return None
-    caption = "For each layer, the head that most often has a sink on the first token, with one line per seed."
-    y = PlotAxis("Sequences in which a head has a sink (percent)", "value", at_least=1.0, precision=".2f")
+    caption = "For each layer, the head that most often has a sink on the first token at a step; one line per run."
+    y = PlotAxis("Sequences in which the head has a sink (percent)", "value", at_least=1.0, precision=".2f")
     chart = lines(rows, STEPS, y, "layer", apart=["cell", "seed"], width=width)
     return Figure(f"{key}-layers", f"{experiment.title}: by layer", caption, [chart])
 
@@ -271,7 +273,7 @@ def _forest(sweep: Sweep, key: str, page: Path | None, width: Width) -> Figure |
 
 
 def with_ends(field: str, value: float, spread: Sequence[float | None], baseline: float = 0.0) -> dict[str, Any]:
-    """Return a coordinate relative to a baseline as fields: FIELD and, over several seeds, FIELD_low and FIELD_high."""
+    """Return a coordinate minus a baseline as FIELD and, if `spread` has several values, FIELD_low and FIELD_high."""
     known = [one - baseline for one in spread if one is not None]
     ends = {f"{field}_low": min(known), f"{field}_high": max(known)} if len(known) > 1 else {}
     return {field: value - baseline, **ends}
@@ -292,7 +294,7 @@ def _values_axis(title: str, from_zero: bool) -> PlotAxis:
 
 
 def _middle(one: CellEstimate) -> dict[str, float]:
-    """Return a row of `middles` of `charts.dots`: median, range over several seeds, largest step reached."""
+    """Return a row of `middles` of `charts.dots`, without its cell; unknown fields are omitted."""
     reached = [value for value in one.seeds if value is not None]
     several = len(one.seeds) > 1
     found = {
@@ -305,13 +307,13 @@ def _middle(one: CellEstimate) -> dict[str, float]:
 
 
 def _point(sweep: Sweep, run: CellRun, value: float, page: Path | None) -> dict[str, str | float]:
-    """Return a row of `seeds` of `charts.dots` for one run: seed, value, hash and, if there is one, link."""
+    """Return a row of `seeds` of `charts.dots` for one run, without its cell: seed, value, hash and, if any, link."""
     link = link_to(sweep, run, page) if page else None
     return {"seed": run.seed, "value": value, "run": run.hash, **({"link": link} if link else {})}
 
 
 def link_to(sweep: Sweep, run: CellRun, page: Path) -> str | None:
-    """Return the relative link from a page's folder to the recipe of a run; None if the recipe is not on disk.
+    """Return the relative link from a page's folder to a run's file (`Sweep.provenance`); None if it is not on disk.
 
     Folder names are quoted, so that no part of a name is parsed as a scheme or a query.
     """

@@ -1,4 +1,4 @@
-"""A sweep on disk: its summary, the files of its runs, their origin, and the tables of its experiments."""
+"""A sweep on disk: its summary, the files of its runs, their versions and machines, the tables of its experiments."""
 
 import shutil
 import tempfile
@@ -42,7 +42,7 @@ class Sweep:
         top: the directory of summary.json.
         summary: content of summary.json, with `edited` recomputed from the files.
         files: folder of the runs' directories: `top`, or a temporary folder if the runs are packed.
-        packed: folder of the experiment that contains each packed run, by the run's directory.
+        packed: folder with the packed files of each run, by the run's directory; empty if the runs are not packed.
     """
 
     top: Path
@@ -51,18 +51,18 @@ class Sweep:
     packed: Mapping[str, Path] = field(default_factory=dict)
 
     def folder(self, run: CellRun) -> Path | None:
-        """Return the directory of a run; None if the run has no directory yet."""
+        """Return the directory of a run, which may not exist; None if the run has no directory yet."""
         return self.files / run.directory if run.directory else None
 
     def provenance(self, run: CellRun) -> Path | None:
-        """Return the path of a run's recipe, or of a model's measurement; None if the file is not on disk."""
+        """Return the file with a run's recipe (recipes.yaml if packed) or measurement; None if it is not on disk."""
         if run.directory in self.packed:
             return self.packed[run.directory] / RECIPES
         folder = self.folder(run)
         return next((folder / name for name in PROVENANCE if (folder / name).is_file()), None) if folder else None
 
     def history(self, run: CellRun) -> Sequence[Evaluation]:
-        """Return the evaluations of a run so far.
+        """Return the evaluations of a run so far; empty without any.
 
         Raises:
             InputError: if metrics.jsonl is damaged.
@@ -80,7 +80,7 @@ class Sweep:
         return load_assessment(folder / ASSESSMENT) if folder and (folder / ASSESSMENT).is_file() else None
 
     def learning_rate(self, run: CellRun) -> float | None:
-        """Return the learning rate in a run's recipe; None if the recipe is not on disk."""
+        """Return the learning rate in a run's recipe; None if the recipe is missing, unreadable or has none."""
         folder = self.folder(run)
         if folder is None:
             return None
@@ -93,10 +93,15 @@ class Sweep:
 def read_sweep(top: Path, summary: Summary) -> Sweep:
     """Read the sweep in a directory, and check which files of its runs were edited.
 
-    Packed runs are unpacked into a temporary folder, which is removed with the sweep.
+    Packed runs are unpacked into a temporary folder, which is removed when the returned object is.
+
+    Args:
+        top: directory of the sweep.
+        summary: content of its summary.json.
 
     Raises:
         InputError: if a record or a packed run is damaged.
+        SinklabError: if packed runs cannot be written to the temporary folder.
     """
     files, packed = top, {}
     if is_packed(top):
@@ -127,11 +132,12 @@ def with_runs(summary: Summary, changed: Callable[[CellRun], CellRun]) -> Summar
 
 @dataclass(frozen=True)
 class SweepOrigins:
-    """Totals of time, versions and machines (env.json, record.json) over the finished and failed runs of sweeps.
+    """Total time, and versions and machines (env.json), of the finished and failed runs of sweeps.
 
     Attributes:
         runs: number of runs.
-        core_hours: training time multiplied by the number of threads, summed over the runs on CPUs.
+        core_hours: training time multiplied by the number of threads, summed over the runs on CPUs, in hours; runs
+            without env.json count as one CPU thread.
         card_hours: training time summed over the runs on GPUs, in hours.
         facts: title and text of values in env.json, such as `PyTorch` and `2.13.0`.
     """
@@ -143,7 +149,7 @@ class SweepOrigins:
 
 
 def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
-    """Collect time, versions and machines of the runs; None if no run is finished.
+    """Collect time, versions and machines of the runs; None if no run has finished or failed.
 
     Raises:
         SinklabError: if env.json of a run is damaged.
@@ -187,7 +193,7 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
 
 
 def quantity_of(name: str) -> Quantity:
-    """Return the quantity with this name; an unknown quantity is labelled with its name."""
+    """Return the quantity with this name; an unknown one gets its name as label, no unit and three decimals."""
     try:
         return quantity(name)
     except ValueError:
@@ -195,12 +201,15 @@ def quantity_of(name: str) -> Quantity:
 
 
 def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
-    """Describe a sink of a cell that is not at the first token: `76.8 % at position 2`; empty for other quantities."""
+    """Return rate and position of the highest sink of a cell as text, such as `76.8 % at position 2`.
+
+    The text is empty if that is the first token, and for quantities other than `sink_1`.
+    """
     return elsewhere_text(cell.sink_rate) if name == "sink_1" else ""
 
 
 def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> Table:
-    """Make a table with a row per cell: finished runs, and median, range and the paper's value of every quantity."""
+    """Make a table with a row per cell: finished runs, then median, range and the paper's value by quantity."""
     paper = {cell: experiment.published.get(cell, {}) for cell in cells}
     in_paper = {name for numbers in paper.values() for name in numbers}
     estimates = {cell: {one: found.estimate(one) for one in experiment.columns} for cell, found in cells.items()}
@@ -210,7 +219,7 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
         if one in in_paper or any(found[one] for found in estimates.values())
     ]
     columns = [
-        TableColumn("Cell", "changed settings", text=True),
+        TableColumn("Cell", "", text=True),
         TableColumn(f"{experiment.replicate}s".capitalize(), "finished"),
     ]
     for one in shown:
@@ -233,7 +242,10 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
 
 
 def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> list[Table]:
-    """Make a table per quantity of a grid: rows are cells, columns combinations of changes; empty without a grid."""
+    """Make a table per quantity of a grid: a row per value of the first axis, a column per combination of the others.
+
+    The list is empty if the experiment is not a grid.
+    """
     if not experiment.axes:
         return []
     own, *changes = experiment.axes.values()
@@ -264,7 +276,7 @@ def _estimate(estimate: CellEstimate | None, decimals: int, elsewhere: str) -> T
 
 
 def paper_models(experiment: ExperimentSummary) -> Table | None:
-    """Make a table of the paper's values for models that were not measured; None if there are none."""
+    """Make a table of the paper's values for models that we did not measure; None without any."""
     found = {model: row for model, row in experiment.elsewhere.items() if row}
     printed = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
     if not printed:
@@ -278,7 +290,7 @@ def paper_models(experiment: ExperimentSummary) -> Table | None:
 
 
 def claims_table(claims: Sequence[JudgedClaim]) -> Table:
-    """Make a table of verdict, text and evidence of every claim; the title counts the verdicts."""
+    """Make a table of verdict, text and evidence (with remarks) of every claim; the title counts the verdicts."""
     kinds = [
         f"{kind} {', '.join(f'{number} {verdict}' for verdict, number in found.items())}".strip()
         for kind, found in verdict_counts(claims).items()

@@ -1,7 +1,7 @@
 """The theme of all charts: palette and configuration.
 
-Text, axes and grid lines use `currentColor`, so that one chart works on light pages, dark pages and paper; only data
-marks have their own colours. Exported files use dark grey on white.
+Text, axes and grid lines use `currentColor`, so that one chart works on light and dark pages and in print; only
+data marks have their own colours. Exported files use dark grey on white.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ PALETTE = [
     "#A6761D",
 ]
 HEAT_SCHEME = "viridis"
-REFERENCE = "#8a8f98"  # lines of no cell; readable on light and dark
+REFERENCE = "#8a8f98"  # dashed reference lines; readable on light and dark
 DIVERGING_SCHEME = "blueorange"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 INK_ON_PAPER = "#1d2430"

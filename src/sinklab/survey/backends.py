@@ -25,6 +25,7 @@ class Parity:
     """Agreement of a model's attention backends with eager attention.
 
     Attributes:
+        model: model name or path.
         default: backend that transformers selects for this model.
         transformers, torch: installed versions of the libraries.
         device, dtype: device and data type of the model.
@@ -46,11 +47,11 @@ class Parity:
 
     @property
     def has_sinks(self) -> bool:
-        """True if a layer of the model has learned sink logits."""
+        """Whether a layer of the model has learned sink logits."""
         return self.backends[0].sink_share is not None
 
     def wrong(self) -> str | None:
-        """Sentence that names the backends that disagree with eager attention; None if all agree."""
+        """Return a sentence with the backends that disagree with eager attention; None if all available ones agree."""
         found = [one for one in self.backends if one.verdict not in HARMLESS]
         if not found:
             return None
@@ -76,14 +77,19 @@ def compare_backends(
 
     Args:
         model: model directory, .gguf file, or name on the hub.
-        backends: names of backends in `measuring.huggingface.parity.BACKENDS`; default: all.
+        backends: names of backends in `measuring.huggingface.parity.BACKENDS`; default: all. Eager attention and
+            sinklab's are always included, and backends that do not run are reported as unavailable.
+        observe: receives a progress event when a backend begins.
 
     Raises:
-        InputError: if the model is a run directory or has no eager attention, or model, text or a backend is unusable.
+        InputError: if the model is a run directory or has no eager attention, a backend is unknown, or model, text or
+            an option is unusable.
     """
     check_name(model)
     if is_run(model):
-        raise InputError(f"{model} is a run directory, which has no transformers backends: export it first")
+        raise InputError(
+            f"{model} is a run directory, which has no transformers backends: export it first (sinklab export)"
+        )
     check_revision(model, loading.revision)
     request.check(text)
     import transformers

@@ -1,8 +1,9 @@
 """Measure a model over its training: one measurement per checkpoint, ordered by step.
 
 Checkpoints are revisions of a model on the hub, folders of a directory, or checkpoints of a run. Steps are parsed
-from the names of Pythia (step1000), OLMo (stage1-step1000-tokens5B) and Hugging Face's Trainer (checkpoint-1000). Names
-with a number of tokens only, such as BabyLM's (chck_100M), are ordered by tokens.
+from names such as those of Pythia (step1000), OLMo (stage1-step1000-tokens5B) and Hugging Face's Trainer
+(checkpoint-1000). A number with M, B or T is read as a number of tokens (chck_100M; BabyLM's count words), by which the
+checkpoints are then ordered.
 """
 
 import re
@@ -42,10 +43,10 @@ class SavedModel:
 
     Attributes:
         step: number of updates or tokens at the checkpoint.
-        name: name of the revision or folder.
+        name: name of the revision or folder; `step_N` for a run.
         model: Hugging Face id, model directory or run directory.
         revision: revision on the hub; None for a local model.
-        place: directory of the model; None for a model on the hub.
+        place: directory of the checkpoint; None for a model on the hub.
         unit: unit of `step`.
     """
 
@@ -67,8 +68,9 @@ class Checkpoints:
     """Measurements of a model's checkpoints, by key (`step_N` or `tokens_N`).
 
     Attributes:
-        text: identity of the text; None without a text.
-        saved: checkpoints by key, ordered by step.
+        model: name or path of the model.
+        text: path or name of the text; None without a text.
+        saved: checkpoints by key, ordered by step (or tokens).
         outcome: measurements and reasons for failures, by key.
     """
 
@@ -78,7 +80,7 @@ class Checkpoints:
     outcome: Outcome
 
     def rows(self) -> dict[str, MeasuredCheckpoint]:
-        """Return the main numbers of each measured checkpoint by key, ordered by step."""
+        """Return the main numbers of each measured checkpoint by key, in the order of `saved`."""
         return {name: _row(self.saved[name], one) for name, one in self.outcome.measured.items()}
 
     def document(self) -> dict[str, Any]:
@@ -106,12 +108,14 @@ def measure_checkpoints(
 
     Args:
         model: Hugging Face id with `revisions`; else a folder of checkpoints or a run directory.
-        revisions: revisions of the model, whose names contain the step.
+        revisions: revisions of the model, whose names contain a step or number of tokens; they replace that of
+            `loading`.
         out: output directory: checkpoints.json and one directory per checkpoint; a repeated call resumes.
 
     Raises:
-        InputError: see `saved_models`; also if a text or option is unusable, `out` has results with other settings, or
-            all checkpoints fail. If only some checkpoints fail, they are listed in the results.
+        InputError: see `saved_models`; also if text or an option is unusable, `out` cannot be written or has results
+            with other settings, or all checkpoints fail. If only some checkpoints fail, they are listed in the results.
+        HeldError: if another process writes to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     saved = {one.key: one for one in saved_models(model, revisions)}
@@ -136,11 +140,14 @@ def measure_checkpoints(
 
 
 def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
-    """List the checkpoints of a model, ordered by step.
+    """List the checkpoints of a model, ordered by step or by tokens.
+
+    Folders without a step or number of tokens in the name, or without a config.json, are skipped.
 
     Raises:
-        InputError: if revisions of a local model are requested, a name lacks a step, two checkpoints have the same
-            step, a folder has no checkpoints, or a model on the hub is passed without revisions.
+        InputError: if the model is neither local nor a valid hub name, revisions of a local model are requested, the
+            name of a revision lacks a step, two checkpoints have the same step, steps and tokens are mixed, a folder or
+            run has no checkpoints, or a model on the hub (or a file) is passed without revisions.
     """
     check_name(model)
     folder = Path(model).expanduser()
@@ -154,8 +161,8 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
         found = list(_folders(folder))
     else:
         raise InputError(
-            f"{model} is not a folder: select the checkpoints of a model on the hub by branch, "
-            "--revision step1000 --revision step2000"
+            f"{model} is not a folder of checkpoints or a run: select the checkpoints of a model on the hub by branch "
+            "or tag, --revision step1000 --revision step2000"
         )
     if not found:
         raise InputError(
@@ -176,7 +183,7 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
 
 
 def step_in(name: str) -> tuple[int, StepUnit] | None:
-    """Parse the step or number of tokens in a checkpoint name (50K is 50,000); None if the name has neither."""
+    """Parse the step (50K is 50,000) or number of tokens in a checkpoint name, with its unit; None without either."""
     if found := STEP.search(name):
         return int(found[1]) * (1000 if found[2] else 1), "step"
     if found := TOKENS.search(name):
@@ -187,8 +194,8 @@ def step_in(name: str) -> tuple[int, StepUnit] | None:
 def _revision(model: str, name: str) -> SavedModel:
     if (known := step_in(name)) is None:
         raise InputError(
-            f"--revision {name} does not contain its step: several revisions are plotted over steps and need names "
-            "such as step1000, stage1-step1000-tokens5B or chck_100M"
+            f"--revision {name} does not contain its step or number of tokens, over which several revisions are "
+            "plotted: pass names such as step1000, stage1-step1000-tokens5B or chck_100M"
         )
     return SavedModel(known[0], name, model, revision=name, unit=known[1])
 

@@ -1,7 +1,7 @@
-"""Compare several models on the same text.
+"""Compare several models on the same text, or on random or repeated tokens.
 
-Each model uses its own tokenizer and chat template. Losses per token are not subtracted if the tokenizers differ; bits
-per byte are comparable.
+Each model uses its own tokenizer and chat template. Losses per token are not subtracted if the vocabularies differ or
+are unknown; bits per byte are comparable.
 """
 
 import math
@@ -36,7 +36,7 @@ class Comparison:
     """Measurements of several models by label; the first model is the reference.
 
     Attributes:
-        text: identity of the text; None without a text.
+        text: path or name of the text; None without a text.
     """
 
     text: str | None
@@ -66,17 +66,19 @@ def compare_models(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Comparison:
-    """Measure two or more models on the same text or the same kind of random tokens.
+    """Measure two or more models on the same text, or on random or repeated tokens.
 
     Args:
-        models: run directories, model directories or names on the Hugging Face hub.
+        models: run directories, model directories, .gguf files or names on the Hugging Face hub.
         out: output directory: comparison.json and one directory per model; a repeated call resumes.
 
     Raises:
-        InputError: before any measurement, if there are fewer than two models, duplicate models or no text, a chat
-            template fails on the text, or `out` has results with other settings.
+        InputError: before any measurement, if there are fewer than two models, duplicate models or no text, a config or
+            tokenizer cannot be loaded, a chat template fails on the text or gives too few sequences, an option is
+            unusable, or `out` cannot be written or has results with other settings.
         UnsavedError: if a result cannot be saved; the exception contains the comparison so far.
-        SinklabError: if a model cannot be measured; finished measurements are kept.
+        SinklabError: if a model cannot be loaded or measured (finished measurements are kept in `out`), or another
+            process writes to `out`.
     """
     if len(models) < 2:
         raise InputError("a comparison needs two models or more: sinklab compare A B --text FILE")
@@ -115,10 +117,10 @@ def compare_models(
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:
-    """Return the shortest distinct label of each model: its Hugging Face id, or the last folders of its path.
+    """Return the models by label: the Hugging Face id, or as many last parts of the path as make all labels distinct.
 
     Raises:
-        InputError: if a model is listed twice.
+        InputError: if a model is listed twice, perhaps by different paths.
     """
     parts = {model: _parts(model) for model in models}
     for count in range(1, 2 + max(map(len, parts.values()))):
@@ -134,7 +136,7 @@ def _on_hub(model: str) -> bool:
 
 
 def _parts(model: str) -> tuple[str, ...]:
-    """Split a path or a Hugging Face id into its parts, without `..` and the root."""
+    """Split a resolved path, or a Hugging Face id, into its parts, without the root."""
     path = Path(model) if _on_hub(model) else Path(model).expanduser().resolve()
     return tuple(part for part in path.parts if part not in (path.anchor, "..", "."))
 

@@ -1,4 +1,4 @@
-"""Measure the paper's open models and compare their sink rates with the published rates; estimate model sizes."""
+"""Measure the paper's open models and compare their sink rates with the published ones; estimate disk and memory."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,13 +24,19 @@ from sinklab.survey.request import Request
 FAMILIES = "families.json"
 GB = 10**9
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
-PROCESS = 0.5 * GB  # memory of a process with PyTorch and transformers, measured
+PROCESS = 0.5 * GB  # bytes of memory of a process with PyTorch and transformers, as measured
 PER_LOGIT = 12  # bytes: logits, their float32 copy and their softmax
 
 
 @dataclass(frozen=True)
 class Families:
-    """Measurements of the paper's models by Hugging Face id, and reasons for failures."""
+    """Measurements of the paper's models, with reasons for failures.
+
+    Attributes:
+        models: requested models, and earlier measured models of other families.
+        request: settings of the measurements.
+        outcome: measurements and reasons for failures, by Hugging Face id.
+    """
 
     models: list[OpenModel]
     request: Request
@@ -79,8 +85,9 @@ def measure_families(
         out: output directory: families.json and one directory per model; a repeated call resumes and may add families.
 
     Raises:
-        InputError: if there is no such family or directory, no text, or `out` has results with other settings. Models
-            that fail are listed in the results.
+        InputError: if there is no such family or directory, text or an option is unusable, or `out` cannot be written
+            or has results with other settings. Models that fail are listed in the results.
+        HeldError: if another process writes to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     asked = models_of(names)
@@ -144,7 +151,9 @@ def place_of(model: OpenModel, models_dir: Path | None) -> str:
     directory = directory_of(model, models_dir)
     if directory is None:
         *_, last = model.id.split("/")
-        raise InputError(f"not in {models_dir}: put it there as {last} or {model.id}, or remove --models-dir")
+        raise InputError(
+            f"{models_dir} does not contain the model: put it there as {last} or {model.id}, or remove --models-dir"
+        )
     return str(directory)
 
 
@@ -160,8 +169,10 @@ class Size:
         model: Hugging Face id.
         family: family in open_models.yaml.
         parameters: number of parameters, with tied embeddings counted once.
-        counted: source of `parameters`: "config" (a local configuration) or "list" (open_models.yaml).
-        disk_gb: size of the local weight files, if any, else of the parameters in the checkpoint's dtype.
+        counted: source of `parameters`: "config" (a configuration in the directory or the Hugging Face cache) or
+            "list" (open_models.yaml).
+        disk_gb: size of the .safetensors files in the model's directory, if any, else of the parameters in the dtype of
+            the checkpoint on the hub.
         float32_gb, bfloat16_gb: size of the weights in memory, by dtype (float16 as bfloat16).
         peak_gb: estimated peak memory: weights, process, and the larger of one batch and (if the dtype is converted)
             the checkpoint.
@@ -189,8 +200,13 @@ def sizes(
 ) -> list[Size]:
     """Estimate disk and memory of the models of families, without downloads and without reading weights.
 
+    Args:
+        names, models_dir: as in `measure_families`.
+        dtype: data type of the weights in memory; auto is that of the checkpoint, but float32 on CPUs that emulate it.
+        device: device of the model, for `auto`.
+
     Raises:
-        InputError: if there is no such family or directory.
+        InputError: if there is no such family, directory or device.
     """
     check_models_dir(models_dir)
     where = pick_device("auto" if device == DEVICE_MAP else device)
@@ -203,7 +219,7 @@ def sizes_document(found: Sequence[Size]) -> dict[str, Any]:
 
 
 def working_bytes(width: int, vocabulary: int, request: Request) -> float:
-    """Return the estimated memory of one batch in bytes: activations of one block, and logits.
+    """Estimate the memory of one batch in bytes: activations of one block, and logits.
 
     Args:
         width: hidden size.
@@ -238,13 +254,13 @@ def _size(model: OpenModel, directory: Path | None, request: Request, dtype: str
 
 
 def parameters_of_config(name: str) -> int | None:
-    """Count the parameters of a model from its local configuration, by building it on the meta device.
+    """Count the parameters of a model from its configuration on this machine, by building it on the meta device.
 
     Args:
         name: directory, or Hugging Face id with a cached configuration.
 
     Returns:
-        Number of parameters; None without a local configuration that transformers supports.
+        Number of parameters, with tied weights counted once; None without a configuration that transformers supports.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

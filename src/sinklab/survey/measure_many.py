@@ -41,7 +41,7 @@ class Item:
     Attributes:
         name: name of the measurement in the results, and of its directory.
         request: settings that affect the measurement, JSON-serializable.
-        measure: function that runs the measurement, given a progress callback.
+        measure: function that runs the measurement; its argument is called with (sequences done, total sequences).
     """
 
     name: str
@@ -60,7 +60,7 @@ class Item:
             before = parse_json((folder / REQUEST).read_text("utf-8")) if (folder / REQUEST).is_file() else {}
         except ValueError as error:
             raise InputError(f"{folder / REQUEST} is damaged: delete {folder} to measure it again") from error
-        unknown = None in (before.get(FILES), self.request.get(FILES))  # model not on this machine, now or then
+        unknown = None in (before.get(FILES), self.request.get(FILES))  # the model is or was not on this machine
         check_request(folder, "a measurement", before, self.request, {FILES} if unknown else set())
         return Measurement.load(folder)
 
@@ -81,7 +81,7 @@ class Outcome:
         """Check that at least one measurement succeeded.
 
         Raises:
-            InputError: if all measurements failed; the message contains the first reason.
+            InputError: if all measurements failed; the message contains the first failure.
         """
         if not self.measured:
             name, failure = next(iter(self.failed.items()))
@@ -105,14 +105,15 @@ def measure_all(
         out: output directory; None saves nothing.
         document: name of the file for the survey's result, written after every measurement.
         prepare: callback, called with the names of unfinished items, if any, before the first measurement.
-        stop_at_failure: raise the error of a failed item; `document` is then written only at the end.
+        stop_at_failure: raise the error of a failed item; `document` is then written only when all items are measured.
+            By default, failures are recorded in the result, and the other items are measured.
 
     Raises:
-        InputError: before any measurement, if `out` cannot be written, or has files not written by sinklab or
-            measurements with other settings.
+        InputError: before any measurement, if `out` cannot be written, or has files not written by sinklab, a run, or
+            measurements that are damaged or have other settings.
         HeldError: if another process writes the same document.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
-        Exception: the error of an item, if `stop_at_failure`.
+        Exception: the error of `prepare`; with `stop_at_failure`, the error of an item.
     """
     ledger = Ledger[AnyDocument](out, document)
     if out is not None:
@@ -164,11 +165,12 @@ def summary_line(measurement: Measurement) -> str:
 def deciding_request(
     model: str, place: Path | None, text: str | None, loading: Loading, request: Request
 ) -> dict[str, Any]:
-    """Return all settings that affect a measurement, as a JSON-serializable dict.
+    """Return all settings that affect a measurement, as a JSON-serializable dict (request.json).
 
     Args:
-        place: directory or file of the model; None for a model on the hub.
-        text: identity of the measured text; None without a text.
+        place: directory or file of the model, whose files are hashed; for a model on the hub, None or a path that does
+            not exist.
+        text: identity of the measured text (`corpora.identity`); None without a text.
     """
     files = None if place is None else model_files(place)
     loaded = {"revision": loading.revision, "dtype": loading.dtype}
@@ -185,7 +187,13 @@ def _release_memory() -> None:
 
 @dataclass(frozen=True)
 class Domains:
-    """Measurements of a model by domain of text."""
+    """Measurements of a model by domain of text.
+
+    Attributes:
+        model: name or path of the model.
+        text: folder of the texts.
+        outcome: measurements and reasons for failures, by domain.
+    """
 
     model: str
     text: str
@@ -211,18 +219,19 @@ def measure_domains(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Domains:
-    """Measure a model on every .txt and .jsonl file of a folder.
+    """Measure a model on every .txt and .jsonl file in or below a folder.
 
-    A domain has fewer sequences if its file is small.
+    A domain has fewer sequences than requested if its file is small.
 
     Args:
-        model: a run directory, a model directory, or a name on the Hugging Face hub.
+        model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
         out: output directory: domains.json and one directory per domain; a repeated call resumes.
 
     Raises:
         InputError: if there is no folder of texts, the inputs are not natural, model or an option is unusable, `out`
-            has results with other settings, or all domains fail. If only some domains fail, they are listed in the
-            results.
+            cannot be written or has results with other settings, or all domains fail. If only some domains fail, they
+            are listed in the results.
+        HeldError: if another process writes to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     if folder is None or not folder.is_dir():
@@ -252,7 +261,9 @@ def measure_domains(
 
 
 def domain_files(folder: Path) -> dict[str, Path]:
-    """Return the .txt and .jsonl files of a folder by domain: the path without suffix, or with suffix if ambiguous.
+    """Return the .txt and .jsonl files in and below a folder by domain.
+
+    A domain is named by its path in the folder, without the suffix unless two names would be equal.
 
     Raises:
         InputError: if the folder has no .txt or .jsonl file.

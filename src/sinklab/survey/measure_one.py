@@ -1,11 +1,12 @@
-"""Measure one model, loaded by its name.
+"""Load one model by its name and measure it.
 
 Bits per byte normalise the loss by the bytes of the text, so they are comparable between tokenizers:
 
     bits per byte = (sum over predicted tokens of -log2 p) / (sum over predicted tokens of their UTF-8 bytes)
 
-Both sums leave out tokens that are not predicted: BOS, or without BOS the first token of every sequence. If a sequence
-ends within a character, only the bytes of the tokens inside the sequence are counted.
+Both sums leave out tokens that are not predicted: the first token of every sequence (often BOS) and, under a prefix
+mask, the whole prefix. If a sequence ends within a character, only the bytes of the tokens inside the sequence are
+counted.
 """
 
 import math
@@ -56,13 +57,16 @@ def measure_model(
     """Load a model by its name and measure its attention sinks on one text.
 
     Args:
-        model: a run directory (it has a recipe.yaml), a model directory, or a name on the Hugging Face hub.
-        text: a .txt or .jsonl file or a folder of them; needed for natural inputs only.
+        model: a run directory (it has a recipe.yaml), a model directory, a .gguf file, or a name on the Hugging Face
+            hub.
+        text: a .txt or .jsonl file, a folder of them, or a source such as stdlib (data/sources/corpora.py); needed for
+            natural inputs only.
         out: output directory; None saves nothing.
         progress: callback, called with (sequences done, total sequences).
 
     Raises:
-        InputError: if model, text or an option is unusable, or `out` cannot be written.
+        InputError: if model, text or an option is unusable, or `out` cannot be written, is a run directory or has files
+            not written by sinklab.
         UnsavedError: if the measurement could not be saved; the exception contains the measurement.
         SinklabError: if the model cannot be measured.
     """
@@ -84,30 +88,35 @@ def load_model(
 
     Args:
         step: step of the checkpoint to load from a run directory; default: the newest checkpoint.
-        request, text: settings of the measurement, checked against the tokenizer before the weights are read.
+        request, text: settings and text of the measurement. If BOS is to be ablated, a Hugging Face tokenizer is
+            checked for it before the weights are read.
 
     Raises:
-        InputError: if the model cannot be loaded, or the request does not fit the model.
+        InputError: if the model cannot be loaded, or BOS is to be ablated and there is none.
+        SinklabError: if none of a run's checkpoints is valid.
     """
     check = None if request is None else partial(_check_bos, name, request, text)
     return open_model(name, loading, step=step, check=check)
 
 
 def check_loadable(name: str, loading: Loading) -> None:
-    """Check that a model exists and has a config, without loading the weights.
+    """Check that a model exists and has a config, without loading the weights; runs and .gguf files are not checked.
 
     Raises:
-        InputError: if the model cannot be loaded.
+        InputError: if the config cannot be loaded.
     """
     if not is_run(name):
         check_config(name, loading)
 
 
 def check_readable(name: str, loading: Loading, text: Path | None, request: Request) -> None:
-    """Check that a model's tokenizer and chat template can encode the text, without loading the weights.
+    """Check that a model's tokenizer can be loaded, and that a chat template can encode the text, without the weights.
+
+    Runs are not checked, nor is anything for random and repeated tokens.
 
     Raises:
-        InputError: if the model has no tokenizer, its template fails, or the text gives too few sequences.
+        InputError: if the tokenizer cannot be loaded; for a tokenizer with a chat template, if the template fails on
+            the text or the text gives too few sequences.
     """
     if is_run(name) or request.options.inputs != "natural":
         return
@@ -132,7 +141,7 @@ def _check_bos(name: str, request: Request, text: Path | None, tokenizer: "PreTr
     if text is not None:
         next(documents(str(text), render=conversations.render))
     if not conversations.bos:
-        raise _no_bos_to_leave_out(f"the tokenizer of {name} does not add BOS")
+        raise _no_bos_to_leave_out(f"the tokenizer of {name} does not add BOS to this text")
 
 
 def _no_bos_to_leave_out(why: str) -> InputError:
@@ -147,7 +156,8 @@ class ReadTokens:
 
     Attributes:
         tokens_NT: token ids, (N, T).
-        sizes_NT: bytes of text per token (`inputs.sizes_of`); None for random and repeated tokens.
+        sizes_NT: bytes of text per token (`inputs.sizes_of`), (N, T), negative where token and text differ; None for
+            random and repeated tokens.
         bos_tokens: number of special tokens at the start of each sequence.
         conversations: renderer that applied the chat template to conversations, with its notes.
     """
@@ -162,7 +172,8 @@ def check_request(model: Model, request: Request) -> None:
     """Check that the measurement settings fit the model.
 
     Raises:
-        InputError: if the sequences exceed the context, or learned positions are changed in a model without them.
+        InputError: if the sequences exceed the context, learned positions are changed in a model without them, an
+            ablation is unknown, or a position is beyond the sequences.
     """
     model.adapter.check_length(request.length)
     with changed_positions(cast("Any", model.adapter.module), request.study, request.length):
@@ -170,10 +181,11 @@ def check_request(model: Model, request: Request) -> None:
 
 
 def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens:
-    """Build the input sequences of a measurement, from the text or at random.
+    """Build the input sequences of a measurement: from the text, or random or repeated tokens.
 
     Raises:
-        InputError: if the sequences exceed the context, the text is unusable, or there is no BOS to ablate.
+        InputError: if the sequences exceed the context, the text is missing, unusable or too short, or there is no BOS
+            to ablate.
     """
     model.adapter.check_length(request.length)
     drawn_NT = request.synthetic_tokens(model.vocabulary)
@@ -198,7 +210,7 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
     """Measure a loaded model; the other arguments are those of `measure_model`.
 
     Raises:
-        InputError: if the text or an option is unusable.
+        InputError: if the text is unusable, or an option does not fit the model.
         SinklabError: if the model cannot be measured.
     """
     read = read_tokens(model, text, request)
@@ -223,11 +235,11 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
 
 
 def _with_bits_per_byte(measurement: Measurement, sizes_NT: Tensor | None, first_target: int) -> Measurement:
-    """Return the measurement with `bits_per_byte`, or with a note why it could not be computed.
+    """Return the measurement with `bits_per_byte`, or a note if tokens and text differ; unchanged if no sizes or loss.
 
     Args:
-        sizes_NT: bytes of text per token, 0 for BOS, negative if tokens and text differ; None for random and repeated
-            tokens.
+        sizes_NT: bytes of text per token, (N, T): 0 for BOS, negative where token and text differ; None for random and
+            repeated tokens.
         first_target: 1-based position of the first predicted token.
     """
     if sizes_NT is None or measurement.loss is None:
@@ -250,7 +262,7 @@ def _annotated(
     conversations: Conversations,
     loaded: Sequence[str] = (),
 ) -> Measurement:
-    """Return the measurement with notes on how model and text were loaded."""
+    """Return the measurement with notes on the loaded model, the text, and missing sequences."""
     notes = [*loaded, *conversations.notes()]
     folder = text if request.options.inputs == "natural" and text is not None and text.is_dir() else None
     if folder is not None and len(files := text_files(folder)) > 1:

@@ -1,4 +1,4 @@
-"""Load the list of the paper's open models, with sizes and published sink rates (`open_models.yaml`)."""
+"""Load the list of the open models that the paper measures, with sizes and published rates (`open_models.yaml`)."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -28,12 +28,12 @@ class OpenModel(Part):
 
     Attributes:
         id: Hugging Face id.
-        family: name of the family on the command line.
-        dtype: data type of the checkpoint.
+        family: name of the family, as passed to --family.
+        dtype: data type of the checkpoint on the Hugging Face hub.
         parameters: number of parameters, with tied embeddings counted once.
         width, vocabulary: hidden size, and number of rows of the embedding.
         published: published Sink_1 in percent, by kind of input; empty if the paper has none.
-        source: table of the paper with the published rates.
+        source: part of the paper with the published rates, such as "table 1" or "text"; None without rates.
     """
 
     id: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
@@ -48,7 +48,7 @@ class OpenModel(Part):
     @model_validator(mode="after")
     def _numbers_have_a_source(self) -> Self:
         if bool(self.published) != (self.source is not None):
-            raise ValueError(f"{self.id}: published numbers require a source, and vice versa")
+            raise ValueError(f"{self.id}: set both `published` and `source`, or neither")
         return self
 
 

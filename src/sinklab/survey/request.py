@@ -30,7 +30,7 @@ DECIDING = (
     "details",
     "maps",
 )
-"""Settings that affect a measurement, in the order of request.json, which is hashed as text."""
+"""Settings that every request.json contains, in this order because it is hashed as text; others only if set."""
 
 
 class Request(CommandSettings, frozen=True):
@@ -39,10 +39,11 @@ class Request(CommandSettings, frozen=True):
     Attributes:
         options: measured quantities, and the kind of inputs; `lengths` in any order.
         sequences, length: number of sequences N and tokens per sequence T.
-        no_bos: leave out the special tokens that the tokenizer or the run's recipe prepends.
-        seed: random seed of random and repeated tokens; number of the draw for drawn text.
-        drawn_text: sample natural sequences from the whole text instead of reading its beginning.
-        fewer: accept fewer sequences if the text is short, with a note; always True for drawn text.
+        no_bos: leave out the special tokens that the tokenizer, its chat template or the run's recipe prepends.
+        seed: random seed of random and repeated tokens, and of tokens that a run's recipe replaces; for drawn text,
+            the number of the draw.
+        drawn_text: sample natural sequences from the first 64 N sequences of the text instead of using the first N.
+        fewer: accept fewer sequences if the text is short, with a note; drawn text always accepts fewer.
         study: ablations, and interventions on positional embeddings.
     """
 
@@ -51,7 +52,7 @@ class Request(CommandSettings, frozen=True):
     options: Options = Options()
     sequences: SequenceCount = 100
     length: SequenceLength = 64
-    no_bos: bool = Field(default=False, description="Omit the special tokens that the tokenizer prepends.")
+    no_bos: bool = Field(default=False, description="Omit BOS and other special tokens at the start of the sequences.")
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
         default=0, description="Random seed for random and repeated tokens."
     )
@@ -60,10 +61,10 @@ class Request(CommandSettings, frozen=True):
     study: Study = Study()
 
     def check(self, text: Path | None) -> None:
-        """Check the settings, and that natural inputs have a readable text.
+        """Check the settings, and for natural inputs that the first document of the text can be read.
 
         Raises:
-            InputError: if the inputs are natural and there is no readable text, or `check_options` fails.
+            InputError: if the inputs are natural and there is no readable text, or as `check_options`.
         """
         from sinklab.data.sources.corpora import documents
 
@@ -75,8 +76,8 @@ class Request(CommandSettings, frozen=True):
         """Check the options that do not depend on model or text.
 
         Raises:
-            InputError: if lengths are not shorter than the sequences, a position is beyond their end, or an ablation is
-                unknown or requested without the loss.
+            InputError: if a length or position is beyond the end of the sequences, an ablation is unknown or requested
+                without the loss or on single tokens, or BOS is to be ablated from inputs without BOS.
         """
         from sinklab.measuring.surgery.study import check_study
 
@@ -95,19 +96,27 @@ class Request(CommandSettings, frozen=True):
             InputError: if the text is None.
         """
         if text is None:
-            raise InputError("natural inputs need a text: add --text FILE (.txt or .jsonl), or use --inputs random")
+            raise InputError(
+                "natural inputs need a text: add --text FILE (.txt or .jsonl), or use --inputs random or repeat"
+            )
         return text
 
     def text_tokens(
         self, text: Path, encode: "Encode", *, length: int, prefix: Sequence[int] = (), render: "Render"
     ) -> "tuple[Tensor, Tensor | None]":
-        """Tokenize the text; return token ids and bytes of text per token (`inputs.sizes_of`), both (N, T).
+        """Tokenize the text; return token ids, and bytes of text per token (`inputs.sizes_of`), both (N, T).
 
         Args:
+            encode: function from text to token ids, without special tokens.
             length: tokens per sequence, `prefix` included.
+            prefix: token ids prepended to each sequence.
+            render: function from conversations to text.
+
+        Returns:
+            The two tensors; the second is None if `encode` does not return the bytes.
 
         Raises:
-            InputError: raised by `natural_text` and `drawn_text`.
+            InputError: if the text is unusable or too short (`natural_text`, `drawn_text`).
         """
         from sinklab.measuring.inputs import drawn_text, natural_text, sizes_of, with_prefix
 
@@ -128,11 +137,11 @@ class Request(CommandSettings, frozen=True):
         return draw(vocabulary, sequences=self.sequences, length=self.length, seed=self.seed)
 
     def options_for(self, model_name: str, bos: bool) -> Options:
-        """Return a copy of the options with the name and the BOS setting of one model."""
+        """Return a copy of the options for one model: with its name, whether position 1 is BOS, and ordered lengths."""
         return self._in_order().model_copy(update={"model_name": model_name, "bos": bos})
 
     def document(self) -> dict[str, Any]:
-        """Return the settings that affect the measurement, as a JSON-serializable dict."""
+        """Return the settings that affect the measurement, as a JSON-serializable dict: a part of request.json."""
         asked = {name: True for name in ("explore", "gradients") if getattr(self.options, name)}
         found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:

@@ -27,8 +27,8 @@ class ComparedQuantity(ReadDocument):
     Attributes:
         quantity, unit: name and unit of the quantity.
         values: value by model; None if missing or infinite.
-        differences: difference from the first model, by model; None if a value is None, or for losses per token of
-            different vocabularies.
+        differences: difference from the first model, by model; None if a value is None, or for losses per token if the
+            vocabularies differ or are unknown.
         infinite: models with an infinite value.
     """
 
@@ -40,11 +40,12 @@ class ComparedQuantity(ReadDocument):
 
 
 class ComparisonDocument(ReadDocument):
-    """comparison.json: measurements of several models on the same text; the first model is the reference.
+    """comparison.json: measurements of several models with the same settings; the first model is the reference.
 
     Attributes:
         rows: quantities that at least one model has, with differences from the first model.
         measured: measurements by label of the model.
+        failed: reasons for failed measurements, by label; empty, as a failure ends the comparison.
     """
 
     rows: list[ComparedQuantity]
@@ -56,8 +57,9 @@ class FamilyMember(ReadDocument):
     """Published and measured sink rate of one of the paper's open models.
 
     Attributes:
+        family: family in open_models.yaml.
         parameters: number of parameters, with tied embeddings counted once.
-        sink_1: measured Sink_1, percent.
+        sink_1: measured Sink_1 at the paper's eps, or at the first eps if that was not measured, percent.
         published: published Sink_1, percent; None if the paper has no value for the settings.
     """
 
@@ -85,8 +87,9 @@ class MeasuredCheckpoint(ReadDocument):
         step: number of updates or tokens at the checkpoint.
         unit: unit of `step`.
         checkpoint: name of the revision or folder.
-        sink_1, sink_bias: sink rates, percent of (sequence, layer, head) triples; None without a bias.
-        uniform_ratio: importance of the first token relative to uniform attention.
+        sink_1, sink_bias: sink rates of the first token and of a bias, sink logit or sink token, percent of (sequence,
+            layer, head) triples; `sink_bias` is None without these.
+        uniform_ratio: importance of the first token divided by its value under uniform attention.
         loss: loss on the text, nats per token; None if not measured.
         norm_ratio: |h_1| over the mean |h_t| of the other positions, maximum over blocks; None if unknown or infinite.
         by_layer: Sink_1 by attention layer, percent.
