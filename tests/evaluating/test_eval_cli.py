@@ -139,7 +139,7 @@ def test_what_is_scored_is_kept_and_other_settings_are_refused(made: Made, run: 
         (
             "arc_easy",
             ("--data", "items.jsonl"),
-            "is the file of one task (hellaswag), and --tasks arc_easy has none of them",
+            "is for the items of hellaswag, which --tasks arc_easy does not contain",
         ),
         ("hellaswag", ("--data", "absent.jsonl"), "cannot read absent.jsonl: No such file"),
         ("hellaswag", ("--text", "absent.jsonl"), "no text at absent.jsonl"),

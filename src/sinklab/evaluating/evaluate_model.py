@@ -54,11 +54,11 @@ def evaluate_model(
         observe: callback for progress and results.
 
     Raises:
-        InputError: before anything is written, if lm-eval is not installed, model, task or file is unusable, or `out`
-            has an evaluation with other settings.
+        InputError: if lm-eval is not installed, model, task or file is unusable, no item of a task fits the model's
+            context, or `out` has an evaluation with other settings.
         HeldError: if another process writes an evaluation to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the scores so far.
-        SinklabError: if lm-eval cannot evaluate this model on a task, or answers cannot be saved.
+        SinklabError: if the model cannot be measured, lm-eval cannot evaluate it on a task, or answers cannot be saved.
     """
     check_name(name)
     if request.text is not None:
@@ -112,7 +112,11 @@ def _items(scores: TaskScores) -> str:
 def _resumed(
     ledger: Ledger[DownstreamScores], new: DownstreamScores, chosen: Sequence[ChosenTask], request: TaskRequest
 ) -> DownstreamScores:
-    """Return the scores of an earlier call with the same settings, else `new`, which has no scores yet."""
+    """Return the scores of an earlier call, or `new` if there are none.
+
+    Raises:
+        InputError: if the model or the settings of a chosen task were different.
+    """
     earlier = ledger.earlier(load_scores)
     if earlier is None or ledger.path is None:
         return new
@@ -143,7 +147,7 @@ def _scored(
 
 
 def _sink_of_items(model: Model, context: int, texts: Sequence[str]) -> TextSink | None:
-    """Measure the sink on the texts of a task's items; None if the texts are too short."""
+    """Measure the sink on the texts of a task's items; None if they are unusable, such as too short."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "items.jsonl"
         file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts), encoding="utf-8")
@@ -174,6 +178,7 @@ class TaskOfCell:
     """Downstream task on which the model of an experiment's cell is evaluated.
 
     Attributes:
+        chosen: the task.
         items: number of items drawn with the seed of the measurement; None for all.
     """
 
@@ -191,11 +196,14 @@ def measure_and_evaluate(
     """Measure a Hugging Face model and add its accuracies on a task (percent) to the measurement.
 
     Args:
-        out: output directory: evaluation.json and the items; saved answers are reused.
+        text: text of the measurement; None if its inputs are random or repeated tokens.
+        out: directory for evaluation.json and the items; saved answers and scores are reused.
         progress: callback, called with the number of answered requests and the total number of requests.
 
     Raises:
-        InputError: if the text is unusable, the task has no accuracy, or `out` has an evaluation with other settings.
+        HeldError: if another process writes an evaluation to `out`.
+        InputError: if the text is unusable, no item of the task fits the model's context, the task has no accuracy, or
+            `out` has an evaluation with other settings.
         SinklabError: if the model cannot be measured or evaluated, or a result cannot be saved.
     """
     measurement, chosen = measure_loaded(model, text, request), task.chosen

@@ -21,7 +21,7 @@ def _names(given: object) -> object:
 
 
 class TaskRequest(CommandSettings, frozen=True):
-    """Settings of an evaluation."""
+    """Settings of an evaluation on downstream tasks."""
 
     panel = INPUT
 
@@ -33,9 +33,9 @@ class TaskRequest(CommandSettings, frozen=True):
         default=None, description="HellaSwag items, .jsonl or .jsonl.gz; default: in SINKLAB_DATA, else from the hub."
     )
     text: Path | None = Field(
-        default=None, description="Text for the sink metric, .txt or .jsonl; default: the task's items."
+        default=None, description="Text for the sink metric: .txt, .jsonl or a folder; default: the task's items."
     )
-    batch_size: Annotated[int, Flag(panel=ADVANCED)] = Field(default=4, ge=1, description="Texts per batch.")
+    batch_size: Annotated[int, Flag(panel=ADVANCED)] = Field(default=4, ge=1, description="Requests per batch.")
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Random seed for drawing the items.")
 
     @field_validator("tasks")
@@ -47,7 +47,7 @@ class TaskRequest(CommandSettings, frozen=True):
 
 
 class TaskMetric(ReadDocument):
-    """A metric averaged over the items of a task.
+    """A metric of a task, aggregated over its items.
 
     Attributes:
         value: value reported by lm-eval; accuracies from 0 to 1.
@@ -62,8 +62,9 @@ class TextSink(ReadDocument):
     """Sink of the model on natural text, as in `sinklab measure`.
 
     Attributes:
-        text: file, or "task" for the items of the task with their correct answers.
-        sequences, length, eps: settings of the measurement.
+        text: file or folder, or "task" for the items of the task with their correct answers.
+        sequences, length: number and length of the sequences, in tokens.
+        eps: threshold on importance.
         bos: True if position 1 of the sequences is a special token.
         sink_1: Sink_1, percent of (sequence, layer, head) triples with an importance of position 1 above eps.
         bias: sink rate of an added bias, sink logit or sink token, percent; None if the model has none.
@@ -83,7 +84,7 @@ class TaskScores(ReadDocument):
 
     Attributes:
         version: version of the task in lm-eval.
-        data: file of the items, or "hub".
+        data: name of the file of the items, or "hub".
         sha256: SHA-256 of the file; None for the hub.
         limit: number of items requested; None for all items.
         seed: random seed with which the items were drawn.
@@ -91,9 +92,9 @@ class TaskScores(ReadDocument):
         left_out: number of drawn items excluded because an answer is longer than the model's context.
         cut: number of items whose prompt was truncated to the model's context.
         metrics: metrics by lm-eval's names.
-        sink: sink on natural text; None if the text is too short for a sequence.
-        records: file of the items, in the same directory.
-        seconds: scoring time of the last call.
+        sink: sink on natural text; None if the items are too short for a sequence.
+        records: name of the file of item records, in the same directory; None if the results are not saved.
+        seconds: scoring time of the last call, in s.
     """
 
     version: str
@@ -112,7 +113,7 @@ class TaskScores(ReadDocument):
 
     @property
     def settings(self) -> dict[str, object]:
-        """Return the settings that affect the scores, except the model."""
+        """Settings that affect the scores, except the model."""
         return {"limit": self.limit, "seed": self.seed, "data": self.sha256 or self.data}
 
 
@@ -120,9 +121,11 @@ class DownstreamScores(VersionedDocument):
     """Contents of evaluation.json: scores of a model on downstream tasks.
 
     Attributes:
-        asked: identity of the model: name, files, revision and dtype.
+        model: name of the model.
+        asked: identity of the model: name, hash of its files, commit on the hub, and requested dtype.
         lm_eval: version of lm-eval.
-        notes: notes on the loading of the model and on the tasks.
+        notes: notes on the loading of the model.
+        tasks: scores by task.
     """
 
     model: str
@@ -155,7 +158,7 @@ def load_scores(path: Path) -> DownstreamScores:
     """Read an evaluation.json.
 
     Raises:
-        InputError: if the file is missing or damaged.
+        InputError: if the file is missing, damaged or not an evaluation.
     """
     try:
         return DownstreamScores.model_validate(parse_json(path.read_text("utf-8")))

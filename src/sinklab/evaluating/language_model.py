@@ -25,6 +25,7 @@ class AnsweringModel(HFLM):
     """A Hugging Face model for lm-eval that saves its answers to requests and reuses them.
 
     Args:
+        batch_size: requests per batch.
         answers: ledger of answers by request; saved answers are reused.
         advance: callback, called with the number of newly answered requests.
     """
@@ -54,7 +55,7 @@ class AnsweringModel(HFLM):
         return self._answered("generate_until", requests, super().generate_until)
 
     def overlong(self, context: str, continuation: str) -> bool:
-        """Return True if the continuation leaves no room for a prompt token in the model's context."""
+        """Return True if the continuation leaves no room for special tokens and a prompt token in the context."""
         _, answer = self._split(context, continuation) if context else ([], self.tok_encode(continuation))
         return len(answer) + len(self._prefix) > self.max_length
 
@@ -97,5 +98,5 @@ class AnsweringModel(HFLM):
 
 
 def request_key(kind: str, arguments: Iterable[object]) -> str:
-    """Return the SHA-256 of a request to the model, under which its answer is saved."""
+    """Return the SHA-256 of a request to the model (JSON-serializable), the key of its saved answer."""
     return hashlib.sha256(json.dumps([kind, *arguments], sort_keys=True).encode()).hexdigest()

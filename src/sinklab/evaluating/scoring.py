@@ -121,7 +121,7 @@ def score_task(
 
 @contextmanager
 def _as_sentence(task: str) -> Iterator[None]:
-    """Convert lm-eval's exceptions in the `with` block to a SinklabError that names the task."""
+    """Convert lm-eval's exceptions in the `with` block, except out-of-memory, to a SinklabError that names the task."""
     try:
         yield
     except SinklabError:

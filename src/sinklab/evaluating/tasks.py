@@ -35,12 +35,12 @@ class ChoiceItem(ReadDocument):
 
 HELLASWAG = "hellaswag"
 HELLASWAG_FILES = ("hellaswag_val.jsonl.gz", "hellaswag_val.jsonl")
-"""File names in the folder `eval` of SINKLAB_DATA."""
+"""File names in the folder `eval` of SINKLAB_DATA, the first existing one of which is used."""
 HELLASWAG_KEYS = '"query" (or "activity_label", "ctx_a" and "ctx_b"), "endings" and "label"'
 
 
 def local_hellaswag() -> Path | None:
-    """Return the path of HellaSwag's file in SINKLAB_DATA; None if there is no such file."""
+    """Return the path of HellaSwag's file in SINKLAB_DATA/eval; None if there is no such file, or no SINKLAB_DATA."""
     data = os.environ.get("SINKLAB_DATA")
     places = [Path(data).expanduser() / "eval" / name for name in HELLASWAG_FILES] if data else []
     return next((place for place in places if place.is_file()), None)
@@ -50,7 +50,7 @@ def read_hellaswag(path: Path) -> list[ChoiceItem]:
     """Read the items of a .jsonl or .jsonl.gz file.
 
     Raises:
-        InputError: if the file cannot be read, or a line is not an item; the message names the line.
+        InputError: if the file cannot be read or has no items, or a line is not an item; the message names the line.
     """
     items = [_read_item(line, f"{path}, line {number}") for number, line in _lines(path)]
     if not items:
@@ -59,7 +59,11 @@ def read_hellaswag(path: Path) -> list[ChoiceItem]:
 
 
 def load_hellaswag(path: Path) -> "ChosenTask":
-    """Build the lm-eval task with the items of the file at `path`."""
+    """Build the lm-eval task with the items of the file at `path`.
+
+    Raises:
+        InputError: see `read_hellaswag`.
+    """
     items = read_hellaswag(path)
     from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
     from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
@@ -83,11 +87,11 @@ def _read_item(line: str, where: str) -> ChoiceItem:
     try:
         row = parse_json(line)
         if not isinstance(row, dict):
-            raise ValueError(f"it is {json.dumps(row)[:40]}")
+            raise ValueError(f"the line is {json.dumps(row)[:40]}, not an object")
         item = ChoiceItem.model_validate(row if "query" in row else _with_query(row))
         if not item.query or not 0 <= item.label < len(item.endings) or not all(item.endings):
             raise ValueError(
-                f"label {item.label} of {len(item.endings)} endings, or an empty text (labels count from 0)"
+                f"label {item.label} of {len(item.endings)} endings (from 0) does not exist, or a text is empty"
             )
         return item
     except KeyError as error:
@@ -116,10 +120,10 @@ class ChosenTask:
     """A task with its items.
 
     Attributes:
-        name: name in lm-eval; groups and tags are expanded to their tasks.
+        name: name in lm-eval, not of a group or tag.
         task: task object of lm-eval.
-        data: file of the items, or "hub".
-        sha256: SHA-256 of the file.
+        data: name of the file of the items, or "hub".
+        sha256: SHA-256 of the file; None for the hub.
     """
 
     name: str
@@ -161,15 +165,16 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
     """Load the tasks with these names, with their items; groups and tags are expanded to their tasks.
 
     Args:
-        data: file of the only file task in `names`; default: its file in SINKLAB_DATA, else the hub.
+        data: file of the items of HellaSwag; None: its file in SINKLAB_DATA, else the hub.
 
     Raises:
-        InputError: if lm-eval is not installed, a task is unknown, a file is unreadable, or a download fails.
+        InputError: if lm-eval or a package of a task is not installed, a task is unknown, the file is unreadable or for
+            none of `names`, or a download fails.
     """
     lm_eval_version()
     if data is not None and HELLASWAG not in names:
         raise InputError(
-            f"--data {data} is the file of one task ({HELLASWAG}), and --tasks {','.join(names)} has none of them"
+            f"--data {data} is for the items of {HELLASWAG}, which --tasks {','.join(names)} does not contain"
         )
     file = (data or local_hellaswag()) if HELLASWAG in names else None
     found: dict[str, ChosenTask] = {}
@@ -185,10 +190,10 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
 
 
 def chosen_task(name: str, data: Path | None) -> ChosenTask:
-    """Load one task by its name, with its items.
+    """Load one task by its name, with its items (see `chosen_tasks`).
 
     Raises:
-        InputError: see `chosen_tasks`; also if the name is that of a group of tasks.
+        InputError: see `chosen_tasks`; also if the name is that of a group or tag with several tasks.
     """
     found = chosen_tasks([name], data)
     if len(found) != 1:
@@ -198,7 +203,7 @@ def chosen_task(name: str, data: Path | None) -> ChosenTask:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the log and the progress bars of lm-eval in the `with` block."""
+    """Suppress lm-eval's log below errors, and the progress bars of building requests, in the `with` block."""
     from lm_eval.api import task  # pyright: ignore[reportMissingImports]  # an extra
 
     logger, bars = logging.getLogger("lm_eval"), task.tqdm

@@ -1,7 +1,7 @@
 """One decoder layer: attention and feed-forward, with norms, positional embeddings and gates.
 
 B batch, L = leading + T positions, S = L plus cached positions, E hidden size, H query heads, G KV heads, D head
-dimension, P keys per head, K = D / P key dimension. With a latent projection (`latent.py`), keys and values have
+dimension, P keys per head, K = D / P key dimension. With a latent projection (`latent.py`), keys and values can have
 different dimensions.
 """
 
@@ -37,10 +37,11 @@ class Places:
     Attributes:
         rotary: cos and sin, each (L, half the rotary width), or (B, 1, L, ..) with padding; None in layers without
             rotary embedding.
-        documents_BL: document ID of every position, including cached positions; None without a document mask.
+        documents_BL: document ID of every position, including cached and leading positions (in padded rows, index 0 is
+            the first position after the padding); None without a document mask.
         first: values of the first layer, mixed into those of later layers; None without value residuals.
         padding_B: number of padding positions at the start of each row, including cached ones; None without padding.
-        padded_BL: bool, True at new positions that are padding; None without padding.
+        padded_BL: bool, True at new positions that are padding; None without padding or after cached positions.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
@@ -104,7 +105,10 @@ class Attention(nn.Module):
         self.out = nn.Linear((1 if self.summed else self.heads) * value_width, config.width, bias=False)
 
     def inputs(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the queries (B, H, L, D), keys and values (B, G, L, D) of new positions for the attention core."""
+        """Compute queries (B, H, L, D), keys and values (B, G, L, D) of new positions for the attention core.
+
+        Two queries per head are concatenated: (B, H, L, 2 D).
+        """
         if self.latent is not None:
             q_BHLD, k_BGLD, v_BGLD = self.latent(x_BLE, places.rotary)
         else:
@@ -123,7 +127,10 @@ class Attention(nn.Module):
         return self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places), v_BGLD
 
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
-        """Return the attention core's arguments after q, k and v: document IDs, gates of the weights, padding."""
+        """Return the attention core's arguments after q, k and v: document IDs, gates, padding; no trailing Nones.
+
+        The gates are cumulative log forget gates, which are appended to `past`, or logits of query weights.
+        """
         gates_BLH = None
         if self.forget_gate is not None:
             gates_BLH = self.forget_gate(x_BLE)
@@ -143,7 +150,7 @@ class Attention(nn.Module):
         return x_BHLPK.flatten(-2)
 
     def alone(self, k_BGSD: Tensor, queries: int, places: Places) -> Tensor | None:
-        """Return a mask (B or 1, L) of the queries that see only their own key; None if `output` does not need it."""
+        """Return a bool mask (B or 1, L) of queries that see only their own key; None if `output` does not need it."""
         if not self.marks_alone:
             return None
         return sees_itself_alone(self.core.mask_of_batch(places.documents_BL), queries, k_BGSD.shape[2], k_BGSD.device)
@@ -171,7 +178,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 
 
 class FeedForward(nn.Module):
-    """Feed-forward network (B, L, E) -> (B, L, E): act(x W) V, or (act(x W) * x U) V; `up` is [W U] (table 11)."""
+    """Feed-forward network (B, L, E) -> (B, L, E): act(x W) V, or (act(x W) * x U) V (table 11); `up` is W or [W U]."""
 
     def __init__(self, kind: str, width: int, ffn_width: int) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from sinklab.schema import LARGEST, Part
 
 
 class DeclaredInit(Part):
-    """The paper's scheme: normal weights with std sqrt(2 / (5 d_in)), smaller in feed-forward output projections."""
+    """The paper's scheme: normal with std sqrt(2 / (5 d_in)), feed-forward outputs with std 1 / (sqrt(d_in) layers)."""
 
     kind: Literal["declared"] = "declared"
 
@@ -31,7 +31,7 @@ Init = Annotated[DeclaredInit | TorchInit, Field(discriminator="kind")]
 
 
 def linear_gain(init: Init) -> float:
-    """Return d_in times the initial variance of linear weights: output mean square for unit mean square input."""
+    """Return d_in times the initial variance of linear weights: the output's mean square if the input's is 1."""
     return 2 / 5 if init.kind == "declared" else 1 / 3
 
 
@@ -45,9 +45,11 @@ class Pattern(Part):
     every: int = Field(ge=1, description="period of the pattern, in layers")
     first: int | None = Field(default=None, ge=1, description="first pattern layer, 1-based; null: layer `every`")
     mask: AttentionMask | None = Field(default=None, description="mask of pattern layers; null: model.attention.mask")
-    bias: Bias | None = Field(default=None, description="bias of pattern layers, not sink_token; null: model's")
+    bias: Bias | None = Field(
+        default=None, description="bias of pattern layers, not with a sink_token; null: model.attention.bias"
+    )
     position: Position | None = Field(
-        default=None, description="position of pattern layers, not absolute; null: model's"
+        default=None, description="position of pattern layers, not absolute or learnable; null: model.position"
     )
 
     def has(self, layer: int) -> bool:
@@ -61,15 +63,15 @@ class ModelConfig(Part):
 
     layers: int = Field(default=10, ge=1, le=10_000)
     width: int = Field(default=768, ge=1, le=LARGEST, description="hidden size")
-    heads: int = Field(default=8, ge=1, description="number of attention heads, each of width width / heads")
-    kv_heads: int | None = Field(default=None, ge=1, description="number of key and value heads; null: heads")
+    heads: int = Field(default=8, ge=1, description="number of query heads; the head width is width / heads")
+    kv_heads: int | None = Field(default=None, ge=1, description="number of KV heads; null: heads")
     ffn_width: int = Field(default=1536, ge=1, le=LARGEST)
     vocab_size: int | None = Field(default=None, ge=2, le=LARGEST, description="vocabulary size; null: the tokenizer's")
-    context: int = Field(default=2048, ge=2, le=LARGEST, description="training sequence length in tokens")
+    context: int = Field(default=2048, ge=2, le=LARGEST, description="training sequence length, in input tokens")
     position: Position = Rotary()
     embedding: Literal["plain", "projected"] = Field(
         default="plain",
-        description="projected: token embeddings and the LM head input are multiplied by a width x width matrix",
+        description="projected: token embeddings and the LM head input are each multiplied by a width x width matrix",
     )
     norm: NormConfig = NormConfig()
     ffn: Literal["relu", "gelu", "swish", "reglu", "geglu", "swiglu"] = Field(
@@ -77,7 +79,7 @@ class ModelConfig(Part):
     )
     mixer: Mixer = AttentionOnly()
     pattern: Pattern | None = Field(
-        default=None, description="layers with a different mask, bias or position; null: all layers are the same"
+        default=None, description="layers with a different mask, bias or position; null: none"
     )
     projection: Projection = FullProjection()
     attention: AttentionConfig = AttentionConfig()
@@ -86,14 +88,15 @@ class ModelConfig(Part):
         default="concat", description="concat: [o_1 .. o_H] W; sum: (o_1 + .. + o_H) W with W of head width x width"
     )
     exclusive: bool = Field(
-        default=False, description="exclusive self-attention, o_t - (o_t.v_t) v_t / |v_t|^2: without the token's value"
+        default=False,
+        description="exclusive self-attention: o_t without its component along v_t, o_t - (o_t.v_t) v_t / |v_t|^2",
     )
     value_residual: ValueResidual = NoValueResidual()
     init: Init = DeclaredInit()
     init_from: str | None = Field(
         default=None,
         min_length=1,
-        description="initial weights: a Llama (directory, .gguf file, name on the hub) or a run",
+        description="initial weights: a run, or a Llama or exported run (directory, .gguf file, name on the hub)",
     )
     init_sha256: str | None = Field(default=None, description="SHA-256 of these weights; set by the run")
 
@@ -104,7 +107,7 @@ class ModelConfig(Part):
 
     @property
     def head_width(self) -> int:
-        """Head dimension, hidden size / query heads."""
+        """Hidden size / query heads: the head dimension, unless a latent projection sets others."""
         return self.width // self.heads
 
     @property
@@ -117,7 +120,7 @@ class ModelConfig(Part):
 
     @property
     def layer_kinds(self) -> tuple["ModelConfig", ...]:
-        """Distinct configs of the attention layers: one, or two with a pattern."""
+        """Distinct configs of the attention layers, in layer order: two if only some have the pattern, else one."""
         if self.pattern is None:
             return (self,)
         first_of = {self.pattern.has(layer): layer for layer in reversed(self.attention_layers)}
@@ -149,7 +152,7 @@ class ModelConfig(Part):
 
     @property
     def query_width(self) -> int:
-        """Dimension of a head's queries and keys."""
+        """Dimension of a query or key of a head, before the operation splits it (`key_width`)."""
         return self.head_width if self.latent is None else self.latent.nope + self.latent.rope
 
     @property
@@ -159,13 +162,13 @@ class ModelConfig(Part):
 
     @property
     def shared_tokens(self) -> int:
-        """Number of initial tokens that every query sees: the length of a prefix mask, else 1."""
+        """Length of the prefix mask (the longest of all attention layers); 1 without a prefix mask."""
         masks = (kind.attention.mask for kind in self.layer_kinds)
         return max(mask.length if mask.kind == "prefix" else 1 for mask in masks)
 
     @property
     def first_target(self) -> int:
-        """1-based position of the first target; tokens that all queries see are excluded."""
+        """1-based position of the first target: 2, or the first position after the prefix of a prefix mask."""
         return self.shared_tokens + 1
 
     @property
@@ -175,7 +178,7 @@ class ModelConfig(Part):
 
     @property
     def rotary_width(self) -> int:
-        """Number of rotated channels of a query or key: the first ones, or the last ones with a latent projection."""
+        """Number of channels of a query or key rotated by RoPE: the first, or with a latent projection the last."""
         width = self.key_width if self.latent is None else self.latent.rope
         return round(width * self.position.share) if isinstance(self.position, Rotary) else width
 
@@ -189,8 +192,8 @@ class ModelConfig(Part):
             raise ValueError(f"absolute positions need an even width for sine and cosine, not {self.width}")
         if self.first_target > self.context + 1:
             raise ValueError(
-                f"mask.length {self.first_target - 1} is above context {self.context}: training sequences have "
-                "context + 1 tokens, so there would be no targets"
+                f"the prefix mask's length {self.first_target - 1} is above context {self.context}: training sequences "
+                "have context + 1 tokens, so there would be no targets"
             )
         self._check_latent()
         self._check_mixer()

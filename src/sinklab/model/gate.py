@@ -1,8 +1,8 @@
 """Gates on the attention output or the values, with which a head can be a no-op without a sink.
 
-Two gates are computed from the layer's input x (after its norm) and scale the attention output o_t of every head
-(2505.06708). Two are computed from the value v_s and scale it before attention: a sigmoid (2510.09017), and V-scale
-(2603.17771), a function of the value's norm:
+Two gates are computed from the layer's input x (after the pre-norm, if any) and scale the attention output o_t of every
+head (2505.06708). Two are computed from the value v_s and scale it before attention: a sigmoid (2510.09017), and
+V-scale (2603.17771), a function of the value's norm:
 
     phi(r) = r / (r + C_g),   C_g = V d_in sigma^2 exp(theta_g),   r = |v_s|^2
 

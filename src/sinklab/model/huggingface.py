@@ -38,7 +38,7 @@ class SinklabConfig(PreTrainedConfig):
     """Config of a sinklab model in transformers (config.json).
 
     Args:
-        model: model section of a recipe, with `vocab_size` set.
+        model: model section of a recipe, with `vocab_size` set; None (transformers' default config) sets no sizes.
         **others: keys common to all transformers configs; the sizes in DERIVED are always taken from `model`.
     """
 
@@ -57,7 +57,7 @@ class SinklabConfig(PreTrainedConfig):
 
 @dataclass(frozen=True)
 class Padding:
-    """Number of padding tokens at the start and at the end of each sequence."""
+    """Number of padding tokens at the start and at the end of each sequence; those at the start include cached ones."""
 
     before_B: Tensor
     behind_B: Tensor
@@ -69,6 +69,7 @@ def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> 
     Args:
         mask_BS: non-zero at real tokens, including cached tokens.
         tokens_BT: new tokens.
+        past: cache that these tokens continue; None without a cache.
 
     Raises:
         InputError: if the mask has a wrong shape, or there is padding between tokens or among tokens that continue a
@@ -136,14 +137,16 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values: cache returned by an earlier call with `use_cache`; it is extended in place.
             labels: target token ids (B, T), shifted internally; IGNORED labels, padding and tokens inside the prefix of
                 a prefix mask are excluded.
-            use_cache: return a KV cache; off by default.
+            use_cache: create a KV cache, if none is passed, and return it; off by default.
             logits_to_keep: number of last positions, or indices of positions, to compute; 0 for all.
-            others: arguments common to all transformers models. `position_ids` are ignored: a token's position is its
-                index in the sequence without padding.
+            return_dict: False returns a tuple.
+            others: `num_items_in_batch` divides the summed loss; other arguments of transformers models are ignored,
+                such as `position_ids`: a token's position is its index in the sequence without padding.
 
         Raises:
-            InputError: if a sequence has padding inside, the mask has a wrong shape, embeddings are passed instead of
-                tokens, attention matrices or hidden states are requested, or the cache is from another model.
+            InputError: if the mask has a wrong shape, or padding between tokens or after cached ones; embeddings are
+                passed instead of tokens; attention matrices or hidden states are requested; the cache is from another
+                model; or there are more tokens than learned positional embeddings.
         """
         _check_supported(others)
         if past_key_values is not None and not isinstance(past_key_values, Past):
@@ -200,7 +203,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Return the tokens that are not cached yet, and the other arguments of `forward`.
 
-        `generate` passes them only to a parameter named `kwargs` (transformers 5.17 to 5.23).
+        `generate` passes the others only to a parameter named `kwargs` (transformers 5.17 to 5.23).
 
         Raises:
             InputError: if sequences are padded on the right, because they cannot be continued.
@@ -238,4 +241,4 @@ def _check_supported(others: dict[str, Any]) -> None:
         raise InputError("a sinklab model needs tokens: pass input_ids, not inputs_embeds")
     for name in ("output_attentions", "output_hidden_states"):
         if others.get(name):
-            raise InputError(f"{name}: a sinklab model returns logits only; use sinklab.measure for its attention")
+            raise InputError(f"{name}: a sinklab model returns logits only; use sinklab.measure or sinklab.probe")

@@ -1,15 +1,15 @@
 """Initialisation of all weights by one of two schemes (`model.init`).
 
 tensor, d_in its last dimension              declared                            torch
-linear weights                               normal, std sqrt(2 / (5 d_in))      uniform in +-1 / sqrt(d_in)
+linear weights, convolutions, value gates    normal, std sqrt(2 / (5 d_in))      uniform in +-1 / sqrt(d_in)
 output projection of each feed-forward       normal, std 1 / (sqrt(d_in) layers) uniform in +-1 / sqrt(d_in)
 token embedding, learned positions           normal, std sqrt(2 / (5 d_in))      normal, std 1
 T5 bias table                                normal, std 0.02                    normal, std 1
 bias of a value gate                         zero                                uniform in +-1 / sqrt(d)
 
-In both schemes, extra keys and values, sink logits and the sink token are normal with std 0.02; norms have weight one
-and bias zero; the slope of dynamic tanh is `norm.alpha`. A module may set the mean and std of its parameters in
-`initial`, as attention operations do, or a separate initialiser in `starts`.
+In both schemes, learned keys, values and logits of biases and the sink token are normal with std 0.02; norms have
+weight one and bias zero; the slope of dynamic tanh is `norm.alpha`. A module may set the mean and std of its parameters
+in `initial`, as biases with `start` and attention operations do, or a separate initialiser in `starts`.
 
 `declared` is the scheme of the paper (2410.10781) and its code. `torch` is PyTorch's `reset_parameters` of nn.Linear
 (kaiming_uniform with a = sqrt(5)) and nn.Embedding. The published models probably used `torch`: with several devices,

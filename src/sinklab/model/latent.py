@@ -57,13 +57,16 @@ class LatentProjection(Part):
         default=None, ge=1, le=LARGEST, description="rank of the latent of queries; null: not compressed"
     )
     nope_width: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="width of the unrotated part of a key; null: the head width"
+        default=None,
+        ge=1,
+        le=LARGEST,
+        description="width of the unrotated part of a query or key; null: the head width",
     )
     rope_width: int | None = Field(
         default=None,
         ge=1,
         le=LARGEST,
-        description="width of the rotated part, shared by heads; null: half the head width",
+        description="width of the rotated part of a query or key; null: half the head width",
     )
     value_width: int | None = Field(
         default=None, ge=1, le=LARGEST, description="width of a head's values and output; null: the head width"
@@ -83,7 +86,10 @@ Projection = Annotated[FullProjection | LatentProjection, Field(discriminator="k
 
 
 class LatentHeads(nn.Module):
-    """MLA projections: x_BLE -> queries (B, H, L, N + P), keys (B, H, L, N + P) and values (B, H, L, V)."""
+    """MLA projections: x_BLE -> queries (B, H, L, N + P), keys (B, H, L, N + P) and values (B, H, L, V).
+
+    The last P channels are rotated by `rotary` (cos, sin); None leaves them unrotated.
+    """
 
     def __init__(self, projection: LatentProjection, width: int, heads: int, head_width: int, eps: float) -> None:
         super().__init__()

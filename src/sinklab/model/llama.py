@@ -1,4 +1,4 @@
-"""Conversion between the default sinklab transformer and a Hugging Face Llama."""
+"""Conversion between a sinklab transformer with the architecture of Llama and a Hugging Face Llama."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def differences(config: ModelConfig) -> dict[str, str]:
-    """Describe each setting in which a model differs from a plain Llama, by the setting's key in `model`."""
+    """Describe each setting in which a model differs from a plain Llama, by its key in `model`; empty if none does.
+
+    Sizes, RoPE theta and eps may have any value. Projected embeddings and norms with a single gain are no differences,
+    because `llama_weights` converts them.
+    """
     attention = config.attention
     plain: dict[str, tuple[Any, Any]] = {
         "attention.operation": (attention.operation, Softmax()),
@@ -50,7 +54,7 @@ def _with_gains(norm: NormConfig) -> NormConfig:
 
 
 def llama_sizes(config: ModelConfig) -> dict[str, Any]:
-    """Return the sizes of a model with rotary embedding, under the config keys of Llama-like models."""
+    """Return sizes, norm eps and RoPE of a model with `rotary` positions, by the config keys of Llama-like models."""
     assert isinstance(config.position, Rotary)
     return {
         "vocab_size": config.vocab_size,
@@ -91,14 +95,15 @@ IN_BLOCK = {
     "attention_norm": ("input_layernorm",),
     "ffn_norm": ("post_attention_layernorm",),
 }
-"""sinklab's fused weights, and the Llama weights that are concatenated in each."""
+"""sinklab's weights in a block, and the Llama weights that are concatenated in each."""
 
 
 def llama_weights(model: Transformer) -> dict[str, Tensor]:
     """Return the model's weights under Llama's parameter names.
 
     Fused projections are split, projections of embeddings are multiplied into embedding and LM head (in float64), and
-    the single gain of a norm is repeated for every channel.
+    the single gain of a norm is repeated for every channel. Weights that a Llama lacks, such as sink logits, are left
+    out.
     """
     config = model.config
     rows = {"attention.qkv": [n * config.head_width for n in (config.heads, config.key_heads, config.key_heads)]}
@@ -133,7 +138,7 @@ def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tens
         "mlp_bias": (config.mlp_bias, False),
         "hidden_act": (config.hidden_act, "silu"),
         "rope_type": (rope.get("rope_type", "default"), "default"),
-        "head_dim": (head_width * config.num_attention_heads, config.hidden_size),
+        "head_dim * num_attention_heads": (head_width * config.num_attention_heads, config.hidden_size),
     }
     if wrong := [f"{key} is {is_} (supported: {must})" for key, (is_, must) in others.items() if is_ != must]:
         raise InputError("this Llama has settings that no recipe supports: " + "; ".join(wrong))

@@ -3,7 +3,7 @@
 The LM head is two fifths of a 60M model's matrix FLOPs, and its logits are the largest tensor of a step: 3.3 GB in
 float32 for 8 x 2048 tokens and a vocabulary of 50,432. Above `WHOLE` logits they are computed in chunks of rows, and
 each chunk's gradient is computed while its logits exist: no matrix product is repeated, and only the gradients of the
-hidden states and of the head are stored. Below `WHOLE`, all logits are computed at once, which is faster; the loss is
+hidden states and of the head are stored. Up to `WHOLE`, all logits are computed at once, which is faster; the loss is
 then bitwise PyTorch's.
 
 Rejected alternatives: `F.linear_cross_entropy` of PyTorch 2.13 in chunks (its loss has the dtype of the inputs, 9.125
@@ -32,8 +32,8 @@ from sinklab.schema import Part
 IGNORED = -100  # excluded target, `ignore_index` of `F.cross_entropy`
 WHOLE = 2**22  # maximum number of logits computed at once: 16 MB in float32
 CHUNK_ELEMENTS = 2**24  # logits per chunk on a CPU: 64 MB in float32
-CHUNK_ELEMENTS_CUDA = 2**25  # minimum, or a sixteenth of all: each chunk rewrites the head's gradient
-ROWS_MULTIPLE = 128  # row count that matrix kernels handle efficiently
+CHUNK_ELEMENTS_CUDA = 2**25  # minimum on CUDA, in about 16 chunks at most: each rewrites the head's gradient
+ROWS_MULTIPLE = 128  # chunks of more rows are rounded down to a multiple, which matrix kernels handle efficiently
 
 
 def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> 
     Under autocast, matrix products use its dtype and everything else float32, chunked or not.
 
     Args:
-        targets_N: token ids; `IGNORED` targets are excluded.
+        targets_N: token ids; `IGNORED` targets are excluded. If all are ignored, the loss is NaN.
     """
     rows, words = len(hidden_NE), len(weight_VE)
     if rows * words <= WHOLE:
@@ -102,7 +102,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _loss_and_slope(logits_NV: Tensor, targets_N: Tensor, count: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """Compute a chunk's part of the mean loss and, if `training`, its gradient with respect to the logits.
+    """Compute a chunk's part of the mean loss and, if `training`, its gradient with respect to the logits, else these.
 
     The gradient has the dtype of the logits, and may overwrite them.
     """
@@ -169,6 +169,6 @@ class AddedLosses(Part):
 
     @property
     def terms(self) -> dict[str, HiddenZ | Tweo]:
-        """Return the active auxiliary losses by name; a weight of 0 disables a loss."""
+        """Active auxiliary losses by name; a weight of 0 disables a loss."""
         given: dict[str, HiddenZ | Tweo | None] = {"hidden_z": self.hidden_z, "tweo": self.tweo}
         return {name: term for name, term in given.items() if term is not None and term.weight > 0}

@@ -47,8 +47,9 @@ class AttentionOnly(Part):
 class DeltaMixer(Part):
     """Hybrid: every `every`-th layer, counted from the last, has attention; the other layers have linear attention.
 
-    Attention operation, positional embedding, masks and gates of a recipe apply to the attention layers only; the
-    linear layers are causal over the whole sequence.
+    A recipe's attention operation, bias, mask, projection, gates and norms of heads apply to the attention layers only,
+    and so do positions other than absolute and learnable. The linear layers are causal over the whole sequence,
+    including a sink token.
     """
 
     kind: Literal["gated_delta", "kimi_delta"]
@@ -88,22 +89,24 @@ Mixer = Annotated[AttentionOnly | GatedDelta | KimiDelta, Field(discriminator="k
 
 
 class RuleInputs(NamedTuple):
-    """Arguments of the delta rule at all positions."""
+    """Arguments of the delta rule at the positions of a call."""
 
     q_BHLD: Tensor
     k_BHLD: Tensor
     v_BHLV: Tensor
-    log_decay: Tensor  # (B, H, L), or (B, H, L, D) per channel
-    rate_BHL: Tensor
+    log_decay: Tensor  # g_t, (B, H, L), or (B, H, L, D) per channel
+    rate_BHL: Tensor  # b_t in (0, 1); 0 at padding
 
 
 class LinearAttention(nn.Module):
     """The gated delta rule with its projections, convolution, norm and gates.
 
     Attributes:
+        rates: projection to the logits of b_t and, with one decay per head, to the decays.
         log_rate: logarithmic decay rate A, (H,).
         step: offset s of the step size, (H,), or (H D,) with one decay per channel.
-        decay: projection to the decays of all channels; None with one decay per head, computed by `rates`.
+        decay: low-rank projection to the decays of all channels; None with one decay per head.
+        opened: activation of the output gate.
     """
 
     def __init__(self, mixer: DeltaMixer, width: int, heads: int, eps: float) -> None:
@@ -133,11 +136,12 @@ class LinearAttention(nn.Module):
     def inputs(
         self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
     ) -> tuple[RuleInputs, Tensor]:
-        """Compute the arguments of the delta rule, and the channels to cache for the convolution at later positions.
+        """Compute the arguments of the delta rule, and the last W - 1 channels, (B, C, W - 1), for later positions.
 
         Args:
             recent_BCW: channels of the previous W - 1 positions; None at the beginning means zero.
-            padded_BL: bool, padding before the sequence: its channels are 0 and it does not change the state.
+            padded_BL: bool, padding before the sequence: its channels are 0 and it does not change the state; None
+                without padding.
         """
         channels_BCL, before = self.qkv(x_BLE).transpose(1, 2), self.conv.kernel_size[0] - 1
         if padded_BL is not None:
@@ -166,7 +170,11 @@ class LinearAttention(nn.Module):
         return rates_BRL, size_H1[..., None] * F.softplus(step_BLHD.transpose(1, 2))
 
     def rule(self, inputs: RuleInputs, state_BHDV: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the delta rule's output (B, H, L, V), and its state (B, H, D, V) after the last position."""
+        """Compute the delta rule's output (B, H, L, V), and its state (B, H, D, V) after the last position.
+
+        Args:
+            state_BHDV: state before the first position; None means zero.
+        """
         with torch.autocast(inputs.q_BHLD.device.type, enabled=False):
             return gated_delta(*inputs, state_BHDV)
 

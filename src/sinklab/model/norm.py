@@ -32,20 +32,26 @@ class NormConfig(Part):
         default="pre",
         description="pre: x + f(norm(x)); post: norm(x + f(x)), no final norm; sandwich: x + norm(f(norm(x)))",
     )
-    eps: float = Field(default=1e-5, gt=0, description="eps of rmsnorm, rmsnorm_single and layernorm")
+    eps: float = Field(
+        default=1e-5,
+        gt=0,
+        description="eps of all norms except dynamic_tanh, also of heads, latents and linear attention",
+    )
     alpha: float = Field(default=0.5, gt=0, description="initial slope of dynamic_tanh")
     qk_norm: OfHeads = Field(
         default=False,
-        description="RMSNorm of queries and keys over the head width, before RoPE; true: one weight vector for all "
-        "queries and one for all keys; per_head: one per head",
+        description="RMSNorm of every query and key, before RoPE; true: one weight vector for all queries and one for "
+        "all keys; per_head: one per head",
     )
     head_norm: OfHeads = Field(
         default=False,
-        description="RMSNorm of attention head outputs over the head width; true: one weight vector for all heads; "
-        "per_head: one per head",
+        description="RMSNorm of each head's attention output; true: one weight vector for all heads; per_head: one per "
+        "head",
     )
     gate_rank: int | None = Field(
-        default=None, ge=1, description="rank of the gate y sigmoid(W_up swish(W_down y)) after every norm"
+        default=None,
+        ge=1,
+        description="rank of the gate y sigmoid(W_up swish(W_down y)) after every residual-stream norm; null: none",
     )
 
 
@@ -63,7 +69,7 @@ class DynamicTanh(nn.Module):
 
 
 class RmsNorm(nn.RMSNorm):
-    """RMSNorm with a fused backward pass on a CPU without compilation."""
+    """RMSNorm with a faster backward pass (`_RmsNorm`) on a CPU, uncompiled, if input and weight have one dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         plain = x.device.type != "cpu" or x.dtype != self.weight.dtype or torch.compiler.is_compiling()
@@ -108,7 +114,7 @@ class SingleGainNorm(nn.Module):
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm over the head dimension, computed in the dtype of the weights and returned in that of the input."""
+    """RMSNorm over the last axis (heads or latents), computed in the weights' dtype and returned in the input's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
@@ -118,8 +124,8 @@ class OwnHeadNorm(nn.Module):
     """RMSNorm over the head dimension with a separate weight vector per head; dtypes as in `HeadNorm`.
 
     Args:
-        heads: number of heads H, the second axis of the input (B, H, L, .., D).
-        parts: number of vectors of dimension D per head, each with a separate weight; the second-to-last axis.
+        heads: number of heads H. The input is (B, H, L, parts, D), or (B, H, L, D) with one part.
+        parts: number of vectors of dimension D per head, each with a separate weight.
         width: dimension D of each vector.
     """
 
@@ -134,7 +140,7 @@ class OwnHeadNorm(nn.Module):
 
 
 def norm_of_heads(wanted: OfHeads, heads: int, width: int, eps: float, parts: int = 1) -> nn.Module:
-    """Build the norm of heads, over the dimension of each part of a head; the identity if `wanted` is False."""
+    """Build the norm of a head's `parts` vectors of dimension `width`; the identity if `wanted` is False."""
     if wanted == "per_head":
         return OwnHeadNorm(heads, parts, width, eps)
     return HeadNorm(width, eps=eps) if wanted else nn.Identity()
@@ -180,7 +186,7 @@ class GatedLayerNorm(nn.LayerNorm):
 
 
 class GatedDynamicTanh(DynamicTanh):
-    """Dynamic tanh followed by a low-rank gate: the paper's GatedDyT."""
+    """Dynamic tanh followed by a low-rank gate: GatedDyT of 2601.22966."""
 
     gate: LowRankGate
 

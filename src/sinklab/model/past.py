@@ -4,7 +4,7 @@ New queries use the same operation, mask and bias as without a cache, on cached 
 caches keys, because its running sum supports causal and prefix masks only, not windows or documents.
 
 A linear attention layer caches its state instead, which has a fixed size. The state cannot be reset to an earlier
-token, so cropped sequences are recomputed.
+token, so after `crop` the remaining tokens are recomputed.
 
 B batch, H query heads, G KV heads, S positions so far (including leading tokens), D head dimension; in a linear layer:
 H heads, D key dimension, V value dimension, C channels and W kernel size of the convolution.
@@ -21,7 +21,7 @@ class LayerPast:
 
     Attributes:
         keys_BGSD, values_BGSD: keys and values as they entered the attention core; None before the first call.
-        log_kept_BSH: running sums of the log forget gates; None without forget gates.
+        log_kept_BSH: running sums of the log forget gates; None before the first call and without forget gates.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LayerPast:
         return self.keys_BGSD, self.values_BGSD
 
     def extend_kept(self, log_kept_BTH: Tensor) -> Tensor:
-        """Append running sums of new positions, relative to the last cached sum; return the sums of all positions."""
+        """Append sums that start at the new positions, plus the last cached sum; return the sums of all positions."""
         if self.log_kept_BSH is None:
             self.log_kept_BSH = log_kept_BTH
         else:
@@ -47,7 +47,7 @@ class LayerPast:
         return self.log_kept_BSH
 
     def select(self, rows: Tensor | None = None, positions: int | None = None) -> None:
-        """Keep only these rows of the batch and the first `positions` positions; None keeps all."""
+        """Select rows of the batch by index, in this order, and the first `positions` positions; None keeps all."""
         for name in ("keys_BGSD", "values_BGSD"):
             held = getattr(self, name)
             if held is not None:
@@ -72,14 +72,14 @@ class StatePast:
         self.state_BHDV: Tensor | None = None
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows of the batch."""
+        """Select rows of the batch by index, in this order."""
         if self.recent_BCW is not None and self.state_BHDV is not None:
             self.recent_BCW = self.recent_BCW.index_select(0, rows.to(self.recent_BCW.device))
             self.state_BHDV = self.state_BHDV.index_select(0, rows.to(self.state_BHDV.device))
 
 
 class Past:
-    """Cache of a batch of sequences, extended by `Transformer.hidden`; compatible with `transformers.generate`.
+    """Cache of a batch of sequences, extended by `Transformer.hidden`; compatible with transformers' `generate`.
 
     Args:
         layers: number of layers.
@@ -91,7 +91,7 @@ class Past:
         padding_B: number of padding tokens at the start of each row; None if there are none. Leading tokens follow
             the padding.
         layers: cache of each layer.
-        forgotten: whether the layers' caches were cleared, so that the tokens must be recomputed.
+        forgotten: whether `crop` cleared the layers' caches, so that the tokens must be recomputed.
     """
 
     is_compileable = False
@@ -105,7 +105,7 @@ class Past:
 
     @property
     def positions(self) -> int:
-        """Number of cached positions, including learned leading tokens."""
+        """Number of cached positions, including padding and learned leading tokens."""
         return 0 if self.tokens_BT is None else self.leading + self.tokens_BT.shape[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -137,7 +137,7 @@ class Past:
             self._select(torch.arange(len(self.tokens_BT)).repeat_interleave(repeats))
 
     def crop(self, max_length: int) -> None:
-        """Keep the first `max_length` tokens; if negative, drop the last -max_length."""
+        """Keep the first `max_length` tokens, including padding; if negative, drop the last -max_length."""
         length = self.get_seq_length()
         kept = min(length, max_length if max_length >= 0 else max(length + max_length, 0))
         if kept == 0:

@@ -3,11 +3,13 @@
 none                   no positional information except the causal mask (NoPE)
 absolute, learnable    a position vector is added to the token embedding
 relative, t5, alibi    a bias depending on the distance t - s is added to the logit of query t and key s
-rotary                 RoPE in the half-split layout of Llama, on all or the first channels of queries and keys
+rotary                 RoPE in the half-split layout of Llama, on all or the first channels of queries and keys, or on
+                       the rotated part of a latent projection
 
-With a learned sink token, real tokens keep positions 0 .. T - 1. The sink token has no additive position vector, has
-distance t + 1 from real token t, and position -1 under RoPE. For keys later than the query (prefix mask), distances are
-negative: relative and t5 then use the bucket of distance 0, as T5's decoder, and alibi uses the absolute distance.
+With n learned leading tokens (a sink token or registers), real tokens keep positions 0 .. T - 1. Leading tokens have no
+additive position vector, and positions -n .. -1 under RoPE and in distances. For keys later than the query (prefix
+mask), distances are negative: relative and t5 then use the bucket of distance 0, as T5's decoder, and alibi uses the
+absolute distance.
 """
 
 import math
@@ -72,7 +74,7 @@ class T5(_Buckets):
 
 
 class Alibi(Part):
-    """ALiBi: logit - m_h |t - s| with fixed slopes m_h = 2^(-8h/H)."""
+    """ALiBi: logit - m_h |t - s| with fixed slopes m_h = 2^(-8h/H), if H is a power of two (`alibi_slopes`)."""
 
     kind: Literal["alibi"] = "alibi"
 
@@ -100,7 +102,7 @@ Position = Annotated[
 
 
 def sinusoid(length: int, width: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return sinusoidal embeddings P_TE of positions 0 .. length - 1: sines in even, cosines in odd columns."""
+    """Return sinusoidal embeddings (length, width) of positions from 0 on: sines in even, cosines in odd columns."""
     frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
     angle_TC = torch.arange(length, device=device, dtype=dtype)[:, None] * frequency
     return torch.stack((angle_TC.sin(), angle_TC.cos()), dim=-1).flatten(1)
@@ -133,6 +135,7 @@ class DistanceTerm(nn.Module):
 
     Attributes:
         weight: learned table (buckets, heads) for t5, else None.
+        fixed: ALiBi slopes (heads,), or the bucket of every distance (max_distance + 1,).
     """
 
     def __init__(self, position: Distance, heads: int) -> None:
@@ -198,9 +201,12 @@ def rotary_tables(
     dtype: torch.dtype = torch.float32,
     padding_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of position * theta^(-2i / D), each (T, D / 2), for `length` positions from `first` on.
+    """Return cos and sin of position * theta^(-2i / D), each (T, D / 2), for T positions.
 
     Args:
+        length: number of positions T.
+        width: number of rotated channels D.
+        first: first position.
         padding_B: number of padding positions per row, subtracted from the positions; the tables are then
             (B, 1, T, D / 2).
     """

@@ -1,7 +1,7 @@
 """The sinklab transformer: a LLaMA-style decoder configured by a recipe.
 
-Training and measuring use the same module. Probes hook the blocks for hidden states, and `attention.core` for queries,
-keys and values.
+Training and measuring use the same module. Probes hook the blocks for hidden states, and intercept the calls of
+`attention.core` for queries, keys and values.
 
 B batch, T tokens, L = leading + T positions, E hidden size, D head dimension, V vocabulary.
 """
@@ -27,7 +27,7 @@ from sinklab.model.values import FirstValues
 
 
 class OrthogonalMap(nn.Linear):
-    """Projection of embeddings x W, W (E, E), with orthogonal initialisation (2506.19697)."""
+    """Square linear map of the embeddings or the LM head input, initially orthogonal (2506.19697)."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width, bias=False)
@@ -135,8 +135,8 @@ class Transformer(nn.Module):
     def _must_be_read_again(self, past: Past, padding_B: Tensor | None) -> bool:
         """Return True if the cached tokens must be recomputed.
 
-        This is the case if the cache was cropped, the padding has changed, or the prefix of a prefix mask was not
-        complete yet.
+        This is the case if the cache of a hybrid was cropped, the padding has changed, or the prefix of a prefix mask
+        was not complete yet.
         """
         seen, shared = past.get_seq_length(), self.config.shared_tokens
         if not seen or past.forgotten:
@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         return x_BTE + table[(at_T - padding_B[:, None]).clamp(min=0)]
 
     def _documents(self, tokens_BT: Tensor, padding_B: Tensor | None) -> Tensor | None:
-        """Return each token's document ID; None without a document mask. An EOS belongs to the document it ends."""
+        """Return document IDs as in `Places`; None without a document mask. An EOS belongs to the document it ends."""
         masks = (kind.attention.mask for kind in self.config.layer_kinds)
         mask = next((mask for mask in masks if mask.kind == "document"), None)
         if mask is None:
@@ -196,7 +196,7 @@ class Transformer(nn.Module):
         return self.head(self.hidden(tokens_BT))
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the mean next-token loss over targets 2..T, nats per token (scalar).
+        """Compute the mean next-token loss of sequences without padding over targets 2..T, nats per token (scalar).
 
         Under a prefix mask, targets begin at `config.first_target`.
         """

@@ -4,7 +4,7 @@ Value residual learning mixes every layer's values with those of the first layer
 
     v_l' = lambda_1 v_1 + lambda_2 v_l        for layers l from 2; layer 1 is unchanged
 
-v_1 and v_l are the attention values, after a value gate. The authors' code (Zcchill/Value-Residual-Learning,
+v_1 and v_l are the attention values, after a value gate if any. The authors' code (Zcchill/Value-Residual-Learning,
 `modeling_llama_resformer.py`) has fixed lambdas of 1/2: ResFormer. The learned form has two parameters per layer here,
 initially 1/2; the full paper was not available. With lambdas 1 and 0, all layers attend to the first layer's values, as
 in SVFormer, but the values of later layers are still projected and cached.
@@ -69,7 +69,7 @@ class ValueMixing(nn.Module):
 
     Attributes:
         first, own: lambda_1 and lambda_2; of shape (1,) if learned.
-        initial: mean and std of the initialisation of learned lambdas.
+        initial: mean and std of the initialisation of learned lambdas, by name; empty if they are fixed.
     """
 
     def __init__(self, config: FixedValueResidual | LearnedValueResidual) -> None:
@@ -98,7 +98,7 @@ class FirstValues:
     values_BGLD: Tensor | None = None
 
     def mixed(self, v_BGLD: Tensor, mixing: ValueMixing | None) -> Tensor:
-        """Return the mixed values of a layer; the first layer's values are stored and returned unchanged."""
+        """Return the mixed values of a layer; the first layer, without `mixing`, stores its values and returns them."""
         if mixing is None:
             self.values_BGLD = v_BGLD
             return v_BGLD
@@ -128,12 +128,16 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None 
 
 
 def may_be_rounding(config: AttentionConfig) -> bool:
-    """Return True if the output of a token that sees only itself is a multiple, other than 1, of its value."""
+    """Return True if the output of a token that sees only itself may be a multiple of its value, other than 1."""
     bias = config.bias
     of_values_alone = config.operation.only_values and (bias.kind not in ("k", "kv", "v") or bias.without_value)
     return of_values_alone and (bias.without_value or not config.operation.plain)
 
 
 def sees_itself_alone(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return a mask (B or 1, L) of the queries, the last of `keys` positions, that see only their own key."""
+    """Return a bool mask (B or 1, L), True at queries that see only their own key.
+
+    Args:
+        queries: number of queries L, at the last of `keys` positions.
+    """
     return visible_keys(mask, queries, device, keys) == 1

@@ -30,13 +30,13 @@ class Adapter(Protocol):
         dtype: dtype of the weights.
         blocks: decoder blocks in order; empty if they cannot be found.
         kinds: layers by kind (attention, linear or recurrent).
-        leading: number of learned positions before every sequence, which are not tokens.
-        first_target: 1-based position of the first target included in the loss.
+        leading: number of learned positions before every sequence, which are not tokens (a sink token or registers).
+        first_target: 1-based position of the first target: 2, or the first after the prefix of a prefix mask.
         post_norms: norms after the sublayers of a post-norm model; empty for other models or if they cannot be found.
         proxy: whether importance is computed from proxy scores, because the attention weights do not sum to one.
-        dispatches: whether attention calls can be intercepted (may run the model); otherwise the model returns its
-            attention matrices.
-        context: context length in tokens.
+        dispatches: whether attention calls can be intercepted (may run the model); otherwise attention is measured from
+            the matrices that the model returns.
+        context: context length in tokens; 2,048 if the config of a Hugging Face model has none.
         ends: reason why sequences beyond `context` are impossible; None if they are possible.
     """
 
@@ -91,7 +91,7 @@ class Adapter(Protocol):
             lengths: additional lengths to which the sequences are truncated.
 
         Raises:
-            InputError: if a check fails; the message states the possible values.
+            InputError: if a check fails; the message states the reason.
         """
         ...
 
@@ -104,9 +104,10 @@ class Adapter(Protocol):
     ) -> tuple[Tensor, int]:
         """Run one forward pass; return the loss summed over targets, in nats, and the number of targets.
 
-        The loss is a float64 scalar on the device of the model, which avoids synchronisation.
+        The loss is a float64 scalar; that of a sinklab model is on its device, which avoids synchronisation.
 
         Args:
+            real: real tokens of the batch; a target counts if it and the token before it are real.
             first_target: 1-based position of the first target; None skips the loss and the logits.
             paused: context manager that is entered while only the LM head runs.
         """
@@ -117,7 +118,7 @@ class Adapter(Protocol):
         ...
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the final hidden states (B, T, E), the input of the LM head."""
+        """Compute the final hidden states (B, T, E), after the final norm: the input of the LM head."""
         ...
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
@@ -142,7 +143,7 @@ class Adapter(Protocol):
         ...
 
     def depends_on_length(self, short: int, long: int) -> bool:
-        """Return True if hidden states of the first `short` tokens differ in a sequence of `long` tokens."""
+        """Return True if hidden states of the first `short` tokens are different in a sequence of `long` tokens."""
         ...
 
     def fixed_positions(self) -> str | None:
@@ -164,14 +165,14 @@ class Adapter(Protocol):
 
         Raises:
             InputError: if the input of an attention layer is not the output of a norm, an attention module cannot be
-                found, or the weights do not support gradients.
+                found, the weights do not support gradients, or the model is compiled.
         """
         ...
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
         """Call `receive(index, gates_BHTX)` for every attention layer with gates in each pass of the `with` block.
 
-        May run the model. `index` counts the attention layers from 1; the gates are in (0, 1), with X channels or one.
+        May run the model. `index` counts the attention layers from 1; the gates are in [0, 1], with X channels or one.
         """
         ...
 
@@ -184,7 +185,7 @@ def adapt(model: LanguageModel) -> Adapter:
     """Return the `Adapter` of a sinklab or Hugging Face model.
 
     Raises:
-        InputError: if the model is not supported or has no weights.
+        InputError: if `model` is neither, or its weights are on the meta device.
     """
     if (own := own_transformer(model)) is not None:
         return NativeAdapter(own)
@@ -196,10 +197,10 @@ def adapt(model: LanguageModel) -> Adapter:
 
 
 def check_causal_lm(model: Any) -> None:
-    """Check that the argument is a Hugging Face causal language model.
+    """Check that the argument is a Hugging Face model: a module with a transformers config.
 
     Raises:
-        InputError: if `model` is anything else; the message states its type.
+        InputError: if `model` is anything else; the message states the string, or the type of the object.
     """
     if isinstance(model, str):
         raise InputError(

@@ -1,7 +1,7 @@
 """Hugging Face architectures: attribute names of their modules and config fields, and exceptions by model type.
 
-Nearly all model types use the names below; a model type that differs has a row in `FAMILIES`. No other file compares
-architecture names. New names are added to the tuples.
+Nearly all model types use the names below; other names of the same thing are added to the tuples. A model type that
+behaves differently has a row in `FAMILIES`. No other file compares architecture names.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ QUERIES, OUTPUT = "q_proj", "o_proj"  # projections of an attention module
 GATES = (QUERIES, "gate_proj", "g_proj")  # projections that may compute gate logits
 SINK_LOGITS = "sinks"  # parameter of an attention module
 SELECTED = "indices"  # argument of an attention call: keys selected by an indexer for each query
-UNREADABLE_EXTRAS = ("sinks", "block_indices")  # unsupported arguments of an attention call
+UNREADABLE_EXTRAS = ("sinks", "block_indices")  # arguments of an attention call that sinklab cannot interpret
 
 
 @dataclass(frozen=True)
@@ -62,5 +62,5 @@ def family_of(model: Any) -> Family:
 
 
 def first_named(config: Any, names: tuple[str, ...]) -> Any:
-    """Return the value of the first config field in `names` that exists and is not empty; None if there is none."""
+    """Return the value of the first config field in `names` that exists and is truthy; None if there is none."""
     return next((value for name in names if (value := getattr(config, name, None))), None)

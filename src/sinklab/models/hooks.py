@@ -1,4 +1,4 @@
-"""PyTorch hooks that record a model's hidden states, removed afterwards, also after an exception."""
+"""PyTorch hooks on a model, removed afterwards, also after an exception; norms and hidden states that they record."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,13 +50,17 @@ def token_norms(x: Tensor) -> Tensor:
 
 
 def hidden_states(output: Any) -> Tensor:
-    """Return the hidden states (B, T, C) from the output of a block, which may be a tuple or a list."""
+    """Return the hidden states (B, T, C) from the output of a block or norm, which may be a tuple or a list."""
     return output if isinstance(output, Tensor) else output[0]
 
 
 @contextmanager
 def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collect |x| (B, T) of each module's input in call order, in a list refilled by every forward pass."""
+    """Collect |x| (B, T) of each module's input in call order, in a list refilled by every forward pass.
+
+    Args:
+        modules: modules that a forward pass calls in this order, each once.
+    """
     found: list[Tensor] = []
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:

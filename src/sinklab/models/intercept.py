@@ -5,7 +5,8 @@
     with intercept(adapter, compute=ZeroedValues(keys)):   # replace the output of every call
 
 For each attention call, all edits run first, then every observer, once, on the edited call. The output is computed by
-`compute`, else by the first observer that returns an output, else by the library kernel, else by the operation.
+`compute`, else by the first observer that returns an output, else by `LayerCall.library` (Hugging Face models, unedited
+calls), else by the operation.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,8 +31,8 @@ class Interception:
     """Functions of one use of `intercept`, and the backends that computed the attention.
 
     Attributes:
-        backends: backends that computed attention outputs: "one pass" (an observer), "sdpa" or "chunked" (the library's
-            kernel), "compute", "operation".
+        backends: backends that computed attention outputs: "one pass" (an observer), "sdpa" or "chunked"
+            (`LayerCall.library`), "compute", "operation".
     """
 
     edit: Edit | None = None
@@ -81,7 +82,7 @@ def intercept(
     """Edit, compute or observe every attention call of a model inside the `with` block.
 
     Raises:
-        SinklabError: if another thread intercepts this model, or another `compute` is active.
+        SinklabError: if another thread probes or intercepts this model, or another `compute` is active.
     """
     use = Interception(edit, compute, observe)
     with probed_alone(adapter.module):

@@ -11,7 +11,7 @@ class LayerKinds:
 
     Attributes:
         total: number of layers of the model.
-        attention: layers with softmax attention, which are measured.
+        attention: layers with softmax attention (in a sinklab model, any attention operation), which are measured.
         linear: layers with linear attention, a recurrence or a convolution, possibly in addition to softmax attention.
     """
 
@@ -43,7 +43,7 @@ class LayerKinds:
 
 
 def layers_text(layers: Sequence[int], total: int) -> str:
-    """Format layers as `all layers`, `layer 2` or `layers 1, 3..5`."""
+    """Format increasing layer numbers as `all layers`, `layer 2` or `layers 1, 3..5`."""
     if len(layers) == total:
         return "all layers"
     return f"layer{'s' if len(layers) > 1 else ''} {ranges_text(layers)}"

@@ -1,4 +1,4 @@
-"""Locks that let one thread at a time measure a model, because measuring changes its hooks, modes and configs."""
+"""Locks that let one thread at a time measure or probe a model, because this changes its hooks, modes and configs."""
 
 import threading
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ def probed_alone(model: nn.Module) -> Iterator[None]:
     """Let only one thread probe or intercept the model; raise an error instead of waiting, which could deadlock.
 
     Raises:
-        SinklabError: if another thread has a probe on the model.
+        SinklabError: if another thread probes or intercepts the model.
     """
     lock = _lock(_probed, model)
     if not lock.acquire(blocking=False):
         raise SinklabError(
-            "another thread has a probe on this model: wait until it ends, or use a separate model per thread"
+            "another thread probes or intercepts this model: wait until it ends, or use a separate model per thread"
         )
     try:
         yield

@@ -66,7 +66,7 @@ class NativeAdapter:
             )
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
-        """Check that sequences are within the context, and `lengths` are not below the length of a prefix mask.
+        """Check that sequences fit the context, and that the first (shortest) of `lengths` covers a prefix mask.
 
         Raises:
             InputError: if the sequences are too long or a length is too short.
@@ -86,7 +86,10 @@ class NativeAdapter:
         first_target: int | None,
         paused: AbstractContextManager[None],
     ) -> tuple[Tensor, int]:
-        """Run one forward pass; return the loss summed over the targets used in training, and the number of targets."""
+        """Run one forward pass; return the loss summed over the targets used in training, and the number of targets.
+
+        Padding is not supported: `real` and `paused` have no effect.
+        """
         hidden_BTE = self.hidden(tokens_BT)
         nothing = hidden_BTE.new_zeros((), dtype=torch.float64), 0
         if first_target is None:
@@ -112,7 +115,7 @@ class NativeAdapter:
         return logits_RV.to(accumulate_dtype(logits_RV.dtype))
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:
-        """Return the tensor sizes of a forward pass, from the model's config."""
+        """Return the tensor sizes of a forward pass, from the model's config; the arguments have no effect."""
         return sizes_of_run(self.module.config)
 
     def notes(self) -> list[str]:
@@ -131,7 +134,7 @@ class NativeAdapter:
         return mask.kind == "prefix" and short < min(mask.length, long)
 
     def fixed_positions(self) -> str | None:
-        """Return why keys cannot be rotated with absolute positional embeddings; None for other embeddings."""
+        """Return why keys cannot be rotated with absolute or learnable positional embeddings; None for others."""
         position = self.module.config.position
         if isinstance(position, Learnable | Absolute):
             return f"its {position.kind} positional embeddings are added to the token embeddings"
@@ -165,7 +168,8 @@ class NativeAdapter:
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
         """Call `receive` with the gates on attention output or values, repeated over query heads that share a KV head.
 
-        Forget gates are not included. Gates of compiled blocks are not received, because these ignore hooks.
+        Gates of attention operations, such as forget gates, are not included. Gates of compiled blocks are not
+        received, because these ignore hooks.
         """
 
         def read(index: int, gate: OutputGating | ValueGating | ValueScaling, args: tuple[Tensor, ...]) -> None:
@@ -201,7 +205,7 @@ def _is_compiled(block: Any) -> bool:
 
 
 def shift_rope(config: ModelConfig) -> ShiftRope | None:
-    """Return a function that rotates cached keys by any number of positions; None without RoPE.
+    """Return a function that rotates queries or keys by any number of positions; None without RoPE.
 
     With MLA, only the rotary channels are rotated.
 
@@ -233,7 +237,8 @@ def is_exported(model: Any) -> bool:
 def own_transformer(model: Any) -> Transformer | None:
     """Return the sinklab transformer that a model is or contains; None for other models.
 
-    A model loaded with its own code (`trust_remote_code`) has a different class and is copied.
+    The transformer of a model loaded with its own code (`trust_remote_code`) has a different class and is copied, in
+    evaluation mode.
     """
     if isinstance(model, Transformer):
         return model

@@ -49,7 +49,7 @@ def query_heads(config: "PretrainedConfig") -> int:
 
 
 def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
-    """Return the decoder blocks in order; empty if they are not stored in one list."""
+    """Return the decoder blocks in order; empty if no module list has as many entries as the config has layers."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
@@ -109,7 +109,7 @@ def check_length(config: "PretrainedConfig", length: int) -> None:
     The context is `max_position_embeddings`, or its scaled value with linear, dynamic or yarn RoPE scaling.
 
     Raises:
-        InputError: if the sequences are longer; the message states the maximum length.
+        InputError: if the sequences are longer; the message states the maximum length. Never if the config has none.
     """
     text = config.get_text_config(decoder=True)
     context = getattr(text, "max_position_embeddings", None)
@@ -133,7 +133,7 @@ def rotary_parameters(config: "PretrainedConfig") -> list[dict[str, Any]]:
 
 
 def rope_depends_on_length(config: "PretrainedConfig", length: int, longest: int) -> bool:
-    """Return True if RoPE scaling differs between sequences of two lengths (transformers' `dynamic_rope_update`)."""
+    """Return True if RoPE scaling (longrope, dynamic) differs between two lengths, as in `dynamic_rope_update`."""
     text = config.get_text_config(decoder=True)
     for rope in rotary_parameters(config):
         kind = rope.get("rope_type")

@@ -21,7 +21,7 @@ def check_differentiable(model: PreTrainedModel) -> None:
     """Check that gradients can be computed through the model.
 
     Raises:
-        InputError: if weights are quantised (unpacked GGUF weights are allowed) or offloaded.
+        InputError: if weights are quantised (dequantised GGUF weights are allowed) or offloaded.
     """
     method = quantisation(model.config)
     if method and not (method == "gguf" and is_unpacked(model)):
@@ -37,6 +37,7 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
 
     Raises:
         InputError: if an input is not the output of a norm (in OLMo 2, it is the residual stream).
+        SinklabError: if an attention call cannot be interpreted (`read_call`).
     """
     inputs: dict[nn.Module, Tensor | None] = {}
     norms: list[Tensor] = []

@@ -58,7 +58,7 @@ class GateLayout:
 
 
 def gate_places(model: nn.Module) -> list[GatePlace]:
-    """Return attention modules with a gate projection, or a query projection that is larger than o_proj's input."""
+    """Return the projections that may compute gates: gate projections, and q_proj if wider than the input of o_proj."""
     found = []
     for module in model.modules():
         output = getattr(module, OUTPUT, None)
@@ -95,7 +95,7 @@ class GateTrial:
         self._logits[linear] = output_BTC
 
     def entering(self, place: GatePlace, _: Any, args: Any) -> None:
-        """Store the layout whose gated attention output equals the input of an output projection (pre-hook), if any."""
+        """Store the layout whose gated output equals the input of an output projection, if any (a forward pre-hook)."""
         logits_BTC, x_BTC = self._logits.pop(place.logits, None), args[0]
         if self._call is None or self._out_BHTV is None or logits_BTC is None:
             return
@@ -123,7 +123,7 @@ def _layouts(place: GatePlace, layer: LayerCall, width: int) -> Iterator[GateLay
 
 @contextmanager
 def trying_gates(places: Sequence[GatePlace]) -> Iterator[GateTrial]:
-    """Try all gate layouts in the forward pass of the `with` block, which must use `GateTrial.attention`."""
+    """Try all gate layouts in the forward pass of the `with` block, which must call `GateTrial.attention`."""
     trial = GateTrial()
     with hooked(
         handle

@@ -89,10 +89,10 @@ class Gguf:
 def find_gguf(name_or_dir: str) -> Path | None:
     """Return the path of the .gguf file: the name itself, or the only .gguf file in a directory.
 
-    None if there is no such file, or the directory has safetensors files.
+    None for other names: a directory without .gguf files or with safetensors files, or a name on the hub.
 
     Raises:
-        InputError: if the file does not exist, or the directory has several .gguf files.
+        InputError: if the name ends in .gguf and is not a file, or the directory has several .gguf files.
     """
     path = Path(name_or_dir).expanduser()
     if path.suffix.lower() == SUFFIX and not path.is_dir():
@@ -148,22 +148,22 @@ def read_header(path: Path) -> Gguf:
 
 
 def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
-    """Check that the dequantised weights fit in memory; otherwise the system would kill the process.
+    """Check that the dequantised weights fit in the free memory; otherwise the system may kill the process.
 
     Raises:
         InputError: if the weights need more memory than is free.
     """
     needed, free = file.weights * dtype.itemsize, free_bytes(device)
     if free is not None and needed > free:
-        advice = "" if dtype.itemsize < 4 else "; --dtype bfloat16 needs half as much"
+        advice = "" if dtype.itemsize < 4 else "; --dtype bfloat16 needs less"
         raise InputError(
             f"{file.path.name} needs {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
-            f"{free / 1e9:.1f} GB of memory are free: measure it on a larger machine{advice}"
+            f"{free / 1e9:.1f} GB of memory are free: use a machine with more memory{advice}"
         )
 
 
 def as_ordinary(model: Any) -> "PreTrainedModel":
-    """Remove the GGUF attributes of a dequantised model, so that it can be saved."""
+    """Remove the GGUF attributes of a dequantised model, so that it can be saved, and return the model."""
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -5,7 +5,7 @@ otherwise transformers silently drops padding and sliding windows. Rejected alte
 eager attention, stores every T x T matrix), and patching modules by class name (one patch per architecture).
 
 Models that dispatch through `AttentionInterface` call f(module, q, k, v, mask, scaling=..., **extras) with keys and
-values not repeated over their groups (H query heads, G KV heads). The extras change the scores:
+values not repeated over their groups (H query heads, G KV heads). These extras concern the scores:
 
     softcap         z -> softcap * tanh(z / softcap)                        (Gemma 2)
     s_aux           sink logit per head, part of the softmax                (gpt-oss)
@@ -49,6 +49,13 @@ def read_call(
     **extras: Any,
 ) -> LayerCall:
     """Convert the arguments of a call of transformers' attention interface to a `LayerCall`.
+
+    Args:
+        query: queries (B, H, T, D).
+        key, value: keys (B, G, S, D) and values (B, G, S, V).
+        attention_mask: (B, 1 or H, T, S), boolean (True: visible) or added to the scores; None means causal.
+        scaling: factor of q.k; None means 1 / sqrt(D).
+        extras: see the module docstring.
 
     Raises:
         SinklabError: if the attention is not causal or an extra argument is not supported.
@@ -94,7 +101,10 @@ def _allowed(module: nn.Module, mask: Tensor | None, extras: dict[str, Any], cac
 
 
 def _selected(mask: Tensor | None, chosen_BTK: Tensor, keys: int) -> Tensor:
-    """Restrict the boolean mask (B, 1, T, S) to the selected keys; a query with few keys also selects later ones."""
+    """Restrict a boolean or additive mask (B, 1, T, S) to the selected keys.
+
+    No mask means causal: a query with few visible keys also selects later ones.
+    """
     (B, T, _), device = chosen_BTK.shape, chosen_BTK.device
     chosen_BTS = torch.zeros(B, T, keys, dtype=torch.bool, device=device).scatter(-1, chosen_BTK.long(), True)
     if mask is None:

@@ -1,8 +1,8 @@
-"""Load a Hugging Face model and its tokenizer; every failure becomes an InputError with advice.
+"""Load a Hugging Face model and its tokenizer; exceptions of transformers become InputErrors with advice.
 
 Weights are read only from safetensors and GGUF files: pickle files (.bin, .pt) can run code and are never opened. A
 model's own code runs only with `trust_remote_code`. With `--subfolder`, the model is in a subfolder of a directory or
-hub repository, and the tokenizer is in the subfolder or in its parent.
+hub repository, and the tokenizer is in the subfolder or at the top.
 """
 
 import re
@@ -42,7 +42,7 @@ class Loading:
             disk with accelerate's `device_map="auto"`).
         trust_remote_code: run the model's own code.
         revision: branch, tag or commit on the hub; None for the main branch.
-        subfolder: subfolder that contains the model.
+        subfolder: subfolder of the directory or hub repository that contains the model; None for the top.
         say: called with a message before slow steps.
     """
 
@@ -63,7 +63,7 @@ class Pretrained:
 
     Attributes:
         notes: notes on the dtype and the loaded weights, shown with the results.
-        commit: commit on the hub; None for a local model.
+        commit: commit on the hub; None for a local model, or if it is unknown.
     """
 
     model: "PreTrainedModel"
@@ -79,11 +79,12 @@ def load_pretrained(
 
     Args:
         name: directory, .gguf file or directory that contains one, or name on the Hugging Face hub.
-        check: called with the tokenizer before the weights are read, which may take minutes.
+        check: called with the tokenizer before the weights are read, which may take minutes; may raise an error.
 
     Raises:
         InputError: if the model does not exist, is an encoder-decoder, or its config, tokenizer or weights are missing,
-            inconsistent, pickled or unreadable.
+            inconsistent, pickled or unreadable; if the dtype or device is unusable; or if a GGUF file needs more memory
+            than is free.
     """
     wanted, target = pick_dtype(loading.dtype), None if loading.device == DEVICE_MAP else pick_device(loading.device)
     source = _find(name, loading)
@@ -115,13 +116,13 @@ def load_pretrained(
     if missing := sorted(info["missing_keys"]):
         raise InputError(
             f"the weights of {name} are incomplete: {len(missing)} tensors are missing, such as {missing[0]}. "
-            "Copy the whole model again."
+            "Copy the whole model again, with the config.json of these weights."
         )
     ignored = []
     if unused := sorted(info["unexpected_keys"]):
         ignored.append(
             f"{len(unused)} tensors of the checkpoint were ignored, such as {unused[0]}: the config has no module for "
-            "them, so only part of the checkpoint was measured"
+            "them, so only part of the checkpoint is used"
         )
     largest, rows = max(tokenizer.get_vocab().values()), vocabulary_size(model)
     if source.gguf is None and largest >= rows:  # for GGUF files, transformers adds a missing <|endoftext|>
@@ -155,7 +156,7 @@ class _Source:
     gguf: Gguf | None
 
     def read(self, part: str, from_pretrained: Any, more: dict[str, Any] | None = None) -> Any:
-        """Call a `from_pretrained` function and convert any exception to an InputError with advice."""
+        """Call a `from_pretrained` function for a part of a model; any exception becomes an InputError with advice."""
         try:
             with nullcontext() if self.gguf is None else self.gguf.parsed_once():
                 return from_pretrained(self.place, **self.options, **(more or {}))
@@ -205,9 +206,10 @@ def check_revision(name: str, revision: str | None) -> None:
 
 
 def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch.dtype | str, list[str]]":
-    """Return float32 and a note if the device emulates the checkpoint's dtype, else "auto".
+    """Return float32 and a note if the device emulates the checkpoint's dtype, else "auto" and no note.
 
     Args:
+        own: dtype of the checkpoint.
         target: target device; None if the weights are distributed over several devices.
     """
     faster = float32_if_emulated(own, target or pick_device("auto"))
@@ -215,7 +217,7 @@ def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch
         return "auto", []
     name = str(own).removeprefix("torch.")
     return faster, [
-        f"the weights are {name} and were measured in float32, because this processor emulates {name} slowly "
+        f"the weights are {name} and were converted to float32, because this processor emulates {name} slowly "
         f"(to use it anyway: --dtype {name})"
     ]
 
@@ -232,10 +234,10 @@ def pick_dtype(dtype: str) -> "torch.dtype | str":
 
 
 def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
-    """Check that the config of a model can be loaded.
+    """Check that the config of a model can be loaded; of a .gguf file, only that it exists.
 
     Raises:
-        InputError: if the model does not exist or has no config.
+        InputError: if the model does not exist, or its config or weights are missing or unusable.
     """
     if find_gguf(name) is None:
         from transformers import AutoConfig
@@ -248,7 +250,7 @@ def load_pretrained_tokenizer(name: str, loading: Loading = AS_IT_IS) -> "PreTra
     """Load the tokenizer of a model, without its weights.
 
     Raises:
-        InputError: if the model does not exist or has no tokenizer.
+        InputError: if the model does not exist, or its tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -256,7 +258,7 @@ def load_pretrained_tokenizer(name: str, loading: Loading = AS_IT_IS) -> "PreTra
 
 
 def check_name(name_or_dir: str) -> None:
-    """Check that a name is a local model or a valid hub name, without a request to the hub.
+    """Check that a name is a directory, a path that ends in .gguf or a valid hub name, without a request to the hub.
 
     Raises:
         InputError: if the name is neither; the message lists the kinds of MODEL.
@@ -265,7 +267,7 @@ def check_name(name_or_dir: str) -> None:
     maybe_on_hub = HUB_NAME.fullmatch(name_or_dir) and not folder.exists()
     if name_or_dir and (folder.is_dir() or folder.suffix.lower() == ".gguf" or maybe_on_hub):
         return
-    wrong = "is a file" if folder.is_file() else "is not a directory"
+    wrong = "is a file" if folder.is_file() else "is not a directory, nor a valid name on the hub"
     raise InputError(
         f"{name_or_dir or 'an empty MODEL'} {wrong}: pass a model directory, a run directory, a .gguf file, or a name "
         "on the Hugging Face hub such as openai-community/gpt2"
@@ -296,7 +298,7 @@ TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt"
 
 
 def in_subfolder(name: str, subfolder: str | None) -> str:
-    """Return the path of the subfolder of a local directory; a hub name is returned unchanged.
+    """Return the path of the subfolder of a local directory; a hub name, or a name without subfolder, is unchanged.
 
     Raises:
         InputError: if the subfolder is empty, absolute or contains "..", or the name is a file.
@@ -318,7 +320,7 @@ def name_in_results(name: str, subfolder: str | None) -> str:
 
 
 def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | None:
-    """Return the hub commit that was loaded, from its cache path; None for a local model."""
+    """Return the hub commit that was loaded, from its cache path; None for a local model, or if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     if _is_local(name):
@@ -329,7 +331,7 @@ def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | N
 
 
 def tokenizer_options(name: str, place: str, options: Mapping[str, Any], subfolder: str | None) -> dict[str, Any]:
-    """Return the from_pretrained arguments for the tokenizer, next to the weights or in the parent of the subfolder.
+    """Return the from_pretrained arguments for the tokenizer: next to the weights, else at the top above the subfolder.
 
     Without tokenizer files, transformers would silently create an empty tokenizer.
 
@@ -337,9 +339,10 @@ def tokenizer_options(name: str, place: str, options: Mapping[str, Any], subfold
         name: model name as entered by the user.
         place: local folder of the weights, or hub name.
         options: from_pretrained arguments for the weights.
+        subfolder: subfolder that contains the weights; None for the top.
 
     Raises:
-        InputError: if a local folder has no tokenizer.
+        InputError: if a local model has no tokenizer files, without `trust_remote_code`.
     """
     beside = {"pretrained_model_name_or_path": place, **options}
     folder = Path(place).expanduser()
@@ -389,7 +392,7 @@ def advice(error: Exception, place: str, revision: str | None, gguf: str | None)
     elif isinstance(error, ImportError) or "pip install" in said:
         what = "install the missing package"
     elif gguf is not None:
-        what = f"transformers does not support gguf files of architecture {gguf!r}"
+        what = f"transformers cannot read this gguf file of architecture {gguf!r}"
     elif Path(place).expanduser().is_dir():
         what = "check that the directory is complete"
     else:

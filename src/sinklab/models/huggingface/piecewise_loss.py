@@ -1,4 +1,4 @@
-"""Loss of a forward pass without storing all logits, which can need 4 GB for 32,768 tokens.
+"""Loss of a forward pass without storing all logits: 4 GB in float32 for 32,768 tokens and a vocabulary of 32,768.
 
 The first call computes the final hidden states and the logits of one position. Then the model is called on chunks, with
 its body returning the stored hidden states, so that the code between body and logits (softcap, scale) is the model's.
@@ -35,6 +35,7 @@ def forward_loss(
     """Run one forward pass; return the cross-entropy, summed over real targets, in nats, and the number of targets.
 
     Args:
+        real_BT: bool, True at real tokens; a target counts if it and the token before it are real.
         arguments: arguments passed to the model in addition to the tokens.
         vocabulary: number of rows of the token embedding, for the size of the logits.
         paused: context manager entered while only the LM head runs.
@@ -61,15 +62,15 @@ def forward_loss(
 
 
 def targets(tokens_BT: Tensor, real_BT: Tensor) -> Tensor:
-    """Return the target (next token) of each position (B, T); IGNORED at the end and next to padding."""
+    """Return the target (next token) of each position (B, T); IGNORED if it or the position is not real."""
     both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))
     return F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
 
 
 def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
-    """Return the cross-entropy, in nats, summed over all targets that are not IGNORED.
+    """Return the cross-entropy, in float32 nats, summed over all targets that are not IGNORED.
 
-    It is computed in chunks of a few rows, which fit into the CPU cache and avoid a float32 copy of all logits.
+    It is computed in chunks of rows, which avoid a float32 copy of all logits and on a CPU fit into the cache.
     """
     logits_NV, wanted_N = logits_BTV.flatten(0, 1), wanted_BT.to(logits_BTV.device).flatten()
     rows = max(1, (LOGITS_AT_ONCE_CUDA if logits_NV.is_cuda else LOGITS_IN_CACHE) // logits_NV.shape[1])

@@ -1,4 +1,4 @@
-"""`Adapter` of a Hugging Face causal language model, whose attention is computed by a sinklab function."""
+"""`Adapter` of a Hugging Face causal language model, whose attention calls can be computed by sinklab functions."""
 
 import dataclasses
 import inspect
@@ -110,7 +110,7 @@ class HuggingFaceAdapter:
         if low < 0 or high >= vocabulary:
             raise InputError(
                 f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary} tokens: "
-                "the tokenizer belongs to another model"
+                "use the tokenizer of this model"
             )
         for length in lengths:
             if self.depends_on_length(length, T):
@@ -127,7 +127,7 @@ class HuggingFaceAdapter:
         first_target: int | None,
         paused: AbstractContextManager[None],
     ) -> tuple[Tensor, int]:
-        """Run one forward pass; return the loss summed over real targets, and the number of targets."""
+        """Run one forward pass; return the loss summed over real targets, on the CPU, and the number of targets."""
         arguments: dict[str, Any] = {"use_cache": False}
         if real.padded:  # positions start at the first real token
             arguments["attention_mask"] = real.mask_BT.long()
@@ -181,7 +181,7 @@ class HuggingFaceAdapter:
         return [f"the weights are quantised ({method}); dtype is that of the other weights"] if method else []
 
     def inseparable(self) -> str | None:
-        """Return why attention cannot be replaced; None if intercepted attention gives the logits of a few tokens."""
+        """Return why attention cannot be replaced; None if interception leaves a few tokens' logits unchanged."""
         why = self._why_inseparable()
         return why and (
             f"the attention of a {self.module.config.model_type!r} model cannot be replaced ({why}): assess a model "
@@ -207,9 +207,9 @@ class HuggingFaceAdapter:
                     return f"{calls} of {self.attention_layers} layers use transformers' interface"
                 given_RV = self.logits(hidden_1TE[0]).float()
             except (AttributeError, KeyError, TypeError, ValueError, IndexError, SinklabError) as error:
-                return cause(error)  # the model's own code may raise any exception
+                return cause(error)  # raised by the model's code if it expects its own attention
         if (given_RV - expected_RV).abs().max() > 1e-2 * expected_RV.abs().max():
-            return "its logits differ if body and LM head run separately"
+            return "its logits differ if attention is intercepted and the LM head runs separately"
         return None
 
     def depends_on_length(self, short: int, long: int) -> bool:
@@ -217,10 +217,13 @@ class HuggingFaceAdapter:
         return anatomy.rope_depends_on_length(self.module.config, short, long)
 
     def fixed_positions(self) -> str | None:
-        """Return why keys cannot be re-rotated; None if `shift_rope` reproduces RoPE in every layer that has it."""
+        """Return why keys cannot be re-rotated; None if `shift_rope` reproduces RoPE in every layer that has it.
+
+        Runs the model on a few tokens, and stores which layers have no RoPE.
+        """
         shift = shift_rope(self.module)
         if shift is None:
-            return "its layers do not share one rotary embedding"
+            return "its layers have no common rotary embedding"
         tokens_1T = self._some_tokens()
         places_T = torch.arange(tokens_1T.shape[1], device=self.device)
         queries: list[list[Tensor]] = []
@@ -234,7 +237,7 @@ class HuggingFaceAdapter:
             still = float((before - after).abs().max())
             rotated = float((shift(before, torch.full_like(places_T, MOVED)) - after).abs().max())
             if min(still, rotated) > max(still, rotated) / 4:
-                return "its rotary embedding is of an unknown kind"
+                return "its rotary embedding could not be reproduced in every layer"
             if still < rotated:
                 unmoved.add(index)
         if len(unmoved) == len(queries[0]):
@@ -319,7 +322,7 @@ def _kept(layer: LayerCall, queries: list[Tensor]) -> Tensor:
 
 
 def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
-    """Return a function that rotates queries or keys by the model's RoPE (half-split); None if RoPE varies by layer."""
+    """Return a function that rotates queries or keys by the model's RoPE (half-split); None without a shared one."""
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ROTARY_EMBEDDING]
     if len(found) != 1 or "layer_type" in inspect.signature(found[0].forward).parameters:  # as in Gemma 3
         return None

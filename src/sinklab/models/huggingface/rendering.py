@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SECONDS = 10
 MEMORY = 2 * 2**30  # bytes
-CHARACTERS = 2**24  # maximum output in addition to REPEATED times the input
+CHARACTERS = 2**24  # maximum output in addition to REPEATED times the input (conversation and template)
 REPEATED = 4
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy's threads would count as memory
@@ -62,9 +62,9 @@ def render_chat(
         remedy: advice appended to error messages.
 
     Raises:
-        InputError: if the template fails or exceeds the limits on time, memory or output, or the tokenizer has several
-            templates without a default.
-        SinklabError: if the rendering process cannot be started.
+        InputError: if the template fails, exceeds the limits on time, memory or output, or is missing, or the tokenizer
+            has several templates without a default.
+        SinklabError: if the rendering process cannot be started or fails.
     """
     conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
@@ -82,7 +82,7 @@ def render_chat(
     except ValueError as error:
         answer, why = {}, cause(error)
     if why is not None:
-        raise InputError(f"{where}: the model's chat template rejects this conversation ({why}): {remedy}")
+        raise InputError(f"{where}: the model's chat template cannot render this conversation ({why}): {remedy}")
     return Rendered(answer["text"], [(start, end) for start, end in answer["marked"]])
 
 
@@ -211,7 +211,8 @@ class Conversations:
         """Render one conversation as text.
 
         Raises:
-            InputError: if the chat template fails or does not end; the message contains `where`.
+            InputError: if the chat template fails or exceeds its limits (`render_chat`); the message contains `where`.
+            SinklabError: if the rendering process fails.
         """
         self._seen = True
         if not self._templated:
