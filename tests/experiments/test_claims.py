@@ -56,7 +56,7 @@ def test_a_reference_takes_the_comparison_of_the_claim_that_it_names(tmp_path: P
 @pytest.mark.parametrize(
     ("same_as", "said"),
     [
-        ("nobody.none", "there is no experiment 'nobody'"),
+        ("nobody.none", "there is no shipped experiment 'nobody'"),
         ("table_6.nothing", "there is no such claim"),
         ("mine.too", "that claim refers to mine.none itself"),
     ],
@@ -78,7 +78,7 @@ def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_pa
         ({"changed": "later"}, "changed"),
         ({"stated": "soon"}, "stated"),
         ({"evidence": "strong"}, "evidence"),
-        ({"asks_massive": "nobody"}, "is about cell 'nobody'"),
+        ({"asks_massive": "nobody"}, "uses cell 'nobody', which does not exist, in its check or for asks_massive"),
         ({"scales": ["large"]}, "scales"),
     ],
 )  # fmt: skip

@@ -63,6 +63,6 @@ def test_a_machine_without_slurm_is_told_which_command_it_lacks(
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"])
 def test_an_address_without_a_ray_cluster_is_named(address: str, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs ray (extra cluster)")
-    with pytest.raises(InputError, match=f"--engine ray: no cluster answers at {address}"):
+    with pytest.raises(InputError, match=f"--engine ray: cannot connect to a cluster at {address}"):
         open_engine(EngineName.ray, 1, tmp_path, [f"address={address}"])
     assert list(tmp_path.iterdir()) == []

@@ -309,11 +309,11 @@ OVER_DOMAINS = {"is": "alike_over_domains", "value": "sink_1", "cell": "natural"
         ({"claims": [{"id": "a", "text": "..", "check": BOUND}]}, "cell 'no', which does not exist"),
         (
             {"claims": [{"id": "a", "text": "..", "check": OVER_DOMAINS}]},
-            "compares domains: the experiment is measured",
+            "compares domains, but the experiment does not set `each`",
         ),
         ({"each": "domain", "cells": {"random": {"inputs": "random"}}}, "needs inputs: natural"),
         ({"cells": {"natural": {"inputs": "natural", "eps": 2}}}, "eps"),
-        ({"columns": ["sinks"]}, "there is no number 'sinks'"),
+        ({"columns": ["sinks"]}, "there is no quantity 'sinks'"),
         ({"scale": "tiny"}, "scale"),
     ],
 )

@@ -31,7 +31,7 @@ def test_a_cell_has_the_row_of_its_name_or_the_one_it_is_given_or_none() -> None
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ({"sink_one": 3.0}, "there is no number 'sink_one'"),
+        ({"sink_one": 3.0}, "there is no quantity 'sink_one'"),
         ({"sink_1": "much"}, "valid number"),
         ({}, "a row needs either values"),
         ({"trains": False, "sink_1": 3.0}, "not both"),

@@ -129,7 +129,7 @@ def test_a_dry_run_says_what_is_to_be_done_and_writes_nothing(run: Run) -> None:
     assert (ahead["runs"], ahead["missing"]) == (6, 3)
     assert [cell["done"] for cell in ahead["cells"]] == [1, 1, 1]
     assert ahead["hours"] > 0
-    assert ahead["estimated"] == "estimated from the finished runs of that directory"
+    assert ahead["estimated"] == "estimated from the finished runs in the directory of the sweep"
 
 
 @pytest.mark.parametrize("engine", ["slurm", "ray"])
@@ -178,7 +178,7 @@ def test_a_run_that_was_edited_is_named_and_not_trained_again(run: Run) -> None:
         file.write("# looked at\n")
     status, _, err = run("reproduce", "other.yaml", *OPTIONS)
     assert status == 0
-    assert f"{directory} was changed by hand since its run ended (recipe.yaml)" in err
+    assert f"{directory} was changed after its run ended (recipe.yaml)" in err
     assert records(Path("runs/tiny")) == before
     assert summary_of(Path("runs/tiny"))["cells"]["gate"]["runs"][0]["edited"] == ["recipe.yaml"]
 
@@ -241,7 +241,7 @@ def test_two_experiments_that_mean_different_things_by_a_name_are_refused(run: R
     Path("other.yaml").write_text(OTHER.replace("gate: gate_head", "sigmoid: gate_head"))
     status, _, err = run("reproduce", "mine.yaml", "other.yaml", *OPTIONS)
     assert status == 2
-    assert "cell sigmoid has different recipes in mine and other" in " ".join(err.split())
+    assert "cell sigmoid of mine has another recipe than that of other" in " ".join(err.split())
     assert not Path("runs").exists()
 
 
@@ -259,4 +259,4 @@ def test_a_name_that_meant_another_recipe_in_an_earlier_call_is_refused(run: Run
 def test_the_help_says_how_many_seeds_there_are_unless_told(run: Run) -> None:
     assert EXPERIMENT.count("seeds: 2") == 1
     _, out, _ = run("reproduce", "--help")
-    assert "the first N of the experiment's seeds" in " ".join(out.split())
+    assert "the first N seeds, draws or models; default: the experiment's, usually 5" in " ".join(out.split())

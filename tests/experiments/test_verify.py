@@ -107,7 +107,7 @@ def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
 def test_numbers_of_a_cell_may_differ_by_rounding_and_no_more(packed: Path) -> None:
     summary = json.loads((packed / "summary.json").read_text())
     values = summary["cells"]["softmax"]["values"]["valid_loss"]
-    changed = "cell softmax: the numbers in summary.json differ from those of its runs"
+    changed = "cell softmax: the numbers in summary.json and those computed from its runs differ"
     for factor, expected in ((1 + 1e-13, ""), (1 + 1e-6, changed)):
         values["median"] *= factor
         (packed / "summary.json").write_text(json.dumps(summary))
@@ -118,8 +118,8 @@ def test_numbers_of_a_cell_may_differ_by_rounding_and_no_more(packed: Path) -> N
 def test_metrics_that_were_edited_are_found_and_so_are_the_numbers_made_of_them(packed: Path) -> None:
     edit_lines(packed / "mine" / "metrics.jsonl.gz", lambda row: row.update(valid_loss=row["valid_loss"] / 2))
     found = problems(verify_packed(packed))
-    assert "metrics.jsonl was changed since the run ended" in found
-    assert "cell softmax: the numbers in summary.json differ from those of its runs" in found
+    assert "metrics.jsonl was changed or removed since the run ended" in found
+    assert "cell softmax: the numbers in summary.json and those computed from its runs differ" in found
 
 
 def test_a_recipe_that_is_not_that_of_its_hash_is_found(packed: Path) -> None:
@@ -127,8 +127,8 @@ def test_a_recipe_that_is_not_that_of_its_hash_is_found(packed: Path) -> None:
     path.write_text(path.read_text().replace("warmup_steps: 100", "warmup_steps: 10"))
     write_checksums(packed)
     found = problems(verify_packed(packed))
-    assert found.count("its recipe and text do not have the hash") == 6
-    assert found.count("recipe.yaml was changed since the run ended") == 6
+    assert found.count("its recipe and text fingerprint do not have the hash") == 6
+    assert found.count("recipe.yaml was changed or removed since the run ended") == 6
 
 
 def test_what_was_trained_on_another_text_cannot_be_trained_again(packed: Path) -> None:
@@ -142,7 +142,7 @@ def test_on_another_processor_losses_are_held_to_a_tolerance_that_is_said(packed
     checks = verify_packed(packed, retrain=1)
     assert not problems(checks)
     assert "processor an abacus there" in checks[-1].notes[0]
-    assert "the last to 15%" in checks[-1].notes[0]
+    assert "the last by 15%" in checks[-1].notes[0]
 
 
 def test_a_run_that_other_code_gives_other_numbers_is_found(packed: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_run_that_other_code_gives_other_numbers_is_found(packed: Path) -> Non
 def test_what_holds_no_packed_results_is_refused(run: Run, tmp_path: Path) -> None:
     status, _, err = run("verify", tmp_path)
     assert status == 2
-    assert "expected a sweep that report --pack has written" in err
+    assert "expected a sweep that `sinklab report --pack` has written" in err
     status, _, err = run("verify", tmp_path / "nowhere")
     assert status == 2
     assert "is not a folder" in err

@@ -1,1 +1,1 @@
-"""Experiments as data: cells (changes to a base recipe, or measurements), and claims about the results."""
+"""Experiments as data: cells (overlays on a base recipe, or measurements of models), and claims about the results."""

@@ -23,14 +23,15 @@ from sinklab.survey.open_models import families
 Scale = Literal["tiny", "mini", "small", "60m", "1b"]
 
 Analysis = Literal["confirmatory", "exploratory"]
-"""Confirmatory: a claim of the paper, tested on runs trained after it was stated. Exploratory: any other claim."""
+"""Confirmatory: a claim of the paper, judged on later runs or measurements. Exploratory: any other claim."""
 
 
 class QuantityClaim(Part):
     """Base class of checks that compare a quantity between cells or with a bound.
 
     Attributes:
-        value: name of the quantity (`quantities.py`), averaged over a run's last three evaluations.
+        value: name of the quantity (`quantities.py`), averaged over a run's last three evaluations, unless it is a step
+            or measured once.
         at_step: average the last three evaluations up to this step; default: the end of the run.
     """
 
@@ -59,11 +60,11 @@ class _OneCell(Part):
 
 def _require_rate(name: str, what: str) -> None:
     if quantity(name).unit != "%":
-        raise ValueError(f"{what} requires a sink rate, and {name} is not one")
+        raise ValueError(f"{what} requires a sink rate in percent, such as sink_1, and {name} is not one")
 
 
 class Within(_OneCell, _Bounds):
-    """The quantity is within the bounds, in its unit, at every seed of a cell."""
+    """The quantity is within `at_least` and `at_most` (one or both), in its unit, at every seed of a cell."""
 
     kind: Literal["within"] = Field(default="within", alias="is")
 
@@ -75,7 +76,7 @@ class Within(_OneCell, _Bounds):
 
 
 class SinkAbsent(_OneCell, QuantityClaim):
-    """A cell has no sink: its sink rate is below 1 % at each of the last three evaluations."""
+    """A cell has no sink: at every seed, its sink rate is below 1 % at each of the last three evaluations."""
 
     kind: Literal["absent"] = Field(default="absent", alias="is")
     value: QuantityName = "sink_1"
@@ -89,7 +90,11 @@ class SinkAbsent(_OneCell, QuantityClaim):
 class Differs(_Bounds):
     """The quantity is larger (greater) or smaller (less) at all seeds of one cell than at all seeds of another cell.
 
+    This is for five seeds; for other numbers, see `counts.separated`. If only the following conditions fail, the
+    verdict is "direction only".
+
     Attributes:
+        cell, than: the cell that has the larger (smaller) value, and the other cell.
         by: minimum difference, in the quantity's unit.
         times: minimum ratio of the larger to the smaller value.
         at_least, at_most: bounds on the quantity that every seed of `cell` must satisfy.
@@ -142,7 +147,11 @@ class Alike(QuantityClaim):
 
 
 class Monotone(QuantityClaim):
-    """The quantity rises or falls over the cells in their given order (sign of the slope at every seed)."""
+    """The quantity rises or falls over the cells in their given order.
+
+    At every seed, the least-squares slope over the ranks of the cells has this sign; and no two neighbouring cells
+    differ in the other direction without overlap.
+    """
 
     kind: Literal["rising", "falling"] = Field(alias="is")
     over: tuple[str, ...] = Field(min_length=3)
@@ -153,7 +162,10 @@ class Monotone(QuantityClaim):
 
 
 class StandsAt(_OneCell):
-    """A cell's sink rate is highest at a 1-based position, and is at least `at_least` percent there."""
+    """At every seed, a cell's sink rate is highest at a 1-based position, and is at least `at_least` percent there.
+
+    If only the second condition fails, the verdict is "direction only".
+    """
 
     kind: Literal["stands_at"] = Field(default="stands_at", alias="is")
     position: int = Field(ge=1)
@@ -161,7 +173,10 @@ class StandsAt(_OneCell):
 
 
 class Appears(_OneCell):
-    """Sink_1 of a cell is at least `rate` percent at step `before` and, if `after` is set, below it at step `after`."""
+    """Sink_1 of a cell reaches `rate` percent by step `before` and, if `after` is set, not by step `after`.
+
+    At every seed, the last evaluation up to each step decides.
+    """
 
     kind: Literal["appears"] = Field(default="appears", alias="is")
     rate: float = Field(default=10.0, gt=0, lt=100)
@@ -170,7 +185,7 @@ class Appears(_OneCell):
 
 
 class Precedes(_OneCell):
-    """One step quantity is smaller than another in every run, such as `norm_step` < `emergence_step`."""
+    """One step quantity of a cell is smaller than another at every seed, such as `norm_step` < `emergence_step`."""
 
     kind: Literal["precedes"] = Field(default="precedes", alias="is")
     first: QuantityName
@@ -178,7 +193,7 @@ class Precedes(_OneCell):
 
 
 class Diverges(_OneCell):
-    """Training of a cell diverges (non-finite loss) at every seed, or at none (`trains`)."""
+    """Training of a cell diverges (loss, gradient or weights not finite) at every seed, or at none (`trains`)."""
 
     kind: Literal["diverges", "trains"] = Field(alias="is")
 
@@ -201,7 +216,7 @@ class All(Part):
 
 
 class AlikeOverDomains(_OneCell, QuantityClaim):
-    """The quantity in every text domain differs from that in the first domain by at most a margin."""
+    """The quantity of a cell in every text domain differs from that in the first domain by at most a margin."""
 
     kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
     margin: float = Field(gt=0)
@@ -212,10 +227,10 @@ class AlikeOverDomains(_OneCell, QuantityClaim):
 
 
 class _OverSizes(_OneCell, QuantityClaim):
-    """Base class of checks that compare the models of a family by size.
+    """Base class of checks that compare the given models of a family by size.
 
     Attributes:
-        families: model families to check; default: all.
+        families: model families of the paper to check; default: all.
         but: model families to exclude.
     """
 
@@ -235,28 +250,28 @@ class _OverSizes(_OneCell, QuantityClaim):
 
 
 class GrowsWithSize(_OverSizes):
-    """The quantity increases with model size within each family."""
+    """The quantity of a cell increases with model size within each family."""
 
     kind: Literal["grows_with_size"] = Field(default="grows_with_size", alias="is")
 
     def over(self, cells: tuple[str, ...]) -> Monotone:
-        """Return the check `Monotone` over the result cells of the models (MODEL/CELL)."""
+        """Return the check `Monotone` over the result cells of the models (MODEL/CELL), by increasing size."""
         return Monotone.model_validate({"is": "rising", "over": cells, "value": self.value})
 
 
 class AlikeOverSizes(_OverSizes):
-    """The quantity in every model of a family differs from that in the smallest model by at most a margin."""
+    """The quantity of a cell in every model of a family differs from that in the smallest by at most a margin."""
 
     kind: Literal["alike_over_sizes"] = Field(default="alike_over_sizes", alias="is")
     margin: float = Field(gt=0)
 
     def over(self, cells: tuple[str, ...]) -> Alike:
-        """Return the check of the cell's measurements, one per model."""
+        """Return the check `Alike` over the result cells of the models (MODEL/CELL), the smallest first."""
         return Alike(of=cells, value=self.value, margin=self.margin)
 
 
 OverSubjects = AlikeOverDomains | GrowsWithSize | AlikeOverSizes
-"""Check of one cell over its domains or models, which the user passes."""
+"""Check of one cell over the domains or models that the user passes; resolved to a check of several cells (`over`)."""
 
 Check = Annotated[
     Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges | All
@@ -297,13 +312,14 @@ class Claim(Part):
         same_as: EXPERIMENT.CLAIM whose check is filled in on loading; such a claim is not counted.
         scales: scales at which the claim is made; default: all.
         asks_massive: judge the claim only if training at least doubles the norm ratio of the baseline (True), or of
-            the cell with this name; default: the experiment's setting.
+            the cell with this name; default: the experiment's setting if the claim is about `definition.NORMS`, else
+            False.
         positions: limit the claim to models with, or without, positional embeddings added to the token embedding.
         proposition: limit the claim to models to which the paper's proposition with this number applies.
         evidence: confirmatory or exploratory; default: the experiment's setting.
         stated: date on which the claim was written; default: the experiment's date.
         changed: `YYYY-MM-DD: the change, and which results had been seen`; shown with the claim.
-        why: reason for a bound or margin that differs from the paper's.
+        why: reason for a bound or margin that is not the paper's; for readers of the file only.
     """
 
     id: str = Field(pattern=r"^\w+$")
@@ -331,7 +347,7 @@ class Claim(Part):
         return self.check.cells if self.check else ()
 
     def about(self, check: Check, subject: str = "") -> "Claim":
-        """Copy the claim with another check; `subject` (a family or model) is added to its id and text."""
+        """Return a copy of the claim with another check; `subject` (a family or model) is added to its id and text."""
         named = {"id": f"{self.id}_{subject}", "text": f"{self.text} ({subject})"} if subject else {}
         return self.model_copy(update={"check": check, **named})
 
@@ -341,7 +357,8 @@ class Undecidable:
     """A claim that cannot be judged on the given models and texts.
 
     Attributes:
-        why: reason why the claim cannot be judged, a sentence.
+        claim: the claim.
+        why: reason why it cannot be judged, a sentence.
     """
 
     claim: Claim

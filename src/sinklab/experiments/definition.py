@@ -1,7 +1,9 @@
 """Experiment files: cells, and claims about them.
 
 A trained cell is an overlay on a base recipe, trained with several seeds. A measured cell (with `inputs`) is a
-measurement of an existing model, repeated on several draws of sequences.
+measurement of an existing model, repeated on several draws of sequences, or of several models on the same sequences.
+
+Trained cells:
 
 base: tiny                                                      # or, by scale: {tiny: tiny, 60m: 60m}
 cells:
@@ -13,15 +15,17 @@ adapted:                                                        # differences at
   tiny:
     - why: "a window of 8 of 64 tokens corresponds to 256 of 2,048"
       cells: {window_256: {model: {attention: {mask: {width: 8}}}}}
-evidence: confirmatory                                          # or exploratory; applies to all claims
-stated: 2026-11-23                                              # the date on which its claims were written
-first_seed: 100                                                 # the runs have seeds 100 to 104
+evidence: confirmatory                                          # or exploratory; for claims that do not set it
+stated: 2026-11-23                                              # date of the claims that do not set it
+first_seed: 100                                                 # the runs have seeds 100, 101, ..
 claims:
   - {id: no_sink, text: "..", check: {is: absent, cell: k_biases}}
 assess: [streaming]                                             # parts of `sinklab assess` for every run
 tune: {lr: 4.0e-4, epochs: 4}                                   # `sinklab sft` of every run, on --data
-changes:                                                        # a grid: every cell with every change of each axis
+changes:                                                        # a grid: every cell with one change of every axis
   decay: {decay_0.5: {}, decay_0.1: {optim: {weight_decay: 0.1}}}     # cells are softmax+decay_0.5, and so on
+
+Measured cells:
 
 cells:                                                          # of the model passed as --model
   natural: {inputs: natural}                                    # text, 100 sequences of 64 tokens, eps 0.3
@@ -29,9 +33,14 @@ cells:                                                          # of the model p
   short: {inputs: natural, length: 16, eps: 0.2}                # the same sequences, truncated, from the same pass
   swapped_5: {inputs: repeat, swap_position: [1, 5]}
   chat: {inputs: natural, model: chat}                          # the second --model
-  end: {inputs: natural, models: [ORG/seed1@step1000, ORG/seed2@step1000]}    # these models, as replicates
 claims:
   - {id: none_on_repeated, text: "..", check: {is: within, value: sink_1, cell: repeat, at_most: 1.0}}
+
+Measured cells of named models, which are replicates; then every cell of the experiment names its models:
+
+cells:
+  start: {inputs: natural, models: [ORG/seed1@step1000, ORG/seed2@step1000]}
+  end: {inputs: natural, models: [ORG/seed1@step143000, ORG/seed2@step143000]}
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,10 +80,10 @@ NORMS = {
     "norm_step",
     "kurtosis",
 }
-"""Quantities about massive activations."""
+"""Quantities about massive activations; `asks_massive` of an experiment applies to claims about them."""
 
 PAPER_SCALES = ("60m", "1b")
-"""Scales at which the paper's numbers were measured."""
+"""Scales of the paper's models; only at these do the paper's numbers enter verdicts."""
 
 
 WHAT_SCALES_ARE: Mapping[Scale, str] = {
@@ -85,7 +94,7 @@ WHAT_SCALES_ARE: Mapping[Scale, str] = {
     "of 0.1. It corresponds to the paper's row with a fixed first token (74 %).",
     "small": "Scale small has the paper's 60M model with contexts of 256 tokens and a smaller batch.",
 }
-"""Differences between a scale's base model and the paper's; shown with every result."""
+"""Differences between a scale's base model and the paper's; stored with every experiment at the scale."""
 
 ONLY_TRAINED = {
     "base", "baseline", "changes", "adapted", "assess", "tune", "first_seed", "asks_massive", "same_as", "scales",
@@ -97,7 +106,7 @@ ONLY_MEASURED = {"each", "against", "positions", "proposition"}
 
 
 def _overlays(said: Any) -> Any:
-    """Convert a trained cell to a list of overlays, replacing variant names; return a measured cell unchanged."""
+    """Convert an overlay, a variant's name or a list of them to a list of overlays; return measured cells unchanged."""
     if _kind_of_cell(said) == "measured":
         return said
     return [_of_variant(one) if isinstance(one, str) else one for one in (said if isinstance(said, list) else [said])]
@@ -119,7 +128,7 @@ def _is_default(part: Part, name: str) -> bool:
 
 def _is_a_folder(name: str) -> str:
     if not name or name.startswith(".") or "/" in name:
-        raise ValueError(f"cell {name!r}: the name must be a folder name without / and without a leading dot")
+        raise ValueError(f"{name!r} cannot name a cell or change: use a folder name without / or a leading dot")
     return name
 
 
@@ -128,7 +137,7 @@ class CellTask(Part):
 
     Attributes:
         name: name of an lm-eval task that reports acc or acc_norm.
-        items: number of task items per draw; null for all.
+        items: number of task items, sampled with the number of the draw as seed; null for all.
     """
 
     name: str
@@ -136,20 +145,23 @@ class CellTask(Part):
 
 
 class MeasuredCell(Part):
-    """Settings of a measurement. Cells that differ only in eps and length share sequences and forward pass.
+    """Settings of a measurement. Cells that differ only in eps and length share sequences and forward passes.
 
     Attributes:
         model: role of the model among those passed with --model: the base model, or the optional chat model (second).
-        models: models to measure instead of --model, as NAME or NAME@REVISION. Several models are replicates that read
-            the same sequences; a single model is measured on several draws of sequences.
-        revision, subfolder: revision and subfolder of each of `models`; for a directory, the revision is a subfolder.
+        models: models to measure, as NAME or NAME@REVISION. Several models are replicates that read the same sequences;
+            a single model is measured on several draws of sequences. Default: --model, which also replaces several
+            models that are the same in all cells.
+        revision, subfolder: revision (of names without @REVISION) and subfolder of each of `models`. The revision of a
+            directory is a folder in it.
         inputs: kind of sequences: natural text, random or repeated tokens; required in files.
         sequences, length: number of sequences N, and tokens per sequence T.
         eps: threshold of the sink rate.
-        loss: also compute the loss, a third of the total compute.
-        details: also compute the statistics of `--details`.
-        swap_position, replace_position: interventions on the learned positional embeddings (`Study`).
-        task: downstream task on which the model is also evaluated.
+        loss: also compute the loss, up to a third of the total compute.
+        details: also compute the statistics of `sinklab measure --details`.
+        swap_position, replace_position: pairs of 1-based positions whose learned positional embeddings are swapped, or
+            the first replaced by the second (`Study`).
+        task: downstream task on which the model is also evaluated; null for none.
     """
 
     model: Literal["base", "chat"] = "base"
@@ -168,7 +180,7 @@ class MeasuredCell(Part):
 
     @property
     def pass_key(self) -> str:
-        """All settings except eps and length, as JSON; cells with equal keys share their sequences and forward pass."""
+        """All settings except eps and length, as JSON; cells with equal keys share sequences and forward passes."""
         return self.model_dump_json(exclude={"eps", "length"})
 
 
@@ -182,13 +194,13 @@ Cell = Annotated[
 
 
 class Adaptation(Part):
-    """Differences of the cells at one scale from the paper's.
+    """Changes to the cells of an experiment at one scale.
 
     Attributes:
-        why: reason for the differences, a sentence.
-        change: recipe overlays on every cell.
-        cells: recipe overlays by cell; cells that the experiment lacks are added.
-        without: names of cells to remove.
+        why: reason for the changes, a sentence.
+        change: recipe overlays applied to every cell, before the cell's own.
+        cells: recipe overlays by cell, applied after the cell's own; cells that the experiment lacks are added.
+        without: names of cells to remove at the scale.
     """
 
     why: str = Field(min_length=1)
@@ -205,25 +217,27 @@ class Experiment(Part):
         title: subject in a few words.
         question: research question, a sentence.
         source: table, figure or section of the paper, or another source.
-        base: base recipe of trained cells by scale; a name or file as for `sinklab train`.
+        base: base recipe of trained cells by scale; a name or file as for `sinklab train`. A single recipe is that of
+            the scale of the same name, else of scale tiny.
         cells: cells by name: overlays on the base, merged in order, or measured cells.
-        changes: axes of a grid, each with overlays by name. Every trained cell is crossed with one value of each axis;
-            the overlays are applied in order, and the resulting cell is named CELL+VALUE+VALUE.
-        baseline: cell with which the other cells are compared; default: the first cell.
-        adapted: differences from the paper's cells by scale.
-        each: measure every cell for each domain or model; results are named DOMAIN/CELL or MODEL/CELL.
+        changes: axes of a grid, each with overlays by name. Every trained cell is crossed with every combination of one
+            value per axis; the overlays are applied in order, and the resulting cell is named CELL+VALUE+VALUE.
+        baseline: trained cell with which the other cells are compared; default: the first cell.
+        adapted: changes to the trained cells by scale, applied in order.
+        each: measure every cell for each domain of --text or each --model; results are named DOMAIN/CELL or MODEL/CELL.
+            Default: measure every cell once.
         columns: quantities in the table of results.
         against: two quantities of measured cells; a figure plots the second quantity against the first.
-        published: the paper's numbers for the cells.
+        published: table with the paper's numbers for the cells.
         assess: parts of `sinklab assess` to run on the validation text of every run.
         tune: settings of `sinklab sft`, with which every run is fine-tuned on the conversations of --data.
         evidence: confirmatory or exploratory, for claims that do not set it.
         stated: date on which the claims were written, for claims that do not set it.
-        seeds: number of replicates (seeds, or draws of sequences) intended for verdicts.
+        seeds: number of replicates (seeds, draws of sequences, or models at most) unless --seeds is passed.
         first_seed: first seed of the runs; smaller seeds are not used.
-        asks_massive: judge claims about norms only if training at least doubles the norm ratio of the baseline (True),
-            or of the cell with this name.
-        rank: sort key in lists and in `reproduce all`, ascending.
+        asks_massive: judge claims about `NORMS` only if training at least doubles the norm ratio of the baseline
+            (True), or of the cell with this name; False judges them always. A claim may set its own condition.
+        rank: sort key of experiments in lists, sweeps and summaries, ascending.
     """
 
     id: str = Field(pattern=r"^[\w.-]+$")
@@ -263,7 +277,10 @@ class Experiment(Part):
             return said
         cells, axes = said.get("cells"), said["changes"]
         if not isinstance(cells, dict) or not isinstance(axes, dict) or not all(axes.values()):
-            raise ValueError("changes: each axis needs named values, such as {decay: {small: .., large: ..}}")
+            raise ValueError(
+                "cells and changes must be mappings, and each axis needs named values, such as "
+                "changes: {decay: {small: .., large: ..}}"
+            )
         combined = {
             GRID + GRID.join(values): [axes[axis][one] for axis, one in zip(axes, values, strict=True)]
             for values in product(*axes.values())
@@ -271,7 +288,9 @@ class Experiment(Part):
         if all(name.endswith(tuple(combined)) for name in cells):
             return said
         if measured := [name for name, cell in cells.items() if _kind_of_cell(cell) == "measured"]:
-            raise ValueError(f"changes apply to trained cells only, and cell {measured[0]!r} is measured")
+            raise ValueError(
+                f"changes apply to trained cells only, and cell {measured[0]!r} is measured: remove one of them"
+            )
         crossed = {
             name + suffix: [one for part in (cell, *parts) for one in (part if isinstance(part, list) else [part])]
             for name, cell in cells.items()
@@ -301,32 +320,36 @@ class Experiment(Part):
     def _check_names_of_cells(self) -> None:
         known = {*self.requests, *(name for scale in self.base for name in self.cells_at(scale))}
         if self.baseline and self.baseline not in known:
-            raise ValueError(f"baseline {self.baseline!r} is not a cell")
+            raise ValueError(f"baseline {self.baseline!r} is not a cell at any scale")
         for claim in self.claims:
             named = self.massive_cell(claim)
             asked = [] if claim.same_as else [*claim.cells, *([named] if named else [])]
             if missing := [cell for cell in asked if cell not in known]:
-                raise ValueError(f"claim {claim.id} is about cell {missing[0]!r}, which does not exist")
+                raise ValueError(
+                    f"claim {claim.id} uses cell {missing[0]!r}, which does not exist, in its check or for asks_massive"
+                )
             if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
-                raise ValueError(f"claim {claim.id} is made at scale {wrong[0]!r}, which the experiment does not have")
+                raise ValueError(
+                    f"claim {claim.id} is made at scale {wrong[0]!r}, for which the experiment has no base recipe"
+                )
         if wrong := [cell for cell in (self.published.rows if self.published else ()) if cell not in known]:
-            raise ValueError(f"published: {wrong[0]!r} is not a cell")
+            raise ValueError(f"published.rows: {wrong[0]!r} is not a cell at any scale")
         for scale, adaptations in self.adapted.items():
             if scale not in self.base:
-                raise ValueError(f"adapted to scale {scale!r}, which the experiment does not have")
+                raise ValueError(f"adapted to scale {scale!r}, for which the experiment has no base recipe")
             if wrong := [name for one in adaptations for name in one.without if name not in self.cells]:
-                raise ValueError(f"{wrong[0]!r}, to be removed at scale {scale}, is not a cell")
+                raise ValueError(f"{wrong[0]!r}, to be removed at scale {scale}, is not a cell of the experiment")
 
     def _check_measured(self) -> None:
-        """Check that the claims of measured cells fit `each`: over domains, over models, or over neither."""
+        """Check that claims and measured cells fit `each`: over domains, over models, or over neither."""
         compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
         for claim in self.claims:
             wanted = compared.get(type(claim.check))
             of_each = self.each == "model" and isinstance(claim.check, Within)
             if self.each != wanted and not of_each:
                 raise ValueError(
-                    f"claim {claim.id} compares {f'{wanted}s' if wanted else 'cells'}: the experiment is "
-                    f"{'measured once' if self.each is None else f'for each {self.each}'}"
+                    f"claim {claim.id} compares {f'{wanted}s' if wanted else 'cells'}, but the experiment "
+                    f"{'does not set `each`' if self.each is None else f'sets `each: {self.each}`'}"
                 )
         self._check_models()
         for name, cell in self.requests.items():
@@ -336,19 +359,19 @@ class Experiment(Part):
                 raise ValueError(f"cell {name!r} sets model, but the experiment is measured for each model: remove it")
 
     def _check_models(self) -> None:
-        """Check that either no cell sets `models`, or all cells set one model, or all set several."""
+        """Check `models`, `revision` and `subfolder`: no cell names models, or all cells one model, or all several."""
         for name, cell in self.requests.items():
             if (cell.revision or cell.subfolder) and not cell.models:
-                raise ValueError(f"cell {name!r} has a revision or subfolder: these require `models`, which is missing")
+                raise ValueError(f"cell {name!r} sets a revision or subfolder, which require `models`: set it, too")
             if cell.models and (self.each or cell.model != "base"):
-                raise ValueError(f"cell {name!r} sets `models`: remove its `model`, or `each` of the experiment")
+                raise ValueError(f"cell {name!r} sets `models`: remove its `model` and the experiment's `each`, if set")
             if len(set(cell.models)) < len(cell.models):
-                raise ValueError(f"cell {name!r} names a model twice")
+                raise ValueError(f"cell {name!r} names a model twice in `models`")
         counts = {min(len(cell.models), 2): name for name, cell in self.requests.items()}
         if len(counts) > 1:
             raise ValueError(
                 f"the cells {' and '.join(map(repr, counts.values()))} cannot be compared: all cells must set "
-                "no `models`, or one, or several"
+                "no `models`, all cells one model, or all cells several"
             )
 
     @property
@@ -358,7 +381,7 @@ class Experiment(Part):
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """Names of the values along each axis of a grid, names of cells first; empty without a grid."""
+        """Names of the values along each axis of a grid, first the axis `cell`; empty without a grid."""
         if not self.changes:
             return {}
         own = dict.fromkeys(name.rsplit(GRID, len(self.changes))[0] for name in self.cells)
@@ -366,7 +389,7 @@ class Experiment(Part):
 
     @property
     def replicate(self) -> ReplicateKind:
-        """Unit of replication: a seed for trained cells, a model or a draw of sequences for measured cells."""
+        """Unit of replication: a seed for trained cells, a draw for measured cells, a model if these name several."""
         if not self.requests:
             return "seed"
         return "model" if any(len(cell.models) > 1 for cell in self.requests.values()) else "draw"
@@ -377,7 +400,7 @@ class Experiment(Part):
         return "" if self.requests else self.baseline or next(iter(self.cells))
 
     def cells_at(self, scale: Scale) -> dict[str, Sequence[Mapping[str, Any]]]:
-        """Return the trained cells at a scale by name, each with its recipe overlays in order of application."""
+        """Return the trained cells at a scale by name, with their recipe overlays in order of application."""
         cells: dict[str, list[Mapping[str, Any]]] = {
             name: list(overlays) for name, overlays in self.cells.items() if not isinstance(overlays, MeasuredCell)
         }
@@ -388,13 +411,16 @@ class Experiment(Part):
         return dict(cells)
 
     def claims_at(self, scale: Scale) -> list[Claim]:
-        """Return the claims that are made at a scale and whose cells exist at it, and unresolved references."""
+        """Return the claims made at a scale that are references (`same_as`) or whose cells all exist at the scale."""
         cells = self.cells_at(scale)
         made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]
 
     def massive_cell(self, claim: Claim) -> str | None:
-        """Return the cell whose norm ratio must double in training for the claim to be judged; None if none must."""
+        """Return the cell whose norm ratio training must double for the claim to be judged; None if there is none.
+
+        The claim's `asks_massive` applies to any claim, the experiment's only to claims about `NORMS`.
+        """
         said = claim.asks_massive
         if said is None:
             about_norms = claim.check and NORMS & set(quantities_of(claim.check))
@@ -402,5 +428,5 @@ class Experiment(Part):
         return (self.compared_with if said is True else said) or None
 
     def own_seeds(self, count: int | None = None) -> range:
-        """Return the first `count` seeds of the runs; default: `seeds`."""
+        """Return `count` seeds of the runs, beginning with `first_seed`; default: as many as `seeds`."""
         return range(self.first_seed, self.first_seed + (self.seeds if count is None else count))

@@ -1,4 +1,4 @@
-"""Schemas of the result files of a sweep: summary.json, and record.json in every run directory."""
+"""Schemas of result files: summary.json of trained or measured experiments, and record.json of a run of a sweep."""
 
 import gzip
 import hashlib
@@ -25,15 +25,15 @@ COMPRESSED = ".gz"
 Verdict = Literal["reproduced", "direction only", "contradicted", "inconclusive", "no verdict", "not asked", "not run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 JUDGED: tuple[Verdict, ...] = VERDICTS[:4]
-"""Verdicts that require five seeds or more."""
+"""Verdicts that require five replicates or more."""
 
 ANALYSES = ("confirmatory", "exploratory")
-"""Kinds of analysis (`claims.Analysis`); claims are counted separately for each."""
+"""Kinds of analysis (`claims.Analysis`), for which claims are counted separately."""
 
 RunStatus = Literal["done", "failed"]
 
 GRID = "+"
-"""Separator of the parts of a grid cell's name."""
+"""Separator of cell and values in the name of a grid cell."""
 
 ReplicateKind = Literal["seed", "draw", "model"]
 """Unit of replication of an experiment: a training seed, a draw of sequences, or an existing model."""
@@ -45,15 +45,18 @@ class RunRecord(VersionedDocument):
     Attributes:
         hash: hash of the run (`Recipe.content_hash`).
         name, seed: name and seed of the recipe.
-        status: done, or failed permanently (for example with a non-finite loss, which a retry would reproduce).
-        message: reason for the failure, if any.
+        status: done, or failed: training diverged (loss, gradient or weights not finite); a retry would, too.
+        message: reason for the failure; empty if done.
         step: number of updates done, out of `steps`.
-        triples: number of (sequence, layer, head) triples of the sink rates.
-        seconds: training time in seconds.
-        tokens_per_second: training tokens per second of the updates.
-        peak_memory_mb: peak memory of the GPU, or of the process on a CPU, MB.
-        kurtosis: kurtosis of the final hidden states, maximum over blocks.
-        files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run.
+        triples: number of (sequence, attention layer, head) triples of the sink rates.
+        seconds: training time in seconds, without evaluations and checkpoints.
+        tokens_per_second: mean training tokens per second of the updates; None if unknown.
+        peak_memory_mb: peak memory of the GPU of rank 0, or of the process on a CPU, in MB (2**20 bytes); None if the
+            recording process did no update.
+        kurtosis: kurtosis of the final hidden states, maximum over blocks; None if the run failed, or was recorded
+            without its checkpoints.
+        files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run; missing files are
+            omitted.
     """
 
     hash: str
@@ -71,22 +74,28 @@ class RunRecord(VersionedDocument):
     files: dict[str, str] = Field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
-        """Write record.json in the run directory."""
+        """Write record.json in the run directory.
+
+        Raises:
+            SinklabError: if the file cannot be written.
+        """
         write_json(directory / RECORD, self.model_dump(by_alias=True))
 
 
 class CellRun(ReadDocument):
-    """One run of a cell.
+    """One run of a trained cell, or one replicate of a measured cell.
 
     Attributes:
-        hash: hash of the run.
-        directory: run directory, relative to the directory of the summary.
+        seed: seed of the run, or index of the replicate (draw or model).
+        hash: hash of the run, or of the settings of the measurement.
+        directory: directory of the run or measurement, relative to that of the summary; empty if there is none yet.
         status: done, failed, or unfinished.
-        message: reason for the failure, if any.
-        values: values of the run by quantity (`quantities.py`); missing values are omitted.
+        message: reason for the failure; empty without one.
+        values: values by quantity (`quantities.py`); missing values are omitted.
         never: step quantities whose threshold was never reached.
-        edited: names of result files that were modified after the run had ended.
-        seconds: training time in seconds.
+        edited: names of result files that were modified or removed after the run had ended.
+        seconds: duration of training (`RunRecord`) or of the measurement, in seconds.
+        tokens_per_second, peak_memory_mb: see `RunRecord`; None for measurements.
     """
 
     seed: int
@@ -103,7 +112,7 @@ class CellRun(ReadDocument):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings on the run: result files modified after its end, and the reason for a failure."""
+        """Warnings on the run: result files modified or removed after its end, and the reason for a failure."""
         return [
             *([f"edited since it ended: {', '.join(self.edited)}"] if self.edited else []),
             *filter(None, [self.message]),
@@ -111,13 +120,13 @@ class CellRun(ReadDocument):
 
 
 class CellEstimate(ReadDocument):
-    """Median and range of a quantity over the seeds of a cell.
+    """Median and range of a quantity over the replicates of a cell.
 
     Attributes:
-        seeds: values sorted by seed; seeds without a value are omitted, None is a step never reached.
-        median, smallest, largest: statistics of `seeds`; None for a step never reached.
-        untrained, lowest: medians over the seeds of the value before training and of the minimum over evaluations; for
-            norm ratios only.
+        seeds: values in the order of the replicates, such as seeds; replicates without a value are omitted, None is a
+            step never reached.
+        median, smallest, largest: statistics of `seeds`, in which a step never reached is infinite; None if infinite.
+        untrained, lowest: for `norm_ratio`, medians over the seeds of `norm_untrained` and `norm_lowest`; else None.
     """
 
     seeds: list[float | None] = Field(default_factory=list)
@@ -134,18 +143,19 @@ class CellEstimate(ReadDocument):
 
 
 class CellSummary(ReadDocument):
-    """Results of a cell: medians over the finished seeds at the last evaluation; None or empty if unknown.
+    """Results of a cell: medians over the finished runs at the last evaluation; None or empty if unknown.
 
     Attributes:
         sink_rate: Sink_k for k = 1, 2, .., percent of (sequence, layer, head) triples.
         sink_rate_bias: sink rate of a bias, sink logit or sink token, percent.
         valid_loss: validation loss, nats per token.
         hidden_norm_ratio_max: |h_1| over the mean |h_t| of the other positions, maximum over blocks.
-        seeds: number of finished runs.
-        seconds: mean training time per run in seconds.
-        change: recipe keys (dotted) that differ from the base, with their values.
-        values: median and range over all seeds, by quantity.
-        runs: runs of the cell, one per seed.
+        seeds: number of finished runs or measurements.
+        seconds: mean duration of a run or measurement, in seconds.
+        change: recipe keys (dotted) that differ from the base, or settings of a measured cell that differ from the
+            default or between cells; with their values.
+        values: median and range over all replicates, by quantity of the tables.
+        runs: runs of the cell, one per replicate, finished or not.
         sink_max, sink_max_position: maximum of `sink_rate` over positions 1 to T / 2, percent, and its position.
     """
 
@@ -172,19 +182,22 @@ class CellSummary(ReadDocument):
         return found[0] if found else None
 
     def estimate(self, name: str) -> CellEstimate | None:
-        """Return median and range of a quantity over the seeds; None if no seed has a value."""
+        """Return median and range of a quantity over the runs; None if no run has a value."""
         return estimated(self.runs, name) or self.values.get(name)
 
     def by_seed(self, name: str) -> list[tuple[CellRun, float]]:
-        """Return (run, value) pairs of a quantity, for the runs that have a value."""
+        """Return (run, value) pairs of a quantity, without runs that lack a value or never reached the step."""
         return [(run, run.values[name]) for run in self.runs if name in run.values]
 
     def count(self, status: str) -> int:
-        """Return the number of runs with a status."""
+        """Return the number of runs with a status: done, failed or unfinished."""
         return sum(run.status == status for run in self.runs)
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
-        """Return a copy of the cell with the runs of these seeds only."""
+        """Return a copy of the cell with the runs and `values` of these seeds only, and without `sink_rate`.
+
+        The other medians, such as `valid_loss`, remain those of all seeds.
+        """
         runs = [run for run in self.runs if run.seed in seeds]
         if len(runs) == len(self.runs):
             return self
@@ -194,7 +207,7 @@ class CellSummary(ReadDocument):
                 "runs": runs,
                 "values": values,
                 "seeds": sum(run.status == "done" for run in runs),
-                "sink_rate": [],  # not stored per run
+                "sink_rate": [],  # the rates of a single run are not stored
             }
         )
 
@@ -228,19 +241,19 @@ class JudgedClaim(ReadDocument):
     Attributes:
         experiment: id of the experiment.
         scale: scale of the trained models, or names of the existing models.
-        evidence: numbers behind the verdict, in sentences.
-        cells: names of the cells that the claim compares.
-        quantity: quantity compared; may be empty.
+        evidence: numbers behind the verdict, or the reason why there is no verdict, in sentences.
+        cells: names of the cells that the claim is about.
+        quantity: main quantity of the check; empty for `diverges` and `trains`, and if the claim cannot be judged.
         analysis: confirmatory or exploratory; empty if unknown.
-        stated: date on which the claim was written, YYYY-MM-DD.
-        changed: later changes to the claim, and the results that had been seen by then.
-        same_as: EXPERIMENT.CLAIM whose check is used; such a claim is not counted.
-        seeds: number of seeds of the verdict; with two cells, the smaller number.
+        stated: date on which the claim was written, YYYY-MM-DD; empty if unknown.
+        changed: date of a later change to the claim, the change, and which results had been seen; empty without one.
+        same_as: EXPERIMENT.CLAIM whose check is used; such a claim is not counted. Empty for other claims.
+        seeds: number of replicates that the verdict is based on; the smallest if cells or parts of the check differ.
         replicate: unit that `seeds` counts: seed, draw or model.
-        models: number of existing models in the verdict.
-        at_eps: verdict by threshold of the sink rate other than the recipe's, if recorded.
-        finds: minimum effect that five seeds detect with 80 % power, estimated from pilot runs.
-        elsewhere: verdict of an earlier sweep with five seeds, if this verdict has fewer.
+        models: number of existing models in the verdict; 1 for trained cells.
+        at_eps: verdicts at other thresholds of the sink rate than the recipe's, by threshold, if recorded.
+        finds: sentence with the effect that five seeds detect with 80 % power, from pilot runs; empty without these.
+        elsewhere: sentence with the verdict of an earlier sweep with five seeds or more, if this one has fewer.
     """
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -266,7 +279,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def verdict_said(self) -> str:
-        """Verdict as text: `reproduced`, `one seed: no verdict`, `reproduced for this model`."""
+        """Verdict as text, such as `reproduced`, `one seed: no verdict` or `reproduced for this model`."""
         if self.verdict == "no verdict" and self.seeds == 1:
             return f"one {self.replicate}: no verdict"
         of = "this model" if self.models == 1 else "these models"
@@ -274,7 +287,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks on the verdict: verdicts at other thresholds and of five seeds, power, changes, references."""
+        """Remarks in sentences: verdicts at other thresholds and of an earlier sweep, power, changes, references."""
         differing = {eps: verdict for eps, verdict in self.at_eps.items() if verdict != self.verdict}
         same = [eps for eps in self.at_eps if eps not in differing]
         return [
@@ -293,7 +306,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def said(self) -> str:
-        """Text of the claim."""
+        """Text of the claim; its id if it has no text."""
         return self.text or self.id
 
 
@@ -301,14 +314,15 @@ class ExperimentSummary(ReadDocument):
     """An experiment in summary.json.
 
     Attributes:
+        scale: scale of the trained models, or names of the existing models.
         cells: names of the cells, in the order of the table.
-        baseline: cell with which the other cells are compared.
+        baseline: cell with which the other cells are compared; empty for measured cells.
         columns: quantities in the table of results.
         published: the paper's numbers by cell and quantity; {"trains": 0.0} if training failed there.
-        elsewhere: the paper's numbers for its own models, by model, cell and quantity.
-        against: two quantities; a figure plots the second quantity against the first.
-        families: model family by cell, for the paper's models.
-        adapted: reasons why cells differ from the paper's at this scale.
+        elsewhere: for measured cells, all numbers of the paper's table, by model, cell and quantity.
+        against: two quantities; a figure plots the second quantity against the first. Empty for no figure.
+        families: model family by cell, for the paper's models in that figure.
+        adapted: differences between the models at this scale and the paper's, with their reasons, in sentences.
         seeds: seeds in the table; empty for all.
         replicate: unit of replication: seed, draw or model.
         axes: names of the values along each axis of a grid; a cell's name joins one value of each axis with `GRID`.
@@ -332,12 +346,14 @@ class ExperimentSummary(ReadDocument):
 
 
 class Summary(ReadDocument):
-    """summary.json: results of all experiments in a directory.
+    """summary.json: results of the experiments of a sweep, or of one experiment on existing models.
 
     Attributes:
         id, title: id and title of a single experiment; empty for several.
-        scale: scale of all cells.
+        scale: scale of the trained models, or names of the existing models.
+        experiments: experiments by id.
         cells: cells of all experiments by name; cells of the same name have the same recipe in every experiment.
+        claims: claims of all experiments, with their verdicts.
         counts: number of claims per verdict, for confirmatory and exploratory claims; references are excluded.
     """
 
@@ -354,7 +370,7 @@ class Summary(ReadDocument):
 
     @property
     def runs(self) -> list[CellRun]:
-        """Runs of all cells, without duplicates."""
+        """Runs of all cells, each run once although several cells may share it."""
         return list({run.hash: run for cell in self.cells.values() for run in cell.runs}.values())
 
     def cells_of(self, experiment: str) -> dict[str, CellSummary]:
@@ -367,7 +383,7 @@ class Summary(ReadDocument):
         return cell.of_seeds(about.seeds) if about and about.seeds else cell
 
     def claims_named(self, names: Iterable[str]) -> list[JudgedClaim]:
-        """Return the judged claims with these names (EXPERIMENT.CLAIM)."""
+        """Return the judged claims with these names (EXPERIMENT.CLAIM); names without a claim are omitted."""
         found = {f"{claim.experiment}.{claim.id}": claim for claim in self.claims}
         return [found[name] for name in names if name in found]
 
@@ -376,7 +392,11 @@ class Summary(ReadDocument):
         return [claim for claim in self.claims if claim.experiment == experiment]
 
     def save(self, directory: Path) -> None:
-        """Write summary.json in a directory."""
+        """Write summary.json in a directory.
+
+        Raises:
+            SinklabError: if the file cannot be written.
+        """
         write_json(directory / SUMMARY, self.model_dump(by_alias=True))
 
 
@@ -393,10 +413,10 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
 
 
 def read_record(directory: Path) -> RunRecord | None:
-    """Read record.json of a run directory; None if the run has not ended.
+    """Read record.json of a run directory; None without the file: the run has not ended, or is not part of a sweep.
 
     Raises:
-        InputError: if the record is damaged or has another schema version.
+        InputError: if the record cannot be read, is damaged or has another schema version.
     """
     path = directory / RECORD
     try:
@@ -405,8 +425,8 @@ def read_record(directory: Path) -> RunRecord | None:
         return None
     except (OSError, ValueError, ValidationError) as error:
         raise InputError(
-            f"{path} cannot be read ({_first_line(error)}): it is damaged or of another version. "
-            "Remove it to record the run again"
+            f"{path} cannot be read ({_first_line(error)}): if it is damaged or of another schema version, "
+            "remove it to record the run again"
         ) from error
 
 
@@ -418,29 +438,29 @@ def _first_line(error: Exception) -> str:
 
 
 def record_of(directory: Path, run_hash: str) -> RunRecord | None:
-    """Read the record of the run with a hash; None if the run has not ended. Records of other runs are ignored.
+    """Read record.json of a run directory if it is that of the run with this hash; None if not, or without the file.
 
     Raises:
-        InputError: if the record is damaged or has another schema version.
+        InputError: if the record cannot be read, is damaged or has another schema version.
     """
     record = read_record(directory)
     return record if record is not None and record.hash == run_hash else None
 
 
 def checksums(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of a run's result files (uncompressed) by file name; missing files are omitted."""
+    """Return the SHA-256 of a run's result files (`CHECKED`, uncompressed) by name; unreadable files are omitted."""
     contents = {name: _content(directory / name) for name in CHECKED}
     return {name: hashlib.sha256(text).hexdigest() for name, text in contents.items() if text is not None}
 
 
 def edited(directory: Path, record: RunRecord) -> list[str]:
-    """Return the names of the result files that were modified after the run had ended."""
+    """Return the names of the recorded result files that were modified or removed after the run had ended."""
     now = checksums(directory)
     return [name for name, before in record.files.items() if now.get(name) != before]
 
 
 def _content(path: Path) -> bytes | None:
-    """Return the content of a file, or of its compressed copy; None if neither can be read."""
+    """Return the content of a file, or of its gzip copy if it is missing; None if that cannot be read."""
     try:
         return path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}{COMPRESSED}").read_bytes())
     except (OSError, EOFError):

@@ -1,6 +1,6 @@
 """Run experiments on existing models: forward passes, measurements, and verdicts on claims.
 
-A pass reads one draw of sequences for all cells that differ only in eps and length. Its measurement is saved in
+A pass reads draws of sequences for all cells that differ only in eps and length. Each measurement is saved in
 OUT/PASS/seed_DRAW, and a repeated call measures only missing passes (`survey/measure_many.py`). A pass is named after
 the domain or model, if any, and the cell, or the kind of inputs if several cells share the pass. If models are the
 replicates, they read the same draw, and measurements are saved in OUT/PASS/MODEL.
@@ -39,7 +39,7 @@ from sinklab.survey.measure_one import check_loadable, check_request, measure_lo
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 
 FEWEST_MODELS = 3
-"""Minimum number of models of a family for a trend over sizes."""
+"""Minimum number of models of a family for a comparison over sizes."""
 
 PaperRows = dict[str, dict[str, dict[str, float]]]
 """Numbers by model, cell and quantity."""
@@ -52,12 +52,13 @@ def downstream_tasks(experiment: Experiment) -> list[str]:
 
 @dataclass(frozen=True)
 class MeasuredResults:
-    """Finished measurements of an experiment on existing models.
+    """Results so far of an experiment on existing models.
 
     Attributes:
+        experiment: the experiment, with its models replaced by those of --model, if any.
         subjects: domains or models for which every cell is measured.
         passes: forward passes, each for one or several cells.
-        draws: maximum number of replicates of each pass.
+        draws: number of draws of a single model, and maximum number of models that are replicates.
         hashes: hash of each measurement's settings, by results folder.
         outcome: measurements and reasons for failures, by results folder.
     """
@@ -74,7 +75,7 @@ class MeasuredResults:
         return self.summary().model_dump(by_alias=True)
 
     def summary(self) -> Summary:
-        """Build the summary: numbers of each cell, and a verdict on each claim."""
+        """Build the summary: numbers of each cell, and each claim that applies to the models, with its verdict."""
         results = {name: self._cell(one, cell) for one in self.passes for name, cell in one.cells.items()}
         found = next((one.propositions for one in self.outcome.measured.values() if one.propositions), None)
         claims = list(claims_about(self.experiment, self.subjects, found))
@@ -133,20 +134,24 @@ def measure_experiment(
     observe: Observer = ignore,
     data: Path | None = None,
 ) -> MeasuredResults:
-    """Measure every cell on each draw of sequences, one model after the other, and judge the claims.
+    """Measure every cell on each draw of sequences or with each model, one model after the other; judge the claims.
 
     Args:
-        models: run directories, model directories, .gguf files or Hugging Face ids; empty if the cells set
-            `models`.
-        draws: number of draws of sequences; if models are the replicates, the number of models.
-        text: file or folder of text; for an experiment over domains, a folder with a file per domain.
+        models: run directories, model directories, .gguf files or Hugging Face ids; empty to measure the models that
+            the cells name.
+        text: file or folder of text, None if no cell has natural inputs; for an experiment over domains, a folder with
+            a file per domain.
+        draws: number of draws of sequences; if models are the replicates, the maximum number of models.
+        loading: options for loading the models.
         out: directory for the measurements and summary.json; a repeated call measures only missing passes.
+        observe: callback for progress and results.
         data: HellaSwag file, for an experiment with HellaSwag as its downstream task.
 
     Raises:
-        InputError: if the first model or the text is unusable, a model lacks the positional embeddings that the
-            experiment changes, or `out` contains measurements with other settings. Later models that cannot be loaded
-            are listed as failed instead.
+        InputError: before any measurement, if a model cannot be found, the first one or the text is unusable, the first
+            one lacks the learned positions that the experiment changes, or `out` contains measurements with other
+            settings. Later models that cannot be measured are listed as failed instead.
+        HeldError: if another process writes the same summary.json.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     experiment = of_given_models(experiment, models)
@@ -202,7 +207,7 @@ def _item(
 
 
 class _OneAtATime:
-    """Model loader that keeps only the most recent model in memory."""
+    """Model loader that keeps only the last model in memory."""
 
     def __init__(self, passes: Sequence[Pass], loading: Loading) -> None:
         self._passes, self.loading = passes, loading
@@ -210,7 +215,7 @@ class _OneAtATime:
         self._model: Model | None = None
 
     def get(self, wanted: Pass, replicate: int) -> Model:
-        """Return the model of a replicate, prepared for the downstream task if the pass has one.
+        """Return the model of a replicate; for a downstream task, loaded as a transformers model.
 
         Raises:
             InputError: if the model cannot be loaded, or does not fit the settings of its passes.
@@ -231,8 +236,12 @@ def claims_about(
 ) -> Iterator[Claim | Undecidable]:
     """Yield the claims that apply to the models of `subjects`, with cells renamed as in the results.
 
+    A claim over domains becomes a claim about their result cells, a claim over models one per family or model. Claims
+    for which models, domains or measurements are missing are `Undecidable`.
+
     Args:
-        found: results on repeated tokens, which tell which proposition applies to the model; None if not measured.
+        found: check of a proposition on repeated tokens, which identifies the proposition that applies to the model;
+            None if not measured.
     """
     roles = {role for one in subjects for role in one.models}
     for claim in experiment.claims:
@@ -253,7 +262,7 @@ def claims_about(
 
 
 def _applies(claim: Claim, found: Propositions | None) -> bool:
-    """Return True if the claim's `proposition` and `positions` fit the model, as known from repeated tokens."""
+    """Return True if the claim's `proposition` or `positions` fit the model; `found` is that of `claims_about`."""
     if claim.proposition is not None:
         return found is not None and found.number == claim.proposition
     return claim.positions is None or (found is not None and (claim.positions == "added") == (found.number is None))
@@ -299,7 +308,7 @@ def _by_family(
 def _described(
     experiment: Experiment, subjects: Sequence[Subject], cells: list[str], models: Sequence[str]
 ) -> ExperimentSummary:
-    """Build the experiment's part of the summary, with the model names as its scale."""
+    """Build the experiment's entry in the summary, with the model names as its scale."""
     published = {
         subject.cell_name(name): published_numbers(experiment, name, cell, subject.models[cell.model])
         for subject in subjects
@@ -325,7 +334,10 @@ def _described(
 
 
 def paper_model(given: str) -> OpenModel | None:
-    """Return the paper's model with this Hugging Face id, or named like this folder; None if there is none."""
+    """Return the paper's model with this Hugging Face id, or whose name is that of this folder; None if there is none.
+
+    Case is ignored.
+    """
     label = next(iter(labels([given]))).lower()
     return next(
         (one for one in models_of([EVERY]) if label in (one.id.lower(), one.id.rpartition("/")[2].lower())), None
@@ -334,6 +346,8 @@ def paper_model(given: str) -> OpenModel | None:
 
 def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, given: str) -> dict[str, float]:
     """Return the paper's numbers, by quantity, for a model with the settings of a cell; empty if there are none.
+
+    There are none if number or length of the sequences or eps are not the paper's, or the model is not on its list.
 
     Args:
         name: name of the cell in the experiment.
@@ -351,7 +365,7 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
 
 
 def paper_rows(experiment: Experiment) -> PaperRows:
-    """Return the numbers of the paper's table by model, cell and quantity."""
+    """Return all numbers of the experiment's table of the paper by model, cell and quantity; empty without a table."""
     if experiment.published is None:
         return {}
     rows = {name: row.numbers for name, row in published_tables()[experiment.published.table].rows.items()}

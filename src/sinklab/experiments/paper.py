@@ -16,7 +16,7 @@ OF_MODELS = ("natural", "random", "repeat", "base", "chat", "sink_t")
 """Columns of tables about existing models: Sink_1 by kind of input or by base and chat model, and Sink_t."""
 
 TRAINS = "trains"
-"""Pseudo-quantity, 0.0 if training fails according to the paper."""
+"""Pseudo-quantity, which is 0.0 if training fails according to the paper."""
 
 
 def _data(name: str) -> Any:
@@ -29,7 +29,7 @@ class PublishedRow(Part):
     Attributes:
         values: the paper's numbers by quantity, or by a column of `OF_MODELS`.
         trains: False if training failed according to the paper.
-        without: reason why none of our cells corresponds to the row.
+        without: reason why none of our cells corresponds to the row; empty if one does.
     """
 
     values: dict[str, float] = Field(default_factory=dict)
@@ -81,7 +81,8 @@ class Published(Part):
     Attributes:
         table: name of a table in `published.yaml`.
         rows: row name by cell; default: the row with the cell's name.
-        model: model that the rows are about, for measured cells; default: each row is a model, with Sink_1 by cell.
+        model: for measured cells, the model that all rows are about; default: each row is about a model and has its
+            Sink_1 by cell.
     """
 
     table: str
@@ -112,7 +113,7 @@ class Covered(Part):
     Attributes:
         says: paraphrased statement.
         claims: claims that encode the statement, as EXPERIMENT.CLAIM.
-        without: reason why no claim encodes the statement, or a part of it.
+        without: reason why no claim encodes the statement, or a part of it; empty if claims encode all of it.
     """
 
     says: str
@@ -122,7 +123,7 @@ class Covered(Part):
     @model_validator(mode="after")
     def _is_encoded_or_has_a_reason(self) -> Self:
         if not self.claims and not self.without:
-            raise ValueError("set claims, or `without`, the reason why there are none")
+            raise ValueError("set claims, or `without` to the reason why there are none")
         return self
 
 
@@ -137,7 +138,7 @@ class DrawnNumber(Part):
 
     Attributes:
         cell: name of our cell, in the experiment of the statement's first claim.
-        value: quantity of the cell, in percent.
+        value: quantity of the cell and of the paper's row, in percent.
         row: row of the paper, as TABLE.ROW of `published.yaml`.
     """
 

@@ -15,7 +15,7 @@ from sinklab.survey.measure_many import domain_files
 from sinklab.survey.request import Request
 
 PARAMETERS = re.compile(r"(?<![\d.a-z])(\d+(?:\.\d+)?)([MB])(?![a-z\d])", re.I)
-"""Pattern of the parameter count in a model's name: pythia-160m-seed1, OSP-1.4B-100B-Adam."""
+"""Pattern of the parameter count in a model's name, the first match: pythia-160m-seed1, OSP-1.4B-100B-Adam."""
 
 MANY = 6
 """Maximum number of models that are listed by name."""
@@ -26,9 +26,9 @@ class Subject:
     """A domain or model for which all cells are measured.
 
     Attributes:
-        name: name of the domain or model; empty if there is only one subject.
-        models: model names or paths by role (base, chat).
-        text: file or folder of text; None if no text is needed.
+        name: name of the domain or model; empty unless the experiment has `each`.
+        models: model names or paths by role (base, chat); empty if the cells name their models.
+        text: file or folder of text; None if none is given.
     """
 
     name: str
@@ -46,7 +46,8 @@ class ModelChoice:
 
     Attributes:
         name: Hugging Face id, directory, .gguf file or run directory.
-        revision, subfolder: revision and subfolder of the model; empty for the defaults.
+        revision: branch, tag or commit on the hub; empty for that of the loading settings.
+        subfolder: subfolder of the model; empty for none.
     """
 
     name: str
@@ -64,7 +65,9 @@ class ModelChoice:
 
 
 def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
-    """Parse a model given as NAME or NAME@REVISION. The revision of a directory is a folder in it.
+    """Parse a model given as NAME or NAME@REVISION; the default revision, and the subfolder, are those of the cell.
+
+    The revision of a directory is a folder in it.
 
     Raises:
         InputError: if the directory has no such folder.
@@ -81,12 +84,12 @@ def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward passes over sequences of one kind, shared by several cells.
+    """Forward passes over sequences of one kind, for one cell or several that differ only in eps and length.
 
     Attributes:
         name: name of the pass and of its results folder.
         models: models by folder name; several models are replicates, a single model is measured on several draws.
-        text: text of natural inputs; None for other inputs.
+        text: file or folder of text for natural inputs; None for other inputs.
         cells: cells by their names in the results.
         fewer: accept fewer sequences than requested if the text is short.
     """
@@ -98,11 +101,11 @@ class Pass:
     fewer: bool
 
     def replicates(self, most: int) -> range:
-        """Return the indices of the replicates (draws or models), at most `most`."""
+        """Return the indices of the replicates: `most` draws of a single model, or at most `most` of several models."""
         return range(most if len(self.models) == 1 else min(most, len(self.models)))
 
     def folder(self, replicate: int) -> str:
-        """Return the path of a replicate's results, relative to the results folder."""
+        """Return the path of a replicate's results, relative to the output directory: NAME/seed_DRAW or NAME/MODEL."""
         return f"{self.name}/{f'seed_{replicate}' if len(self.models) == 1 else list(self.models)[replicate]}"
 
     def model(self, replicate: int) -> ModelChoice:
@@ -119,7 +122,7 @@ class Pass:
         return next(iter(self.cells.values())).task
 
     def request(self, draw: int) -> Request:
-        """Return the measurement settings of the pass on one draw of sequences."""
+        """Return the measurement settings of the pass on one draw of sequences, for all thresholds and lengths."""
         first, lengths = next(iter(self.cells.values())), sorted({cell.length for cell in self.cells.values()})
         return Request(
             options=Options(
@@ -139,7 +142,11 @@ class Pass:
 
 
 def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None) -> list[Subject]:
-    """Return the domains or models for which every cell is measured; a single one has no name.
+    """Return the domains or models for which every cell is measured; without `each`, a single subject without a name.
+
+    Args:
+        models: values of --model; not used if the cells name their models.
+        text: file or folder of text; for an experiment over domains, a folder with a file per domain.
 
     Raises:
         InputError: if models are missing, repeated or too many, or there is no text of the right kind.
@@ -161,10 +168,13 @@ def _named(experiment: Experiment) -> tuple[str, ...]:
 
 
 def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment:
-    """Return a copy of the experiment in which `models` replace the models that its cells set.
+    """Return a copy of the experiment in which `models` replace the models that its cells name.
+
+    The experiment is returned unchanged if `models` is empty or the cells name no models.
 
     Raises:
-        InputError: if the cells have different models, or the experiment measures a single model per cell.
+        InputError: if the cells name different models or a single model each, or `models` has fewer than two models or
+            duplicates.
     """
     if not models or not _named(experiment):
         return experiment
@@ -172,7 +182,7 @@ def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment
         raise InputError(f"{experiment.id} has a fixed list of models: remove --model {models[0]}")
     labels(models)  # raises InputError for duplicates
     if len(models) < 2:
-        raise InputError(f"{experiment.id} compares models as replicates: pass several --model, five for verdicts")
+        raise InputError(f"{experiment.id} uses models as replicates: pass several --model, for verdicts at least five")
     cells = {name: cell.model_copy(update={"models": tuple(models)}) for name, cell in experiment.requests.items()}
     return experiment.model_copy(update={"cells": cells})
 
@@ -202,7 +212,13 @@ def _check_given_models(experiment: Experiment, models: Sequence[str]) -> None:
 
 
 def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]:
-    """Group the cells of all subjects into forward passes, ordered by model."""
+    """Group the cells of all subjects into forward passes, ordered by model.
+
+    Cells of a model that is not given, such as the chat model, are left out.
+
+    Raises:
+        InputError: if a model directory lacks the folder of a revision, or a cell names a model twice.
+    """
     found: dict[str, Pass] = {}
     for subject in subjects:
         groups: dict[str, dict[str, MeasuredCell]] = {}
@@ -233,12 +249,15 @@ def _models_of(cell: MeasuredCell, subject: Subject) -> dict[str, ModelChoice]:
 
 
 def enumerated(names: Sequence[str]) -> str:
-    """Return names as text: `a, b`, or `9 models, a to i` if there are more than MANY."""
+    """Return names of models as text: `a, b`, or `9 models, a to i` if there are more than MANY."""
     return ", ".join(names) if len(names) <= MANY else f"{len(names)} models, {names[0]} to {names[-1]}"
 
 
 def download_of(models: Sequence[ModelChoice]) -> str:
-    """Return a phrase with number and size of the models to download: parameters from the name, two bytes each."""
+    """Return a phrase with number and size of the models to download, or that all are on this machine.
+
+    The sizes are estimated from the parameter counts in the names, at two bytes per parameter.
+    """
     remote = [model for model in models if not Path(model.name).expanduser().exists()]
     if not remote:
         return f"{plural(len(models), 'model')}, all on this machine"

@@ -1,54 +1,58 @@
 """Numbers (quantities) of claims and tables, by their names in experiment files.
 
-A run's number is the mean of its last three evaluations (docs/verdicts.md); steps, and quantities measured once, are
-single numbers.
+A run's number is the mean of its last three evaluations (docs/verdicts.md); steps, and quantities at step 0 or measured
+once, are single numbers. alpha is the importance of a key, eps the threshold of the sink rate (docs/glossary.md).
 
 sink_K            Sink_K, percent of (sequence, layer, head) triples, K from 1
-sink_K_visible    Sink_K with alpha averaged over the queries that can see the key (under a window); else Sink_K
-sink_first_P      Sink_1 + .. + Sink_P, percent; with a threshold above 0.5, at most one position per triple counts
+sink_K_visible    Sink_K with alpha averaged over the queries that can see the key (under a window or document mask);
+                  Sink_K under other masks
+sink_first_P      Sink_1 + .. + Sink_P, percent; above 100 if triples have several sinks
 importance_first  alpha of the first position, mean over layers and heads, percent
 sink_K_to_M       Sink_K + .. + Sink_M, percent
 sink_bias         sink rate of an added bias, sink logit or sink token, percent
 sink_1_or_bias    Sink_1 + sink_bias, percent; Sink_1 if there is no bias
-sink_growth       Sink_1 at the end minus Sink_1 at half of the steps, percentage points
-sink_window_start sink rate of the first key of a window, percent; mean over the queries that cannot see position 1
-valid_loss        validation loss, nats per token; train_loss: training loss
+sink_growth       Sink_1 at the end minus Sink_1 at the last evaluation up to half of the steps, percentage points
+sink_window_start sink rate of the first key of a window, percent, with alpha averaged over the queries that cannot see
+                  position 1
+valid_loss        validation loss, nats per token; train_loss: training loss since the previous evaluation
 norm_ratio        |h_1| over the mean |h_t| of the other positions, maximum over blocks; None if infinite
 norm_untrained    norm_ratio of the untrained model (step 0)
 norm_lowest       minimum of norm_ratio over all later evaluations
-norm_growth       norm_ratio over norm_untrained
+norm_growth       norm_ratio over norm_untrained, a factor
 norm_ratio_before_norm   norm_ratio of the inputs of the norms of a post-norm model; None if infinite
-norm_ratio_sink_token    |h| of the sink token over the mean of the tokens, maximum over blocks; None if infinite
+norm_ratio_sink_token    |h| of the first sink token over the mean of the text tokens, maximum over blocks; None if
+                  infinite
 norm_growth_sink_token   norm_ratio_sink_token over that of the untrained model
 kurtosis          kurtosis of the hidden states, maximum over blocks; measured once, at the end
 sink_1_layer_L    Sink_1 of attention layer L, percent of (sequence, head) pairs; the mean over layers is sink_1
 sink_layer_L      maximum over the heads of attention layer L of the percentage of sequences with a sink on the first
                   token
-emergence_step    first evaluated step with Sink_1 >= 10 %
+emergence_step    first evaluated step with Sink_1 >= 10 %; like the other steps, at least 1, and infinite if never
 norm_step         first evaluated step at which norm_ratio reaches 2 from below; the first evaluation if it never was
-                  below. An untrained model has 2.4 to 3.3: its attention is nearly uniform, so that later
-                  positions average many values and have smaller norms. Training lowers it
+                  below. An untrained model (width 64) has 2.4 to 3.3: its attention is nearly uniform, so that later
+                  positions average many values and have smaller norms. Training first lowers it
 layer_step_L      first evaluated step with sink_layer_L >= 50 %
-loss_change       discontinuity of valid_loss at emergence_step (`discontinuity_at`)
+loss_change       discontinuity of valid_loss at emergence_step, nats per token (`discontinuity_at`)
 
-Pretrained models (results.py):
+Existing models, in addition to sinks, valid_loss, norm_ratio and kurtosis (results.py); * needs `details: true`:
 key_norm_ratio, value_norm_ratio    |k_1|, |v_1| over the mean of the other positions, mean over layers
-activation_ratio                    largest |activation| over the median of its block
+activation_ratio                    largest ratio of an |activation| to the median after its block
 largest_activation                  largest |activation|
-cosine_first, cosine_rest           cos(q, k) with the first key and with the other keys, mean over heads with a sink
-cosine_gap                          cosine_first - cosine_rest
-norm_product_ratio                  |q| |k_1| over the mean |q| |k_t| of the other keys, mean over heads with a sink
-gate_first, gate_rest               output or value gates of the first token and of the others, mean over layers and
+cosine_first, cosine_rest *         cos(q, k) with the first key and with the other keys, mean over heads whose mean
+                                    alpha of the first position exceeds eps
+cosine_gap *                        cosine_first - cosine_rest
+norm_product_ratio *                mean of |q| |k_1| over the mean of |q| |k_t| of the other keys, over the same heads
+gate_first, gate_rest *             output or value gates of the first token and of the others, mean over layers and
                                     heads
-gate_closed                         percent of the gates below 0.1 (cells with `details: true`)
-importance_early                    importance_first over the first quarter of the layers
+gate_closed *                       percent of the gates below 0.1
+importance_early                    importance_first over the first quarter of the layers, at least one layer
 importance_gap                      importance_first over the other layers minus importance_early
-proposition_excess                  largest deviation from the paper's proposition on repeated tokens, in units of the
-                                    possible rounding error
+proposition_excess                  largest deviation from the paper's proposition on repeated tokens, or excess over
+                                    its bound, in units of the rounding tolerance
 accuracy, accuracy_norm             accuracy on a downstream task, percent; answers ranked by likelihood, and by
                                     likelihood per character
 
-Runs with `assess` in the experiment: the `numbers` of the parts in `assessing/parts/`.
+Runs with `assess` in the experiment: the `numbers` of the parts in `assessing/parts/`, nats per token.
 
 Runs with `tune` in the experiment (`Tuning.numbers`):
 sft_loss_fall     loss on the held-out conversations before tuning minus after, nats per token of the assistant
@@ -71,40 +75,40 @@ from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation, highest_known
 
 EMERGED = 10.0
-"""Sink_1, percent, from which on a sink has emerged."""
+"""Minimum Sink_1, percent, at which a sink has emerged."""
 
 MASSIVE = 2.0
-"""Norm ratio from which on the first token has a massive activation."""
+"""Minimum norm ratio of a first token with a massive activation."""
 
 HALF = 50.0
-"""Percent of sequences with a sink on the first token from which on a head is a sink head."""
+"""Minimum percentage of sequences with a sink on the first token for a head to be a sink head."""
 
 LAST = 3
-"""Number of last evaluations over which a run's quantities are averaged."""
+"""Number of final evaluations over which a run's quantities are averaged."""
 
 NO_SINK = 1.0
-"""Sink_1, percent, below which a model has no sink."""
+"""Sink rate, percent, below which there is no sink."""
 
 JUMP_WINDOW = 2.0
-"""A jump at step s is fitted to the points between s / 2 and 2 s."""
+"""Factor w: a jump at step s is fitted to the points between s / w and s w."""
 
 JUMP_POINTS = 8
-"""Minimum number of points before and after a jump."""
+"""Minimum number of points on either side of a jump."""
 
 BESIDE = ("0.2", "0.4")
-"""Values of eps at which sink rates are recorded in addition to the recipe's."""
+"""Values of eps at which runs also record sink rates, in addition to the recipe's."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number of a run.
+    """A number of a run, or of a measurement of an existing model.
 
     Attributes:
         name: name in experiment files.
         label: label in tables and charts.
-        unit: %, nats, x (a ratio), steps, or empty.
+        unit: %, nats (per token), x (a ratio), steps, or empty for no unit.
         decimals: number of decimals in tables.
-        once: measured only at the end of a run, not at every evaluation.
+        once: measured once, after training, not at every evaluation.
     """
 
     name: str
@@ -187,7 +191,7 @@ def quantity(name: str) -> Quantity:
     for one in _NUMBERED:
         if found := re.fullmatch(one.name.replace("N", r"(0|[1-9]\d*)"), name):
             return Quantity(name, one.label.replace("N", found[1]), "nats", 3, once=True)
-    raise ValueError(f"there is no number {name!r}; there are: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
+    raise ValueError(f"there is no quantity {name!r}; choose from: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
                      f"sink_2_to_5, "
                      f"sink_1_layer_1, sink_layer_1, layer_step_1, "
                      f"{', '.join(one.name for one in _NUMBERED)} (N from 0), {', '.join(_NAMED)}")  # fmt: skip
@@ -203,15 +207,15 @@ QuantityName = Annotated[str, AfterValidator(_known)]
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """Numbers of a finished run, or of one draw of text on which a pretrained model was measured.
+    """Numbers of a finished run, or of one measurement of an existing model.
 
     Attributes:
-        seed: seed of the recipe, or number of the draw.
-        readings: evaluations in order of steps, at least one.
+        seed: seed of the recipe, or index of the draw or model.
+        readings: evaluations in order of steps, at least one; of a measurement, exactly one.
         kurtosis: kurtosis of the final hidden states, maximum over blocks; None if not measured.
-        seconds: duration of training, or of the measurement, in seconds.
-        sequences: number of sequences in the draw; None for a run.
-        measured: quantities measured only once, by name (of pretrained models, `assess` and `tune`).
+        seconds: duration of training, or of the measurement, in seconds; None if unknown.
+        sequences: number of measured sequences; None for a run.
+        measured: quantities measured once, by name (of existing models, `assess` and `tune`).
     """
 
     seed: int
@@ -230,9 +234,10 @@ class RunNumbers:
         """Return the value of a quantity; None if the run lacks it, infinity for a step that was never reached.
 
         Args:
-            at_step: average the last three evaluations up to this step (None if the run ended earlier); default: the
-                end of the run.
-            eps: threshold of the sink rate, one of `BESIDE`; default: the recipe's.
+            at_step: average the last three evaluations up to this step (the value is None if the run ended earlier);
+                default: the end of the run. Ignored for single numbers, such as steps, and for `sink_growth`.
+            eps: threshold of the sink rate, one of `BESIDE`, for `sink_1`, `sink_1_visible` and `sink_bias`; default:
+                the recipe's.
         """
         if name in self.measured:
             return self.measured[name]
@@ -263,7 +268,10 @@ class RunNumbers:
     def evaluations(
         self, name: str, at_step: int | None = None, eps: str | None = None, count: int = LAST
     ) -> list[float]:
-        """Return the last `count` values of a quantity up to `at_step`; empty if none, or if the run ended earlier."""
+        """Return the values of a quantity at the last `count` evaluations up to `at_step`, without missing values.
+
+        Empty for quantities that evaluations do not record, and if the run ended before `at_step`.
+        """
         if at_step is not None and self.last.step < at_step:
             return []
         upto = [one for one in self.readings if at_step is None or one.step <= at_step][-count:]
@@ -289,7 +297,7 @@ class RunNumbers:
 
 
 class _Crossing(NamedTuple):
-    """Definition of a step quantity: the first step at which the quantity `number` reaches `bound`."""
+    """Definition of a step quantity: first step at which `number` reaches `bound`, optionally from below."""
 
     number: str
     bound: float
@@ -297,7 +305,7 @@ class _Crossing(NamedTuple):
 
 
 def _crossing(name: str) -> _Crossing | None:
-    """Return metric and threshold of a step quantity such as `emergence_step`; None for other quantities."""
+    """Return the definition of a step quantity such as `emergence_step`; None for other quantities."""
     if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
         return _Crossing(f"sink_layer_{found[2]}", HALF)
     return {
@@ -341,7 +349,7 @@ _RECORDED: Mapping[str, Callable[[Evaluation], float | None]] = {
     "norm_ratio": lambda one: _largest(one.hidden_norm_ratio),
     "importance_first": lambda one: _mean_percent(one.importance_first_heads),
 }
-"""Quantities that evaluations record, by name."""
+"""Quantities that evaluations record, by name, without those with a number in their name."""
 
 
 def _sum_of(rates: Sequence[float | None]) -> float | None:
@@ -359,7 +367,7 @@ def _mean_of_known(values: Sequence[float | None]) -> float | None:
 
 
 def _largest(ratios: Sequence[float] | None) -> float | None:
-    """Return the maximum over blocks; None if there are no values, or a value is infinite."""
+    """Return the maximum over blocks; None if there are no values or the maximum is infinite."""
     return finite_or_none(max(ratios or (), default=None))
 
 
@@ -367,13 +375,13 @@ def discontinuity_at(steps: Sequence[int], values: Sequence[float], at: float) -
     """Estimate the size of a discontinuity of a curve at one step.
 
     Least-squares fit of value = a + b x + c x^2 + e x^3 + d [x >= 0], x = ln(step / at), to the points between at / 2
-    and 2 at. The polynomial fits gradual changes: on the exponentials of the tests, the error of d is up to 0.026 nats
-    without the cubic term and 0.004 with it.
+    and 2 at. The polynomial fits gradual changes: on the exponential curves of the tests, the error of d is up to 0.026
+    nats without the cubic term and 0.004 with it.
 
     Args:
         steps: positive, increasing steps.
         values: one value per step.
-        at: step of the discontinuity.
+        at: step of the discontinuity, positive; the value at this step is after the discontinuity.
 
     Returns:
         d, in the unit of the values; None with fewer than `JUMP_POINTS` points on either side.

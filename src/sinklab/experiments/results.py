@@ -25,10 +25,10 @@ class CellResults:
     """Runs of a cell.
 
     Attributes:
-        change: recipe keys (dotted) that differ from the base, with their values.
-        runs: runs as in summary.json, one per seed, finished or not.
+        change: changed recipe keys or settings of the cell, as in `CellSummary`.
+        runs: runs as in summary.json, one per replicate, finished or not.
         numbers: quantities of the finished runs, one entry per run.
-        failed: number of runs that diverged.
+        failed: number of runs that diverged; 0 for measured cells.
     """
 
     change: Mapping[str, object]
@@ -37,7 +37,7 @@ class CellResults:
     failed: int = 0
 
     def of_seeds(self, seeds: Collection[int] | None) -> "CellResults":
-        """Return a copy of the results with the runs of these seeds only; default: all seeds."""
+        """Return a copy of the results with the runs of these seeds only; for None, the results themselves."""
         if seeds is None:
             return self
         runs = [run for run in self.runs if run.seed in seeds]
@@ -48,16 +48,20 @@ class CellResults:
 def read_numbers(directory: Path) -> RunNumbers:
     """Read the quantities of a finished run.
 
-    The files are metrics.jsonl (or .gz), recipe.yaml, record.json, assessment.json, and sft.json next to the directory.
+    The files are metrics.jsonl (or .gz), recipe.yaml and, if they exist, record.json, assessment.json (of the run's
+    validation text), and sft.json next to the directory. A run without a record is finished if it has been measured.
 
     Raises:
         InputError: if one of these files cannot be read or is damaged.
-        SinklabError: if the run has not finished.
+        SinklabError: if the run has not finished, has diverged, or has no metrics.
     """
     record, history = read_record(directory), read_history(directory / "metrics.jsonl")
     done = record.status == "done" if record else (directory / "measurement.json").exists()
     if not done or not history:
-        raise SinklabError(f"the run in {directory} has not finished: run the same command again to continue it")
+        raise SinklabError(
+            f"the run in {directory} has no numbers: it has not finished (run the same command again to continue it), "
+            "has diverged, or its metrics.jsonl is missing or empty (restore it, or remove the run to train it again)"
+        )
     recipe = load_recipe(str(directory / "recipe.yaml"))
     seconds = record.seconds if record else round(seconds_spent(history), 1)
     return RunNumbers(
@@ -70,7 +74,10 @@ def read_numbers(directory: Path) -> RunNumbers:
 
 
 def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, float], list[str]]:
-    """Return the values of a run by quantity, and the step quantities whose threshold was never reached."""
+    """Return the values of a run by quantity, and the step quantities whose threshold was never reached.
+
+    Quantities without a value are in neither.
+    """
     found = {name: value for name in names if (value := numbers.value(name)) is not None}
     never = [name for name, value in found.items() if value == math.inf]
     return {name: value for name, value in found.items() if name not in never}, never
@@ -85,17 +92,17 @@ def _assessed(directory: Path) -> dict[str, float]:
 
 
 def _tuned(directory: Path) -> dict[str, float]:
-    """Read the quantities of a run's fine-tuning by name; empty if the run was not fine-tuned."""
+    """Read the quantities of a run's fine-tuning by name; empty without a complete one."""
     path = tuned_beside(directory) / SFT
     return load_tuning(path).numbers() if path.is_file() else {}
 
 
 def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> RunNumbers:
-    """Compute the quantities of a measured cell on one draw of sequences.
+    """Collect the quantities of a replicate of a measured cell.
 
     Args:
         measured: measurement of the cell's pass; for a cell with shorter sequences, only sink rates are returned.
-        draw: number of the draw, recorded as `seed`.
+        draw: index of the replicate (draw of sequences, or model), recorded as `seed`.
     """
     whole = cell.length == measured.length
     visible = _visible_rates(cell, measured) if whole else None
@@ -152,13 +159,16 @@ def _importance(measured: Measurement) -> dict[str, float]:
 
 
 def _excess(found: Propositions) -> float:
-    """Return the largest deviation from the paper's proposition, in units of the rounding tolerance."""
+    """Return the largest deviation from the paper's proposition or its bound, in units of the rounding tolerance."""
     deviations = (found.hidden_deviation, found.attention_deviation or 0.0, -(found.bound_slack or 0.0))
     return max(deviations) / found.tolerance
 
 
 def _angles(measured: Measurement, eps: float) -> dict[str, float]:
-    """Return means of cos(q, k) and |q| |k| over the heads with a mean importance of the first token above eps."""
+    """Compute `cosine_first`, `cosine_rest`, `cosine_gap` and `norm_product_ratio` (`quantities.py`).
+
+    The heads are those with a mean importance of the first token above eps; empty without such heads or details.
+    """
     heads_LH = measured.importance[:, :, 0] > eps
     cosine_LHT = measured.details.cosine if measured.details else None
     product_LHT = measured.details.norm_product if measured.details else None
@@ -177,7 +187,7 @@ def _angles(measured: Measurement, eps: float) -> dict[str, float]:
 
 
 def _gates(measured: Measurement) -> dict[str, float]:
-    """Average the gates over layers and heads, by quantity; empty for a model without gates."""
+    """Compute `gate_first`, `gate_rest` and `gate_closed` (percent); empty without gates or details."""
     details = measured.details
     if details is None or details.gate is None or details.gate_closed is None or measured.length < 2:
         return {}

@@ -1,4 +1,4 @@
-"""Load experiments that are shipped with sinklab (YAML files in `shipped/`) or given as a file; list their cost."""
+"""Load experiments shipped with sinklab (YAML files in `shipped/`) or given as a file, and estimate their cost."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -23,25 +23,26 @@ FILE = ".yaml"
 
 
 def experiment_ids() -> list[str]:
-    """Return the ids of the shipped experiments, most informative first."""
+    """Return the ids of the shipped experiments, sorted by `Experiment.rank`."""
     return [one.id for one in sorted((load_experiment(name) for name in _shipped()), key=lambda one: one.rank)]
 
 
 def load_experiment(name: str) -> Experiment:
-    """Load a shipped experiment by id, or an experiment file.
+    """Load a shipped experiment by id, or an experiment file by its path, which ends with .yaml.
 
-    Base recipes are also looked up in the directory of the file.
+    Claims with `same_as` get the check of the referenced claim. Base recipes given as a .yaml file are looked up in the
+    directory of the experiment's file first.
 
     Raises:
-        InputError: if there is no such experiment (the message suggests the nearest names), or the file is invalid
-            (the message names the field).
+        InputError: if there is no such experiment or file (the message suggests the nearest names), it is invalid (the
+            message names the field), or it refers to a claim that does not exist.
     """
     file = Path(name) if name.endswith(FILE) else _shipped().get(name)
     if file is None or not file.is_file():
         near = difflib.get_close_matches(name, _shipped(), n=3, cutoff=0.5)
         meant = f": did you mean {', '.join(near)}?" if near else "."
         raise InputError(
-            f"no experiment {name!r}{meant} `sinklab experiments` lists them; pass your own as a {FILE} file"
+            f"no experiment {name!r}{meant} `sinklab experiments` lists the ids; your own is the path of a {FILE} file"
         )
     try:
         experiment = Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8")))
@@ -50,11 +51,13 @@ def load_experiment(name: str) -> Experiment:
         lines = [f"  {'.'.join(map(str, one['loc'])) or 'experiment'}: {one['msg']}" for one in error.errors()]
         raise InputError("\n".join([f"{name} is not a valid experiment:", *lines])) from error
     except (OSError, ValueError) as error:
-        raise InputError(f"{name} cannot be read: {error}") from error
+        raise InputError(f"{name} cannot be loaded: {error}") from error
 
 
 def _with_references(experiment: Experiment) -> Experiment:
     """Return a copy of the experiment in which claims with `same_as` have the check of the referenced claim.
+
+    They also have its scales and `asks_massive`, unless they set these.
 
     Raises:
         ValueError: if the referenced claim does not exist, or is a reference itself.
@@ -69,7 +72,7 @@ def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
     name, _, wanted = (claim.same_as or "").rpartition(".")
     files = _shipped()
     if name != experiment.id and name not in files:
-        raise ValueError(f"claim {claim.id} refers to {claim.same_as}, but there is no experiment {name!r}")
+        raise ValueError(f"claim {claim.id} refers to {claim.same_as}, but there is no shipped experiment {name!r}")
     own = name == experiment.id
     other = experiment if own else Experiment.model_validate(parse_yaml(files[name].read_text("utf-8")))
     found = next((one for one in other.claims if one.id == wanted), None)
@@ -103,8 +106,8 @@ class ScaleCost:
     """Size and cost of an experiment at one scale.
 
     Attributes:
-        cells, claims: number of cells and claims.
-        hours: hours to train all cells and seeds on one core or one GPU.
+        cells, claims: number of cells and claims at the scale.
+        hours: estimated hours to train all cells and seeds, one run after the other, on one core or one GPU.
         estimated: how the hours were estimated, a phrase.
     """
 
@@ -119,10 +122,10 @@ class ListedExperiment:
     """An experiment with its size and cost.
 
     Attributes:
-        cells, claims: number of cells and claims over all scales.
-        seeds: number of seeds intended for verdicts; 0 for experiments on existing models.
+        cells, claims: number of cells, without those that `adapted` adds at a scale, and of claims at any scale.
+        seeds: default number of seeds per cell; 0 for experiments on existing models.
         scales: cost by scale; empty for experiments on existing models.
-        cell_names, claim_texts: names of the cells, and texts of the claims.
+        cell_names, claim_texts: names of these cells, and texts of the claims.
     """
 
     id: str
@@ -142,17 +145,17 @@ class ListedExperiment:
 
 
 def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
-    """Return experiments with their cost, by id or file; default: all shipped experiments, most informative first.
+    """Return experiments with their cost, by id or file; default: all shipped experiments, sorted by rank.
 
     Raises:
-        InputError: if there is no such experiment, or the file is invalid.
+        InputError: if there is no such experiment, its file is invalid, or a base recipe or overlay is.
     """
     paces: dict[str, Pace] = {}
     return [_listed(one, paces) for one in [load_experiment(name) for name in names or experiment_ids()]]
 
 
 def jobs_here() -> int:
-    """Return the number of concurrent runs assumed in time estimates: GPUs of this machine, else cores."""
+    """Return the number of concurrent runs assumed in time estimates: GPUs of this machine; without GPUs, cores."""
     return cards_here() or cores_here()
 
 

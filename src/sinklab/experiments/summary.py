@@ -1,4 +1,4 @@
-"""Build summary.json from results: every cell over its seeds or draws, and a verdict on every claim."""
+"""Build summary.json from results: every cell over its replicates, and a verdict on every claim."""
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
@@ -24,7 +24,8 @@ def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None
     """Return a trained experiment at one scale, with the claims to judge and its entry in summary.json.
 
     Args:
-        seeds: seeds in table and verdicts; default: all seeds.
+        scale: a scale of the experiment.
+        seeds: seeds in tables and verdicts; default: all seeds.
     """
     cells = list(experiment.cells_at(scale))
     published = {cell: experiment.published.numbers_of(cell) for cell in cells} if experiment.published else {}
@@ -51,9 +52,9 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
     """Build summary.json: results of the cells, and verdicts on the claims.
 
     Args:
-        trials: experiments at a scale, in the order of display.
-        results: results by cell name; cells of the same name have the same recipe in every experiment; unused cells are
-            omitted.
+        trials: experiments at a scale or on existing models, in the order of display.
+        results: results by cell name; cells of the same name have the same recipe in every experiment. Cells that no
+            trial has are omitted.
         altered: True if --steps or --text override recipes, so that the shipped verdicts do not apply.
     """
     scales = {trial.described.scale for trial in trials}
@@ -86,14 +87,14 @@ def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
 
 
 def _with_five_seeds(claim: JudgedClaim) -> JudgedClaim:
-    """Return a claim with too few seeds for a verdict with the shipped verdict of five seeds added."""
+    """Add the shipped verdict of five seeds, if any, to a claim with too few seeds for a verdict."""
     if claim.verdict != "no verdict" or claim.seeds >= FEWEST or claim.replicate != "seed":
         return claim
     return claim.model_copy(update={"elsewhere": verdict_of_five(claim)})
 
 
 def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
-    """Return the cell's entry in summary.json: medians over the finished seeds, and the quantities `names` by seed."""
+    """Return the cell's entry in summary.json: medians over the finished runs, and estimates of quantities by name."""
     last = [run.last for run in of.numbers]
     return CellSummary(
         sink_rate=[median_of_known(rates) for rates in zip(*(one.sink_rate for one in last), strict=False)],

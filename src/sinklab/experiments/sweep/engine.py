@@ -35,8 +35,8 @@ class PlannedRun:
         name: display name, unique in the sweep.
         recipe: resolved recipe as YAML.
         directory: run directory.
-        hash: expected hash of the run; a worker whose text differs computes another hash and fails.
-        processes: number of training processes; default: one per usable GPU of the worker's machine.
+        hash: expected hash of the run; a worker with another text or version of sinklab gets another hash and fails.
+        processes: number of training processes; default: decided by the worker (`cards_for`).
     """
 
     name: str
@@ -46,11 +46,19 @@ class PlannedRun:
     processes: int | None = None
 
     def read_recipe(self) -> Recipe:
-        """Parse the YAML of the recipe."""
+        """Parse the YAML of the recipe.
+
+        Raises:
+            InputError: if the recipe is invalid, for example in another version of sinklab.
+        """
         return build_recipe(yaml.safe_load(self.recipe), origin=self.name)
 
     def recorded(self) -> "Event | None":
-        """Return the last event of the run by its record.json; None if it has no record."""
+        """Return the last event of the run by its record.json; None if it has no record.
+
+        Raises:
+            InputError: if the record is damaged.
+        """
         record = record_of(self.directory, self.hash)
         return Event(self.name, record.status, record.step, message=record.message) if record else None
 
@@ -62,11 +70,11 @@ class Event:
     Attributes:
         run: name of the run.
         kind: `ready` (the model is built), `step` (after an update), `row` (after an evaluation), or a last event:
-            `done`, `stopped` (by request; resumed when submitted again), `busy` (another process trains the run) or
-            `failed`.
-        step: number of updates done.
-        row: metrics of the evaluation, for `row`.
-        message: reason for the failure, for `failed`; holder of the run's lock, for `busy`.
+            `done`, `stopped` (by a request or signal; resumed when submitted again), `busy` (another process trains or
+            has stopped the run) or `failed`.
+        step: number of updates done; 0 if unknown.
+        row: line of metrics.jsonl, for `row`; else None.
+        message: for `failed`, the reason; for `busy`, which process trains the run or has stopped it; else empty.
     """
 
     run: str
@@ -77,15 +85,15 @@ class Event:
 
     @property
     def is_last(self) -> bool:
-        """True for the last event of a run."""
+        """True for the last event of a submitted run: done, failed, stopped or busy."""
         return self.kind in ENDINGS
 
 
 class Engine(Protocol):
     """Engine that trains runs with `worker.train_cell`, each in a separate process.
 
-    All results are in the run directories; events are for display only. An engine is used from the main thread of one
-    process.
+    All results are in the run directories; events report progress and the end of every run. An engine is used from the
+    main thread of one process.
     """
 
     def room(self) -> int:
@@ -93,7 +101,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Start or queue at most `room` runs; returns immediately.
+        """Start or queue at most `room` runs; does not wait for them.
 
         Raises:
             SinklabError: if the runs cannot be submitted, for example because the cluster does not answer.
@@ -103,22 +111,22 @@ class Engine(Protocol):
     def events(self, timeout: float) -> Sequence[Event]:
         """Return the events of all runs since the last call, in order; wait at most `timeout` seconds for an event.
 
-        Every submitted run has one last event, also if its process was killed (`failed`, with the signal in the
+        Every submitted run has one last event, also if its process was killed (`failed`, with the reason in the
         message). A run that is `stopped` without a request was preempted.
         """
         ...
 
     def stop(self) -> None:
-        """Request that all runs save and stop; their last events follow, `stopped` for runs not yet started."""
+        """Request that all runs save and stop; their last events follow, `stopped` also for runs not yet started."""
         ...
 
     def close(self) -> None:
-        """Release the engine's resources. Slurm jobs keep running."""
+        """Release the engine's resources; runs still in progress end, except Slurm jobs."""
         ...
 
 
 class MetricsTail:
-    """Incremental reader of a run's metrics.jsonl. Evaluations repeated after a resume are skipped.
+    """Incremental reader of a run's metrics.jsonl. Evaluations that a resumed run repeats are skipped.
 
     Args:
         directory: run directory; may not exist yet.
@@ -143,15 +151,18 @@ class MetricsTail:
 
 
 def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event], None]) -> dict[str, Event]:
-    """Train all runs that are not done; return the last event (done or failed) of each run by name.
+    """Train all runs without a record; return the last event (done or failed) of every run by name.
 
     Args:
         runs: runs in the order of training.
-        watch: callback, called with every event, including those of runs that other processes train.
+        engine: engine that trains the runs; it is closed at the end.
+        watch: callback, called with every event but `busy`, including those of runs that other processes train.
 
     Raises:
         KeyboardInterrupt: on Ctrl-C, after all runs have saved and stopped.
         PreemptedError: on SIGTERM or SIGUSR1 to this or a training process, after all runs have saved and stopped.
+        InputError: if a record is damaged.
+        SinklabError: if runs cannot be submitted.
     """
     with stop_on_signals() as stop_requested:
         try:
@@ -179,7 +190,7 @@ class _Scheduler:
         self._polled = 0.0
 
     def train(self, stop_requested: StopRequest) -> dict[str, Event] | None:
-        """Train all runs; return the last event of each, or None if the sweep was stopped."""
+        """Train all runs; return the last event of each by name, or None if the sweep was stopped."""
         self._report_recorded()
         stopping = False
         while self._waiting or self._submitted or self._held:
@@ -198,7 +209,7 @@ class _Scheduler:
         return any(event.kind == "stopped" for event in self._ended.values())
 
     def _report_recorded(self) -> None:
-        """Report runs with a record at once, so that the time left is estimated from the unfinished runs only."""
+        """Report runs with a record first, so that the remaining time is estimated from the unfinished runs only."""
         found = [(run, run.recorded()) for run in self._waiting]
         self._waiting = deque(run for run, ended in found if ended is None)
         for _, ended in found:
@@ -206,7 +217,7 @@ class _Scheduler:
                 self._end(ended)
 
     def _submit(self) -> None:
-        """Submit waiting runs to the engine, in order, as many as the engine has room for."""
+        """Submit waiting runs to the engine in order, up to its room; runs with a record or held lock are skipped."""
         room, batch = self._engine.room(), []
         while self._waiting and len(batch) < room:
             run = self._waiting.popleft()

@@ -1,14 +1,14 @@
-"""Packed sweeps: recipes, records, environments and metrics of all runs in a few files per experiment.
+"""Packed sweeps: recipes, records, environments and metrics of all finished runs in a few files per experiment.
 
 EXPERIMENT/recipes.yaml           the resolved recipe of every run, a YAML document each
-EXPERIMENT/runs.jsonl             a line per run: record.json and env.json
+EXPERIMENT/runs.jsonl             a line per run: record.json and env.json, without paths of the machine
 EXPERIMENT/metrics.jsonl.gz       a line per evaluation, with the name of its run
 EXPERIMENT/assessments.jsonl.gz   a line per assessed run
 EXPERIMENT/tunings.jsonl.gz       a line per tuned run: its sft.json
 checksums.txt                     SHA-256 of every file, as `sha256sum -c` reads it
 
-A run is stored with the first experiment that uses it. `unpack` restores the run directories byte for byte;
-`reproduce` treats them as finished runs.
+A run is stored with the first experiment that uses it. `unpack` writes these files to run directories, recipe.yaml and
+metrics.jsonl byte for byte; `reproduce` treats the runs as finished, although they have no weights.
 """
 
 import gzip
@@ -30,7 +30,7 @@ from sinklab.tuning.tuned_directory import SFT, tuned_beside
 RECIPE, METRICS = "recipe.yaml", "metrics.jsonl"
 RECIPES, RUNS, ALL_METRICS = "recipes.yaml", "runs.jsonl", "metrics.jsonl.gz"
 OPTIONAL = {"assessments.jsonl.gz": "assessment", "tunings.jsonl.gz": "tuning"}
-"""Files with a document of some runs, and its key (a field of `PackedRun`)."""
+"""Files with a document that only some runs have, and its key (a field of `PackedRun`)."""
 PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, *OPTIONAL)
 CHECKSUMS = "checksums.txt"
 OF_THE_MACHINE = ("command",)
@@ -47,7 +47,8 @@ class PackedRun:
     Attributes:
         directory: run directory, relative to the directory of the sweep.
         recipe, metrics: contents of recipe.yaml and metrics.jsonl.
-        record, environment, assessment: contents of record.json, env.json (without local paths) and assessment.json.
+        record, environment: contents of record.json and env.json (without local paths).
+        assessment: content of assessment.json; None without one.
         tuning: content of sft.json in the fine-tuning directory next to the run; None without one.
     """
 
@@ -69,6 +70,7 @@ def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
     """Write the packed runs of one experiment to a folder; equal runs give identical files.
 
     Raises:
+        ValueError: if a line of a run's metrics is not JSON.
         SinklabError: if a file cannot be written.
     """
     runs = list(runs)
@@ -86,7 +88,7 @@ def read_packed(folder: Path) -> list[PackedRun]:
     """Read the packed runs of one experiment from a folder.
 
     Raises:
-        InputError: if a file is damaged.
+        InputError: if a file is missing or damaged.
     """
     try:
         pieces = _DOCUMENT.split((folder / RECIPES).read_text(encoding="utf-8"))
@@ -111,7 +113,9 @@ def read_packed(folder: Path) -> list[PackedRun]:
             for row in _rows((folder / RUNS).read_text(encoding="utf-8"))
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-        raise InputError(f"{folder} contains packed runs that cannot be read ({error}): restore its files") from error
+        raise InputError(
+            f"{folder} contains packed runs that cannot be read ({error}): restore its files from the original"
+        ) from error
 
 
 def unpack(top: Path, into: Path) -> list[Path]:
@@ -125,17 +129,21 @@ def unpack(top: Path, into: Path) -> list[Path]:
         The run directories created.
 
     Raises:
-        InputError: if `top` contains no packed runs, or a file is damaged.
+        InputError: if `top` contains no packed runs, a file is missing or damaged, or a run is outside `into`.
         SinklabError: if a file cannot be written.
     """
     if not is_packed(top):
-        raise InputError(f"{top} contains no packed runs: expected folders with {RUNS}, as report --pack writes them")
+        raise InputError(
+            f"{top} contains no packed runs: expected folders with {RUNS}, as `sinklab report --pack` writes them"
+        )
     made = []
     for folder in sorted(path.parent for path in top.glob(f"*/{RUNS}")):
         for run in read_packed(folder):
             directory = into / run.directory
             if not directory.resolve().is_relative_to(into.resolve()):
-                raise InputError(f"{folder / RUNS} names a run {run.directory}, which is outside the sweep")
+                raise InputError(
+                    f"{folder / RUNS} names a run {run.directory}, which is outside the sweep: restore the file"
+                )
             if not directory.exists():
                 _write_run(directory, run)
                 made.append(directory)
@@ -143,7 +151,11 @@ def unpack(top: Path, into: Path) -> list[Path]:
 
 
 def take_up(top: Path, out: Path) -> list[Path]:
-    """Unpack a packed sweep and its manifests into the directory of a sweep; existing files are not modified.
+    """Unpack a packed sweep and its manifests into the directory of a sweep; existing runs and files are not modified.
+
+    Args:
+        top: folder of a packed sweep.
+        out: directory of the sweep.
 
     Returns:
         The run directories created.
@@ -170,18 +182,22 @@ def _write_run(directory: Path, run: PackedRun) -> None:
 
 
 def environment_to_pack(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of env.json without local paths."""
+    """Return the content of env.json without the keys `OF_THE_MACHINE`, which contain local paths."""
     return {key: value for key, value in found.items() if key not in OF_THE_MACHINE}
 
 
 def write_checksums(top: Path) -> None:
-    """Write checksums.txt: the SHA-256 of every file of a packed sweep."""
+    """Write checksums.txt: the SHA-256 of every other file of a packed sweep.
+
+    Raises:
+        SinklabError: if the file cannot be written.
+    """
     files = sorted(path for path in top.rglob("*") if path.is_file() and path != top / CHECKSUMS)
     write_text(top / CHECKSUMS, "".join(f"{sha256_of(path)}  {path.relative_to(top).as_posix()}\n" for path in files))
 
 
 def read_checksums(top: Path) -> dict[str, str]:
-    """Read checksums.txt: the SHA-256 of every file of a packed sweep, by path.
+    """Read checksums.txt: the SHA-256 of every file of a packed sweep, by path relative to `top`.
 
     Raises:
         InputError: if checksums.txt is missing or damaged.
@@ -190,7 +206,7 @@ def read_checksums(top: Path) -> dict[str, str]:
         lines = (top / CHECKSUMS).read_text(encoding="utf-8").splitlines()
         return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except (OSError, ValueError) as error:
-        expected = "expected a sweep that report --pack has written"
+        expected = "expected a sweep that `sinklab report --pack` has written"
         raise InputError(f"{top / CHECKSUMS} cannot be read ({error}): {expected}") from error
 
 

@@ -1,4 +1,4 @@
-"""Plan a sweep: a recipe per cell and seed, hashed with its data, and the order of training."""
+"""Plan a sweep: a recipe per cell and seed, the hash of each with its data, and the order of training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ class Question:
     """An experiment to be trained at a scale with a number of seeds.
 
     Attributes:
-        scale: model scale of the cells.
-        seeds: number of seeds per cell, counted from the experiment's first seed.
+        scale: scale at which the cells are trained.
+        seeds: number of seeds per cell, from the experiment's first seed on.
     """
 
     experiment: Experiment
@@ -33,7 +33,7 @@ class Question:
 
     @property
     def own_seeds(self) -> range:
-        """Return the random seeds of the experiment's runs."""
+        """Seeds of the experiment's runs."""
         return self.experiment.own_seeds(self.seeds)
 
 
@@ -45,7 +45,7 @@ class SweepCell:
         recipe: recipe of the cell, with seed 0.
         change: recipe keys (dotted) that differ from the base, with their values.
         seeds: union of the seeds of all experiments that use the cell.
-        may_diverge: True if divergence is an expected result, not a failure.
+        may_diverge: True if divergence is an expected result, not a failure: a claim or variant states it.
     """
 
     name: str
@@ -74,10 +74,10 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class PlannedSweep:
-    """A plan with prepared data.
+    """A plan with the runs' hashes, which depend on the prepared data, and directories.
 
     Attributes:
-        runs: runs in the order of training; cells with the same recipe share a run.
+        runs: distinct runs in the order of training; cells with the same recipe share their runs.
         hashes: hash of the run by (cell name, seed).
     """
 
@@ -106,8 +106,9 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
         overlay: overlay on every recipe.
 
     Raises:
-        InputError: if an experiment lacks the scale, an overlay yields an invalid recipe (the message names the field),
-            or two experiments have cells of the same name with different recipes.
+        InputError: if an experiment lacks the scale, a base recipe is missing or not YAML, an overlay yields an invalid
+            recipe (the message names the field), an initial checkpoint is unusable or does not fit its model, or two
+            experiments have cells of the same name with different recipes.
     """
     cells: dict[str, SweepCell] = {}
     order: dict[tuple[str, int], None] = {}
@@ -118,7 +119,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
             known = cells.get(name, cell)
             if known.recipe != cell.recipe:
                 raise InputError(
-                    f"cell {name} has different recipes in {question.experiment.id} and {first[name]} "
+                    f"cell {name} of {question.experiment.id} has another recipe than that of {first[name]} "
                     f"({_first_difference(known.recipe, cell.recipe)}): run them in different directories (--out), or "
                     "rename the cell"
                 )
@@ -132,8 +133,11 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
 def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
     """Build the cells of an experiment by name.
 
+    Args:
+        overlay: overlay on every recipe.
+
     Raises:
-        InputError: as `plan_sweep`; also if a checkpoint to continue from does not fit its model.
+        InputError: as `plan_sweep`, for one experiment.
     """
     experiment, scale = question.experiment, question.scale
     scale_of(experiment, scale)
@@ -154,22 +158,22 @@ def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
     """Return the keys and values of an experiment's base recipe at a scale, before validation.
 
     Raises:
-        InputError: if the base recipe does not exist, or is not YAML.
+        InputError: if the base recipe does not exist, cannot be read, or is not a YAML mapping.
     """
     name = experiment.base[scale]
     try:
         values = parse_yaml(recipe_text(name))
     except ValueError as error:
-        raise InputError(f"{name}, the base of {experiment.id}, is not a valid recipe: {error}") from error
+        raise InputError(f"{name}, the base of {experiment.id}, is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"{name}, the base of {experiment.id}, must contain a mapping of recipe keys")
     return values
 
 
 def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """Return the recipe keys (dotted) that overlays have changed from the base, with their values.
+    """Return the recipe keys (dotted) that overlays have changed from the base, with their values in `recipe`.
 
-    A union set by the name of a kind is listed by that name, without the kind's default values.
+    For a union set by the name of a kind, the value is that name; the kind's default values are not listed.
     """
     before, after = (leaves(one.model_dump(mode="json")) for one in (base, recipe))
     said = {key for overlay in overlays for key in leaves(overlay)}
@@ -210,7 +214,7 @@ def place_sweep(
 
 
 def data_key(recipe: Recipe) -> str:
-    """Return a key of the prepared data of a recipe; recipes with equal keys share the data."""
+    """Return a key of the prepared data of a recipe: its `DATA_ORIGIN` as JSON; equal keys share the data."""
     return recipe.data.model_dump_json(include=DATA_ORIGIN)
 
 

@@ -1,8 +1,8 @@
 """Preview of a sweep: finished runs, and estimated hours of the missing runs. Writes nothing.
 
-The throughput is estimated from finished runs, timed updates, or the speed of matmuls. The cost of a run is counted in
-FLOPs (`train/flops.py`): three forward passes per training sequence, one per evaluated sequence, and two per sequence
-of the sink metric.
+The throughput is estimated from finished runs, else from timed updates, or for large models from the speed of matmuls.
+The cost of a run is counted in FLOPs (`train/flops.py`): three forward passes per training sequence, one per evaluated
+sequence, and two per sequence of the sink metric.
 """
 
 import time
@@ -29,21 +29,21 @@ from sinklab.train.flops import FORWARD_AND_BACKWARD, model_flops
 from sinklab.train.optim import build_optimizer
 from sinklab.train.recipe import Recipe, load_recipe
 
-TIMED_S = 1.0  # duration of timing updates
+TIMED_S = 1.0  # seconds of timed updates
 MATRICES_S = 0.3
-MATRIX = 1024  # matrix size of timed matmuls
+MATRIX = 1024  # rows and columns of the timed matmuls
 UNKNOWN_VOCABULARY = 1024
-LONGEST_UPDATE_S = 1.0  # longer updates are not timed, because large models also take long to initialise
+LONGEST_UPDATE_S = 1.0  # updates expected to be longer are not timed, as large models also take long to initialise
 SOURCES = {
-    "runs": "estimated from the finished runs of that directory",
+    "runs": "estimated from the finished runs in the directory of the sweep",
     "updates": "estimated from some updates timed on this machine",
-    "products": "estimated from this machine's matmul speed, which no run reaches",
+    "products": "at the speed of matmuls on this machine, which no run reaches",
 }
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Throughput of a run, for time estimates.
+    """Throughput of one run among those that share the machine, for time estimates.
 
     Attributes:
         operations_per_second: FLOP/s of one run.
@@ -54,12 +54,12 @@ class Pace:
     source: Literal["runs", "updates", "products"]
 
     def seconds(self, recipe: Recipe) -> float:
-        """Return the estimated duration of a run in seconds."""
+        """Return the estimated duration of the run of a recipe, in seconds."""
         return operations(recipe) / self.operations_per_second
 
     @property
     def said(self) -> str:
-        """Phrase that says how the throughput was estimated."""
+        """Phrase on how the throughput was estimated, such as `estimated from some updates timed on this machine`."""
         return SOURCES[self.source]
 
 
@@ -70,8 +70,8 @@ class CellPreview:
     Attributes:
         change: recipe keys (dotted) that differ from the base, with their values.
         seeds: number of requested seeds.
-        done: number of finished seeds.
-        hours: duration of one run on one share of the machine; None for a cluster without finished runs.
+        done: number of requested seeds whose run is finished or has diverged.
+        hours: estimated hours of one run; None if the throughput is unknown (a cluster without finished runs).
         same_as: name of an earlier cell with the same runs; empty if there is none.
     """
 
@@ -89,11 +89,11 @@ class Preview:
 
     Attributes:
         runs: number of distinct runs.
-        missing: number of unfinished runs.
+        missing: number of distinct runs that are not finished and have not diverged.
         engine: name of the execution engine.
         jobs: number of concurrent runs; None if the cluster decides.
-        hours: estimated time for the unfinished runs, with `jobs` concurrent runs; None if unknown.
-        estimated: how `hours` was estimated, a phrase; empty without an estimate.
+        hours: estimated hours for the missing runs, with `jobs` concurrent runs; None for a cluster.
+        estimated: phrase on how the hours were estimated (`Pace.said`); empty if the throughput is unknown.
     """
 
     cells: Sequence[CellPreview]
@@ -114,12 +114,17 @@ def preview(
 ) -> Preview:
     """Find the finished runs of a plan and estimate the hours of the missing runs.
 
-    Runs without prepared data cannot have started.
+    No data is prepared: runs without prepared data count as missing.
 
     Args:
+        out: directory of the sweep.
         found: directories of existing runs, by hash.
+        engine: name of the execution engine.
         pace: throughput of a run on the engine; None if unknown.
         jobs: number of concurrent runs; None if unknown.
+
+    Raises:
+        InputError: if a record is damaged, or a model's vocabulary is smaller than the tokenizer's.
     """
     data = _prepared_data(plan)
     known = {name: cell for name, cell in plan.cells.items() if data_key(cell.recipe) in data}
@@ -143,7 +148,7 @@ def preview(
 
 
 def _identity(plan: SweepPlan, name: str) -> str:
-    """Return the cell's recipe without its name, as JSON: a key that is equal for cells with the same runs."""
+    """Return a key that is equal for cells with the same runs: the recipe as JSON, without its name."""
     return plan.cells[name].recipe.model_dump_json(exclude={"name"})
 
 
@@ -163,7 +168,7 @@ def operations(recipe: Recipe, like: Recipe | None = None) -> float:
     """Count the FLOPs of a run: updates, evaluations and sink measurements.
 
     Args:
-        like: recipe whose FLOPs per token are used, to save counting those of a similar model.
+        like: recipe whose FLOPs per token are used, to save counting those of a similar model; default: `recipe`.
     """
     train, metric = recipe.train, recipe.metric
     of_sequence = (
@@ -179,8 +184,11 @@ def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace
     """Estimate the throughput of a base recipe on one share of this machine.
 
     Args:
-        threads: number of PyTorch threads on a CPU.
-        finished: run directories; if any run has finished, its throughput is used.
+        threads: number of PyTorch's CPU threads.
+        finished: run directories; if any run has finished, the throughput of finished runs is used (`pace_of_runs`).
+
+    Raises:
+        InputError: if this machine lacks the device of the recipe.
     """
     if found := pace_of_runs(finished):
         return found
@@ -193,7 +201,10 @@ def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace
 
 
 def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
-    """Estimate the throughput from the finished runs among run directories of any machine; None if there are none."""
+    """Return the median training throughput of the finished runs among run directories; None if there are none.
+
+    Unreadable runs are skipped, and runs of other machines are included.
+    """
     found = []
     for directory in directories:
         try:
@@ -222,7 +233,7 @@ def _sized(recipe: Recipe) -> ModelConfig:
 
 
 def _of_sequence(recipe: Recipe) -> int:
-    """Count the FLOPs (forward and backward pass) of one training sequence."""
+    """Count the FLOPs of one training sequence (forward and backward pass); an unknown vocabulary has 1,024 tokens."""
     return _of_model(_sized(recipe).model_dump_json())
 
 
@@ -238,7 +249,7 @@ def _speed_of_products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
-    """Measure the duration in seconds of a training update on random tokens."""
+    """Measure the duration of a training update on random tokens, in seconds."""
     config, train = _sized(base), base.train
     model = Transformer(config, base.seed).to(device)
     optimizer = build_optimizer(model, base.optim)
@@ -259,7 +270,7 @@ def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
 
 
 def _seconds_each(work: Callable[[], object], limit: float, device: torch.device) -> float:
-    """Return the median duration of a call of `work` in seconds, over `limit` seconds of calls after a warm-up call."""
+    """Return the median duration of a call of `work` over `limit` seconds of calls after a warm-up call, in seconds."""
     work()
     taken: list[float] = []
     while sum(taken) < limit or not taken:

@@ -1,4 +1,4 @@
-"""Directory of a sweep: manifests (asked/ID.json), runs by hash, and results.
+"""Directory of a sweep: manifests (asked/ID.json), runs by hash, results, and runs to assess or fine-tune.
 
 A manifest records an experiment and the hashes of its runs; run directories may be anywhere below the directory.
 """
@@ -29,13 +29,13 @@ from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 MANIFESTS = "asked"
 
 OF_MEASURED: Any = {"each": True, "against": True, "published": {"model"}, "claims": {"__all__": ONLY_MEASURED}}
-"""Fields of experiments on existing models, which manifests leave out."""
+"""Fields that apply only to experiments on existing models; manifests omit them."""
 
 NUMBERS = (
     "sink_1", "sink_bias", "importance_first", "valid_loss", "train_loss", "norm_ratio", "norm_untrained",
     "norm_lowest", "norm_growth", "kurtosis", "emergence_step", "norm_step",
 )  # fmt: skip
-"""Quantities in the summary of every run, in addition to those of its experiments' tables and claims."""
+"""Quantities in the summary of every run, in addition to those of the experiments' tables and claims."""
 
 
 class ManifestCell(ReadDocument):
@@ -56,7 +56,7 @@ class SweepManifest(VersionedDocument):
     Attributes:
         experiment: definition of the experiment when it was requested.
         scale: requested scale.
-        overlay: recipe keys that --steps and --text override in every run.
+        overlay: recipe keys that --steps and --text override in every run, with their values.
         cells: changed recipe keys and run hashes by name of the cell.
     """
 
@@ -75,13 +75,17 @@ class SweepManifest(VersionedDocument):
         return sorted({seed for _, seed, _ in self.runs()})
 
     def runs(self) -> Iterator[tuple[str, int, str]]:
-        """Yield (cell name, seed, hash) of every run."""
+        """Yield (cell name, seed, hash) for every cell and seed; cells with the same recipe have the same hashes."""
         for name, cell in self.cells.items():
             for seed, run_hash in cell.hashes.items():
                 yield name, seed, run_hash
 
     def save(self, out: Path) -> None:
-        """Write asked/ID.json in the directory of the sweep."""
+        """Write asked/ID.json in the directory of the sweep.
+
+        Raises:
+            SinklabError: if the file cannot be written.
+        """
         path = out / MANIFESTS / f"{self.experiment.id}.json"
         document = self.model_dump(mode="json", by_alias=True, exclude={"experiment"})
         experiment = self.experiment.model_dump(mode="json", by_alias=True, exclude=OF_MEASURED)
@@ -89,7 +93,7 @@ class SweepManifest(VersionedDocument):
 
 
 def manifest_of(question: Question, sweep: PlannedSweep, overlay: Mapping[str, Any]) -> SweepManifest:
-    """Return the manifest of one experiment of a planned sweep."""
+    """Return the manifest of one experiment of a planned sweep; `overlay` is that of `plan_sweep`."""
     names = question.experiment.cells_at(question.scale)
     cells = {
         name: ManifestCell(
@@ -105,7 +109,8 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
     """Read the manifests in the directory of a sweep, by experiment id.
 
     Raises:
-        InputError: if a manifest is damaged or has another schema version.
+        InputError: if a manifest cannot be read, is damaged, or is of another version: of its schema, or with an
+            experiment that is invalid in this version of sinklab.
     """
     found: dict[str, SweepManifest] = {}
     for path in sorted((out / MANIFESTS).glob("*.json")):
@@ -114,18 +119,24 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
         except (OSError, ValueError, ValidationError) as error:
             first = str(error).splitlines()[0]
             raise InputError(
-                f"{path} cannot be read ({first}): it is damaged or of another version. Remove it and run "
-                "that experiment again, or choose another --out"
+                f"{path} cannot be read ({first}): if it is damaged or of another version of sinklab, remove it and "
+                "run that experiment again, or choose another --out"
             ) from error
         found[manifest.experiment.id] = manifest
     return found
 
 
 def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, SweepManifest]) -> dict[str, SweepManifest]:
-    """Return the new manifests together with the seeds and experiments of earlier manifests of the directory.
+    """Add the experiments and seeds of earlier manifests with the same scale and overlay to the new manifests.
+
+    Args:
+        before, now: earlier and new manifests by experiment id; `now` is not empty.
+
+    Returns:
+        Manifests by experiment id, sorted by rank.
 
     Raises:
-        InputError: if an earlier manifest has a different run for the same cell and seed.
+        InputError: if an earlier manifest of another experiment has a different run for the same cell and seed.
     """
     first = next(iter(now.values()))
     kept = {name: one for name, one in before.items() if one.shares_summary_with(first)}
@@ -137,7 +148,7 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
             if mine[0] != run_hash:
                 raise InputError(
                     f"cell {name}, seed {seed}, has another recipe, text or initial weights in {mine[1]} than in "
-                    f"{one.experiment.id}, which was run here before: choose another --out, or remove "
+                    f"{one.experiment.id}, which was run in this directory before: choose another --out, or remove "
                     f"{MANIFESTS}/{one.experiment.id}.json there"
                 )
     merged |= {name: _with_earlier_seeds(one, kept.get(name)) for name, one in now.items()}
@@ -159,6 +170,8 @@ def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> Swe
 
 def found_runs(out: Path) -> dict[str, Path]:
     """Find the run directories in and below a folder, by hash; of several directories with one hash, the most advanced.
+
+    Hidden folders and folders within run directories are not searched.
 
     Raises:
         SinklabError: if an env.json is damaged.
@@ -186,10 +199,11 @@ def _progress(directory: Path) -> tuple[bool, bool, int]:
 
 
 def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, CellResults]:
-    """Read the results of all cells of the manifests, by name of the cell.
+    """Read the results of all cells of the manifests, by name of the cell, from the runs in and below a directory.
 
     Raises:
         InputError: if a file of a run is damaged.
+        SinklabError: if an env.json is damaged, or a finished run has no metrics.
     """
     found = found_runs(out)
     wanted = tuple(dict.fromkeys([*NUMBERS, *(name for one in manifests.values() for name in _quantities(one))]))
@@ -210,10 +224,10 @@ def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, C
 
 
 def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
-    """Build summary.json of the manifests' experiments from the runs below a directory.
+    """Summarise the manifests' experiments from the runs in and below a directory.
 
     Raises:
-        InputError: if a file of a run is damaged.
+        InputError, SinklabError: see `results_of`.
     """
     trials = [at_scale(one.experiment, one.scale, one.seeds) for one in manifests.values()]
     altered = any(one.overlay for one in manifests.values())
@@ -254,10 +268,12 @@ def _read(
 
 @dataclass(frozen=True)
 class Unassessed:
-    """A finished run that lacks parts of `sinklab assess` requested by its experiments.
+    """A finished run that lacks parts of `sinklab assess` requested by its experiments, on its validation text.
 
     Attributes:
+        doing, done: verb forms for progress messages.
         name: display name, from cell and seed.
+        directory: run directory.
         parts: names of all parts requested by its experiments.
         document: path of the run's assessment.json.
     """
@@ -275,10 +291,11 @@ class Unassessed:
 
 
 def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed]:
-    """Find the finished runs that lack an assessment requested by their experiments.
+    """Find the finished runs in and below a directory that lack an assessment requested by their experiments.
 
     Raises:
         InputError: if a record or an assessment is damaged.
+        SinklabError: if an env.json is damaged.
     """
     found, wanted, names = found_runs(out), dict[str, dict[str, None]](), dict[str, str]()
     for one in manifests:
@@ -297,7 +314,9 @@ class TuningRequest:
     """A finished run that its experiment fine-tunes.
 
     Attributes:
+        doing, done: verb forms for progress messages.
         name: display name, from cell and seed.
+        directory: run directory.
         options: settings of the fine-tuning.
         document: path of the fine-tuning's sft.json.
     """
@@ -324,10 +343,11 @@ class TuningRequest:
 
 
 def tuning_requests(manifests: Iterable[SweepManifest], out: Path) -> list[TuningRequest]:
-    """Find the finished runs that the experiments fine-tune, including runs that have been fine-tuned.
+    """Find the finished runs in and below a directory that the experiments fine-tune, already tuned ones included.
 
     Raises:
         InputError: if a record is damaged.
+        SinklabError: if an env.json is damaged.
     """
     found = found_runs(out)
     requests = {

@@ -1,7 +1,7 @@
-"""Train a run on several GPUs of a machine with torchrun.
+"""Train a run with several processes of this machine, started by torchrun, usually one per GPU.
 
 Launcher and processes (`worker.main`) share a temporary folder with the pickled run, a file `stop` that asks the
-processes to save and stop, and the last event. Progress is read from the run directory.
+processes to save and stop, the last event, and the output of the processes. Progress is read from the run directory.
 """
 
 import os
@@ -23,11 +23,14 @@ from sinklab.train.recipe import Recipe
 ENTRY = "sinklab.experiments.sweep.worker"
 PLANNED, STOP, ENDED, PRINTED = "planned.pickle", "stop", "ended.json", "printed.log"
 POLL_S = 0.2
-PRINTED_TAIL = 2000  # characters of output in an error message
+PRINTED_TAIL = 2000  # last characters of the output, shown in an error message
 
 
 def cards_for(recipe: Recipe) -> int:
-    """Return the number of training processes: one on a CPU, else the most GPUs that divide the batch evenly."""
+    """Return the number of training processes: the most visible GPUs that divide the batch evenly.
+
+    One without CUDA, and if `train.device` is a CPU or a particular GPU.
+    """
     if recipe.train.device not in ("auto", "cuda") or not torch.cuda.is_available():
         return 1
     cards = torch.cuda.device_count()
@@ -38,6 +41,11 @@ def train_with_torchrun(
     planned: PlannedRun, processes: int, watch: Callable[[Event], None], should_stop: Callable[[], bool]
 ) -> Event:
     """Train a run with several torchrun processes; return the run's last event.
+
+    Args:
+        processes: number of processes.
+        watch: callback, called with the evaluations (`row` events).
+        should_stop: see `train_cell`; polled every `POLL_S` seconds.
 
     Raises:
         LostProcessError: if the processes ended without a last event.
@@ -68,6 +76,6 @@ def train_with_torchrun(
             return Event(**parse_json((folder / ENDED).read_text(encoding="utf-8")))
         output = (folder / PRINTED).read_text(encoding="utf-8", errors="replace").strip()
         raise LostProcessError(
-            f"torchrun ended with status {process.returncode}; start the run again to resume it:"
-            f"\n{output[-PRINTED_TAIL:]}"
+            f"torchrun ended with status {process.returncode} and no result; run the same command again to resume. "
+            f"The end of its output:\n{output[-PRINTED_TAIL:]}"
         )

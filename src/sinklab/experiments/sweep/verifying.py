@@ -185,7 +185,7 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     assert isinstance(record, RunRecord)
     if recipe.content_hash(dataset.fingerprint) != record.hash:
         raise InputError(
-            f"its text, {recipe.data.source}, or its recipe differs on this machine (trained with Python "
+            f"its text, {recipe.data.source}, differs on this machine, or its recipe was changed (trained with Python "
             f"{before.get('python')}): the run cannot be trained again here"
         )
     threads = torch.get_num_threads()

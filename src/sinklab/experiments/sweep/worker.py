@@ -1,4 +1,4 @@
-"""Train a run to the end and write record.json; used by all engines and by torchrun processes.
+"""Train a run and write record.json at its end; used by all engines, torchrun processes and `sinklab verify`.
 
 The training process writes the record before it releases the run's lock, so that exactly one of any number of processes
 on any machines trains a run.
@@ -51,15 +51,17 @@ def train_cell(
 ) -> Event:
     """Train a run, resuming from its checkpoints, and record its outcome; an existing record is only read.
 
+    With several processes (`PlannedRun.processes`, by default one per GPU), torchrun trains the run.
+
     Args:
-        threads: number of PyTorch threads on a CPU; default: unchanged.
-        watch: callback, called with all events but the last, which is returned.
-        should_stop: callback, called before every update; if it returns True, the run is saved and training stops. It
-            must then keep returning True.
+        threads: number of PyTorch's CPU threads; default: unchanged.
+        watch: callback, called with all events but the last, which is returned; under torchrun, only with evaluations.
+        should_stop: callback, called before every update and during evaluations; if it returns True, the run is saved
+            and training stops. It must then keep returning True.
         world: training processes, all of which call this function.
 
     Returns:
-        The last event: done, failed, stopped or busy. Errors are returned as `failed` with a message, never raised.
+        The last event: done, failed, stopped or busy. Exceptions are returned as `failed` with a message.
     """
     keep_freed_memory()
     if threads is not None:
@@ -68,7 +70,7 @@ def train_cell(
         return _ended(planned, watch, should_stop, world)
     except HeldError as error:
         return Event(planned.name, "busy", message=str(error))
-    except StoppedError:  # stopped before the model was built, or during the final measurement
+    except StoppedError:  # while the model was built, or before a finished run was recorded
         return Event(planned.name, "stopped")
     except SinklabError as error:
         return Event(planned.name, "failed", message=str(error))
@@ -115,7 +117,7 @@ def _opened(planned: PlannedRun, recipe: Recipe, world: World) -> Run:
         raise world.shared_error(
             InputError(
                 f"{planned.name} is run {run.hash} on this machine, but was planned as {planned.hash}: the text of "
-                f"{recipe.data.source} or the version of sinklab differs between the machines"
+                f"{recipe.data.source} differs here or was changed since, or the version of sinklab differs"
             )
         )
     return run
@@ -148,15 +150,16 @@ def _trained(
 
 
 def _is_finished(trainer: Trainer) -> bool:
-    """Return True if the run is trained and measured, for example by `sinklab train`, and only lacks its record."""
+    """Return True if the run is trained and measured, for example by `sinklab train`; it then only lacks its record."""
     is_measured = (trainer.run.directory / "measurement.json").is_file()
     return is_measured and trainer.state.step == trainer.recipe.train.steps
 
 
 class _PeakMemory:
-    """Peak memory of this process during training updates.
+    """Peak memory of training in this process.
 
-    On a GPU the peak is read after every update, because measurements between updates reset the counter.
+    On a GPU, the peak allocation is read after every update, because measurements between updates reset the counter. On
+    a CPU, it is the peak of the whole process so far.
 
     Args:
         device: device of this process.
@@ -166,13 +169,13 @@ class _PeakMemory:
         self._device, self._largest, self._updated = device, 0, False
 
     def updated(self) -> None:
-        """Record the peak memory of a training update that has ended."""
+        """Read the peak memory after a training update."""
         self._updated = True
         if self._device.type == "cuda":
             self._largest = max(self._largest, torch.cuda.max_memory_allocated(self._device))
 
     def mb(self) -> float | None:
-        """Return the peak memory of the GPU, or on a CPU of the process, in MB (2**20 bytes); None without updates."""
+        """Return the peak memory in MB (2**20 bytes); None if this process did no update or the peak is unknown."""
         if not self._updated:
             return None
         return self._largest / 2**20 if self._device.type == "cuda" else process_peak_mb()
@@ -183,7 +186,7 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
 
     Raises:
         StoppedError: if a stop was requested before the record was complete; a later call writes it.
-        SinklabError: if the disk is full.
+        SinklabError: if metrics.jsonl cannot be read or the record cannot be written.
     """
     run, recipe = trainer.run, trainer.recipe
     peak_memory_mb = memory.mb()  # read before the kurtosis is measured, which needs more memory than training
@@ -207,16 +210,19 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
 
 
 def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
-    """Write record.json of a finished run from its metrics and measurement, as it has no checkpoints.
+    """Write record.json of a finished run without checkpoints, from its metrics and measurement; without kurtosis.
 
     Raises:
-        SinklabError: if the run's files cannot be read, or the disk is full.
+        SinklabError: if the run's files cannot be read or are not those of a run, or the record cannot be written.
     """
     from sinklab.measuring.measurement import Measurement
 
     measured = Measurement.load(directory)
     if measured.planned_steps is None:
-        raise SinklabError(f"{directory / 'measurement.json'} has no planned_steps")
+        raise SinklabError(
+            f"{directory / 'measurement.json'} has no planned_steps, so it was not written by training: remove it to "
+            "train the run again"
+        )
     triples, steps = measured.sequences * measured.layers * measured.heads, measured.planned_steps
     _record(directory, recipe, hash=run_hash, status="done", step=steps, steps=steps, triples=triples)
 
@@ -235,7 +241,7 @@ def _record(directory: Path, recipe: Recipe, **fields: Any) -> None:
 
 
 def _kurtosis(trainer: Trainer) -> float | None:
-    """Compute the kurtosis of the finished model's hidden states, maximum over blocks, on the measured sequences."""
+    """Compute the kurtosis of the finished model's hidden states on the metric's sequences, maximum over blocks."""
     details = trainer.evaluator.measure(details=True).details
     by_block = details.by_layer.get("kurtosis_by_block") if details else None
     return max(by_block) if by_block else None
@@ -253,9 +259,10 @@ def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
 
 
 def main(folder: Path, launcher: int) -> None:
-    """Entry point of a torchrun process: train the run in `folder` and write the last event there.
+    """Entry point of a torchrun process: train the run that `folder` contains; rank 0 writes the last event there.
 
     Args:
+        folder: temporary folder of `train_with_torchrun`.
         launcher: id of the process that started torchrun; if it dies, the run is saved and stopped.
     """
     planned: PlannedRun = pickle.loads((folder / PLANNED).read_bytes())

@@ -8,38 +8,43 @@ from statistics import median
 from scipy.special import betaincinv
 
 FEWEST = 5
-"""Minimum number of seeds of a verdict."""
+"""Minimum number of replicates (seeds, draws or models) of a verdict."""
 
 MANY = 9
-"""Minimum number of seeds at which one seed may deviate."""
+"""Minimum number of replicates of which one may deviate, and whose range leaves out the smallest and largest value."""
 
 SEPARATED = 0.004
-"""Maximum one-sided p-value (exact rank sum test) at which two cells differ; 5 above 5 seeds have p = 1/252."""
+"""Maximum one-sided p-value (exact rank sum test) of two cells that differ; 5 seeds above 5 others have p = 1/252."""
 
 
 def seed_by_seed(held: Sequence[bool]) -> bool | None:
     """Return True if a claim holds at every seed, False if at none, else None.
 
-    With nine seeds or more, one seed may deviate. The minimum number of seeds is not checked here.
+    With nine seeds or more, one seed may deviate. The minimum number of seeds is not checked here: without seeds, the
+    result is True.
+
+    Args:
+        held: whether the claim holds, by seed.
     """
     differ, kept = int(len(held) >= MANY), sum(held)
     return True if kept >= len(held) - differ else False if kept <= differ else None
 
 
 def pairs_against(above: Sequence[float], below: Sequence[float]) -> int:
-    """Count the pairs of seeds in which the value of `above` is not above that of `below`; ties count."""
+    """Count the pairs (a, b) of a value of `above` and a value of `below` with a <= b, which oppose "above"."""
     return sum(a <= b for a in above for b in below)
 
 
 def separated(above: Sequence[float], below: Sequence[float]) -> bool:
-    """Return True if the values of `above` exceed those of `below` by the exact one-sided rank sum test."""
+    """Return True if `above` exceeds `below` in the exact one-sided rank sum test (p <= SEPARATED; ties oppose)."""
     return rank_sum_p(len(above), len(below), pairs_against(above, below)) <= SEPARATED
 
 
 def rank_sum_p(n: int, m: int, against: int) -> float:
     """Compute the exact p-value of the rank sum test (Mann and Whitney, 1947), p = P(U <= u), u = `against`.
 
-    This is the share of the orderings of n and m distinct numbers with at most `against` (0 to n m) opposing pairs.
+    This is the share of the orderings of n and m distinct numbers with at most `against` (0 to n m) opposing pairs: one
+    of the n numbers below one of the m.
     """
     return sum(_orders(n, m, u) for u in range(against + 1)) / math.comb(n + m, n)
 
@@ -55,9 +60,10 @@ def _orders(n: int, m: int, against: int) -> int:
 
 
 def share_interval(kept: int, seeds: int) -> tuple[float, float]:
-    """Compute the exact 95 % confidence interval of the share of seeds that agree (Clopper and Pearson, 1934).
+    """Compute the exact 95 % confidence interval of a share (0..1), from `kept` of `seeds` (Clopper and Pearson, 1934).
 
-    The ends are quantiles of beta distributions: B(0.025; k, n - k + 1) and B(0.975; k + 1, n - k).
+    The ends are quantiles of beta distributions, where k = `kept` and n = `seeds`: B(0.025; k, n - k + 1), or 0 if
+    k = 0, and B(0.975; k + 1, n - k), or 1 if k = n.
     """
     low = 0.0 if kept == 0 else float(betaincinv(kept, seeds - kept + 1, 0.025))
     high = 1.0 if kept == seeds else float(betaincinv(kept + 1, seeds - kept, 0.975))
@@ -65,7 +71,7 @@ def share_interval(kept: int, seeds: int) -> tuple[float, float]:
 
 
 def middle_and_ends(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return median, minimum and maximum over seeds; from nine seeds on, second lowest and second highest value."""
+    """Return median, minimum and maximum over seeds; from nine seeds on, second smallest and second largest value."""
     drop = int(len(values) >= MANY)
     rising = sorted(values)
     return median(values), rising[drop], rising[len(rising) - 1 - drop]

@@ -1,7 +1,8 @@
-"""Power of five seeds and earlier verdicts of five seeds, shown with the results of fewer seeds (docs/verdicts.md).
+"""Power of five seeds, shown with claims about trained cells, and earlier verdicts, shown with claims judged on fewer
+seeds (docs/verdicts.md).
 
 pilots.json contains the spread of pilot runs, from which the effect that five seeds detect with 80 % power follows.
-committed.json contains the verdicts of committed results.
+committed.json contains the verdicts of committed results. Both files are optional.
 """
 
 from functools import cache
@@ -21,7 +22,7 @@ from sinklab.schema import ReadDocument, VersionedDocument
 PILOTS, COMMITTED = "pilots.json", "committed.json"
 
 TWO_CELLS = 3.1
-"""Difference between two cells that five seeds each detect with 80 % power, in standard deviations."""
+"""Difference between two cells that is detected with 80 % power by five seeds of each, in standard deviations."""
 
 ONE_CELL = 1.7
 """Distance from a bound, or from a cell that is 0 at all seeds, that five seeds detect with 80 % power, in standard
@@ -35,10 +36,10 @@ class PilotSpread(ReadDocument):
     """Spread of a quantity over the seeds of pilot runs, in the quantity's unit.
 
     Attributes:
-        sd: standard deviation over the seeds of a cell, pooled over cells.
+        sd: standard deviation over the seeds of a cell, pooled over the cells.
         sd_of_difference: standard deviation of the difference of two cells at the same seed, pooled over pairs of
             cells; None with one cell.
-        cells: seeds of the pilot runs by cell.
+        cells: random seeds of the pilot runs by cell.
     """
 
     sd: float = Field(ge=0)
@@ -59,7 +60,10 @@ def shipped_pilots() -> Pilots:
 
 
 def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
-    """Return a sentence with the effect that five seeds detect with 80 % power; empty without pilot runs.
+    """Return a sentence with the effect that five seeds detect with 80 % power.
+
+    Empty for checks other than `within`, `greater`, `less`, `equal`, `alike`, `rising` and `falling`, and without pilot
+    runs of the quantity at the scale. For `all`, the sentences of its parts.
 
     Args:
         pilots: spreads of pilot runs; default: the shipped pilots.json.
@@ -108,7 +112,7 @@ def shipped_verdicts() -> Committed:
 
 
 def verdict_of_five(claim: JudgedClaim, committed: Committed | None = None) -> str:
-    """Return a sentence with the committed verdict of five seeds on a claim at its scale; empty if there is none.
+    """Return the committed verdict on a claim at its scale, with its evidence, in sentences; empty if there is none.
 
     Args:
         committed: committed verdicts; default: the shipped committed.json.

@@ -34,10 +34,10 @@ from sinklab.experiments.verdicts.kinds import AT_EPS, Finding, Runs, put_to
 from sinklab.experiments.verdicts.wording import by_seed, number, plural, unit
 
 GROWN = 2.0
-"""Minimum growth of the norm ratio, relative to the untrained model, of a model with massive activations."""
+"""Minimum growth of the norm ratio in training, as a factor, for `asks_massive` claims to be judged."""
 
 ORDER: tuple[Verdict, ...] = ("contradicted", "not run", "no verdict", "inconclusive", "direction only", "reproduced")
-"""Precedence of verdicts: a claim with several checks gets the first verdict of this list that a check has."""
+"""Precedence of verdicts: an `all` check gets the first verdict of this list that one of its parts has."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Trial:
 
     Attributes:
         described: the experiment's entry in summary.json.
-        claims: claims made at the scale, in the order of the experiment.
+        claims: claims to judge, and claims that cannot be judged on the given models, in the order of the experiment.
         seeds: seeds on which the verdicts are based; default: all.
     """
 
@@ -57,10 +57,10 @@ class Trial:
 
 
 def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]:
-    """Return a verdict on each claim of an experiment.
+    """Return the claims of an experiment with their verdicts.
 
     Args:
-        results: results by cell; cells of other experiments are ignored.
+        results: results by cell; cells of other experiments are ignored, and a missing cell has no runs.
     """
     experiment, scale = trial.experiment, trial.described.scale
     own = {cell: results[cell].of_seeds(trial.seeds) for cell in trial.described.cells if cell in results}
@@ -89,10 +89,10 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
 
 
 def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) -> JudgedClaim:
-    """Return the verdict on one claim, from the runs of its cells.
+    """Return the claim with its verdict, from the runs of its cells; "not run" for an unresolved reference.
 
     Args:
-        published: the paper's numbers, at the paper's scale; None at other scales.
+        published: the paper's numbers, which enter verdicts at the paper's scales; None at other scales.
     """
     blank = _blank(claim)
     if claim.check is None:
@@ -126,7 +126,7 @@ def _blank(claim: Claim) -> JudgedClaim:
 
 
 def _judged(check: Check, runs: Runs, published: Published | None = None) -> tuple[Verdict, str, int]:
-    """Return the verdict on a check, the evidence as text, and the number of seeds."""
+    """Return the verdict on a check, the evidence as text, and the number of seeds (of `all`: the fewest of a part)."""
     found = [_part(part, runs, published) for part in parts_of(check)]
     verdict: Verdict = next(one for one in ORDER if any(part[0] == one for part in found))
     failures = [] if isinstance(check, Diverges) else _failures(check.cells, runs)
@@ -155,7 +155,10 @@ def _verdict(found: Finding) -> Verdict:
 
 
 def _at_eps(check: Check, runs: Runs) -> Verdict | None:
-    """Return the verdict at the threshold `runs.eps`; None if the sink rates were not recorded at that threshold."""
+    """Return the verdict at the threshold `runs.eps`; None if the sink rates were not recorded at that threshold.
+
+    Also None if the check uses no rate of `AT_EPS`, or also another percentage, a step or a position.
+    """
     names = set(quantities_of(check))
     others = {name for name in names - AT_EPS if quantity(name).unit in ("%", "steps")}
     if not names & AT_EPS or others or any(isinstance(part, StandsAt) for part in parts_of(check)):
@@ -165,7 +168,10 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
 
 
 def _waits_for(check: Check, runs: Runs) -> str:
-    """Return a text that names the cells of a check without a finished run; empty if all cells have one."""
+    """Return a text that names the cells of a check without a finished run; empty if all cells have one.
+
+    For `diverges` and `trains`, a diverged run counts as finished.
+    """
     said, waiting = [], []
     for cell in check.cells:
         failed = runs.results[cell].failed if cell in runs.results else 0
@@ -188,7 +194,13 @@ def _failures(cells: Sequence[str], runs: Runs) -> list[str]:
 
 
 def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
-    """Return the claim without a verdict if it requires massive activations that the baseline lacks, else None."""
+    """Return the claim without a verdict, with the reason, unless training is known to double a cell's norm ratio.
+
+    None if it is, for unresolved references, and without this condition.
+
+    Args:
+        baseline: name of the cell (`Experiment.massive_cell`); None without the condition.
+    """
     if baseline is None or claim.check is None:
         return None
     runs, blank = Runs(results), _blank(claim)
@@ -213,7 +225,8 @@ def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellRes
 def _beside_published(found: Finding, check: Check, published: Published, runs: Runs) -> Finding:
     """Add to a finding whether the paper's numbers lie in the 95 % prediction interval of a new seed (t distribution).
 
-    With five seeds, the interval is mean +- 3.04 standard deviations. A published number comes from one run.
+    With five seeds, the interval is mean +- 3.04 standard deviations, plus half of the last printed digit. A published
+    number comes from one run. `size` is False if a number is outside.
     """
     if not isinstance(check, Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt):
         return found

@@ -1,4 +1,4 @@
-"""Evaluate checks on the runs of their cells, one function per kind."""
+"""Evaluate checks on the runs of their cells: one function per kind of check, one for `equal` and `alike`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,8 +46,9 @@ class Finding:
     Attributes:
         holds: True if the check is reproduced, False if contradicted, None if neither.
         said: evidence as text.
-        seeds: number of seeds; with two cells, the smaller number.
-        size: True if the stated size of an effect or absence of a sink also holds, or none is stated.
+        seeds: number of replicates; the smaller number of two unpaired cells, the shared ones of paired cells.
+        size: False if a size, bound or absence stated with the comparison does not hold, or the paper's number is
+            outside the prediction interval.
     """
 
     holds: bool | None
@@ -62,7 +63,7 @@ class Runs:
 
     Attributes:
         results: results of the runs by cell.
-        eps: threshold of the sink rates; default: the recipe's.
+        eps: threshold of the sink rates in `AT_EPS`, one of `BESIDE`; default: the recipe's.
         noun: replicate unit in the evidence: seed, draw, or model.
     """
 
@@ -71,22 +72,22 @@ class Runs:
     noun: ReplicateKind = "seed"
 
     def of(self, cell: str) -> Sequence[RunNumbers]:
-        """Return the finished runs of a cell, sorted by seed."""
+        """Return the finished runs of a cell, sorted by seed; empty for an unknown cell."""
         found = self.results[cell].numbers if cell in self.results else ()
         return sorted(found, key=lambda run: run.seed)
 
     def by_seed(self, cell: str, name: str, at_step: int | None = None) -> dict[int, float]:
-        """Return the value of a quantity by seed; seeds without a value are omitted."""
+        """Return the value of a quantity by seed (`RunNumbers.value`); seeds without a value are omitted."""
         found = {run.seed: run.value(name, at_step, self._eps(name)) for run in self.of(cell)}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def last(self, cell: str, name: str, at_step: int | None = None, count: int = 3) -> dict[int, list[float]]:
-        """Return a quantity at the last `count` evaluations by seed; seeds without evaluations are omitted."""
+        """Return the values of the last `count` evaluations up to `at_step` by seed; seeds without any are omitted."""
         found = {run.seed: run.evaluations(name, at_step, self._eps(name), count) for run in self.of(cell)}
         return {seed: values for seed, values in found.items() if values}
 
     def counted(self, held: Sequence[bool]) -> str:
-        """Return the count of True as text: `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`."""
+        """Return the count of True as text, such as `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`."""
         return counted(held, self.noun)
 
     def _eps(self, name: str) -> str | None:
@@ -94,7 +95,7 @@ class Runs:
 
 
 def put_to(check: SingleCheck, runs: Runs) -> Finding:
-    """Evaluate a check on the runs of its cells."""
+    """Evaluate a check on the runs of its cells; if a cell has no value, `holds` is None and `seeds` is 0."""
     match check:
         case StandsAt():
             return _stands_at(check, runs)

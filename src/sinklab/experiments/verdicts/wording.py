@@ -9,7 +9,10 @@ from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, share_i
 
 
 def number(value: float, of: Quantity) -> str:
-    """Format a value of a quantity without its unit; a step that was never reached is `never`."""
+    """Format a value of a quantity without its unit; a step that was never reached is `never`.
+
+    Percentages from 0.005 to 1 have one more decimal than the quantity.
+    """
     if math.isinf(value):
         return "never"
     decimals = of.decimals + (of.unit == "%" and 0.005 <= abs(value) < 1)
@@ -17,17 +20,17 @@ def number(value: float, of: Quantity) -> str:
 
 
 def unit(of: Quantity) -> str:
-    """Return the unit to append to a value of the quantity, such as ` %`; empty for a ratio."""
+    """Return the unit to append to a value of the quantity, such as ` %`; empty for ratios and unitless numbers."""
     return {"x": "", "": ""}.get(of.unit, f" {of.unit}")
 
 
 def step_unit(of: Quantity) -> str:
-    """Return the unit to append to a difference of two values: ` points` for percentages."""
+    """Return the unit to append to a difference of two values: ` points` for percentages, else that of a value."""
     return {"%": " points"}.get(of.unit, unit(of))
 
 
 def each_seed(cell: str, values: Iterable[float], of: Quantity) -> str:
-    """Format the values of all seeds of a cell: `softmax 12.1, 15.3, 9.8 %`."""
+    """Format the values of a cell, one per seed: `softmax 12.1, 15.3, 9.8 %`."""
     return f"{cell} {', '.join(number(value, of) for value in values)}{unit(of)}"
 
 
@@ -37,9 +40,13 @@ def by_seed(values: Mapping[str, Iterable[float]], of: Quantity, noun: Replicate
 
 
 def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what: str = "") -> str:
-    """Return a sentence with median, minimum and maximum of differences over seeds.
+    """Return a sentence with median, minimum and maximum of differences over seeds (`middle_and_ends`).
 
     Example: `The median difference at the same seed is -26.7 points [-39.7, -15.7].`
+
+    Args:
+        values: differences by seed; those of steps that were never reached are not finite and are left out.
+        what: subject of the sentence; default: as in the example.
     """
     known = [value for value in values if math.isfinite(value)]
     what = what or f"The median difference at the same {noun}"
@@ -63,12 +70,15 @@ def overlapping(against: int, pairs: int, noun: ReplicateKind, opposed: str) -> 
     """Return a sentence with the number of pairs of seeds that oppose a claim.
 
     Example: `In 2 of 25 pairs of seeds, k_biases is not below softmax.`
+
+    Args:
+        opposed: clause that is true of the opposing pairs.
     """
     return f"In {against} of {pairs} pairs of {noun}s, {opposed}."
 
 
 def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:
-    """Format the bounds on a quantity: `at least 10 %`."""
+    """Format the bounds on a quantity: `at least 10 %`, `at least 10 and at most 20 %`."""
     said = [f"at least {at_least:g}"] if at_least is not None else []
     said += [f"at most {at_most:g}"] if at_most is not None else []
     return f"{' and '.join(said)}{unit(of)}"

@@ -28,13 +28,13 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
     """Create the execution engine with this name.
 
     Args:
-        jobs: number of concurrent runs of the local engine.
+        jobs: number of concurrent runs of the local engine; other engines ignore it.
         sweep: directory of the sweep, in which slurm and ray create a folder.
         settings: options of slurm or ray, as KEY=VALUE.
 
     Raises:
         InputError: if an optional dependency or command of the engine is not installed, no cluster answers, or an
-            option is unknown.
+            option is unknown or invalid; the local engine has no options.
     """
     if name == EngineName.slurm:
         from sinklab.experiments.sweep.engines.on_slurm import SlurmEngine, SlurmOptions
@@ -45,7 +45,10 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
 
         return RayEngine(sweep / name, read_options(RayOptions, name, settings))
     if settings:
-        raise InputError(f"--engine-option {settings[0]}: --engine local has no options; set --jobs instead")
+        raise InputError(
+            f"--engine-option {settings[0]}: --engine local has no options; set --jobs for the number of concurrent "
+            "runs, or choose --engine slurm or ray"
+        )
     from sinklab.experiments.sweep.engines.local import LocalEngine
 
     return LocalEngine(jobs)
@@ -54,9 +57,13 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
 def read_options(kind: type[OptionsOfEngine], engine: str, settings: Sequence[str]) -> OptionsOfEngine:
     """Parse the options of an engine from KEY=VALUE; the last value of a repeated key is used.
 
+    Args:
+        kind: class of the options.
+        engine: name of the engine, for messages.
+
     Raises:
-        InputError: if a key is unknown (the message lists all keys) or a value is invalid (the message names the
-            bounds).
+        InputError: if a setting is not KEY=VALUE or its key is unknown (the message lists all keys), or a value is
+            invalid (the message says what is valid).
     """
     values: dict[str, str] = {}
     for setting in settings:

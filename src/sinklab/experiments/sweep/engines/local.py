@@ -1,8 +1,8 @@
 """Engine that trains runs concurrently on this machine, one process per run.
 
 Processes are forked from a server with all imports done, so that a run starts in a fraction of a second. Each process
-has its own cores or GPUs. On Ctrl-C, SIGTERM or SIGUSR1 the parent asks the processes to stop; each saves a checkpoint,
-and the same call resumes the runs later. A process whose parent has died stops by itself.
+has its own cores and GPUs if there are enough. On Ctrl-C, SIGTERM or SIGUSR1 the parent asks the processes to stop;
+each saves a checkpoint, and the same call resumes the runs later. A process whose parent has died saves and stops, too.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ class MachineShare:
     """Cores and GPUs assigned to a run.
 
     Attributes:
-        cores: CPU cores to which the run is pinned; None for all cores.
-        threads: number of PyTorch threads.
+        cores: CPU cores to which the run is pinned; None if it is not pinned.
+        threads: number of PyTorch's CPU threads.
         cards: GPUs, as value of CUDA_VISIBLE_DEVICES; None leaves the variable unchanged.
     """
 
@@ -38,9 +38,10 @@ class MachineShare:
 
 
 def shares(jobs: int) -> list[MachineShare]:
-    """Split this machine into `jobs` shares: disjoint cores if there are enough, else one thread each; and GPUs.
+    """Split the cores and GPUs of this machine into `jobs` shares.
 
-    A share has at most OMP_NUM_THREADS threads.
+    The cores are disjoint if there is at least one per share; else the shares are not pinned and have
+    max(1, cores of the machine / jobs) threads each. A share has at most OMP_NUM_THREADS threads.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     said = os.environ.get("OMP_NUM_THREADS", "")
@@ -53,7 +54,7 @@ def shares(jobs: int) -> list[MachineShare]:
 
 
 def cores_here() -> int:
-    """Return the number of CPU cores available to this process."""
+    """Return the number of CPU cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -63,7 +64,10 @@ def jobs_for(runs: int, cores: int) -> int:
 
 
 def _cards(jobs: int) -> list[str | None]:
-    """Return the value of CUDA_VISIBLE_DEVICES for each share; several shares use a GPU if there are too few GPUs."""
+    """Return the value of CUDA_VISIBLE_DEVICES for each share, None with fewer than two GPUs.
+
+    If there are fewer GPUs than shares, several shares use the same GPU.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(number) for number in range(cards_here())]
     if given == "" or len(names) < 2:
@@ -106,7 +110,7 @@ class LocalEngine:
         return 0 if self._stopping else len(self._free)
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Start a process for each run."""
+        """Start a process for each run, on a free share of the machine."""
         for run in runs:
             share = self._free.pop(0)
             ours, theirs = self._context.Pipe()
@@ -117,7 +121,7 @@ class LocalEngine:
             self._running[run.name] = _Running(process, share, ours)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """Return the new events of the training processes; a process that died has the event `failed`."""
+        """Return the new events of the training processes; for a process that died without one, `failed`."""
         ready = wait([one.pipe for one in self._running.values()], timeout) if self._running else []
         found: list[Event] = []
         for name, one in list(self._running.items()):
@@ -155,7 +159,7 @@ class LocalEngine:
 
 
 def _received(pipe: Connection) -> tuple[list[Event], bool]:
-    """Return the events waiting in a pipe, and True if the run has sent its last event or the pipe is closed."""
+    """Return the events waiting in a pipe, and True if they include the run's last event or the pipe is closed."""
     found: list[Event] = []
     try:
         while pipe.poll():
@@ -171,8 +175,8 @@ def _received(pipe: Connection) -> tuple[list[Event], bool]:
 def _signals_held_back() -> Iterator[None]:
     """Block signals in the `with` block; processes started in it inherit the mask until they unblock the signals.
 
-    A terminal sends Ctrl-C, and a scheduler SIGTERM, to all processes of a command, but only the parent should receive
-    Ctrl-C, and the fork server must survive both.
+    A terminal sends SIGINT (Ctrl-C), and a cluster SIGTERM, to all processes of a command, but only the parent should
+    handle SIGINT, and the fork server must survive both.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
@@ -189,10 +193,10 @@ def _death(process: BaseProcess) -> str:
 
 
 def _train(run: PlannedRun, share: MachineShare, environment: Mapping[str, str], pipe: Connection) -> None:
-    """Main function of a training process. Any message in the pipe, or its closing, is a request to save and stop."""
+    """Main function of a training process. A message in the pipe, or its closing, is a request to save and stop."""
     from sinklab.experiments.sweep.worker import train_cell
 
-    os.environ.clear()  # the fork server has the first run's environment
+    os.environ.clear()  # the fork server has the environment of its start, with the first run
     os.environ.update(environment)
     if share.cards is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = share.cards

@@ -1,8 +1,8 @@
 """Engine that trains runs as tasks of an existing Ray cluster.
 
 If a node dies, Ray restarts its tasks elsewhere (`retries`), and each run resumes from its newest checkpoint. A worker
-that receives SIGTERM saves and exits, which Ray treats as a failed task. Tasks end with the command that submitted
-them; the same command resumes their runs.
+that receives SIGTERM or SIGUSR1 saves and exits, which Ray treats as a crash and retries. Tasks end with the command
+that submitted them; the same command resumes their runs.
 """
 
 # pyright: reportMissingImports=false
@@ -37,9 +37,9 @@ class RayOptions(Part):
 
     Attributes:
         address: HOST:PORT, ray://HOST:PORT, or auto (RAY_ADDRESS, else the cluster of this machine).
-        cpus: number of cores and of PyTorch threads.
-        gpus: number of GPUs; several GPUs train a run with torchrun.
-        memory_gb: memory to reserve for a run, GB (2**30 bytes); default: none.
+        cpus: number of cores and of PyTorch's CPU threads of a run.
+        gpus: number of GPUs of a run; with several GPUs, torchrun trains it.
+        memory_gb: memory to reserve for a run, GB (2**30 bytes); default: no reservation.
         retries: maximum number of restarts of a run after the death of a node or process.
     """
 
@@ -52,7 +52,7 @@ class RayOptions(Part):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Working directory and environment of the command; a task adopts both before training.
+    """Working directory and environment of the command, which a task adopts before training.
 
     Attributes:
         folder: working directory, to which relative paths in recipes refer.
@@ -77,10 +77,11 @@ class RayEngine:
     """Engine that trains runs as tasks of a Ray cluster.
 
     Args:
-        folder: shared folder for stop files.
+        folder: folder for stop files and logs, on a file system that all nodes share.
+        options: address of the cluster and resources per run.
 
     Raises:
-        InputError: if the optional dependency Ray is not installed, or no cluster answers at the address.
+        InputError: if the optional dependency Ray is not installed, or the cluster cannot be connected to.
     """
 
     def __init__(self, folder: Path, options: RayOptions) -> None:
@@ -92,7 +93,7 @@ class RayEngine:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def room(self) -> int:
-        """Return an unlimited number of runs, as Ray queues tasks; 0 after `stop`."""
+        """Return `sys.maxsize`, as Ray queues tasks; 0 after `stop`."""
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
@@ -114,7 +115,7 @@ class RayEngine:
             self._tails[run.name] = MetricsTail(run.directory)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """Return new evaluations from the run directories, and the last events of tasks that have ended."""
+        """Return new evaluations, read from the run directories, and the last event of a task that has ended."""
         import ray
 
         if not self._tasks:
@@ -155,7 +156,10 @@ class RayEngine:
 
 
 def train_in_task(run: PlannedRun, folder: Path, threads: int, around: Surroundings) -> Event:
-    """Main function of a Ray task: train a run and return its last event. On a signal, save the run and exit."""
+    """Main function of a Ray task: train a run and return its last event.
+
+    On SIGTERM or SIGUSR1, the run is saved and the process exits with status 75, so that Ray retries the task.
+    """
     around.adopt()
     try:
         return train_remotely(run, folder, threads)
@@ -175,13 +179,17 @@ def _connect(address: str) -> None:
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise InputError(
-            f"--engine ray: no cluster answers at {where} ({reason}); start one with ray start --head, or set "
+            f"--engine ray: cannot connect to a cluster at {where} ({reason}); start one with ray start --head, or set "
             "--engine-option address=HOST:PORT"
         ) from error
 
 
 def _require_answer(address: str) -> None:
-    """Check that a cluster answers at the address; Ray retries a wrong address for minutes, then ends the process."""
+    """Check that an address with a port accepts connections; Ray would retry for minutes, then end the process.
+
+    Raises:
+        OSError: if it does not.
+    """
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), ANSWERS_WITHIN_S).close()

@@ -11,12 +11,12 @@ Events that end a job:
 | `scancel` | SIGTERM; after KillWait, SIGKILL | cancelled, because the script receives SIGTERM, too |
 | the sweep is stopped | SIGTERM, and `HASH.stop` exists | exits with status 0; a pending job is cancelled |
 
-On any signal the run is saved. Status 75 (`signals.CALL_AGAIN`) requests a requeue by the script. submitit's mechanism
-(SIGUSR2 and `checkpoint()`) is not used, because it saves within a signal handler, during an update.
+On SIGTERM and SIGUSR1 the run is saved. Status 75 (`signals.CALL_AGAIN`) requests a requeue by the script. submitit's
+mechanism (SIGUSR2 and `checkpoint()`) is not used, because it saves within a signal handler, during an update.
 
-If the command is killed, its jobs keep running. The next call finds them by `HASH.job` and reports their ends. A job
-whose run is done, or locked by another process, reports that and ends. The queue is read with Slurm commands that every
-cluster has; `sacct` would need a database.
+If the command is killed, its jobs keep running. The next call finds them by `HASH.job` and reports when they end. A job
+whose run is done, or locked by another process, returns the event `done` or `busy`. The queue is read with `squeue`,
+which every cluster has; `sacct` would need a database.
 """
 
 # pyright: reportMissingImports=false
@@ -51,16 +51,16 @@ if TYPE_CHECKING:
 
 ENDED = ("", "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 ENDED += ("REVOKED", "TIMEOUT")
-"""Final states of a job."""
+"""Final states of a job; empty for a job that the queue no longer lists."""
 
 ANSWERS_WITHIN_S = 60
 
 NAME = "sinklab"
-LARGEST_ARRAY = 1000  # Slurm's default limit
+LARGEST_ARRAY = 1000  # jobs; Slurm's default limit
 SAVES_WITHIN_S = 120
-"""Time between the request to save and the time limit, seconds."""
+"""Time between SIGUSR1, the request to save, and the time limit of the job, seconds."""
 
-UNHANDLED = [128 + number for number in PREEMPTING]  # status of a process killed by a signal during its start
+UNHANDLED = [128 + number for number in PREEMPTING]  # status of a process killed by the signal before it handles it
 REQUEUE = [
     "status=$?",
     f'case $status in {"|".join(map(str, [CALL_AGAIN, *UNHANDLED]))}) scontrol requeue "$SLURM_JOB_ID" ;; esac',
@@ -73,12 +73,12 @@ class SlurmOptions(Part):
 
     Attributes:
         partition, account, qos: options of sbatch; default: the cluster's.
-        cpus: number of cores and of PyTorch threads.
-        gpus: number of GPUs; several GPUs train a run with torchrun.
+        cpus: number of cores and of PyTorch's CPU threads of a run.
+        gpus: number of GPUs of a run; with several GPUs, torchrun trains it.
         memory_gb: memory of a job, GB (2**30 bytes); default: the cluster's.
-        hours: time limit of a job, at which the run is saved and requeued.
-        at_once: maximum number of concurrent runs; default: unlimited.
-        poll_seconds: interval between queries of the queue.
+        hours: time limit of a job; `SAVES_WITHIN_S` seconds before it, the run is saved and requeued.
+        at_once: maximum number of concurrent runs of a job array (up to 1,000 runs); default: unlimited.
+        poll_seconds: minimum interval between queries of the queue, seconds.
     """
 
     partition: str | None = None
@@ -99,7 +99,7 @@ class _Submitted:
     Attributes:
         stop: file whose existence requests that the run save and stop.
         state: state of the job in the queue; empty if the job is not listed.
-        ended: monotonic time when the end of the job was first observed; None if it has not ended.
+        ended: monotonic time in seconds at which the job was first seen to have ended; None if it has not.
     """
 
     run: PlannedRun
@@ -113,7 +113,9 @@ class SlurmEngine:
     """Engine that trains runs as jobs of a Slurm cluster.
 
     Args:
-        folder: shared folder for scripts, outputs and results of the jobs.
+        folder: folder for scripts, outputs, results, ids, stop files and logs of the jobs, on a file system that all
+            nodes share.
+        options: resources per run and limits on the queue.
 
     Raises:
         InputError: if submitit or Slurm is not installed here, or no cluster answers.
@@ -129,11 +131,15 @@ class SlurmEngine:
         self._executor = _executor(self._folder, options)
 
     def room(self) -> int:
-        """Return an unlimited number of runs, as Slurm queues jobs; 0 after `stop`."""
+        """Return `sys.maxsize`, as Slurm queues jobs; 0 after `stop`."""
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Submit the runs without a queued job as job arrays."""
+        """Submit runs as job arrays; the job of a run that an earlier call submitted is followed if it has not ended.
+
+        Raises:
+            SinklabError: if the cluster does not answer or rejects the jobs.
+        """
         queue = states(self._folder)
         new = []
         for run in runs:
@@ -147,7 +153,7 @@ class SlurmEngine:
             self._submit_array(new[first : first + LARGEST_ARRAY])
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """Return new evaluations from the run directories, and the last events of jobs that have ended."""
+        """Return new evaluations, read from the run directories, and the last events of jobs that have ended."""
         end = time.monotonic() + timeout
         while not (found := self._poll()) and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))
@@ -159,7 +165,7 @@ class SlurmEngine:
         for one in self._submitted.values():
             one.stop.ask()
         self._cancel("--state=PENDING")
-        self._cancel("--signal=TERM", "--state=RUNNING")  # in addition to the stop files, which may become visible late
+        self._cancel("--signal=TERM", "--state=RUNNING")  # stop files may become visible late
         self._polled = 0.0
 
     def close(self) -> None:
@@ -244,8 +250,9 @@ class Body:
     """Main function of a Slurm job, pickled by submitit.
 
     Args:
+        run: run to train.
         folder: the engine's shared folder, with stop files and logs.
-        threads: number of PyTorch threads.
+        threads: number of PyTorch's CPU threads.
     """
 
     def __init__(self, run: PlannedRun, folder: Path, threads: int) -> None:
@@ -255,7 +262,7 @@ class Body:
         """Train the run; return its last event.
 
         Raises:
-            SystemExit: with status 75, if a signal stopped the run without a request by the command.
+            SystemExit: with status 75, if a signal stopped the run and the sweep was not stopped.
         """
         try:
             return train_remotely(self._run, self._folder, self._threads)
@@ -288,7 +295,7 @@ def _executor(folder: Path, options: SlurmOptions) -> "SlurmExecutor":
 
 
 def _result(job: "Job[Event]") -> Event | None:
-    """Return the last event that a job has saved as its result; None if its file is missing or not visible yet."""
+    """Return the last event that a job has saved as its result; None if there is none (yet), or the job failed."""
     with suppress(OSError):
         outcome, value = pickle.loads(job.paths.result_pickle.read_bytes())
         if outcome == "success":
@@ -300,7 +307,7 @@ def _require_cluster() -> None:
     """Check that Slurm jobs can be submitted from this machine.
 
     Raises:
-        InputError: if submitit (optional dependency) or Slurm is not installed, or no cluster answers.
+        InputError: if submitit (optional dependency) or a Slurm command is not installed, or no cluster answers.
     """
     try:
         import submitit  # noqa: F401
@@ -331,12 +338,12 @@ def _output_of(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWERS_WITHIN_S).stdout
     except subprocess.CalledProcessError as error:
-        raise SinklabError(f"{command[0]} says: {_last_line(error.stderr)}") from error
+        raise SinklabError(f"{command[0]} failed: {_last_line(error.stderr)}") from error
     except subprocess.TimeoutExpired as error:
         raise SinklabError(f"{command[0]} did not respond within {ANSWERS_WITHIN_S} seconds") from error
 
 
 def _last_line(text: str) -> str:
-    """Return the last line of a command's output, which contains the error."""
+    """Return the last line of a command's output that is not blank; it usually names the error."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "nothing"
+    return lines[-1].strip() if lines else "no message"

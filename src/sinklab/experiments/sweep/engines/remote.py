@@ -1,7 +1,7 @@
-"""Shared code of the engines on_ray and on_slurm, which communicate with other machines through a shared folder.
+"""Shared code of the engines on_ray and on_slurm, which communicate with other machines through a shared folder:
 
-HASH.stop    requests that the run save and stop
-HASH.log     a line per start, evaluation and end, with time, machine and process
+HASH.stop    if it exists, the run is to save and stop
+HASH.log     a line per start, evaluation and end, with time (UTC), machine and process
 """
 
 import os
@@ -25,8 +25,8 @@ class StopFile:
     the load on a shared file system.
 
     Args:
-        folder: shared folder.
-        run: hash of the run.
+        folder: the engine's shared folder.
+        run: run, whose hash is the name of the file.
     """
 
     def __init__(self, folder: Path, run: PlannedRun) -> None:
@@ -39,7 +39,7 @@ class StopFile:
         return self._asked
 
     def exists(self) -> bool:
-        """True if the file exists now."""
+        """Return True if the file exists now."""
         return self._path.exists()
 
     def ask(self) -> None:
@@ -52,7 +52,11 @@ class StopFile:
 
 
 def new_rows(tails: Mapping[str, MetricsTail]) -> list[Event]:
-    """Return the evaluations of all runs since the last call as `row` events."""
+    """Return the evaluations of all runs since the last call as `row` events.
+
+    Args:
+        tails: readers by name of the run.
+    """
     return [Event(name, "row", row["step"], row) for name, one in tails.items() for row in one.new_rows()]
 
 
@@ -61,10 +65,11 @@ def train_remotely(run: PlannedRun, folder: Path, threads: int) -> Event:
 
     Args:
         folder: the engine's shared folder.
-        threads: number of PyTorch threads.
+        threads: number of PyTorch's CPU threads.
 
     Raises:
-        PreemptedError: if a signal stopped the run and there is no stop file; the run must be resumed.
+        PreemptedError: if a signal stopped the run and there is no stop file; the run is to be resumed.
+        SinklabError: if the log cannot be written.
     """
     from sinklab.experiments.sweep.worker import train_cell
 
