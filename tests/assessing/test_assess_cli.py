@@ -75,7 +75,7 @@ def test_the_answer_has_the_loss_without_the_sink_then_the_loss_that_it_causes()
     assert small.startswith("Hardly any loss without the sink: ")
     neither = found.model_copy(update={"results": {"heads": found.results["heads"]}})
     assert neither.answer() == [
-        "The loss without the sink was not assessed: pass --parts carries, or --parts streaming with --keep 0."
+        "The loss without the sink was not assessed: pass --parts carries, or streaming with --keep 0 and 4."
     ]
 
 
@@ -254,13 +254,13 @@ def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
     [
         (("--cache", 25, "--stream-length", 24), "fewer than the cache holds"),
         (("--cache", 1), "a cache must hold 2 keys or more"),
-        (("--keep", 8, "--cache", 8), "fewer than the cache holds"),
+        (("--keep", 8, "--cache", 8), "the smallest cache holds 8 keys; keep fewer, or set a larger --cache"),
         (("--length", 999), "exceeds the context"),
         (("--stream-length", 100), "cannot read beyond 64 tokens"),
         (("--positions", "cache"), "set --positions text"),
         (
             ("--parts", "length"),
-            "the part `length` does not apply to the model: its learned positional embeddings end at 64",
+            "the part `length` cannot be run: its learned positional embeddings end at 64",
         ),
         (("--parts", "streaming,sinks"), "'sinks' is unknown"),
         (("--length", 64, "--sequences", 2, "--parts", "heads,quantisation", "--stream-length", 64), "pass more text"),
@@ -286,7 +286,7 @@ def test_a_part_that_the_attention_does_not_allow_is_skipped_and_said(run: Run, 
     assert set(json.loads(out)["skipped"]) == {"carries", "heads"}
     status, _, err = on_one_line(run)("assess", directory, "--text", text, *SMALL, "--parts", "heads")
     assert status == 2
-    assert "the part `heads` does not apply to the model" in err
+    assert "the part `heads` cannot be run: " in err
 
 
 def _differential(folder: Path) -> tuple[Path, Path]:

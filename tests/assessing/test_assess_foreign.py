@@ -68,7 +68,7 @@ def test_rotary_positions_can_be_those_in_a_cache(name: str) -> None:
 
 
 def test_positions_of_two_rotary_embeddings_are_fixed() -> None:
-    assert HuggingFaceAdapter(made("gemma3")).fixed_positions() == "its layers do not share one rotary embedding"
+    assert HuggingFaceAdapter(made("gemma3")).fixed_positions() == "its layers have no common rotary embedding"
 
 
 def test_layers_without_positions_stream_as_those_of_the_run_that_was_exported(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_positions_of_layers_with_bases_of_their_own_are_fixed() -> None:
     config = hf.GraniteSWAConfig(**GROUPED, layer_rope_theta=[1e4, 10.0], attention_multiplier=0.3)
     torch.manual_seed(3)
     one = HuggingFaceAdapter(hf.AutoModelForCausalLM.from_config(config).double())
-    assert one.fixed_positions() == "its rotary embedding is of an unknown kind"
+    assert one.fixed_positions() == "its rotary embedding could not be reproduced in every layer"
 
 
 def test_learned_positions_are_fixed_and_end() -> None:

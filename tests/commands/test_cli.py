@@ -195,8 +195,8 @@ def test_prepared_data_can_be_trained_on(run: Run, text: Path, tmp_path: Path) -
         (["train"], "Missing argument 'RECIPE'"),
         (["measure", "x", "--inputs", "strange"], "strange"),
         (["measure", "x", "--map", "3"], "expected LAYER.HEAD"),
-        (["measure", "x", "--text", "text.jsonl", "--explore"], "pass a MODEL and --out"),
-        (["measure", "x", "--text", ".", "--by-domain", "--explore", "--out", "d"], "of one MODEL on one text"),
+        (["measure", "x", "--text", "text.jsonl", "--explore"], "pass MODEL and --out"),
+        (["measure", "x", "--text", ".", "--by-domain", "--explore", "--out", "d"], "remove --family, --by-domain"),
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, list) else None,
 )

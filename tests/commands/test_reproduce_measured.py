@@ -108,7 +108,7 @@ def test_a_preview_measures_nothing(run: Run) -> None:
         (("table_1", "--model", "gpt2", "--text", "none.jsonl"), "none.jsonl"),
         (("mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--steps", 5), "--steps applies to training"),
         (("mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--scale", "60m"), "--scale 60m applies to training"),
-        (("mine.yaml", "table_4", "--model", "gpt2"), "table_4 trains its own models"),
+        (("mine.yaml", "table_4", "--model", "gpt2"), "and table_4 trains its own: run them one after the other"),
         (("table_4", "--model", "gpt2"), "remove --model"),
     ],
 )

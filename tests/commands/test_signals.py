@@ -125,7 +125,9 @@ def test_measuring_ends_with_the_status_that_says_call_again(
     kill = Kill(sum(whole.calls()["command"]) // 2, "command", signal.SIGTERM)
     asked = Command(args, tmp_path / "asked.log", kill=kill)
     assert asked.wait() == 75, asked.printed()
-    assert asked.printed().endswith("interrupted; nothing was written. Run the same command again to start over.\n")
+    assert asked.printed().endswith(
+        "interrupted; unfinished results were not kept. Run the same command again to start over.\n"
+    )
 
 
 @pytest.mark.parametrize("module", ["typer", "sinklab.commands.app", "sinklab.train.recipe", "torch"])
@@ -232,7 +234,7 @@ def test_a_signal_that_comes_late_does_not_end_in_a_traceback(
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert ended.value.code == 75
-    assert "interrupted; nothing was written" in " ".join(capsys.readouterr().err.split())
+    assert "interrupted; unfinished results were not kept" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_a_template_that_rewrites_the_beginning_is_refused_with_what_to_do(token
 
 
 def test_a_conversation_that_the_template_refuses_is_named(tokenizer) -> None:
-    with pytest.raises(InputError, match=r"line 7: .*rejects this conversation \(no system role\)"):
+    with pytest.raises(InputError, match=r"line 7: .*cannot render this conversation \(no system role\)"):
         ChatTemplate(tokenizer, "{{ raise_exception('no system role') }}").tokenize(TALK, "chats.jsonl, line 7")
 
 

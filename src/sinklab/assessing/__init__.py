@@ -1,6 +1,6 @@
-"""Cost and benefit of a sink: streaming, eviction, quantisation, length, key ablations, and head roles.
+"""Cost and benefit of a sink: the loss that a model adds without it, and the loss that it adds in small formats.
 
-A part (part.py, parts/) runs the model on the text with edited or replaced attention calls (models/intercept.py), and
-computes the added loss and the KL divergence relative to the unchanged model (reading.py).
+A part (part.py, parts/) runs the model on the text with edited attention calls (models/intercept.py), weights or
+activations. Most parts compute loss and KL divergence relative to the unchanged model (reading.py).
 Formulas: docs/assess.md.
 """

@@ -32,7 +32,7 @@ def assess(
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        text: a .txt or .jsonl file or a folder of them, read as one stream; default for a run: its validation text.
+        text: a .txt or .jsonl file or a folder of them, read as one stream; None for the validation text of a run.
         out: directory of assessment.json, written after every part; a repeated call resumes the assessment, and may
             add parts.
 
@@ -41,7 +41,7 @@ def assess(
             to the model, or `out` has an assessment with other settings.
         HeldError: if another process writes an assessment to `out`.
         UnsavedError: if a result cannot be saved; the error contains the assessment so far.
-        SinklabError: if an intervention makes the model compute NaN.
+        SinklabError: if the model computes a loss or KL divergence that is not finite; finished parts are kept.
     """
     for name in options.parts:
         if name not in PARTS:
@@ -137,7 +137,8 @@ def _jobs(
     """Return the jobs of the parts that can be run on the model, and the reason for each skipped part, by name.
 
     Raises:
-        InputError: if a part requested by name cannot be run.
+        InputError: if a part requested by name cannot be run, or the text cannot be read or is too short (for a part
+            without `long_text`).
     """
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}
@@ -153,7 +154,7 @@ def _jobs(
                     raise
                 why = str(error)
         if options.parts and not options.where_possible:
-            raise InputError(f"the part `{name}` does not apply to the model: {why}")
+            raise InputError(f"the part `{name}` cannot be run: {why}")
         skipped[name] = why
     return jobs, skipped
 
@@ -166,8 +167,8 @@ def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -
         without = "" if options.parts else f", without {', '.join(part for part in USUAL if part not in IN_QUICK)}"
         quick = (
             f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "
-            f"{settings.stream_length:,} for streaming{without}; repeat without --quick for numbers to be "
-            "cited"
+            f"{settings.stream_length:,} for streaming{without}; for numbers to cite, repeat without "
+            "--quick"
         )
         notes.insert(0, quick)
     notes += [*text.conversations.notes(), *kinds.notes(), *kinds.notes_on_hidden_keys()]

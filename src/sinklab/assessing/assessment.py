@@ -1,4 +1,4 @@
-"""assessment.json: cost and benefit of the sink in one model, by part; formulas in docs/assess.md."""
+"""Content of assessment.json: cost and benefit of the sink in one model, by part; formulas in docs/assess.md."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,8 +36,8 @@ class Assessment(ReadDocument):
     """Content of assessment.json; each part has its own key, null until the part is finished.
 
     Attributes:
-        asked: model, text and settings, which determine the results.
-        context, layers: context length and number of layers of the model.
+        asked: identity of model and text, and the settings; together they determine the results.
+        context, layers: context length in tokens and number of layers of the model.
         notes: notes on the model, the text and the settings.
         skipped: reason why a part was skipped, by name of the part.
         seconds: run time in seconds, by name of the part.
@@ -105,7 +105,7 @@ class Assessment(ReadDocument):
         gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
         if not lost:
             said = [
-                "The loss without the sink was not assessed: pass --parts carries, or --parts streaming with --keep 0."
+                "The loss without the sink was not assessed: pass --parts carries, or streaming with --keep 0 and 4."
             ]
         else:
             most = max(added for added, _ in lost)
@@ -118,7 +118,7 @@ class Assessment(ReadDocument):
         return [remark for part in self.results.values() if (remark := part.remark())]
 
     def errors(self) -> list[str]:
-        """Return a note with the range of the standard errors of the added losses of each part; empty without any."""
+        """Return a list with a note on the range of standard errors of each part's added losses; empty without any."""
         errors = {
             name: found
             for name, part in self.results.items()
@@ -138,7 +138,7 @@ class Assessment(ReadDocument):
 
 
 def _nats(found: Sequence[tuple[float, str]]) -> str:
-    """Format losses as `+0.095 nats per token with the first key hidden, +0.082 in streaming`."""
+    """Format added losses as `+0.095 nats per token with the first key hidden, +0.082 in streaming`."""
     first, *others = (f"{added:+.3f}{{}} {words}" for added, words in found)
     return ", ".join([first.format(" nats per token"), *(one.format("") for one in others)])
 
@@ -152,7 +152,9 @@ def load_assessment(path: Path) -> Assessment:
     try:
         return Assessment.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
-        raise InputError(f"{path} cannot be read as an assessment ({error}): choose another --out") from error
+        raise InputError(
+            f"{path} cannot be read as an assessment ({error}): move it away, or choose another directory"
+        ) from error
 
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:

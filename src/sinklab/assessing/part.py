@@ -1,8 +1,8 @@
-"""Base class of the parts of an assessment: question, text, passes, result, answers, table rows, numbers, figure.
+"""Base class of the parts of an assessment, their text, and what they show: answers, table rows, numbers, figure.
 
 A part is a subclass of `AssessPart` in a file of its own in `parts/`, which finds it. Its fields are its entry in
-assessment.json. Losses and KL divergences are in nats per token; positions and layers are 1-based, a learned sink token
-is position 0.
+assessment.json. Losses and KL divergences are in nats per token. Positions and layers are 1-based; learned leading
+tokens (sink token, registers) are at positions 0, -1 and so on.
 """
 
 import math
@@ -40,21 +40,25 @@ class AssessText:
         self.conversations = model.conversations(keep_bos=not model.special)
 
     def sequences(self, most: int, length: int, fewest: int = 1) -> Tensor:
-        """Cut the stream into `fewest` to `most` sequences of `length` tokens: (N, T).
+        """Cut the stream into `fewest` to `most` sequences of `length` tokens, special tokens included: (N, T).
 
         Raises:
-            InputError: if the text is too short, cannot be read, or is missing for a model that is not a run.
+            InputError: if the text is too short or cannot be read, is missing for a model that is not a run, or
+                `length` leaves fewer than two tokens after the special ones.
         """
         special = len(self.model.special)
         body = length - special
         if body < 2:
-            raise InputError(f"sequences of {length} tokens, {special} of them special, are too short: use longer ones")
+            raise InputError(
+                f"sequences of {length} tokens, {special} of them special, are too short: use longer ones (--length, "
+                "--stream-length)"
+            )
         stream = self._stream(most * body)
         count = min(most, len(stream) // body)
         if count < fewest:
             raise InputError(
                 f"{self._text or 'the validation text of the run'} has {len(stream):,} tokens, and {fewest * body:,} "
-                f"are needed ({fewest} of {body:,} tokens): pass more text, or use shorter sequences and caches "
+                f"are needed ({fewest} x {body:,}): pass more text, or use shorter sequences and caches "
                 "(--length, --stream-length, --cache)"
             )
         return self.model.arrange(torch.tensor(stream[: count * body]).view(count, body), special > 0, None)
@@ -63,14 +67,14 @@ class AssessText:
         """Cut the stream into at most `most` sequences (N, T) and up to `others` further sequences (M, T).
 
         Raises:
-            InputError: if the text is too short for two sequences.
+            InputError: if the text is too short for two sequences, or as for `sequences`.
         """
         both_NT = self.sequences(most + others, length, fewest=2)
         N = max(1, len(both_NT) - others)
         return both_NT[:N], both_NT[N:]
 
     def _stream(self, tokens: int) -> list[int]:
-        """Return at least `tokens` token ids from the start of the text, or the ids of the full text."""
+        """Return at least `tokens` token ids from the start of the text; fewer if the whole text has fewer."""
         if self._text is None:
             if self.model.held_out is None:
                 raise InputError(f"--text is needed: {self.model.name} is not a run, so it has no validation text")
@@ -84,14 +88,14 @@ class AssessText:
 
 
 class Effect(ReadDocument):
-    """Loss of the model under an intervention, and its KL divergence from the unchanged model.
+    """Loss of the model under an intervention or unchanged, and its KL divergence from the unchanged model.
 
     Attributes:
-        loss: mean loss over the target tokens.
+        loss: mean loss over the target tokens (not the added loss).
         kl: mean over the targets of KL(unchanged model || model under the intervention).
         targets: number of target tokens.
-        error: standard error of the added loss; None for the unchanged model, for a mean over
-            several random draws, and with too few targets.
+        error: standard error of the added loss (`standard_error`); None for the unchanged model, for results of
+            `mean_effect`, and for a single block of targets.
     """
 
     loss: float
@@ -105,7 +109,7 @@ class PartJob:
     """A prepared part of an assessment, ready to run.
 
     Attributes:
-        passes: number of sequences read, summed over all forward passes.
+        passes: maximum number of sequences read, summed over the forward passes that report progress.
         run: function that runs the model on the sequences, calls its argument after each one, and returns the result.
     """
 
@@ -120,8 +124,8 @@ class PartRow:
     Attributes:
         what: description of the intervention.
         effect: loss and KL divergence under the intervention.
-        more: remark shown at the end of the row.
-        added: loss minus the unchanged loss on the same targets; None to subtract the loss of `unchanged`.
+        more: remark shown at the end of the row; empty for none.
+        added: loss minus the unchanged loss on the same targets; None to subtract the loss of `AssessPart.unchanged`.
     """
 
     what: str
@@ -176,9 +180,9 @@ class PartFigure:
     """The data and axes of a figure, which `report` draws.
 
     Attributes:
-        rows: values by field, including the fields of `colour` and of the axes.
+        rows: points, each a mapping of fields, which include the fields of `colour` and of the axes.
         y: vertical axis; default: the added loss.
-        kind: "lines" (a line per series), "dots" (joined dots per category of y) or "scatter".
+        kind: "lines" (a line per series), "dots" (dots joined in each category of y) or "scatter".
         colour: field that contains the name of the series; `series` is the order of the names in the legend.
         reference: position of a dashed line on the y axis (for dots, on the x axis).
         tooltip: further fields in the tooltip, as triples of field, title and number format.
@@ -206,11 +210,12 @@ class AssessPart(ReadDocument, ABC):
         name: name of the part in `--parts`, assessment.json and experiments.
         rank: position of the part in the order of execution and display.
         question: question that the part answers.
-        long_text: whether the part is skipped if the text is too short; otherwise an error is raised.
+        long_text: whether a text that is too short counts as a refusal, so that the part is skipped unless `--parts`
+            names it; otherwise it is an error.
         on_request: whether the part runs only if `--parts` names it, because it is slow.
         in_quick: whether --quick includes the part if `--parts` is not given.
         numbers: scalar results of the part.
-        loss_axis: title of the axis that shows the added loss.
+        loss_axis: title of an axis that shows the added loss.
         sequences, length: number of sequences N and tokens per sequence T.
         unchanged: loss of the unchanged model on the same text, read within its context.
     """
@@ -239,7 +244,7 @@ class AssessPart(ReadDocument, ABC):
         """Tokenise the text and return the job that runs the forward passes of the part.
 
         Raises:
-            InputError: if the text is too short.
+            InputError: if the text is too short, cannot be read or is missing (`AssessText.sequences`).
         """
 
     @abstractmethod
@@ -247,7 +252,7 @@ class AssessPart(ReadDocument, ABC):
         """List the answers to the part's question, which are shown before the table."""
 
     def rows(self) -> Iterator[PartRow]:
-        """List the rows of the result table, one per intervention."""
+        """List the rows of the result table, one per intervention or bucket of positions; none by default."""
         yield from ()
 
     def remark(self) -> str | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sinklab.opening import Model
 
 Placed = Literal["cache", "text"]
-LONGEST = 2**13  # tokens per sequence of the length part, unless 5/4 of the context is more
+LONGEST = 2**13  # maximum tokens per sequence of the length part, unless 5/4 of the context is more
 KEPT = (0, 1, 2, 4)
 CACHE_GROUP = 32  # successive tokens or channels of a cache that are rounded together
 
@@ -23,8 +23,8 @@ class DefaultSizes:
 
     Attributes:
         within: maximum number of tokens of a sequence that is read within the context.
-        tokens: total number of tokens of the sequences read within the context.
-        streamed: total number of tokens of the streaming part, and of the length part.
+        tokens: total number of tokens of the sequences read within the context, at least one sequence.
+        streamed: total number of tokens of the streaming part, and of the length part; at least one sequence each.
         kept: numbers of first tokens kept in the rolling cache.
     """
 
@@ -47,7 +47,7 @@ def _names(given: object) -> object:
 
 
 class AssessOptions(CommandSettings, frozen=True):
-    """Settings of an assessment; the default of a setting that is None depends on the model's context length.
+    """Settings of an assessment; a setting that is None or empty has a default that depends on the model.
 
     Attributes:
         where_possible: whether to skip requested parts that cannot be run on the model, instead of raising an error.
@@ -58,23 +58,29 @@ class AssessOptions(CommandSettings, frozen=True):
     parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all", metavar="NAMES")] = Field(
         default=(),
         exclude=True,
-        description="Comma-separated: streaming, quantisation, eviction, length, carries, heads, writer; all of "
-        "these; or kv_cache, pruning, budgets, which take longer.",
+        description="Comma-separated: streaming, quantisation, eviction, length, carries, heads, writer (all: these "
+        "seven); kv_cache, pruning, budgets, which take longer.",
     )
     quick: bool = Field(
         default=False,
         exclude_if=lambda quick: not quick,
         description="Smaller defaults that take minutes: sequences of 256 tokens, 512 in total, streaming 1,024; "
-        "--keep 0 and 4; all parts except length. Explicit options take precedence.",
+        "--keep 0 and 4; no length part. Explicit options take precedence.",
     )
     sequences: Annotated[int | None, Flag(panel=INPUT)] = Field(
-        default=None, ge=1, le=MOST, description="Number of sequences; default: 2,048 tokens in total, streaming 4,096."
+        default=None,
+        ge=1,
+        le=MOST,
+        description="Number of sequences; default: as many as hold 2,048 tokens, in streaming 4,096.",
     )
     length: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None, ge=8, le=MOST, description="Tokens per sequence; default: the context, at most 1,024."
     )
     stream_length: Annotated[int | None, Flag(panel=INPUT)] = Field(
-        default=None, ge=8, le=MOST, description="Tokens per sequence of streaming; default: 4 times --length."
+        default=None,
+        ge=8,
+        le=MOST,
+        description="Tokens per sequence of streaming; default: 4 times --length, at most a fixed context.",
     )
     caches: Annotated[Several[int], Flag("--cache")] = Field(
         default=(), description="Keys in the rolling cache; repeatable; default: 1/16 and 1/4 of --stream-length."
@@ -84,10 +90,11 @@ class AssessOptions(CommandSettings, frozen=True):
     )
     positions: Annotated[Placed | None, Flag(metavar="PLACE")] = Field(
         default=None,
-        description="Key positions: in the cache or in the text; default: cache if the model supports it.",
+        description="Key positions in streaming: cache or text; default: cache if the model supports it.",
     )
     budgets: Annotated[Several[int], Flag("--budget")] = Field(
-        default=(), description="Keys kept by eviction; repeatable; default: 1/8 and 1/4 of --length."
+        default=(),
+        description="Keys kept by eviction (budgets: the smallest); repeatable; default: 1/8 and 1/4 of --length.",
     )
     sink_tokens: int = Field(default=1, ge=1, description="Number of first tokens that form the sink.")
     residual: Annotated[int, Flag(panel=ADVANCED)] = Field(
@@ -102,7 +109,7 @@ class AssessOptions(CommandSettings, frozen=True):
         ge=1,
         le=MOST,
         exclude_if=lambda sequences: sequences == 1,
-        description="Number of sequences on which kv_cache and budgets test each key head separately.",
+        description="Number of sequences on which kv_cache and budgets test each KV head separately.",
     )
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Random seed for random keys and heads.")
     where_possible: bool = Field(default=False, exclude=True)
@@ -148,7 +155,7 @@ class AssessSettings(AssessOptions, frozen=True):
 
 
 def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
-    """Return the options with the defaults that are derived from the model's context filled in.
+    """Return the options with the defaults filled in, which depend on the model's context and on each other.
 
     Raises:
         InputError: if an option is invalid for the model or the length of the sequences.
@@ -181,10 +188,12 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
     for first in options.kept:
         if first >= min(caches):
             raise InputError(
-                f"--keep {first}: the smallest cache holds {min(caches)} keys; keep fewer than the cache holds"
+                f"--keep {first}: the smallest cache holds {min(caches)} keys; keep fewer, or set a larger --cache"
             )
     if not 1 <= options.sink_tokens <= length // 4:
-        raise InputError(f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, a quarter of the sequences")
+        raise InputError(
+            f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, a quarter of the tokens per sequence"
+        )
     if options.residual >= length:
         raise InputError(
             f"--residual {options.residual}: the sequences have {length} tokens, so that no key would be rounded: set "

@@ -4,7 +4,8 @@
     kl_t   = sum_v p_t(v) (log p_t(v) - log q_t(v))                 nats; p of the unchanged model, q of the edited one
 
 If sequences are longer than the context, the unchanged model reads them in windows of its context that overlap by half.
-Only the second half of a window is scored, so that every token has at least half a context before it.
+Of each window after the first only the second half is scored, so that every target beyond the first context has at
+least half a context before it.
 
 Logits are computed for some rows at a time. log p of the unchanged model is computed once and kept for all
 interventions, up to `LOG_PROBABILITIES_KEPT` bytes per text; for further rows it is recomputed with every
@@ -42,7 +43,7 @@ KeyHeads = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True)
 class ByPosition:
-    """Loss and KL divergence at every target token of N sequences.
+    """Loss and KL divergence at every target token of N sequences, as tensors (N, P).
 
     Attributes:
         first: 1-based position of the first target.
@@ -61,21 +62,26 @@ class ByPosition:
         The standard error is computed over blocks of 64 successive targets, as neighbouring targets are correlated.
 
         Raises:
-            SinklabError: if a loss is not finite.
+            SinklabError: if a loss or KL divergence is not finite.
         """
         here = slice(max(start - self.first, 0), None if stop is None else max(stop - self.first, 0))
         loss_NP, kl_NP = self.loss_NP[:, here], self.kl_NP[:, here]
         loss, kl = float(loss_NP.mean()), float(kl_NP.mean())
         if not (loss_NP.isfinite().all() and kl_NP.isfinite().all()):
-            raise SinklabError("the changed model computes NaN or infinity: its loss is not finite")
+            raise SinklabError(
+                "the model computes NaN or infinity, unchanged or under an intervention: its loss or KL divergence is "
+                "not finite. For a model in half precision, try --dtype float32"
+            )
         error = None if self.unchanged_NP is None else standard_error(loss_NP - self.unchanged_NP[:, here])
         return Effect(loss=loss, kl=max(kl, 0.0), targets=loss_NP.numel(), error=error)
 
 
 def standard_error(x_NP: Tensor) -> float | None:
-    """Compute the standard error of the mean of x, clustered by blocks of 64 positions; None for a single block.
+    """Compute the standard error of the mean of x, clustered by blocks; None for a single block.
 
-    (B / (B - 1) sum_b (sum of x in block b - size of b * mean)^2)^(1/2) / number of positions
+    A block has up to 64 successive positions of one sequence.
+
+    (B / (B - 1) sum_b (sum of x in block b - size of b * mean)^2)^(1/2) / (N P)
     """
     deviations_B = torch.stack([block_NK.sum(1) for block_NK in (x_NP - x_NP.mean()).split(TARGETS_OF_A_BLOCK, 1)])
     B = deviations_B.numel()
@@ -83,7 +89,7 @@ def standard_error(x_NP: Tensor) -> float | None:
 
 
 class HeadCost(Effect):
-    """Loss added when one KV head is rounded or restricted; `layer` and `head` are 1-based, in attention layers."""
+    """Loss with one KV head rounded or restricted; `layer` (of the attention layers) and `head` are 1-based."""
 
     layer: int
     head: int
@@ -98,7 +104,7 @@ class PairedReader:
         tokens_NT: token ids.
         step: function called once per sequence after each forward pass.
         whole: whether to also read every sequence in one piece, beyond the context.
-        kept: maximum size in bytes of the stored log-probabilities; at most a quarter of the free memory is used.
+        kept: maximum size in bytes of the stored log-probabilities, if that is less than a quarter of the free memory.
 
     Attributes:
         unchanged: loss of the unchanged model, read in windows of its context.
@@ -143,12 +149,12 @@ class PairedReader:
     ) -> ByPosition:
         """Return loss and KL divergence with edited or replaced attention calls, optionally within a context manager.
 
-        Args:
-            edit: function that edits every attention call.
-            compute: function that computes the output of every attention call.
-            surgery: context manager that edits the model during the pass.
-
         Sequences longer than the context are read in one piece.
+
+        Args:
+            edit: function that edits every attention call; None for none.
+            compute: function that computes the output of every attention call.
+            surgery: context manager that edits the model during the pass; None for none.
         """
         hidden_NTE = self.observed(edit, compute=compute, surgery=surgery)
         with evaluating(self.adapter.module):
@@ -168,7 +174,7 @@ class PairedReader:
         return hidden_NTE
 
     def by_key_head(self, under: Callable[[KeyHeads], ByPosition]) -> list[HeadCost]:
-        """Measure the cost of an intervention on each KV head alone.
+        """Measure an intervention on each KV head alone, ordered by layer and head.
 
         Args:
             under: function that reads this reader's text with the intervention on the given KV heads.
@@ -266,7 +272,7 @@ def first_importance(layer: LayerCall) -> Tensor:
 
 
 def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
-    """Average the effects of several random draws; returns the fields of an `Effect`, and the `losses` of the draws."""
+    """Average the effects of one or more draws; returns the fields of an `Effect` without `error`, and the `losses`."""
     losses = [one.loss for one in effects]
     kl = fmean(one.kl for one in effects)
     return {"loss": fmean(losses), "kl": kl, "targets": effects[0].targets, "losses": losses}

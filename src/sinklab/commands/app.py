@@ -1,4 +1,4 @@
-"""Command line of sinklab. Results go to standard output, everything else to stderr; heavy modules load lazily."""
+"""Command line of sinklab: results go to stdout, all else to stderr; heavy modules are imported by the commands."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -30,7 +30,7 @@ data_app = typer.Typer(cls=PlainGroup, help="Prepare text for training.", no_arg
 
 
 def main() -> None:
-    """Run the command line; a SinklabError is printed as a sentence on stderr and sets the exit status."""
+    """Run the command line and exit with its status; expected errors are printed to stderr without a traceback."""
     end(app)
 
 
@@ -76,26 +76,28 @@ def train(
     replay: Annotated[
         int | None,
         option(
-            ADVANCED, "Train nothing: recompute this step's batch and report the first tensor with NaN.", metavar="STEP"
+            ADVANCED,
+            "Train nothing: repeat this step and report the first tensor with NaN or infinity.",
+            metavar="STEP",
         ),
     ] = None,
-    dry_run: Annotated[bool, option(OUTPUT, "Train nothing: estimate parameters, FLOPs and memory.")] = False,
+    dry_run: Annotated[bool, option(OUTPUT, "Train nothing: print parameters, FLOPs and estimated memory.")] = False,
     anyway: Annotated[
-        bool, option(ADVANCED, "Train even if the memory estimate exceeds this machine's memory.")
+        bool, option(ADVANCED, "Train even if the memory estimate exceeds the memory of GPU or machine.")
     ] = False,
     track: Annotated[
         list[TrackerChoice] | None,
-        option(OUTPUT, "Also log to wandb (also offline) or tensorboard; repeatable.", metavar="NAME"),
+        option(OUTPUT, "Also log to wandb (offline: WANDB_MODE=offline) or tensorboard; repeatable.", metavar="NAME"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train one model; resumes from the run directory.
+    """Train one model, or resume its run.
 
     Example: sinklab train tiny --set model.attention.bias=k --set train.steps=500
 
     On several processes: torchrun --nproc-per-node 8 -m sinklab train 60m
 
-    SIGTERM and SIGUSR1 save and exit with status 75: repeat the command to resume. Ctrl-C does so with status 130.
+    SIGTERM and SIGUSR1 save and exit with status 75, Ctrl-C with status 130; the same command resumes.
     """
     from sinklab.commands.train import plan_command, replay_command, train_command
 
@@ -132,8 +134,8 @@ def export(
 ) -> None:
     """Export a run as a Hugging Face directory: safetensors, config, tokenizer, model card.
 
-    The default variant is a plain Llama, one with a sink logit a Granite; both load with transformers alone. Others
-    load after `sinklab.register()`, or with trust_remote_code=True from the exported modelling file.
+    Variants that transformers has load with transformers alone: the default is a Llama, with a sink logit a Granite.
+    Others load after `sinklab.register()`, or with trust_remote_code=True from the exported modelling file.
 
     Example: sinklab export runs/k my-model
     """
@@ -143,14 +145,20 @@ def export(
     with JobProgress(stderr(), phase=f"exporting {run}"):
         done = export_run(run, directory)
     alone = done.code is None
-    how = "loads with transformers alone" if alone else f"loads after `sinklab.register()`, or with {done.code}"
+    how = (
+        "loads with transformers alone"
+        if alone
+        else f"loads after `sinklab.register()`, or with trust_remote_code from {done.code}"
+    )
     line = f"{done.directory}: {done.architecture}, {done.parameters:,} parameters, step {done.step:,}; {how}"
     print_result(as_json, done.document, lambda out: out.print(line, **PLAIN))
 
 
 @with_options
 def interventions(as_json: Json = False) -> None:
-    """List every recipe key with its legal values, default, and neutral values (which leave the model unchanged).
+    """List the recipe keys that change a model or its training, with allowed, default and neutral values.
+
+    A neutral value gives the same numbers as the baseline; it is shown where one is known.
 
     Example: sinklab interventions
     """
@@ -165,17 +173,20 @@ def interventions(as_json: Json = False) -> None:
 
 @with_options
 def report(
-    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run, measurement or lab directories.")],
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Directories of runs, measurements, assessments or experiments."),
+    ],
     out: Annotated[Path | None, option(OUTPUT, "The HTML file; default: report.html in the first directory.")] = None,
     formats: Annotated[
         list[str] | None,
-        option(OUTPUT, "Also write every chart as svg, pdf or png; repeatable.", "--format", metavar="TYPE"),
+        option(OUTPUT, "Also write every chart to charts/ as svg, pdf or png; repeatable.", "--format", metavar="TYPE"),
     ] = None,
     pack: Annotated[
         Path | None, option(OUTPUT, "Also write one sweep without weights into this folder, small enough to commit.")
     ] = None,
 ) -> None:
-    """(Re)draw report.html from the results on disk; runs may be in progress.
+    """Draw report.html from the results on disk and print their tables; runs may be in progress.
 
     Example: sinklab report runs/lab --format svg
     """
@@ -200,16 +211,19 @@ def report(
 @with_options
 def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by report --pack.")],
-    retrain: Annotated[int, option(INPUT, "Number of runs, drawn at random, to retrain and compare.", min=0)] = 0,
+    retrain: Annotated[
+        int, option(INPUT, "Number of finished runs, drawn at random, to retrain and compare.", min=0)
+    ] = 0,
     seed: Annotated[int, option(INPUT, "Random seed for drawing the runs.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Verify packed results: checksums, recipe hashes, recomputed verdicts, and retrained runs.
+    """Verify packed results: checksums, recipe hashes, dates and verdicts of claims; with --retrain also some runs.
 
     Example: sinklab verify results/tiny --retrain 2
 
-    With the processor, versions and threads of the record, a retrained run must match bit for bit; otherwise its
-    validation loss must match within the printed tolerance. Exit status 1 if a check fails.
+    With the recorded processor, Python and torch versions and number of threads, a retrained run must match bit for
+    bit; otherwise its first and last validation loss must match within the printed tolerances. Exit status 1 if a
+    check fails.
     """
     from dataclasses import asdict
 
@@ -236,11 +250,12 @@ def runs(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories to search for runs.")],
     as_json: Json = False,
 ) -> None:
-    """List training runs: state, step, sink rate, loss, and the recipe keys that differ.
+    """List training runs: state, step, sink rate, loss, and changed recipe keys.
 
     Example: sinklab runs runs
 
-    States: running, done, stopped (the same command resumes it), failed, not begun, damaged.
+    States: running, done, stopped (the same command resumes it), failed, not begun (no checkpoint), damaged. Keys are
+    compared with the shipped recipe of the same name; without one, between the listed runs.
     """
     from dataclasses import asdict
 
@@ -263,7 +278,7 @@ GROUPS = {
     "Experiments": {"experiments": reproduce.experiments, "reproduce": reproduce.reproduce, "verify": verify},
     "Results on disk": {"report": report, "runs": runs},
 }
-"""The commands in the panels of `sinklab --help`."""
+"""Commands by panel of `sinklab --help`; the group `data` is added below."""
 
 for title, commands in GROUPS.items():
     for name, command in commands.items():

@@ -21,18 +21,19 @@ def assess(
     *,
     model: ModelName,
     text: Annotated[
-        Path | None, option(INPUT, "Text (.txt or .jsonl), read as one stream; default: the run's validation text.")
+        Path | None,
+        option(INPUT, "Text (.txt, .jsonl or a folder), read as one stream; default for a run: its validation text."),
     ] = None,
     options: AssessOptions,
     loading: LoadingOptions,
     out: Annotated[Path | None, option(OUTPUT, "Directory for assessment.json; the same call resumes.")] = None,
-    full: Annotated[bool, option(OUTPUT, "Also print loss and divergence for every change.")] = False,
+    full: Annotated[bool, option(OUTPUT, "Also print loss and KL divergence for every change.")] = False,
     as_json: Json = False,
 ) -> None:
     """Assess the cost and benefit of a sink: streaming, quantisation, eviction, length, key ablations, heads, writer.
 
     On request (--parts): KV cache quantisation, head pruning and per-head budgets. Each loss is reported with
-    the divergence from the unchanged model; docs/assess.md has the formulas.
+    the KL divergence from the unchanged model; docs/assess.md has the formulas.
 
     Example: sinklab assess runs/tiny-0 --text stories.txt --parts streaming,quantisation --out runs/tiny-0/assess
     """

@@ -24,18 +24,22 @@ def prepare(
             help="stdlib, site-packages, a .txt or .jsonl file, a folder of them, hf:NAME or synthetic:NAME."
         ),
     ],
-    tokenizer: Annotated[str, option(INPUT, "Hugging Face name or path, or train:SIZE.")],
+    tokenizer: Annotated[str, option(INPUT, "Hugging Face name or path, train:SIZE, or words for synthetic:NAME.")],
     out: Annotated[Path, option(OUTPUT, "Directory for the token shards.")],
-    valid_fraction: Annotated[float, option(INPUT, "Fraction of the documents held out for validation.")] = 0.02,
+    valid_fraction: Annotated[
+        float, option(INPUT, "Fraction of the documents held out for validation, at most 0.5.")
+    ] = 0.02,
     limit_bytes: Annotated[
         int | None, option(INPUT, "Read at most this many bytes of text.", min=1, max=LARGEST)
     ] = None,
-    limit_tokens: Annotated[int | None, option(INPUT, "Write exactly this many tokens.", min=2, max=LARGEST)] = None,
+    limit_tokens: Annotated[
+        int | None, option(INPUT, "Write at most this many training and validation tokens.", min=2, max=LARGEST)
+    ] = None,
     mix: Annotated[
         Literal["weights", "files"] | None,
         option(
             INPUT,
-            "weights: by domain weight; files: all files at an equal rate; default: sequentially.",
+            "Interleave domains by weight (weights), or all files at equal rates (files); default: sequential.",
             metavar="KIND",
         ),
     ] = None,
@@ -51,9 +55,9 @@ def prepare(
         ),
     ] = "refuse",
     seed: Annotated[
-        int, option(ADVANCED, "With --mix: random seed for the domain or file order.", min=0, max=LARGEST)
+        int, option(ADVANCED, "With --mix: random seed for the order of domains or files.", min=0, max=LARGEST)
     ] = 0,
-    dry_run: Annotated[bool, option(OUTPUT, "Write nothing: report the number of bytes and tokens.")] = False,
+    dry_run: Annotated[bool, option(OUTPUT, "Write nothing: estimate the number of bytes and tokens.")] = False,
     as_json: Json = False,
 ) -> None:
     """Tokenize text into shards that recipes use as data.source.
@@ -95,7 +99,7 @@ def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "
     """Build the data mix that the options describe; None without --mix.
 
     Raises:
-        InputError: if an option belongs to another kind of mix, or the weights file contains no weights.
+        InputError: if an option belongs to another kind of mix, or the weights file cannot be read or is invalid.
     """
     from sinklab.data.config import UniformMix, WeightedMix
     from sinklab.files import parse_yaml

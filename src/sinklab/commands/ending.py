@@ -1,4 +1,4 @@
-"""Run a command, set the exit status, and print an error as one sentence on stderr, under torchrun from rank 0 only."""
+"""Run a command, set the exit status, and print errors to stderr; an error that all ranks share only on rank 0."""
 
 import errno
 import os
@@ -16,15 +16,15 @@ from sinklab.files import FULL
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 SHOWN = 80  # characters shown of a path that is too long
 _KEPT = "interrupted; finished work is kept. Run the same command again to continue."
-_NOT_KEPT = "interrupted; nothing was written. Run the same command again to start over."
+_NOT_KEPT = "interrupted; unfinished results were not kept. Run the same command again to start over."
 _OUT_OF_MEMORY = (
     "out of memory: use a smaller model, shorter sequences or smaller batches "
-    "(train.micro_batch, --batch-size). Files saved before are untouched"
+    "(train.micro_batch, --batch-size). Files saved earlier are unchanged"
 )
 
 
 def end(app: typer.Typer) -> NoReturn:
-    """Run the command named in sys.argv, and exit the process with its status."""
+    """Run the command in sys.argv, and exit with its status: 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1."""
     try:
         with signals.left_on_signals():
             status = _status(app)
@@ -55,7 +55,7 @@ def _status(app: typer.Typer) -> int:
     except typer.Exit as leaving:
         return leaving.exit_code
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # of any path on the command line
+        if error.errno == errno.ENAMETOOLONG:  # raised by any use of a path that was passed
             _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; use a shorter one")
             return 2
         if error.errno not in FULL or error.filename is not None:
@@ -92,7 +92,7 @@ def _say_error(message: str) -> None:
 
 
 def say_on(console: Console, message: str) -> None:
-    """Print a message as plain text: control characters are replaced, rich markup is not interpreted."""
+    """Print a message as plain text: non-printable characters are replaced, rich markup is not interpreted."""
     console.print(printable(message), **PLAIN)
 
 

@@ -32,8 +32,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model on downstream tasks with lm-eval (extra eval), and measure its sink.
 
-    HellaSwag is read from a file (--data, or eval/hellaswag_val.jsonl.gz in SINKLAB_DATA) and needs no network; other
-    tasks come from the Hugging Face hub. docs/eval.md defines each number.
+    HellaSwag needs no network if its items are in a file: --data, or eval/hellaswag_val.jsonl or .jsonl.gz in
+    SINKLAB_DATA. Other tasks come from the Hugging Face hub. docs/eval.md defines each number.
 
     Example: sinklab eval runs/tiny-0 --tasks hellaswag --limit 200 --data hellaswag_val.jsonl.gz
     """

@@ -1,7 +1,7 @@
 """Generate command line options from the fields of pydantic settings models.
 
-A command takes the model as a parameter; typer sees one option per field instead, and the command receives the
-validated model. In the help, options are sorted by panel and types have short names; bounds are checked but not shown.
+A command has a settings model as a parameter; typer sees one option per field instead, and the command receives the
+validated settings. In the help, options are sorted by panel and types have short names; bounds are checked, not shown.
 Alternatives considered: pydantic-settings (its command line is argparse, with another help and other messages),
 pydantic-typer and typantic (the parameter's name before every option, or one model that holds everything), cyclopts
 (would replace typer for all commands).
@@ -25,18 +25,18 @@ REQUIRED = inspect.Parameter.empty
 
 
 METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
-"""Placeholders of option values by type; an option of choices lists the choices."""
+"""Placeholders of option values in the help, by type; for other types (choices), typer shows its own."""
 
 
 def _no_type(ctx: Any) -> None:
-    """Replace typer's display of an argument's type in the help; shows nothing."""
+    """Show nothing: replaces typer's display of an argument's type in the help."""
 
 
 class PlainGroup(TyperGroup):
     """A command group whose help shows no type column, as all its options are flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options of the group without their types; all are flags."""
+        """Return the options of the group, with empty placeholders."""
         parameters = super().get_params(ctx)
         for one in parameters:
             one.metavar = ""
@@ -44,7 +44,7 @@ class PlainGroup(TyperGroup):
 
 
 class PanelCommand(TyperCommand):
-    """A command whose help lists --help in the last panel of options, and arguments by their names in capitals."""
+    """A command whose help lists --help in the last panel of options, and arguments by metavar or name in capitals."""
 
     def __init__(self, *arguments: Any, **values: Any) -> None:
         super().__init__(*arguments, **values)
@@ -68,17 +68,17 @@ class PanelCommand(TyperCommand):
 
 
 class Only(tuple[str, ...]):
-    """Annotation of a settings parameter: names of the fields that become options, in the order of the help."""
+    """Annotation of a settings parameter: fields that become options, in this order within a panel; default: all."""
 
     def __new__(cls, *names: str) -> "Only":
         return super().__new__(cls, names)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that every field of its settings models, nested ones included, is a command line option.
+    """Wrap a command so that the fields of its settings models, nested ones included, are command line options.
 
-    The default value of the settings parameter, a model, sets the defaults of the options. Options of other parameters
-    are displayed and checked in the same way.
+    Fields without a description have no option. The default value of a settings parameter sets the defaults of its
+    options. Options of other parameters are displayed and checked in the same way; an invalid value raises InputError.
     """
     settings: dict[str, tuple[type[CommandSettings], CommandSettings | None, dict[str, inspect.Parameter]]] = {}
     parameters: list[inspect.Parameter] = []
@@ -110,7 +110,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     run.__name__ = command.__name__
-    run.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs)  # typer keeps the line breaks of most
+    # typer keeps the line breaks of all paragraphs but the first
+    run.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs)
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
@@ -161,7 +162,7 @@ def _check(name: str, option: OptionInfo, value: Any) -> None:
 
 
 def _model(kind: type[CommandSettings], default: CommandSettings | None, given: Mapping[str, Any]) -> CommandSettings:
-    """Build the settings model from option values by field name; a value of None leaves the field's default."""
+    """Build the settings model from option values by field name; for None, the field keeps its default."""
     values = dict(default or ())
     for name, field in kind.model_fields.items():
         if _is_nested(field.annotation):

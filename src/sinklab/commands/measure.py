@@ -24,7 +24,7 @@ class TableFormat(StrEnum):  # typer takes no lists of literals
     parquet = "parquet"
 
 
-Text = Annotated[Path | None, option(INPUT, ".txt or .jsonl (text or messages); for natural inputs.")]
+Text = Annotated[Path | None, option(INPUT, ".txt or .jsonl file (text or messages), or a folder; for natural inputs.")]
 
 
 @with_options
@@ -92,7 +92,10 @@ def measure(
     over_steps = by_checkpoint or len(revisions) > 1
     check_formats(tables, out, one=not (by_domain or family or over_steps))
     if request.options.explore and (out is None or by_domain or family or over_steps):
-        raise InputError("--explore draws the heads of one MODEL on one text into a report: pass a MODEL and --out")
+        raise InputError(
+            "--explore draws one measurement of one MODEL into a report: pass MODEL and --out, and remove --family, "
+            "--by-domain, --by-checkpoint and any second --revision"
+        )
     if revisions and not over_steps:
         loading = loading.model_copy(update={"revision": revisions[0]})
     console = stderr()
@@ -123,7 +126,8 @@ def measure(
 def compare(
     *,
     models: Annotated[
-        list[str], typer.Argument(metavar="A B...", help="Hugging Face ids, directories or .gguf files.")
+        list[str],
+        typer.Argument(metavar="A B...", help="Run directories, Hugging Face ids, model directories or .gguf files."),
     ],
     text: Text = None,
     request: Annotated[Request, Only("inputs", "sequences", "length", "eps", "no_bos", "batch_size", "seed")],
@@ -133,7 +137,7 @@ def compare(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure models on the same text, side by side: base against chat, small against large.
+    """Measure models on the same text or kind of tokens, side by side: base and chat, small and large.
 
     Example: sinklab compare BASE CHAT --text chats.jsonl --out compared
 
@@ -155,7 +159,9 @@ def parity(
     model: Annotated[str, typer.Argument(help="Hugging Face id, model directory or .gguf file.")],
     text: Annotated[
         Path | None,
-        typer.Option(rich_help_panel=INPUT, help=".txt or .jsonl (text or messages); default: random tokens."),
+        typer.Option(
+            rich_help_panel=INPUT, help=".txt or .jsonl file (text or messages), or a folder; default: random tokens."
+        ),
     ] = None,
     backend: Annotated[
         list[str] | None,
@@ -169,11 +175,12 @@ def parity(
     loading: LoadingOptions,
     as_json: Json = False,
 ) -> None:
-    """Check that the attention backends of transformers agree on a model, its learned sinks included.
+    """Check that transformers' attention backends give a model the same logits, with learned sinks if it has any.
 
     Example: sinklab parity MODEL --backend sdpa --backend eager
 
-    Exit status 1 if a backend differs from eager attention or drops the sink logits.
+    sinklab's own attention is always compared, too. Exit status 1 if a backend differs from eager attention or drops
+    the sink logits; a backend that is unavailable is not an error.
     """
     from sinklab.commands.measurements import Invocation, parity_command
 

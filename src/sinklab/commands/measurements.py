@@ -38,8 +38,8 @@ class Invocation:
     """The arguments that all measuring commands share.
 
     Attributes:
-        text: file or folder of text to measure on.
-        request, loading: measurement settings and loading settings, the same for every model.
+        text: file or folder of text to measure on; None without a text.
+        request, loading: measurement and loading settings of every model; checkpoints differ in the revision.
         out: results directory; None saves nothing.
         as_json: print the result as JSON instead of tables.
         console: console on stderr, for progress and messages.
@@ -67,8 +67,11 @@ class Invocation:
     def survey(self, what: str, total: int, measured: Callable[..., Any], show: Show[Any]) -> None:
         """Run `measured` with a progress bar over `total` measurements; print its result, even if it cannot be saved.
 
+        Args:
+            what: plural noun for the measurements, such as "domains".
+
         Raises:
-            SinklabError: if some measurements failed; the finished measurements are printed and saved.
+            SinklabError: if some measurements failed; the finished measurements are printed and, with `out`, saved.
         """
         with (
             printed_if_unsaved(partial(self.print, show=show)),
@@ -83,7 +86,7 @@ class Invocation:
         if outcome.failed:
             lines = [f"  {name}: {failure}" for name, failure in outcome.failed.items()]
             count = f"{len(lines)} of {len(lines) + len(outcome.measured)} {what} could not be measured"
-            raise SinklabError("\n".join([f"{count}; repeat the call to retry them:", *lines]))
+            raise SinklabError("\n".join([f"{count}; run the same command again to retry them:", *lines]))
 
 
 def checked_model(
@@ -98,10 +101,12 @@ def checked_model(
     """Return the argument MODEL of `sinklab measure`, or None with --family, after checking the options.
 
     Args:
+        names: families (--family).
+        revision: first --revision.
         over_steps: True if the checkpoints of MODEL are measured (--by-checkpoint or several --revision).
 
     Raises:
-        InputError: if there is neither MODEL nor --family or both, or options exclude each other.
+        InputError: if neither or both of MODEL and --family are given, or options exclude each other.
     """
     if names:
         if model is not None:
@@ -113,7 +118,9 @@ def checked_model(
             raise InputError(f"--revision {revision} requires one MODEL: remove it, or pass MODEL without --family")
         return None
     if by_domain and over_steps:
-        raise InputError("--by-domain and --by-checkpoint exclude each other: pass one of them")
+        raise InputError(
+            "--by-domain and several checkpoints (--by-checkpoint, --revision) exclude each other: pass one of them"
+        )
     if model is None:
         raise InputError("pass a MODEL, or families of models: --family gpt2 (see --help)")
     if models_dir is not None or dry_run:
@@ -149,25 +156,28 @@ def domains_command(model: str, given: Invocation) -> None:
 
     Raises:
         InputError: if there is no folder of texts; see also `measure_domains`.
-        SinklabError: if a domain could not be measured; the other domains are printed and saved.
+        SinklabError: if a domain could not be measured; the other domains are printed and, with --out, saved.
     """
     total = len(domain_files(given.text)) if given.text is not None and given.text.is_dir() else 0
     given.survey("domains", total, partial(measure_domains, model), partial(results.print_survey, DomainsDocument))
 
 
 def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation) -> None:
-    """Measure the checkpoints of one model, print and save the measurements.
+    """Measure checkpoints of one model, print and save the measurements.
+
+    Args:
+        revisions: revisions on the hub; empty for all checkpoints in a folder or run.
 
     Raises:
         InputError: see `measure_checkpoints`.
-        SinklabError: if a checkpoint could not be measured; the other checkpoints are printed and saved.
+        SinklabError: if a checkpoint could not be measured; the others are printed and, with --out, saved.
     """
     total, measured = len(saved_models(model, revisions)), partial(measure_checkpoints, model, revisions)
     given.survey("checkpoints", total, measured, partial(results.print_survey, CheckpointsDocument))
 
 
 def compare_command(models: Sequence[str], given: Invocation) -> None:
-    """Measure several models on the same text and print their comparison.
+    """Measure several models on the same text, print and save their comparison.
 
     Raises:
         InputError, SinklabError: see `compare_models`.
@@ -180,7 +190,7 @@ def parity_command(model: str, backends: Sequence[str], given: Invocation) -> No
 
     Raises:
         InputError: see `compare_backends`.
-        SinklabError: if a backend disagrees; the table has been printed.
+        SinklabError: if a backend differs from eager attention or drops the sink; the table has been printed.
     """
     with JobProgress(given.console, phase=f"reading {model} and the text") as observe:
         found = compare_backends(
@@ -211,7 +221,7 @@ def families_command(names: Sequence[str], models_dir: Path | None, given: Invoc
     """Measure the paper's models of the named families, print and save the measurements.
 
     Raises:
-        InputError: if there is no such family or directory, or no text.
+        InputError: see `measure_families`.
         SinklabError: if a model could not be measured; the other models are printed and saved.
     """
     given = replace(given, out=given.out or FAMILIES_OUT)

@@ -24,7 +24,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
-    """Declare a command line option in a panel of the help; `names` default to the name of its parameter."""
+    """Declare an option in a panel of the help, named after its parameter unless `names` are given."""
     return typer.Option(*names, rich_help_panel=panel, help=help, **settings)
 
 
@@ -33,11 +33,12 @@ class LoadingOptions(CommandSettings, frozen=True):
 
     dtype: Annotated[Precision, Flag(metavar="TYPE")] = Field(
         default="auto",
-        description="Data type of the weights: float32, bfloat16, float16, or auto (as stored; float32 where the "
-        "CPU only emulates that type).",
+        description="Data type of the weights: float32, bfloat16, float16, or auto (as stored, but float32 for .gguf "
+        "files and on a CPU that only emulates the stored type).",
     )
     device: Annotated[str, Flag(metavar="NAME")] = Field(
-        default="auto", description="auto, cpu, cuda, cuda:N, or map (weights spread over all devices)."
+        default="auto",
+        description="auto (a GPU if there is one), cpu, cuda, cuda:N, or map (weights spread over GPUs, memory, disk).",
     )
     revision: Annotated[str | None, Flag(metavar="NAME", panel=INPUT)] = Field(
         default=None, description="Branch, tag or commit on the hub; default: main."
@@ -45,7 +46,7 @@ class LoadingOptions(CommandSettings, frozen=True):
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
 
     def on(self, console: Console) -> "Loading":
-        """Return the settings of the model loader, which announces slow steps on the console."""
+        """Return the settings of the model loader, which prints a message to `console` before slow steps."""
         from sinklab.models.huggingface.loading import Loading
 
         return Loading(**dict(self), say=partial(say_on, console))
@@ -70,29 +71,31 @@ class ReproduceSettings(CommandSettings, frozen=True):
     seeds: int | None = Field(
         default=None,
         ge=1,
-        description="Models per cell: the first N of the experiment's seeds; default: all, usually 5.",
+        description="Replicates per cell: the first N seeds, draws or models; default: the experiment's, usually 5.",
     )
     models: Annotated[Several[str], Flag(name="--model", metavar="MODEL")] = Field(
         default=(),
-        description="Model to measure, for experiments on existing models, on --seeds draws of sequences: Hugging Face "
-        "id, directory, .gguf file or run directory; repeatable, the chat model second. Replaces the models "
-        "of experiments with fixed models.",
+        description="Model to measure, for experiments on existing models: Hugging Face id, directory, .gguf file or "
+        "run directory. Repeatable: the chat model second, or several models to compare. Replaces the models "
+        "of experiments with fixed models where these are the replicates.",
     )
     steps: int | None = Field(default=None, ge=1, description="Updates per model; default: as in the recipe.")
     text: Path | None = Field(
         default=None,
-        description="Text to train on, or to measure a --model on: .txt or .jsonl file, or folder.",
+        description="Text to train on (default: as in the recipe) or to measure on: .txt or .jsonl file, or folder.",
     )
     data: Path | None = Field(
         default=None,
         description="HellaSwag file, for experiments on existing models that use the task; .jsonl file of "
-        "conversations, for those that tune (figure_30).",
+        "conversations, for those that fine-tune (figure_30).",
     )
     trust_remote_code: Annotated[bool, Flag(panel=ADVANCED)] = Field(
         default=False, description="Run code from the model's repository."
     )
     jobs: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
-        default=None, ge=1, description="Number of models trained concurrently; default: set by the number of cores."
+        default=None,
+        ge=1,
+        description="Models trained concurrently (--engine local); default: one per GPU, else by cores.",
     )
     engine: Annotated[EngineName, Flag(panel=ADVANCED, metavar="NAME")] = Field(
         default=EngineName.local, description="Execution engine: local, slurm or ray."
@@ -101,10 +104,11 @@ class ReproduceSettings(CommandSettings, frozen=True):
         default=(), description="Option of slurm or ray, such as partition=gpu; repeatable."
     )
     dry_run: Annotated[bool, Flag(panel=OUTPUT)] = Field(
-        default=False, description="Train nothing: print the cells, their changes, and the estimated hours."
+        default=False, description="Run nothing: print cells, changes and estimated hours, or the planned measurements."
     )
     out: Annotated[Path | None, Flag(panel=OUTPUT)] = Field(
-        default=None, description="Directory for the runs, summary.json and report.html; default: runs/SCALE."
+        default=None,
+        description="Directory for results; default: runs/SCALE, or runs/models/MODEL/ID for existing models.",
     )
     packed: Annotated[Path | None, Flag(panel=ADVANCED)] = Field(
         default=None, description="Continue from this folder, written by report --pack: its runs are not trained again."
@@ -112,7 +116,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
 
     @property
     def directory(self) -> Path:
-        """Directory of the sweep: --out, or runs/SCALE."""
+        """Directory of a sweep of trained models: --out, or runs/SCALE."""
         return self.out or RUNS / self.scale
 
     @property
@@ -129,7 +133,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
 
 
 def print_result(as_json: bool, document: Callable[[], object], show: Callable[[Console], None]) -> None:
-    """Print a result to standard output: the JSON of `document()`, or by calling `show`."""
+    """Print a result to standard output: `document()` as JSON if `as_json`, else by calling `show`."""
     if as_json:
         print(json.dumps(document(), indent=2))
     else:
@@ -147,4 +151,4 @@ def printed_if_unsaved(show: Callable[[Any], None]) -> Iterator[None]:
 
 
 ModelName = Annotated[str, typer.Argument(help="Run directory, Hugging Face id, model directory or .gguf file.")]
-Json = Annotated[bool, option(OUTPUT, "Print only the result document to standard output.", "--json")]
+Json = Annotated[bool, option(OUTPUT, "Print the result as JSON to standard output.", "--json")]

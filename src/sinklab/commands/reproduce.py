@@ -27,11 +27,13 @@ ONLY_TRAINING = ("steps", "jobs", "engine_options", "packed", "scale", "engine")
 def lab(
     out: Annotated[Path, option(OUTPUT, "Directory for the runs, summary.json and report.html.")] = RUNS / "lab",
     steps: Annotated[int | None, option(INPUT, "Updates per model; default: as in the recipe.", min=1)] = None,
-    text: Annotated[Path | None, option(INPUT, "Train on this .txt or .jsonl file or folder.")] = None,
+    text: Annotated[
+        Path | None, option(INPUT, "Train on this .txt or .jsonl file or folder; default: as in the recipe.")
+    ] = None,
     seeds: Annotated[int, option(INPUT, "Models per cell; verdicts require five.", min=1)] = 1,
     as_json: Json = False,
 ) -> None:
-    """Train three tiny models that differ in their sink: softmax, K biases and sigmoid attention.
+    """Train three kinds of tiny models that differ in their sink: softmax, K biases and sigmoid attention.
 
     Softmax attention develops a sink on the first token; with K biases the sink moves to the bias; sigmoid attention
     without normalisation has hardly any. One model of each kind gives numbers but no verdict; shipped results of five
@@ -57,7 +59,9 @@ def experiments(
             metavar="EXPERIMENT...", help="Ids or .yaml files to show in full; default: list all experiments."
         ),
     ] = None,
-    coverage: Annotated[bool, option(OUTPUT, "List the parts of the paper and the claims that encode them.")] = False,
+    coverage: Annotated[
+        bool, option(OUTPUT, "List the parts of the paper, and the claims that encode them or why none does.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List the experiments of `sinklab reproduce`: question, cells, and estimated time on this machine.
@@ -93,23 +97,23 @@ def reproduce(
         list[str],
         typer.Argument(
             metavar="EXPERIMENT...",
-            help="Ids (see sinklab experiments), your own .yaml files, or all: every experiment at the scale, with "
-            "--data also those that tune.",
+            help="Ids (see sinklab experiments), your own .yaml files, or all: every experiment that trains models at "
+            "--scale, with --data also those that fine-tune them.",
         ),
     ],
     settings: ReproduceSettings,
     as_json: Json = False,
 ) -> None:
-    """Train every cell of experiments, compare them, and judge their claims.
+    """Run experiments: train their models or measure existing ones, and judge their claims.
 
     Example: sinklab reproduce table_4 table_2 --scale tiny --seeds 5 --jobs 2
 
-    Experiments on existing models (tables 1, 7 and 8, figures 2, 3, 9, 10 and 19, propositions) train nothing and
-    measure a --model; polypythias, smollm2_checkpoints, outlier_safe and gated_attention have fixed models.
+    Experiments on existing models train nothing: tables 1, 7 and 8, figures 2, 3, 9, 10 and 19 and propositions measure
+    a --model; polypythias, smollm2_checkpoints, outlier_safe and gated_attention have fixed models.
 
     Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
 
-    figure_30 trains its models and tunes them on conversations: --data CHATS.jsonl.
+    figure_30 trains its models and fine-tunes them on conversations: --data CHATS.jsonl.
 
     Prints our numbers next to the paper's and the verdict of each claim, and writes summary.json and report.html. Runs
     already trained below the directory are not trained again. Several calls, also on different machines that share the
@@ -149,11 +153,12 @@ def reproduce(
 def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
     """Return the named experiments without duplicates; all must train models, or all must measure existing models.
 
-    The name `all` includes experiments that fine-tune their runs only if conversations are passed (--data).
+    The name `all` stands for the shipped experiments that train models at the scale; those that fine-tune their runs
+    are included only if conversations are passed (--data).
 
     Raises:
-        InputError: if there is no such experiment, two different ones have the same id, trained and measured
-            experiments are combined, or an option belongs to the other kind.
+        InputError: if there is no such experiment (with `all`: none at the scale), two different ones have the same id,
+            trained and measured experiments are combined, or an option belongs to the other kind.
     """
     from sinklab.experiments.definition import SCALES
     from sinklab.experiments.shipped import experiment_ids, load_experiment
@@ -170,7 +175,7 @@ def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "lis
                 raise InputError(f"two different experiments have the id {one.id}: run them one after the other")
     if len(first) == 2:
         raise InputError(
-            f"{first[True]} measures a --model, and {first[False]} trains its own models: run them one after the other"
+            f"{first[True]} measures existing models, and {first[False]} trains its own: run them one after the other"
         )
     if False in first and settings.models:
         raise InputError(f"--model {settings.models[0]}: {first[False]} trains its own models; remove --model")
@@ -185,7 +190,7 @@ def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "lis
 
 
 def _train(questions: "Sequence[Question]", settings: ReproduceSettings, as_json: bool) -> None:
-    """Train the runs of the experiments, and print the summary to standard output.
+    """Train the runs of the experiments; print the summary to standard output, warnings and failures to stderr.
 
     Raises:
         Exit: with status 1 if a run failed; divergence of a cell that may diverge is not a failure.
@@ -200,9 +205,7 @@ def _train(questions: "Sequence[Question]", settings: ReproduceSettings, as_json
     print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: print_summary(summary, asked, out))
     edited = {run.directory: run.edited for run in summary.runs if run.edited}
     for directory, files in edited.items():
-        console.print(
-            f"warning: {out / directory} was changed by hand since its run ended ({', '.join(files)})", **PLAIN
-        )
+        console.print(f"warning: {out / directory} was changed after its run ended ({', '.join(files)})", **PLAIN)
     for undone, why in ended.left_out.items():
         console.print(f"warning: {undone}: {why}", **PLAIN)
     console.print(f"report: {out / REPORT}", highlight=False, soft_wrap=True)

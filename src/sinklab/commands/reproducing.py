@@ -1,4 +1,4 @@
-"""Implementation of `sinklab reproduce`: sweeps of trained models, and measurements of existing ones.
+"""Implementation of `sinklab reproduce` and `lab`: sweeps of trained models, and measurements of existing ones.
 
 A sweep prepares its data once, shares its runs with other processes, and writes summary.json and report.html.
 """
@@ -54,10 +54,10 @@ from sinklab.tuning.tune import check_extra, check_tuned, tune
 
 MODELS = Path("runs/models")
 NAMED = "named"
-"""Folder for the results of experiments with fixed models."""
+"""Folder in MODELS for the results of experiments with fixed models."""
 
 SUMMARISED_EVERY_S = 60.0
-"""Interval in seconds between writes of summary.json during training, so that it exists after a power cut."""
+"""Minimum interval in seconds between writes of summary.json during training, at ends of runs; for power cuts."""
 
 LOOKS_EVERY_S = 2.0
 """Interval in seconds between checks of runs that other processes assess or fine-tune."""
@@ -72,7 +72,7 @@ class SweepEnding:
     Attributes:
         summary: content of summary.json.
         failures: reason for failure by name of the run; divergence of a cell that may diverge is not a failure.
-        left_out: missing assessments and tunings: reason by a sentence such as "softmax seed 0 was not assessed".
+        left_out: reason for each missing assessment or tuning, by a phrase such as "softmax seed 0 was not assessed".
     """
 
     summary: Summary
@@ -81,7 +81,7 @@ class SweepEnding:
 
 
 def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
-    """Estimate the hours of the sweep; writes nothing. The speed of a cluster is known only from finished runs.
+    """Estimate the hours of the sweep; writes nothing. On slurm or ray, the speed is known only from finished runs.
 
     Raises:
         InputError: see `sweep`.
@@ -109,36 +109,42 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
         chats: .jsonl file of conversations (--data).
 
     Raises:
-        InputError: if the file is missing, contains no conversation or is not used by any experiment, if two
-            experiments have different tuning settings, or the optional dependency trl is not installed.
+        InputError: if the file is missing or malformed, contains no conversation or is not used by any experiment, two
+            experiments have different tuning settings, trl is not installed, or torchrun started several processes.
     """
     tuned = [one for one in experiments if one.tune is not None]
     if not tuned:
         if chats is not None:
             raise InputError(
-                f"--data {chats} is for experiments on existing models and for those with `tune`, and "
-                f"{experiments[0].id} trains its own models: remove it"
+                f"--data {chats} is for experiments with a downstream task or with `tune`, and "
+                f"{experiments[0].id} has neither: remove it"
             )
         return
     first, *others = tuned
     if chats is None:
         raise InputError(
-            f"{first.id} tunes its models on conversations, and none were given: pass a .jsonl file as --data, with a "
-            'line {"messages": [{"role": .., "content": ..}, ..]} for each'
+            f"{first.id} fine-tunes its models on conversations, and none were given: pass a .jsonl file as --data, "
+            'with a line {"messages": [{"role": .., "content": ..}, ..]} for each'
         )
     if different := [one.id for one in others if one.tune != first.tune]:
-        raise InputError(f"{first.id} and {different[0]} have different `tune`: run them in different directories")
+        raise InputError(
+            f"{first.id} and {different[0]} differ in `tune`: run them one after the other, each with its --out"
+        )
     check_extra()
     if next(read_conversations(chats), None) is None:
-        raise InputError(f"{chats} has no conversation")
+        raise InputError(f"{chats} contains no conversation: pass a .jsonl file with rows that have `messages`")
 
 
 def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: Console) -> SweepEnding:
-    """Train the missing runs of the experiments, and summarise all runs; progress is printed to `console`.
+    """Train the missing runs of the experiments, assess and fine-tune them if requested, and summarise all runs.
+
+    Progress is printed to `console`. Failed runs are returned, not raised.
 
     Raises:
         InputError: if an experiment lacks the scale, a text or directory is unusable, an overlay yields an invalid
-            recipe, or an engine is not installed or does not answer.
+            recipe, earlier results in the directory do not fit this call, or an engine is not installed or does not
+            answer.
+        SinklabError: if a file of an earlier run is damaged, or a file cannot be written.
         KeyboardInterrupt: Ctrl-C; everything is saved and the same call resumes.
         PreemptedError: SIGTERM or SIGUSR1; everything is saved and the same call resumes.
     """
@@ -186,7 +192,7 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
 
 
 def _jobs(settings: ReproduceSettings, runs: int) -> int:
-    """Return the number of concurrent runs: --jobs, else one per GPU, else by the number of cores."""
+    """Return the number of concurrent runs: --jobs, else one per GPU, else by number of runs and cores."""
     return settings.jobs or cards_here() or jobs_for(runs, cores_here())
 
 
@@ -194,7 +200,7 @@ def _check_version(path: Path) -> None:
     """Check that an existing summary.json has this schema version, so that no other version is overwritten.
 
     Raises:
-        InputError: if the versions differ; the message names both.
+        InputError: if the versions differ (the message names both), or the file cannot be read.
     """
     if not path.is_file():
         return
@@ -215,10 +221,11 @@ def _assess_and_tune(
     """Run the missing assessments (`assess`) and fine-tunings (`sft`) that the experiments request.
 
     Returns:
-        Error messages, by a sentence such as "softmax seed 0 was not tuned".
+        Error messages, by a phrase such as "softmax seed 0 was not tuned".
 
     Raises:
-        KeyboardInterrupt, PreemptedError: a signal during a fine-tuning, which is saved and resumed by the same call.
+        KeyboardInterrupt, PreemptedError: on a signal; finished assessment parts and the fine-tuning so far are saved,
+            and the same call resumes.
     """
     left: dict[str, str] = {}
     done = set[str]()
@@ -226,7 +233,7 @@ def _assess_and_tune(
         while runs := [run for run in _missing(manifests, out) if _undone(run) not in done | left.keys()]:
             free = [run for run in runs if not is_written(run.document)]
             if not free:  # all are assessed or tuned by other processes
-                progress.begin("waiting for other processes, which assess or tune runs")
+                progress.begin("waiting for other processes that assess or tune runs")
                 time.sleep(LOOKS_EVERY_S)
             for number, run in enumerate(free, 1):
                 progress.say(f"{run.doing} {run.name}, {number} of {len(free)}")
@@ -259,8 +266,11 @@ def _tune_run(run: store.TuningRequest, chats: Path, observe: Observer) -> None:
     """Fine-tune the model of a run on conversations, and save the results next to the run directory.
 
     Raises:
-        InputError: if the run's weights are missing, or a conversation cannot be used.
-        SinklabError: if a loss or gradient is not finite.
+        InputError: if the run's weights are missing, a conversation cannot be used, or the results there have other
+            settings.
+        HeldError: if another process fine-tunes the run.
+        SinklabError: if a loss or gradient is not finite, or the disk is full.
+        KeyboardInterrupt, PreemptedError: on a signal, after saving.
     """
     ended = tune(str(run.directory), TuneSources(chats), run.options, run.document.parent, observe=observe)
     if ended.exit_status:
@@ -271,7 +281,10 @@ def _assess_run(run: store.Unassessed, observe: Observer) -> None:
     """Assess the model of a run on the run's validation text; parts that do not apply to the model are skipped.
 
     Raises:
-        InputError: if the run was assessed on another text before, or the run's text or weights are missing.
+        InputError: if the run was assessed on another text or with other settings before, or its text or weights are
+            missing or changed.
+        HeldError: if another process assesses the run.
+        SinklabError: if a loss is not finite, or a result cannot be saved.
     """
     path = run.directory / ASSESSMENT
     if path.is_file() and not load_assessment(path).on_held_out:
@@ -311,14 +324,13 @@ def measure_experiments(
 ) -> None:
     """Run the missing measurements of experiments on existing models, judge the claims, and print the summary.
 
-    Progress is printed to `console`, the summary to standard output.
-
-    A single experiment is written to --out, several to folders in it named by id. The default is a folder per model in
-    runs/models.
+    Progress is printed to `console`, the summary to standard output. A single experiment is written to --out, several
+    to folders in it named by id; without --out, each is written to runs/models/MODEL/ID.
 
     Raises:
         InputError: if a model or text is missing or cannot be used.
-        SinklabError: if a measurement failed; the finished measurements are saved, summarised and printed.
+        SinklabError: if a measurement failed (the finished ones are saved, summarised and printed), or a result cannot
+            be saved.
         KeyboardInterrupt, PreemptedError: finished measurements are saved, and the same call resumes.
     """
     models, text, data = settings.models, settings.text, settings.data
@@ -382,7 +394,7 @@ def preview_measured(experiments: Sequence[Experiment], settings: ReproduceSetti
 
 
 def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> dict[str, list[Pass]]:
-    """List the measurement passes (model and sequences) of each experiment, by its id.
+    """List the measurement passes (models, sequences, cells) of each experiment, by its id.
 
     Raises:
         InputError: if a model or text is missing or cannot be used.

@@ -18,15 +18,16 @@ from sinklab.tuning.settings import TuneOptions
 def sft(
     *,
     model: ModelName,
-    data: Annotated[Path, option(INPUT, "Conversations, .jsonl with messages (role and content).")],
+    data: Annotated[Path, option(INPUT, "Conversations: .jsonl file with messages (role and content).")],
     out: Annotated[
         Path, option(OUTPUT, "Directory for sft.json, metrics and the tuned model/; the same call resumes.")
     ],
     text: Annotated[
-        Path | None, option(INPUT, "Text for the sink metric; default: the held-out conversations.")
+        Path | None,
+        option(INPUT, "Text for the sink metric (.txt, .jsonl or a folder); default: the held-out conversations."),
     ] = None,
     chat_template: Annotated[
-        Path | None, option(INPUT, "Jinja chat template, preferably with {% generation %} marks.")
+        Path | None, option(INPUT, "Jinja chat template, preferably with {% generation %} marks; default: the model's.")
     ] = None,
     options: TuneOptions,
     loading: Annotated[LoadingOptions, Only("device", "revision", "trust_remote_code")],
@@ -34,8 +35,8 @@ def sft(
 ) -> None:
     """Fine-tune a model on the assistant tokens of conversations, measuring the sink at every evaluation.
 
-    The defaults are the paper's: learning rate 2e-5, cosine, 64 conversations of 2,048 tokens, one epoch. The same
-    command resumes interrupted training. DIR/model is a Hugging Face directory.
+    The defaults are the paper's: learning rate 2e-5, cosine, 64 conversations of at most 2,048 tokens per update, one
+    epoch. The same command resumes interrupted training. The tuned model is a Hugging Face directory, model/ in --out.
 
     Example: sinklab sft runs/k --data chats.jsonl --out runs/k-chat
     """

@@ -31,7 +31,7 @@ class Ended:
 
     Attributes:
         directory: run directory.
-        exit_status: 0 if the run is done; 130 (Ctrl-C) or 75 (SIGTERM, SIGUSR1) if it was saved and stopped.
+        exit_status: 0 if the run is done; 130 (Ctrl-C) or 75 (SIGTERM, SIGUSR1, or another process) if it was stopped.
         speaks: True if this process (rank 0) prints the results.
         recipe: recipe with all defaults and overrides applied.
     """
@@ -53,11 +53,13 @@ def train_command(
     """Train a model as in the recipe, or resume from the run directory; log progress to `console` and the trackers.
 
     Args:
-        anyway: train even if the memory estimate exceeds the machine's memory.
+        out: run directory; default: runs/NAME-HASH.
+        anyway: train even if the memory estimate exceeds the memory of the GPU or machine.
 
     Raises:
-        InputError: if a recipe, text or directory cannot be used, the model exceeds the memory, or the optional
-            dependency of a tracker is not installed.
+        InputError: if a recipe, text or directory cannot be used, the estimate exceeds the memory, the batch size is
+            not a multiple of the processes, or the optional dependency of a tracker is not installed.
+        HeldError: if another process trains this run.
         SinklabError: if training failed; saved checkpoints are kept.
     """
     keep_freed_memory()
@@ -128,7 +130,7 @@ def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, b
         The estimates, and True if this process (rank 0) prints them.
 
     Raises:
-        InputError: if the recipe or text cannot be used.
+        InputError: if the recipe, device or text cannot be used, or the batch size is not a multiple of the processes.
     """
     with joined_world() as world:
         loaded = world.together(lambda: _recipe(recipe, overrides, world))
@@ -137,11 +139,11 @@ def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, b
 
 
 def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step: int, console: Console) -> Replay:
-    """Recompute loss and gradients on the batch of one step of a run, to find the first tensor with NaN.
+    """Recompute loss and gradients on the batch of one step of a run, to find the first tensor with NaN or infinity.
 
     Raises:
         InputError: if there is no such run or step, or several processes were started.
-        SinklabError: if none of the run's checkpoints is valid.
+        SinklabError: if none of the run's checkpoints is valid, or an earlier step is not finite.
     """
     with joined_world() as world:
         if world.size > 1:
@@ -151,14 +153,14 @@ def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step
 
 
 def _recipe(name: str, overrides: Iterable[str], world: World) -> Recipe:
-    """Load the recipe by name or file, and initialise the device it trains on."""
+    """Load the recipe by name or file, and make its GPU, if any, the current device of this process."""
     recipe = started(load_recipe(name, overrides))
     world.use(recipe.train.device)
     return recipe
 
 
 def _check_fits(recipe: Recipe, world: World, console: Console) -> None:
-    """Check that the model fits into memory before the text is prepared, if the vocabulary size is already known."""
+    """Check that training fits into memory; the text is prepared only if the vocabulary size is unknown without it."""
     check_fits(sized(recipe, world.device(recipe.train.device), lambda: _data(recipe, console)), world)
 
 

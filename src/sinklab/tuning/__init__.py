@@ -1,1 +1,1 @@
-"""Instruction tuning on conversations, with measurements of the sink (docs/sft.md)."""
+"""Instruction tuning of a model on conversations, with measurements of its sink (docs/sft.md)."""

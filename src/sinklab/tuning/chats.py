@@ -10,8 +10,8 @@ which is a prefix of the whole rendered conversation. A template that violates t
 The text is tokenized up to each boundary of the assistant's text. A token that would cross a boundary is split there,
 as in generation. Character offsets are not used, because they are wrong for tokenizers that drop characters.
 
-Conversations are truncated to the sequence length, and excluded if no assistant tokens remain. The held-out
-conversations depend only on the seed and the file.
+Conversations are truncated to the sequence length, and excluded if no assistant tokens remain. The others are shuffled
+by the seed; the first of them are held out (`sft_dataset.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ class TokenizedChat:
 
     Attributes:
         is_trained: loss mask: True for the assistant's tokens.
-        is_exact: True if the assistant's tokens decode to the assistant's text.
+        is_exact: True if the assistant's tokens decode to the assistant's text, except for white space at its ends.
     """
 
     ids: list[int]
@@ -67,7 +67,7 @@ class ChatTemplate:
         notes: notes for the user if the template is not the tokenizer's.
 
     Raises:
-        InputError: if the tokenizer has neither template nor EOS, or several templates.
+        InputError: without `given`, if the tokenizer has neither template nor EOS, or several templates.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", given: str | None = None) -> None:
@@ -94,15 +94,15 @@ class ChatTemplate:
         """Tokenize a conversation.
 
         Raises:
-            InputError: if the template fails or does not mark the assistant's text, or the tokenizer has no tokens for
-                the text; `where` names the row in the message.
+            InputError: if the template fails, the assistant's text cannot be located in the rendered conversation, or
+                the tokenizer has no tokens of its own for it; `where` names the row in the message.
         """
         whole = self._rendered(messages, where)
         spans = whole.marked if self._is_marked else list(self._spans(messages, whole.text, where))
         if not any(whole.text[start:end].strip() for start, end in spans):
             raise InputError(
-                f"{where}: the chat template puts none of the assistant's text between its {{% generation %}} marks: "
-                "pass another template as --chat-template FILE"
+                f"{where}: the chat template writes none of the assistant's text, or none between its "
+                f"{{% generation %}} marks: pass another template as --chat-template FILE"
             )
         chat = self._tokens(whole.text, spans, where)
         if not any(chat.is_trained):
@@ -174,7 +174,7 @@ class Chats:
         usable: conversations with assistant tokens after truncation.
         read: number of conversations in the file.
         cut: number of usable conversations that were truncated.
-        inexact: number of conversations in which the tokenizer changes the assistant's text.
+        inexact: number of conversations, also of unusable ones, in which the tokenizer changes the assistant's text.
     """
 
     usable: list[TokenizedChat]
@@ -183,7 +183,7 @@ class Chats:
     inexact: int = 0
 
     def note(self, length: int) -> str:
-        """Return a sentence with the numbers of conversations read, truncated to `length` and excluded."""
+        """Return a note with the numbers of conversations read, truncated to `length`, excluded and changed."""
         silent = self.read - len(self.usable)
         left_out = f", {silent:,} left out because they have no assistant text before the cut" if silent else ""
         otherwise = (
@@ -202,8 +202,8 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
         seed: random seed of the shuffling.
 
     Raises:
-        InputError: if the file has no conversations, or a conversation has no assistant text or fails in the template
-            or tokenizer; the message names the line.
+        InputError: if the file cannot be read or has no conversations, or a conversation has no assistant text or fails
+            in the template or tokenizer; the message names the line.
     """
     chats = []
     for messages, where in read_conversations(path):
@@ -213,7 +213,7 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
             )
         chats.append(template.tokenize(messages, where))
     if not chats:
-        raise InputError(f"{path} contains no conversation")
+        raise InputError(f"{path} contains no conversation: pass a .jsonl file with rows that have `messages`")
     taught = [one for one in chats if any(one.is_trained[1:length])]
     usable = [TokenizedChat(one.ids[:length], one.is_trained[:length]) for one in taught]
     cut = sum(len(one.ids) > length for one in taught)
@@ -222,7 +222,7 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
 
 
 def first_tokens(chats: Sequence[TokenizedChat], sequences: int, length: int) -> Tensor:
-    """Return the first `length` tokens of at most `sequences` conversations that are long enough. Shape (N, T).
+    """Return the first `length` tokens of at most `sequences` conversations that are long enough: (N, T).
 
     Raises:
         InputError: if no conversation is long enough.

@@ -21,7 +21,7 @@ TOKENS_AT_A_TIME = 4096  # tokens per micro-batch
 
 
 class TuneOptions(CommandSettings, frozen=True):
-    """Settings of instruction tuning; for None, a value is derived from the model and the conversations."""
+    """Settings of instruction tuning; a value that is None is derived from model, conversations and other settings."""
 
     panel = TRAINING
 
@@ -29,12 +29,15 @@ class TuneOptions(CommandSettings, frozen=True):
     warmup: float = Field(default=0.1, ge=0.0, le=0.9, description="Fraction of the steps with linear warm-up.")
     batch_size: int = Field(default=64, ge=1, le=10**6, description="Conversations per step.")
     micro_batch: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
-        default=None, ge=1, description="Conversations per forward pass; default: about 4,096 tokens."
+        default=None, ge=1, description="Conversations per forward pass; default: as many as hold 4,096 tokens."
     )
     length: int | None = Field(
-        default=None, ge=4, le=MOST, description="Tokens per conversation; default: 2,048, or the context."
+        default=None,
+        ge=4,
+        le=MOST,
+        description="Tokens after which a conversation is cut; default: 2,048, at most the context.",
     )
-    epochs: float = Field(default=1.0, ge=1e-6, le=1e6, description="Passes over the conversations.")
+    epochs: float = Field(default=1.0, ge=1e-6, le=1e6, description="Passes over the training conversations.")
     steps: int | None = Field(default=None, ge=1, le=MOST, description="Number of updates; overrides --epochs.")
     held_out: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
         default=None, ge=1, description="Number of held-out conversations; default: a tenth, at most 100."
@@ -58,12 +61,12 @@ class TuneOptions(CommandSettings, frozen=True):
         default=0.3, ge=1e-9, le=1 - 1e-9, description="Threshold: a position is a sink if its importance exceeds it."
     )
     seed: Annotated[int, Flag(panel=ADVANCED)] = Field(
-        default=0, ge=0, le=2**32 - 1, description="Random seed for the order of the conversations."
+        default=0, ge=0, le=2**32 - 1, description="Random seed for held-out conversations and training order."
     )
 
 
 class TuneSettings(TuneOptions, frozen=True):
-    """Settings of instruction tuning with all derived values; `steps` is the number of updates over all epochs."""
+    """Settings of instruction tuning with all values derived; `steps`, the number of updates, replaces `epochs`."""
 
     micro_batch: int = Field(default=...)
     length: int = Field(default=...)
@@ -76,10 +79,10 @@ class TuneSettings(TuneOptions, frozen=True):
 
 
 class TuneManifest(TuneSettings, frozen=True):
-    """All settings that affect the result of a tuning run.
+    """All settings and inputs that affect the result of a tuning run.
 
     Attributes:
-        files: hash of the model's files; None for a model on the hub.
+        files: hash of the model's files (`opening.model_files`); None for a model on the hub.
         data: SHA-256 of the conversations file.
         sink_tokens: SHA-256 of the tokens of the sink metric.
         chat_template: template that replaces the model's; None for the model's own.
@@ -92,13 +95,13 @@ class TuneManifest(TuneSettings, frozen=True):
 
 
 def length_for(options: TuneOptions, context: int | None) -> int:
-    """Return the maximum length of conversations, in tokens.
+    """Return the length in tokens after which conversations are cut.
 
     Args:
         context: context length of the model; None without a limit.
 
     Raises:
-        InputError: if the length exceeds the context.
+        InputError: if the requested length exceeds the context.
     """
     if options.length is None:
         return min(LONGEST, context or LONGEST)
@@ -111,7 +114,7 @@ def held_out_for(options: TuneOptions, conversations: int) -> int:
     """Return the number of held-out conversations.
 
     Raises:
-        InputError: if there are too few conversations, or none left for training.
+        InputError: if there are fewer than two conversations, or none would be left for training.
     """
     if conversations < 2:
         raise InputError(
@@ -120,7 +123,9 @@ def held_out_for(options: TuneOptions, conversations: int) -> int:
         )
     count = min(HELD_OUT, max(1, conversations // 10)) if options.held_out is None else options.held_out
     if count >= conversations:
-        raise InputError(f"--held-out {count} leaves none of {conversations} usable conversations to train on")
+        raise InputError(
+            f"--held-out {count} leaves none of {conversations} usable conversations to train on: hold out fewer"
+        )
     return count
 
 
@@ -128,19 +133,21 @@ def settings_for(options: TuneOptions, length: int, held_out: int, trained: int)
     """Return the options with every None replaced by its derived value.
 
     Args:
-        length: maximum length of conversations, in tokens.
+        length: length after which conversations are cut, in tokens.
         held_out, trained: number of held-out and of training conversations.
 
     Raises:
-        InputError: if the batch size is not a multiple of the micro-batch, or the sink metric uses sequences longer
-            than `length`.
+        InputError: if the batch size is not a multiple of the micro-batch, or the sequences of the sink metric are
+            longer than `length`.
     """
     micro = options.micro_batch or _largest_divisor(options.batch_size, max(1, TOKENS_AT_A_TIME // length))
     if options.batch_size % micro:
         raise InputError(f"--batch-size {options.batch_size} is not a multiple of --micro-batch {micro}: set a divisor")
     sink_length = min(SINK_LENGTH, length) if options.sink_length is None else options.sink_length
     if sink_length > length:
-        raise InputError(f"--sink-length {sink_length} exceeds the {length} tokens per sequence: set at most {length}")
+        raise InputError(
+            f"--sink-length {sink_length} exceeds the {length} tokens per conversation: set at most {length}"
+        )
     steps = options.steps or math.ceil(options.epochs * math.ceil(trained / options.batch_size))
     every = max(1, steps // EVALUATIONS)
     decided = {

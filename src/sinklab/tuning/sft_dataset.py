@@ -34,7 +34,7 @@ class TuneSources:
     Attributes:
         chats: .jsonl file of conversations.
         text: text for the sink metric; None for the held-out conversations.
-        template: file with a chat template that replaces the model's.
+        template: file with a chat template that replaces the model's; None for the model's.
     """
 
     chats: Path
@@ -78,7 +78,8 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
     notes = [*_notes_of_loading(opened), *template.notes, chats.note(length)]
     if len(tokens_NT) < settings.sequences:
         notes.append(
-            f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: the text is too short for all"
+            f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: the text, or the held-out "
+            "conversations of at least that length, give no more"
         )
     tuning = Tuning(
         model=model,
@@ -101,13 +102,13 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
 
 
 def open_trainable(name: str, loading: Loading) -> Model:
-    """Load a Hugging Face model for training, with float32 weights.
+    """Load a Hugging Face model, or a run as its exported model, for training, with float32 weights.
 
     Raises:
-        InputError: if the model cannot be loaded, or its weights are quantised.
+        InputError: if the model cannot be loaded, its weights are quantised, or more than one device would be used.
     """
     if loading.device == DEVICE_MAP:
-        raise InputError("--device map: a model is tuned on one device; use auto, cpu or cuda:N")
+        raise InputError("--device map: a model is tuned on one device; use auto, cpu or cuda")
     if pick_device(loading.device).type == "cuda" and torch.cuda.device_count() > 1:
         raise InputError("a model is tuned on one device, and there are several: choose one by CUDA_VISIBLE_DEVICES=0")
     model = open_model(name, replace(loading, dtype="float32"), as_transformers=True)
@@ -119,7 +120,7 @@ def open_trainable(name: str, loading: Loading) -> Model:
 
 
 def _context(model: Model) -> int | None:
-    """Return the context length of the model; None without a limit."""
+    """Return `max_position_embeddings` of the model; None if its config has none."""
     config = cast("PreTrainedModel", model.module).config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
     return int(context) if context else None
@@ -132,13 +133,14 @@ def _notes_of_loading(model: Model) -> list[str]:
     data = load_recipe(str(Path(model.name) / "recipe.yaml")).data
     if data.fixed_token is not None or data.random_tokens is not None:
         notes.append(
-            "the run was trained with replaced tokens (data.fixed_token, data.random_tokens); the chats are unchanged"
+            "the run was trained with replaced tokens (data.fixed_token, data.random_tokens); those of the "
+            "conversations are not replaced"
         )
     return notes
 
 
 def _sink_tokens(text: Path | None, model: Model, held_out: list[TokenizedChat], settings: TuneSettings) -> Tensor:
-    """Build the tokens of the sink metric, (N, T)."""
+    """Build the tokens (N, T) of the sink metric from `text` or held-out conversations; N may be below `sequences`."""
     if text is None:
         return first_tokens(held_out, settings.sequences, settings.sink_length)
     bodies = natural_text(

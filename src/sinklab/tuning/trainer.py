@@ -5,6 +5,7 @@ is skipped. Differences from SFTTrainer:
 
 - A sinklab model computes its own loss; trl would call the model's body and apply the LM head to the hidden states.
 - The validation loss is the mean over all labelled tokens, not over batches, so it is independent of the batch size.
+- Checkpoints have no model card.
 """
 
 import math
@@ -39,7 +40,7 @@ class TuneRecord(TrainerCallback):
         updates, evaluations: rows of earlier calls, up to the checkpoint from which training resumes.
         sink: sink callback of the same trainer, called before this callback.
         should_stop: callback, called after every update; if it returns True, the trainer saves and stops.
-        progress: receives the progress of the updates.
+        progress: receives a unit per update, and a note per evaluation.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class TuneRecord(TrainerCallback):
         made = TuneUpdate(step=step, loss=logs["loss"], grad_norm=logs["grad_norm"], lr=logs["learning_rate"])
         if not (math.isfinite(made.loss) and math.isfinite(made.grad_norm)):
             raise SinklabError(
-                f"update {step} has the loss {made.loss} and a gradient of norm {made.grad_norm}: lower --lr, or "
-                "inspect the model with `sinklab measure`. Earlier checkpoints are unchanged"
+                f"update {step} has loss {made.loss} and gradient norm {made.grad_norm}, which must be finite: "
+                "lower --lr, or inspect the model with `sinklab measure`. Earlier checkpoints are unchanged"
             )
         self.updates.append(made)
         self._progress.advance(text=f"loss {made.loss:.3f}, gradient {made.grad_norm:.3g}")
@@ -125,7 +126,7 @@ class TuneRecord(TrainerCallback):
 
 
 class Tuner(SFTTrainer):
-    """SFTTrainer with the two differences listed in the module docstring."""
+    """SFTTrainer with the differences listed in the module docstring."""
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -149,10 +150,11 @@ class Tuner(SFTTrainer):
 
 
 def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], begins: bool) -> Tuner:
-    """Build the trainer of a dataset.
+    """Build the trainer of a model and its conversations.
 
     Args:
         folder: folder of the checkpoints.
+        callbacks: called in this order, after the trainer's own.
         begins: True if training starts at step 0; the model is then evaluated before the first update.
     """
     model: Any = dataset.model.module

@@ -39,8 +39,8 @@ class TuneEnd:
     """Result of a call of `tune`.
 
     Attributes:
-        tuning: content of sft.json; without `chat` if the run was stopped.
-        exit_status: 0, or the exit status for the signal that stopped the run.
+        tuning: content of sft.json; `chat` is None if the run was stopped.
+        exit_status: 0 if the run is done; 130 (SIGINT) or 75 (SIGTERM, SIGUSR1) if it was stopped.
     """
 
     tuning: Tuning
@@ -58,15 +58,16 @@ def tune(
 ) -> TuneEnd:
     """Fine-tune a model on conversations, or resume an earlier call.
 
-    On SIGINT, SIGTERM or SIGUSR1 training finishes the current update, saves, and ends.
+    On SIGINT, SIGTERM or SIGUSR1 training finishes the current update, saves, and ends. The result of a finished run is
+    returned again.
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
         out: output directory, not inside the model's directory.
 
     Raises:
-        InputError: before anything is written, if trl is not installed, the model, a file or an option is unusable, or
-            `out` has a tuning run with other settings.
+        InputError: before anything is written, if trl is not installed, torchrun started several processes, the model,
+            a file or an option is unusable, or `out` has other files or a tuning run with other settings.
         HeldError: if another process is tuning a model in `out`.
         SinklabError: if a loss or gradient is not finite, or the disk is full.
     """
@@ -78,7 +79,7 @@ def tune(
         found = data.tuning
         if (before := ledger.earlier(load_tuning)) is not None:
             there, now = ({"model": one.model, **one.asked.model_dump()} for one in (before, found))
-            check_request(out / SFT, "a tuning", there, now)
+            check_request(out / SFT, "a tuning run", there, now)
             found = before
         if found.chat is not None:
             return TuneEnd(found)
@@ -96,30 +97,33 @@ def check_tuned(path: Path, options: TuneOptions, chats: Path) -> None:
         chats: requested file of conversations.
 
     Raises:
-        InputError: if a setting or the conversations differ; the message names the first difference.
+        InputError: if a setting or the conversations differ (the message names the first difference), or sft.json is
+            damaged.
     """
     found = load_tuning(path)
     before = found.asked
     length, held_out = options.length or before.length, options.held_out or before.held_out
     settings = settings_for(options, length, held_out, found.conversations)
     there = before.model_dump()
-    check_request(path, "a tuning", there, {**there, **settings.model_dump(), "data": sha256_of(chats)})
+    check_request(path, "a tuning run", there, {**there, **settings.model_dump(), "data": sha256_of(chats)})
 
 
 def check_extra() -> None:
-    """Check that trl is installed and that tuning runs in a single process.
+    """Check that trl and accelerate are installed and that torchrun has not started several processes.
 
     Raises:
-        InputError: if trl is not installed (the message has the install command), or there are several processes.
+        InputError: if a check fails; the message says what to do.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InputError("a model is tuned in one process: start it without torchrun")
     if importlib.util.find_spec("trl") is None or importlib.util.find_spec("accelerate") is None:
-        raise InputError(f"instruction tuning needs trl, which is not installed: {install_command('sft')}")
+        raise InputError(
+            f"instruction tuning needs trl and accelerate, which are not both installed: {install_command('sft')}"
+        )
 
 
 def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], observe: Observer) -> TuneEnd:
-    """Run the missing updates, and write sft.json and the tuned model."""
+    """Run the missing updates and write sft.json; after the last, write the tuned model and delete the checkpoints."""
     begun, folder = time.perf_counter(), out / CHECKPOINTS
     ledger.save(found)
     discard_torn(folder)
@@ -173,10 +177,10 @@ def _update(data: SftDataset, out: Path, observe: Observer) -> tuple[list[TuneUp
 
 
 def _check_free(out: Path, model: str) -> None:
-    """Check that `out` has only files of a tuning run, and is not inside the model's directory (its files are hashed).
+    """Check that `out` is not inside the model's directory (its files are hashed) and has no files to be overwritten.
 
     Raises:
-        InputError: if the directory is not usable; the message names the reason.
+        InputError: if the directory cannot be used; the message names the reason.
     """
     place = Path(model).expanduser()
     if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
@@ -184,4 +188,4 @@ def _check_free(out: Path, model: str) -> None:
     is_tuning = (out / SFT).is_file() and (out / SFT).stat().st_size
     for name in (MODEL, CHECKPOINTS, METRICS, UPDATES):
         if not is_tuning and (out / name).exists():
-            raise InputError(f"{out / name} exists and is not part of a tuning: choose another --out")
+            raise InputError(f"{out / name} exists and is not part of a tuning run: choose another --out")

@@ -34,6 +34,7 @@ NOT_THE_MODEL = (
     "README.md",
     COMPLETE,
 )
+"""Files of a checkpoint that are not files of the model, as glob patterns."""
 
 AnyRow = TypeVar("AnyRow", bound=BaseModel)
 
@@ -59,14 +60,14 @@ class TuneEvaluation(ReadDocument):
 
     Attributes:
         step: number of updates done.
-        train_loss: mean loss over the updates since the previous evaluation; None if there was no update.
+        train_loss: mean loss over the updates since the previous evaluation; None without such updates.
         valid_loss: loss on the held-out conversations.
         sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples.
         sink_rate_bias: sink rate of an added bias; None without a bias.
         hidden_norm_ratio: |h_1| over the mean |h_t| of the other positions, before the first block and after every
             block; infinite (null in the file) if the norms of the other positions are 0.
-        lr, grad_norm: learning rate and gradient norm (before clipping) of the last update.
-        grad_norm_max: largest gradient norm since the previous evaluation.
+        lr, grad_norm: learning rate and gradient norm (before clipping) of the last update; None at step 0.
+        grad_norm_max: largest gradient norm since the previous evaluation; None without updates.
     """
 
     step: int
@@ -91,9 +92,9 @@ class Tuning(VersionedDocument):
         trained_tokens: number of assistant tokens in one epoch.
         sequences: number of sequences of the sink metric.
         notes: notes on the model and the conversations.
-        base, chat: evaluations before training and after all updates.
-        grad_norm_max: largest gradient norm of all updates.
-        seconds: total duration of all calls, except killed ones.
+        base, chat: evaluations before training and after all updates; None until then.
+        grad_norm_max: largest gradient norm of all updates so far; None without updates.
+        seconds: total training time of all calls, except killed ones.
         versions: versions of the training libraries.
     """
 
@@ -135,7 +136,7 @@ def load_tuning(path: Path) -> Tuning:
     """Read the sft.json at `path`.
 
     Raises:
-        InputError: if the file is damaged.
+        InputError: if the file is missing or damaged.
     """
     try:
         return Tuning.model_validate(parse_json(path.read_text(encoding="utf-8")))
@@ -205,7 +206,7 @@ def write_model(checkpoint: Path, directory: Path, tuning: Tuning, is_ours: bool
 
 
 def tuned_card(tuning: Tuning) -> str:
-    """Build README.md of the model: data, settings, loss and sink before and after tuning."""
+    """Build README.md of the tuned model: loss and Sink_1 before and after tuning, and the settings."""
     asked = tuning.asked.model_dump(exclude={"files", "data", "sink_tokens"})
     rows = [f"| {name} | {value} |" for name, value in asked.items()]
     settings = "\n".join(row for row in rows if "\n" not in row)

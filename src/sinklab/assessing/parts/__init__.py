@@ -21,6 +21,7 @@ IN_QUICK = tuple(name for name in USUAL if PARTS[name].in_quick)
 """Names of the parts that run by default with --quick."""
 
 NUMBERS = tuple(number for part in PARTS.values() for number in part.numbers)
+"""Declared scalar results of all parts."""
 
 
 def known_part(name: str) -> str:

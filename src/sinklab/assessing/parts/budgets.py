@@ -6,7 +6,7 @@ when restricted to recent tokens and attention sinks"; a KV head is restricted w
     seen(t) = { s <= t : s < n or s > t - (C - n) },      every key at its own position in the text
     cost of a KV head = KL divergence from the unchanged model when this head alone is restricted
 
-The paper trains a weight alpha for every head under an L1 loss (eq. 1 to 3; mit-han-lab/duo-attention fe93c31), and
+DuoAttention trains a weight alpha for every head with an L1 penalty (eq. 1 to 3; mit-han-lab/duo-attention fe93c31);
 heads with alpha above a quantile keep all keys (eq. 4). Here the cost is measured per head on other sequences, without
 training, and the cost of a head does not depend on the other heads.
 
@@ -15,7 +15,8 @@ A fraction f of the KV heads keeps all keys and the other heads keep C keys, by 
     by cost           the heads with the highest cost keep all keys
     by sink share     the heads with the lowest importance of the first position keep all keys
     random            random heads keep all keys, mean of several draws
-    one for all       every head keeps f T + (1 - f) C keys, the first n included: the same total at the end of the text
+    one for all       every head keeps f T + (1 - f) C keys, rounded, the first n included: the same total at the end of
+                      the text
 """
 
 import random
@@ -47,19 +48,19 @@ from sinklab.models.intercept import intercept
 from sinklab.plots import PlotAxis
 
 FULL = (0.125, 0.25, 0.5)
-SHOWN_FULL = 0.25  # of the single numbers, and of the retrieval heads that are named
+SHOWN_FULL = 0.25  # fraction in the answers and scalar results, and of the heads in `retrieval`
 BUDGET_DRAWS = 3
 BY_COST, BY_SINK, ANY, FOR_ALL = "by cost", "by sink share", "random", "one for all"
 
 
 class HeadBudget(Effect):
-    """Loss when some KV heads keep all keys and the other heads few, mean over random draws.
+    """Loss when some KV heads keep all keys and the others few (or all heads equally many), mean over draws.
 
     Attributes:
-        policy: rule that selects the heads with all keys.
-        full: fraction of the KV heads with all keys.
+        policy: rule that selects the heads with all keys, or `one for all`.
+        full: nominal fraction f of the KV heads with all keys, which determines `keys`.
         keys: number of keys per KV head at the end of the text, mean over heads.
-        losses: loss of each random draw.
+        losses: loss of each draw; several for the policy `random`, else one.
     """
 
     policy: str
@@ -73,11 +74,11 @@ class Budgets(AssessPart):
 
     Attributes:
         size, first: number C of keys of a restricted head, n of them first keys, including a learned sink token.
-        heads: loss added when each KV head alone is restricted, on other sequences.
+        heads: loss and KL divergence when each KV head alone is restricted, on other sequences.
         sink_shares: importance of the first position by KV head, in the order of `heads` and on the same sequences.
         retrieval: the quarter of the KV heads (layer, head) with the highest cost; the other heads are streaming heads.
         restricted: loss with C keys for every head.
-        policies: loss by policy and fraction of heads with all keys.
+        policies: losses for every fraction of heads with all keys and every policy.
     """
 
     name = "budgets"
@@ -137,7 +138,7 @@ class Budgets(AssessPart):
         total, costs = sum(one.kl for one in self.heads), {(one.layer, one.head): one.kl for one in self.heads}
         share = sum(costs[head] for head in self.retrieval) / total if total > 0 else 0
         return (
-            f"budgets: with each key head restricted alone, a quarter of the heads accounts for {100 * share:.0f} % of "
+            f"budgets: with each KV head restricted alone, a quarter of the heads accounts for {100 * share:.0f} % of "
             f"the summed KL divergence; the largest (layer.head): {dearest}"
         )
 
@@ -152,7 +153,7 @@ class Budgets(AssessPart):
         none = [self.point(self.restricted, policy, self.size) for policy in (BY_COST, BY_SINK, ANY, FOR_ALL)]
         return PartFigure(
             "Budgets by head",
-            f"Loss added to {self.unchanged.loss:.3f} when some key heads keep all {self.length:,} keys and the others "
+            f"Loss added to {self.unchanged.loss:.3f} when some KV heads keep all {self.length:,} keys and the others "
             f"{self.size}, including the first {self.first} (DuoAttention, 2410.10819), and when all heads keep the "
             "same number of keys.",
             [*none, *(self.point(one, one.policy, one.keys) for one in self.policies)],
@@ -170,7 +171,7 @@ class RestrictedHeads:
     heads: KeyHeads
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """Return the call with a mask that restricts the selected KV heads."""
+        """Return the call with a mask that restricts the selected KV heads; unchanged if the layer has none of them."""
         chosen_G = chosen_heads(layer, self.heads)
         if not chosen_G.any():
             return layer
@@ -186,8 +187,9 @@ def assess_budgets(
     """Measure the cost of restricting each KV head, and the loss with a separate budget for every head.
 
     Args:
-        others_MT: sequences on which the cost of each KV head is measured.
+        others_MT: sequences on which the cost and the sink share of each KV head are measured.
         size, first: number C of keys of a restricted head, and n of first keys.
+        seed: random seed of the policy `random`.
     """
     alone = PairedReader(adapter, others_MT, step)
     heads = alone.by_key_head(lambda chosen: alone.under(RestrictedHeads(size, first, chosen)))

@@ -2,9 +2,9 @@
 
     recent                 the C latest keys
     first and recent       the first n and the C - n latest keys (StreamingLLM, 2309.17453)
-    heavy hitters          the C / 2 latest, and C / 2 other keys with the most accumulated attention (H2O, 2306.14048)
+    heavy hitters          the C // 2 latest, and of the others those with most accumulated attention (H2O, 2306.14048)
     heavy without sink     heavy hitters, but the first n keys are kept only while recent
-    random                 the C / 2 latest, and C / 2 other keys at random
+    random                 the C // 2 latest, and random ones of the others
 
 Evicted keys are lost. As in H2O's public code, the attention to a key is summed over the queries at which it was in the
 cache, with the softmax over the cache, and half of the budget is for recent keys. Query heads that share a KV head
@@ -29,7 +29,7 @@ from sinklab.models.intercept import Edit
 from sinklab.plots import PlotAxis
 
 POLICIES = 5
-LEAST_SHARE = 1e-20  # minimum share of a query's attention on the keys in its cache
+LEAST_SHARE = 1e-20  # minimum share of attention on the keys in the cache; below it, the row is recomputed
 
 
 class Evicted(Effect):
@@ -40,7 +40,7 @@ class Evicted(Effect):
 
 
 class Eviction(AssessPart):
-    """Loss with a cache of a fixed number of keys, by eviction policy; `first` is the number of first keys kept."""
+    """Loss by eviction policy and budget of keys; `first` is the number n of first keys, at most C - 1 are kept."""
 
     name = "eviction"
     rank = 3

@@ -1,16 +1,17 @@
-"""Heads: classification as no-op ("nop") or broadcast heads, by the value and output of the sink.
+"""Heads: classification as no-op ("nop") or broadcast heads, by the sink's value and the head's output.
 
 The terms are those of 2606.08105, of which only the abstract was available: "nop sinks exhibit negligible value norms;
 broadcast sinks induce low-rank outputs". The definitions and thresholds below are therefore ours:
 
-    share            mean over queries t of A_t,sink                       a sink if above SHARE
+    share            mean over queries t of A_t,sink / sum_s A_ts          a sink if above SHARE
     value_norm       |v_sink| / mean over other s of |v_s|                 nop if at most NEGLIGIBLE
     output_share     mean_t |A_t,sink v_sink| / mean_t |o_t|               broadcast if at least LARGE, and
     effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    at most LOW of V
 
-with s_i the singular values of the head's outputs o_t, of dimension V, over the queries after the sink. The sink is the
-bias key or sink logit, else the first position; of several registers it is the first, and the other registers count as
-tokens. A gate can replace a nop head, and a register or sink token a broadcast head.
+with s_i the singular values of the head's outputs o_t, of dimension V. The queries t are those after the sink, in all
+sequences; the sum over s includes a bias. The sink is the bias key or sink logit, else the first position; of several
+registers it is the first, and the other registers count as tokens. A gate can replace a nop head, and a register or
+sink token a broadcast head.
 """
 
 from collections import Counter
@@ -42,11 +43,11 @@ class HeadRole(ReadDocument):
     """Role of the sink in one query head; `layer` and `head` are 1-based.
 
     Attributes:
-        share: share of attention on the sink, mean over the queries after it.
+        share: share of attention on the sink, 0 to 1, mean over the queries after it.
         value_norm: norm of the sink's value vector divided by the mean norm of the other keys' value vectors.
         output_share: mean norm of the sink's contribution to the head's output, divided by the mean norm of the output.
-        effective_rank: effective rank of the head's outputs, at most `Heads.width`.
-        kind: class of the head.
+        effective_rank: effective rank of the head's outputs, at most their dimension.
+        kind: "no sink", "nop", "broadcast", or "between" the last two.
     """
 
     layer: int
@@ -63,9 +64,9 @@ class Heads(AssessPart):
 
     Attributes:
         sink: "bias" if the model has a bias key or sink logit, else the first position.
-        width: dimension of a head's values and output.
+        width: dimension V of a head's values and output in the first attention layer, taken for all layers.
         heads: role of every query head.
-        counts: number of heads of each kind.
+        counts: number of heads of each kind; kinds without heads are left out.
     """
 
     name = "heads"
@@ -179,7 +180,7 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
     """Classify every query head by the role of the sink in it.
 
     Raises:
-        InputError: if the attention operation has no separate scores.
+        InputError: if the attention weights cannot be edited (`LayerCall.scores`).
     """
     reader, watch = PairedReader(adapter, tokens_NT, step), _Watch()
     reader.observed(compute=watch)

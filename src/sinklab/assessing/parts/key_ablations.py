@@ -3,7 +3,7 @@
     value zeroed   o_t - sum over selected s of A_ts v_s
     hidden         the selected keys are masked; a normalised row is normalised over the other keys
     spread         A_ts of the selected keys is divided equally among the other keys of the row (cf. 2410.10781)
-    shifted        z_ts + d for the selected keys, before the similarity; d = -inf hides them
+    shifted        z_ts + d for the selected keys, before the similarity; d = -inf stands for hidden
 
 The keys selected for each query:
 
@@ -12,7 +12,7 @@ The keys selected for each query:
     recent   the n keys immediately before the query's own
     random   n random keys before the query's own, drawn by layer, head and query
 
-The last two are controls, and exclude the first n keys.
+The last two are controls, and exclude the first n keys. Early queries have fewer than n such keys, or none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ Keys = Literal["bias", "sink", "recent", "random"]
 
 
 class Shift(Effect):
-    """Loss when the keys' logits are shifted by `by`; None is minus infinity, which hides the keys."""
+    """Loss when the keys' logits are shifted by `by`; None (minus infinity) is the loss with the keys hidden."""
 
     by: float | None
 
@@ -49,8 +49,8 @@ class AblatedKeys(ReadDocument):
     """Losses with the sink, or an equal number of control keys, ablated.
 
     Attributes:
-        share: share of attention on the ablated keys, mean over layers, heads and the queries after the keys; for a
-            bias, over all queries.
+        share: share of attention on the ablated keys, 0 to 1, mean over layers, heads and the queries that have such
+            keys; for a bias, over all queries of the layers with a bias.
         value_zeroed, hidden, spread: loss with each of the three ablations.
         shifted: loss for each shift of the logits, in ascending order from minus infinity.
     """
@@ -64,7 +64,12 @@ class AblatedKeys(ReadDocument):
 
 
 class KeyAblations(AssessPart):
-    """Ablations of the sink, with recent and random keys as controls."""
+    """Ablations of the sink, with recent and random keys as controls.
+
+    Attributes:
+        sink_keys: number n of keys in each set except the bias, a learned sink token included.
+        keys: losses by set of keys: the bias if the model has one, sink, recent, random.
+    """
 
     name = "carries"
     rank = 5
@@ -93,7 +98,7 @@ class KeyAblations(AssessPart):
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List the added loss with the sink hidden, spread and its value zeroed; for control keys, only hidden."""
+        """List the added loss with bias and sink hidden, spread and its value zeroed; for control keys, only hidden."""
         names = {
             "bias": "learned bias",
             "sink": "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys",
@@ -199,7 +204,7 @@ class ZeroedValues:
 
 @dataclass(frozen=True)
 class SpreadShares:
-    """Attention output with the weights of the selected keys divided equally among the other visible keys."""
+    """Attention output with the weights of the selected keys divided equally among the other visible keys (no bias)."""
 
     selection: SelectedKeys
 
@@ -224,7 +229,7 @@ class HiddenKeys:
     selection: SelectedKeys
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """Return the call with the selected keys masked, or without its bias."""
+        """Return the call with the selected keys masked; for the bias, without bias key, sink logit and their value."""
         if self.selection.keys == "bias":
             return layer.changed(key_HD=None, logit_H=None, value_HV=None)
         return layer.masked(Dense(~self.selection.matrix(layer)[None], later=True))
@@ -302,7 +307,7 @@ def ablate_keys(
         shifts: numbers added to the logits of the selected keys.
 
     Raises:
-        InputError: if the attention operation has no separate scores.
+        InputError: if the attention weights cannot be edited (`LayerCall.scores`).
     """
     reader = PairedReader(adapter, tokens_NT, step)
     others: tuple[Keys, ...] = ("sink", "recent", "random")

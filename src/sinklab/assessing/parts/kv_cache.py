@@ -7,7 +7,7 @@ Numbers x that share a scale are rounded as in KIVI (2402.02750; jy-yuan/KIVI 87
     keys     per channel: 32 successive tokens of one channel of a KV head, after RoPE
     values   per token: 32 successive channels of one token of a KV head
 
-A last group may be shorter. Every key that a query reads is rounded, its own included, unless `residual` is set.
+A last group may be shorter. Every key and value that a query reads is rounded, also its own, unless `residual` is set.
 Three bits are not in the public code; the formula is the same.
 
 `residual` R, a multiple of 32, keeps recent positions in full precision, as KIVI's cache does token by token
@@ -67,10 +67,10 @@ EXEMPT = 10  # one KV head in ten stays in full precision
 
 
 class CacheRounding(ReadDocument):
-    """Losses with the KV cache rounded to `bits` bits.
+    """Losses with the KV cache rounded to `bits` bits, except for `KVCache.residual` recent positions.
 
     Attributes:
-        everything: loss with all positions rounded.
+        everything: loss with no position spared.
         first_spared, found_spared: loss with the first n positions, or the outlier tokens, in full precision.
         due_to_sink: loss of `everything` minus loss of `first_spared`.
     """
@@ -87,12 +87,12 @@ class KVCache(AssessPart):
 
     Attributes:
         sink_positions: number of first positions kept in full precision, including a learned sink token or registers.
-        found: 1-based positions of the outlier tokens of each sequence; learned leading tokens are at 0, -1 and so on.
+        found: positions of the outlier tokens of each sequence, 1-based; learned leading tokens are at 0, -1 and so on.
         settings: losses by number of bits.
-        head_bits: number of bits when single KV heads are rounded.
-        residual: number of recent positions in full precision; 0 rounds all positions.
-        heads: loss added when each KV head alone is rounded, on other sequences.
-        exempt: the KV heads (layer, head) with the highest KL divergence when rounded alone.
+        head_bits: number of bits in `heads`, `without_exempt` and `without_random`.
+        residual: number R of recent positions in full precision; 0 rounds all positions.
+        heads: loss and KL divergence when each KV head alone is rounded, on other sequences.
+        exempt: the tenth of the KV heads (layer, head) with the highest KL divergence when rounded alone, at least one.
         without_exempt, without_random: loss with all KV heads rounded to `head_bits` except the exempt heads, or except
             as many random heads.
     """
@@ -162,7 +162,7 @@ class KVCache(AssessPart):
             yield PartRow(f"{one.bits} bits", one.everything, due)
             yield PartRow(f"{one.bits} bits, {spared} spared", one.first_spared)
             yield PartRow(f"{one.bits} bits, outliers spared", one.found_spared)
-        heads = f"key head{'s' * (len(self.exempt) > 1)}"
+        heads = f"KV head{'s' * (len(self.exempt) > 1)}"
         yield PartRow(f"{self.head_bits} bits except {len(self.exempt)} costliest {heads}", self.without_exempt)
         yield PartRow(f"{self.head_bits} bits except {len(self.exempt)} random {heads}", self.without_random)
 
@@ -170,7 +170,7 @@ class KVCache(AssessPart):
         found = sum(map(len, self.found))
         named = ", ".join(f"{layer}.{head}" for layer, head in self.exempt[:8])
         return (
-            f"kv_cache: {found} outlier tokens in {self.counted(len(self.found), 'sequence')}; the key heads "
+            f"kv_cache: {found} outlier tokens in {self.counted(len(self.found), 'sequence')}; the KV heads "
             f"(layer.head) that cost most in {self.head_bits} bits: {named}{self._recent}"
         )
 
@@ -225,9 +225,9 @@ class RoundedCache:
     """Attention edit that rounds keys and values to `bits` bits.
 
     Attributes:
-        spared_S: boolean mask of positions in full precision, learned leading tokens included; None rounds all.
+        spared_S: boolean mask of positions in full precision, learned leading tokens included; None spares none.
         heads: KV heads that are rounded; None rounds all.
-        residual: number R of recent positions in full precision, used by `output`.
+        residual: number R of recent positions in full precision, used by `output` only.
     """
 
     bits: int
@@ -249,7 +249,9 @@ class RoundedCache:
         return replace(layer, value_BGSV=rounded(v_BGSV, 3, self.bits, left_GS1))
 
     def output(self, layer: LayerCall) -> Tensor:
-        """Compute the attention output with the rounded cache, in blocks of R queries with the same keys: (B, H, T, V).
+        """Compute the attention output with the rounded cache: (B, H, T, V).
+
+        With a residual, it is computed in blocks of R queries, which read the same keys.
 
         Raises:
             InputError: with a residual, if queries see later keys, or if scores cannot be edited (`LayerCall.scores`).
@@ -286,12 +288,16 @@ def assess_kv_cache(
     residual: int,
     step: Step,
 ) -> KVCache:
-    """Measure the loss with the KV cache quantised to 8, 4, 3 and 2 bits, and with one KV head quantised at a time.
+    """Measure the loss with the KV cache rounded to 8, 4, 3 and 2 bits, and with one KV head rounded at a time.
 
     Args:
-        others_MT: sequences for the quantisation of single KV heads.
-        sink_tokens: number of initial tokens kept in full precision, in addition to learned leading tokens.
-        residual: number R of most recent positions kept in full precision; 0 quantises all.
+        others_MT: sequences for the rounding of single KV heads.
+        sink_tokens: number of first tokens spared in `first_spared`, in addition to learned leading tokens.
+        seed: random seed of the heads in `without_random`.
+        residual: number R of recent positions in full precision; 0 rounds all positions.
+
+    Raises:
+        InputError: see `RoundedCache.output`.
     """
     kept = LOG_PROBABILITIES_KEPT // len(tokens_NT)
     readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]
@@ -344,7 +350,7 @@ def assess_kv_cache(
 
 
 def joined(read: Sequence[ByPosition]) -> ByPosition:
-    """Concatenate the losses and KL divergences of sequences that were read separately."""
+    """Concatenate the losses and KL divergences of sequences of equal length that were read separately."""
     unchanged = [one.unchanged_NP for one in read if one.unchanged_NP is not None]
     return ByPosition(
         read[0].first,

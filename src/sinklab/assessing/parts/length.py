@@ -13,7 +13,7 @@ from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
-LONGEST_UNASKED = 2**14  # tokens per sequence; with longer sequences the part runs only if `--parts` names it
+LONGEST_UNASKED = 2**14  # tokens per sequence; for longer sequences the part runs only if `--parts` names it
 EDGES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 7 / 4, 2, 3, 4)
 """Edges of the position buckets, as multiples of the context length."""
 
@@ -101,7 +101,7 @@ class LossByLength(AssessPart):
 
 
 def assess_length(adapter: Adapter, tokens_NT: Tensor, step: Step) -> LossByLength:
-    """Measure the loss by position with the text read in one piece, and of the same targets within the context."""
+    """Measure the loss by bucket of positions with the text read in one piece, and within the context."""
     N, T = tokens_NT.shape
     reader = PairedReader(adapter, tokens_NT, step, whole=True)
     whole, within = reader.whole, reader.unchanged

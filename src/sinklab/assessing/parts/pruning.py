@@ -42,13 +42,13 @@ QueryHeads = frozenset[tuple[int, int]]
 
 
 class RemovedHeads(Effect):
-    """Loss with some heads removed, mean over random draws.
+    """Loss with some heads removed, mean over draws.
 
     Attributes:
         order: order of removal; or the kind of heads removed, such as "all nop"; or "as many random as nop".
-        share: fraction of heads removed.
+        share: fraction of heads removed; in `Pruning.orders` before rounding to whole heads.
         heads: number of heads removed.
-        losses: loss of each random draw.
+        losses: loss of each draw; one if the heads are not random.
     """
 
     order: str
@@ -149,10 +149,10 @@ class WithoutHeads:
 
 
 def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -> Pruning:
-    """Measure the loss by order and fraction of heads removed.
+    """Measure the loss by order and fraction of heads removed, and with all heads of a kind removed.
 
     Raises:
-        InputError: if the operation's attention weights differ in sign.
+        InputError: if the attention weights cannot be edited (`LayerCall.scores`).
     """
     roles = assess_heads(adapter, tokens_NT, step).heads
     reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(seed)

@@ -1,16 +1,17 @@
 """Quantisation: the loss after simulated rounding of weights and activations, with and without the sink positions.
 
-Activations of a sink position are hundreds of times those of other tokens. Tokens that share a scale with it are
-rounded to few steps, or to zero. Every setting is therefore measured twice: with all tokens quantised, and with the
-sink positions in full precision and outside the scales.
+Activations of a sink position can be hundreds of times those of other tokens. Tokens that share a scale with it are
+then rounded to few steps, or to zero. Every setting is therefore measured twice: with all tokens quantised, and with
+the sink positions in full precision and outside the scales.
 
 Numbers are rounded to a grid and remain floats:
 
     q(x) = s * clip(round(x / s), -m, m),  s = max |x| / m,  m = 2^(bits - 1) - 1         (symmetric)
 
-The maximum is over the values of one scale: a tensor, a token, an output channel, or a group within a row of weights.
-Only the linear maps of the blocks are quantised. Embedding, head, norms and the products inside attention keep their
-precision; SmoothQuant (2211.10438) leaves out the first three.
+The maximum is over the values of one scale: the calibration sequences (static), a sequence (dynamic) or a token for
+activations; an output channel or a group within a row for weights. Only the linear layers of the blocks are quantised.
+Embedding, head, norms, the products inside attention and experts that are fused into one tensor keep their precision;
+SmoothQuant (2211.10438) quantises the products as well.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ SETTINGS: dict[Weights, dict[str, Activations]] = {
     },
     "int4 in groups of 32": {"int4 weights": "full"},
 }
-"""Settings by quantisation of the weights: the name of each setting with the quantisation of the activations."""
+"""Settings by quantisation of the weights: quantisation of the activations by name of the setting."""
 CALIBRATED = 4  # maximum number of calibration sequences
 DESTROYED = 10  # factor above the unchanged loss from which a model counts as destroyed
 DEVIATIONS = 6  # standard deviations from the mean beyond which a value is an outlier (2306.12929)
@@ -57,6 +58,7 @@ class Quantised(ReadDocument):
     """Losses in one setting of quantisation.
 
     Attributes:
+        name: name of the setting in SETTINGS.
         weights, activations: quantisation of weights and of activations.
         everything: loss with all tokens quantised.
         without_sink: loss with the sink positions in full precision and excluded from the scales.
@@ -74,13 +76,13 @@ class Quantised(ReadDocument):
 
 
 class Outliers(ReadDocument):
-    """Outlier statistics of the residual stream after one block (`layer`, 1-based).
+    """Outlier statistics of the residual stream of the first sequence after one block (`layer`, 1-based).
 
     Attributes:
         kurtosis: kurtosis over channels, mean over tokens.
         largest: largest absolute activation.
         largest_norm, median_norm: maximum and median l2 norm over tokens.
-        channels: number of channels with a value more than six standard deviations from the mean.
+        channels: number of channels with a value more than six standard deviations from the mean, both over all values.
     """
 
     layer: int
@@ -95,7 +97,8 @@ class Quantisation(AssessPart):
     """Loss after simulated quantisation, and outlier statistics of each block.
 
     Attributes:
-        sink_positions: number of first positions kept in full precision in `Quantised.without_sink`.
+        sink_positions: number of first positions kept in full precision in `Quantised.without_sink`, learned leading
+            tokens included.
         settings: losses of every setting.
         outliers: outlier statistics of every block.
     """
@@ -108,7 +111,7 @@ class Quantisation(AssessPart):
             "int8_added",
             "Static int8, added loss",
             ("Int8", "static, nats added"),
-            "weights and activations in 8 bits, with fixed scales",
+            "weights and activations in 8 bits, with fixed scales for activations",
         ),
         PartNumber(
             "int8_due_to_sink",
@@ -173,7 +176,7 @@ def assess_quantisation(
 
     Args:
         calibration_NT: further sequences, from which static scales are computed.
-        sink_tokens: number of first tokens that form the sink, in addition to a learned sink token.
+        sink_tokens: number of first tokens that form the sink, in addition to learned leading tokens.
     """
     spared = adapter.leading + sink_tokens
     maps = linear_maps(adapter.blocks)
@@ -230,7 +233,7 @@ def _outliers(x_BTC: Tensor) -> Outliers:
 
 
 def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
-    """Round x to a symmetric grid of `bits` bits whose largest value is `largest` (broadcast); zero remains zero."""
+    """Round x to a symmetric grid of `bits` bits whose largest value is `largest`, which is broadcast to x."""
     steps = 2 ** (bits - 1) - 1
     scale = largest / steps
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -238,7 +241,7 @@ def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
 
 
 def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
-    """Return a weight (O, I) rounded per output channel or in groups; the last group of a row may be shorter."""
+    """Return a weight (O, I) rounded per output channel or in groups of a row, of which the last may be shorter."""
     if kind == "int8 per channel":
         return on_grid(weight_OI, INT8, weight_OI.abs().amax(1, keepdim=True))
     width = weight_OI.shape[1]
@@ -252,7 +255,7 @@ class LinearMap:
 
     Attributes:
         transposed: whether the output channels are the columns of the weight, as in GPT-2.
-        block: block that contains the layer; None if the layer's inputs are always (B, T, I).
+        block: block that contains the layer, from whose input (B, T) is read; None if the layer's inputs are (B, T, I).
     """
 
     module: nn.Module
@@ -266,7 +269,7 @@ class LinearMap:
         return found.data
 
     def quantised(self, kind: Weights) -> Tensor:
-        """Return the quantised weight, in the layout of the parameter."""
+        """Return the quantised weight in the layout of the parameter, (I, O) if `transposed`, else (O, I)."""
         return quantised_weight(self.weight.T, kind).T if self.transposed else quantised_weight(self.weight, kind)
 
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -276,7 +279,7 @@ class LinearMap:
 
 
 def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
-    """List the linear layers of the blocks in order, gates included."""
+    """List the linear layers of the blocks in order: `nn.Linear` and GPT-2's `Conv1D`; fused experts are neither."""
     found = []
     for block in blocks:
         for module in block.modules():
@@ -289,7 +292,7 @@ def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
 
 @contextmanager
 def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
-    """Record the largest |x| of the inputs of each linear layer in the `with` block, without the first positions."""
+    """Record the largest |x| of each linear layer's inputs in the `with` block, without `skipped` first positions."""
     found: Maxima = {}
     shape = _SequenceShape()
 
@@ -333,7 +336,7 @@ def quantised_inputs(
 
     Args:
         weights: exact weights, applied at the spared positions.
-        maxima: largest |x| of the inputs of every layer, for static scales.
+        maxima: largest |x| of the inputs of every layer, for static scales; may be empty for other activations.
         spared: number of first positions in full precision and excluded from dynamic scales.
     """
     by_module = {one.module: one for one in maps}

@@ -6,10 +6,10 @@ in the cache at t, so the text need not be read token by token. When a query rea
 query's own included: the first n and the latest C - n keys (the public code of StreamingLLM counts the cache before the
 query's own key is added, and so has one more).
 
-Positions are positions in the cache: the i-th key has position i, the query C - 1 once the cache is full. Distances to
-the latest keys are as in the text. The distance to a first key s is min(t, C - 1) - s. Queries are shifted only for
-the first keys, by wider queries and keys: [q_t, q_min(t, C-1)] . [k_s, 0] for a late key,
-[0, k_s] for a first key.
+Positions are those in the cache, unless those in the text are requested: the i-th key has position i, the query C - 1
+once the cache is full. Distances to the latest keys are as in the text. The distance to a first key s is
+min(t, C - 1) - s. Queries are shifted only for the first keys, by wider queries and keys:
+[q_t, q_min(t, C-1)] . [k_s, 0] for a late key, [0, k_s] for a first key.
 """
 
 import math
@@ -49,8 +49,8 @@ class Streaming(AssessPart):
     """Loss on long text by size of the rolling cache and number of first keys kept.
 
     Attributes:
-        positions: whether positions in the cache or in the text are used.
-        caches: loss with each rolling cache.
+        positions: "cache" or "text": key positions in the rolling cache, or in the text.
+        caches: losses by size of the cache and number of first keys kept, which is below the size.
     """
 
     name = "streaming"
@@ -63,13 +63,13 @@ class Streaming(AssessPart):
             "streaming_added",
             "Streaming through a small cache, added loss",
             ("Streaming", "nats added, none kept"),
-            "a rolling cache, the smaller of those tried, that keeps none of the first tokens",
+            "the smallest rolling cache of those tried, with the fewest of the first tokens kept",
         ),
         PartNumber(
             "streaming_kept_added",
             "The same with first tokens kept, added loss",
             ("First kept", "nats added"),
-            "that cache, with some of the first tokens kept",
+            "that cache, with the most of the first tokens kept",
         ),
     )
 
@@ -89,7 +89,10 @@ class Streaming(AssessPart):
         return PartJob((1 + readings) * len(tokens_NT), run)
 
     def answers(self) -> Iterator[PartAnswer]:
-        """List the loss added by the smallest cache with the fewest and the most first tokens, and the difference."""
+        """List the loss added by the smallest cache with the fewest and with the most first tokens kept.
+
+        If the fewest are 0, their difference, the loss without the sink, is listed as well.
+        """
         size = min((one.cache for one in self.caches), default=0)
         by_first = {one.first: one for one in self.caches if one.cache == size}
         for first in sorted({min(by_first), max(by_first)} if by_first else ()):
@@ -105,7 +108,7 @@ class Streaming(AssessPart):
             yield PartRow(f"cache {one.cache}, first {one.first} kept", one)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the loss with the largest cache by number N of first keys, and the loss added by the smallest cache."""
+        """List loss and gap of the largest cache by number N of first keys, and loss added by the smallest cache."""
         if not self.caches:
             return
         sizes = {one.cache for one in self.caches}
@@ -140,10 +143,10 @@ class Streaming(AssessPart):
 def assess_streaming(
     adapter: Adapter, tokens_NT: Tensor, sizes: Sequence[int], kept: Sequence[int], positions: Placed, step: Step
 ) -> Streaming:
-    """Measure the loss and perplexity for every cache size and number of first tokens kept.
+    """Measure the loss and perplexity for every cache size and smaller number of first tokens kept.
 
     Raises:
-        InputError: if a cache has no room for keys other than the first ones.
+        InputError: if `positions` is "cache" and an attention operation has no logits q.k, so RoPE cannot be shifted.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     caches = []
@@ -181,8 +184,11 @@ class RollingCache:
 
     Attributes:
         size: number C of keys in the cache.
-        first: number n of first keys kept, a learned sink token included.
+        first: number n of first keys kept, learned leading tokens included.
         in_cache: whether to use positions in the cache instead of positions in the text.
+
+    Raises:
+        InputError: if `first` is negative or leaves no room for other keys.
     """
 
     size: int
@@ -191,10 +197,16 @@ class RollingCache:
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.size:
-            raise InputError(f"a cache of {self.size} keys cannot keep the first {self.first}: keep fewer keys")
+            raise InputError(
+                f"a cache of {self.size} keys cannot keep the first {self.first}: keep fewer keys, 0 or more"
+            )
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """Return the call with the cache's mask and, if `in_cache`, with positions in the cache."""
+        """Return the call with the cache's mask and, if `in_cache`, with positions in the cache.
+
+        Raises:
+            InputError: if RoPE cannot be shifted, because the attention operation has no logits.
+        """
         layer = layer.masked(Kept(self.size, self.first))
         if self.in_cache and layer.length > self.size and (self.first or layer.call.key_HD is not None):
             return self._placed(layer)
@@ -234,5 +246,5 @@ class RollingCache:
 
 
 def _side_by_side(one: Tensor, other: Tensor, parts: int) -> Tensor:
-    """Concatenate two query or key tensors within each of the `parts` of a head's dimension."""
+    """Concatenate two query or key tensors within each of the `parts` of the last dimension."""
     return torch.cat((one.unflatten(-1, (parts, -1)), other.unflatten(-1, (parts, -1))), -1).flatten(-2)

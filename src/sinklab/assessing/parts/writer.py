@@ -13,9 +13,9 @@ Within the feed-forward part that adds most up to the block with the largest |x|
 
     a_j W_down[c, j] g,      g = feed-forward / (output of the part in c)
 
-where g is 1, or the factor that a norm after the part applies to c. W_down is identified without names: the gradient of
-that output with respect to W_down is non-zero in row c only. a_j is that gradient, which includes the routing weight
-within an expert. The addition of an expert is the sum over its neurons.
+where g is 1, or the factor that a norm after the part applies to c. The down map W_down is identified without names:
+the gradient of that output with respect to W_down is non-zero in row c only. a_j is that gradient, which includes the
+routing weight within an expert. The addition of an expert is the sum over its neurons.
 
 The single weight W_down[c, j]: j is chosen among the 8 neurons with the largest additions so that |x_c| after that
 block is smallest without it (later blocks often subtract x_c again in any case). `super_weight` is True if the
@@ -47,7 +47,7 @@ from sinklab.schema import ReadDocument
 
 MIXES_POSITIONS = re.compile("attn|attention|mamba|mixer|conv|temporal")
 STRONGEST_NEURONS = 8
-EPS = 0.3  # share of attention above which a head has a sink on the first position
+EPS = 0.3  # importance of the first position above which a head has a sink there
 WEIGHT = "single weight"
 Sublayer = Literal["attention", "feed-forward"]
 
@@ -64,12 +64,12 @@ class NeuronWrites(ReadDocument):
     """Addition of one neuron of the feed-forward part to channel c at the first position.
 
     Attributes:
-        name: parameter name of the down map within the part.
-        expert: 0-based index of the expert; None without experts.
+        name: parameter name of the down map W_down within the part.
+        expert: 0-based index of the expert in the down map; None without a leading expert axis.
         neuron: 0-based index j of the neuron.
         activation: activation a_j of the neuron.
         weight: W_down[c, j].
-        adds: addition to the channel, a_j W_down[c, j] g.
+        adds: addition to x_c, a_j W_down[c, j] g.
     """
 
     name: str
@@ -92,7 +92,7 @@ class ZeroedWriter(Effect):
     """Loss and activations with a weight, neuron, expert or feed-forward output zeroed, or with nothing zeroed.
 
     Attributes:
-        what: description of the zeroed weights or output.
+        what: description of the zeroed weights or output, or "nothing zeroed".
         channel: |x_c| at the first position after the block where it is largest in the unchanged model, mean over
             sequences.
         largest: largest |x| over channels and blocks at the first position, mean over sequences.
@@ -118,13 +118,14 @@ class Writer(AssessPart):
         median: median |x| after `block`, at the first position.
         embedding: x_c before the first block.
         blocks: additions to x_c by block.
-        layer, sublayer: layer and sublayer with the largest addition up to `block`.
+        layer, sublayer: layer and sublayer with the largest addition up to `block`, in the direction of `value`.
         ffn_layer: layer of the feed-forward part with the largest addition up to `block`.
-        experts: experts of this feed-forward part that add to x_c, largest addition first.
-        neurons: neurons of this feed-forward part with the largest additions.
+        experts: experts of this feed-forward part that add to x_c, largest addition first; empty without experts.
+        neurons: the (up to 8) neurons of this feed-forward part with the largest additions.
         weight: neuron whose weight W_down[c, j] is the single weight.
-        super_weight: whether the rule of the public super-weight code selects the same weight; None with experts.
-        zeroed: losses with nothing zeroed, with the single weight zeroed, and so on.
+        super_weight: whether the rule of the public super-weight code selects the same weight; None with experts or
+            several down maps.
+        zeroed: losses with nothing zeroed, then with each writer and the control zeroed.
     """
 
     name = "writer"
@@ -135,7 +136,7 @@ class Writer(AssessPart):
             "single_weight_added",
             "The single weight that writes the massive activation zeroed, added loss",
             ("Single weight", "zeroed, nats added"),
-            "zeroing the one weight that writes most of the first position's largest activation",
+            "zeroing the one weight of a neuron whose removal reduces the first position's largest activation most",
         ),
     )
 
@@ -184,8 +185,8 @@ class Writer(AssessPart):
     def remark(self) -> str:
         one, expert = self.weight, "" if self.weight.expert is None else f", expert {self.weight.expert}"
         return (
-            f"writer: channel {self.channel} of the first position is {self.value:,.4g} after block {self.block}, most "
-            f"of it written by the {self.sublayer} of block {self.layer}; the single weight is that of neuron "
+            f"writer: channel {self.channel} of the first position is {self.value:,.4g} after block {self.block}; the "
+            f"largest addition is by the {self.sublayer} of block {self.layer}; the single weight is that of neuron "
             f"{one.neuron}{expert} in block {self.ffn_layer}, {one.weight:.4g}, which adds {one.adds:,.4g}"
         )
 
@@ -262,7 +263,7 @@ class DownMap:
 
     Attributes:
         name: parameter name within the feed-forward part.
-        weight: weight of shape (I, E) or (E, I), with experts after a leading expert axis.
+        weight: weight of shape (I, E) or (E, I); with experts, after a leading expert axis.
         axis: axis of the E channels.
         channel: 0-based index of channel c.
         activation: activation a_j of each neuron, (I,) or (experts, I).
@@ -286,7 +287,7 @@ class DownMap:
 
 
 def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int) -> tuple[list[DownMap], Tensor]:
-    """Return the down maps of a feed-forward part, and the part's mean output (E,) at the first position."""
+    """Return the down maps of a feed-forward part, and the part's output (E,) at the first position, mean over N."""
     outputs: list[Tensor] = []
     weights = {name: weight for name, weight in part.named_parameters() if weight.ndim > 1}
     asked = {name: weight.requires_grad for name, weight in weights.items()}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
-    """Print two lines per experiment: number of cells and time per scale, and the question, cut to the width."""
+    """Print two lines per experiment: number of cells and time per scale; its question or title, cut to the width."""
     scales: list[Scale] = [scale for scale in SCALES if any(scale in one.scales for one in found)]
     jobs = jobs_here()
     rows = [("", "cells", *scales)]
@@ -43,7 +43,7 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
         console.print(question, soft_wrap=True)
     console.print()
     _print_estimates(found, jobs, console)
-    said = "Experiments without times measure a --model. Show one in full: sinklab experiments ID"
+    said = "Experiments without times measure existing models. Show one in full: sinklab experiments ID"
     console.print(said, highlight=False)
 
 
@@ -66,8 +66,8 @@ def print_experiment(one: ListedExperiment, console: Console) -> None:
         runs = f"{cost.cells} cells of {one.seeds} seed{'s' * (one.seeds != 1)}, {cost.claims} claims"
         console.print(f"{scale}: {_time_here(one, scale, jobs)} ({runs})", highlight=False)
     _print_estimates([one], jobs, console)
-    given = "--dry-run" if one.scales else "--model MODEL --text FILE --dry-run"
-    console.print(Text(printable(f"Changes of each cell: sinklab reproduce {one.id} {given}")), soft_wrap=True)
+    given = "--dry-run" if one.scales else "--text FILE --dry-run, with --model MODEL unless its models are fixed"
+    console.print(Text(printable(f"Plan of each cell: sinklab reproduce {one.id} {given}")), soft_wrap=True)
     console.print()
 
 
@@ -87,7 +87,7 @@ def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Cons
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
-    """Print for each part of the paper (table, figure) its statement, our claims, and why others are not encoded."""
+    """Print for each part of the paper (table, proposition, ..) its statement, our claims, and what is not encoded."""
     for name, part in parts.items():
         console.print(Text.assemble((printable(name), "bold"), f": {printable(part.says)}"))
         claims = ", ".join(one.removeprefix(f"{name}.") for one in part.claims)
@@ -97,7 +97,7 @@ def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
 
 
 def hours_line(ahead: Preview) -> str:
-    """Return a sentence with the number of unfinished runs and their expected duration."""
+    """Return a sentence with the number of unfinished runs and their expected duration, if it can be estimated."""
     if not ahead.missing:
         return f"all {ahead.runs} runs are done"
     trained = f"{ahead.missing} of {ahead.runs} runs are to be trained"
@@ -108,7 +108,7 @@ def hours_line(ahead: Preview) -> str:
 
 
 def print_preview(ahead: Preview, console: Console) -> None:
-    """Print a line per cell with its changed recipe keys and finished runs, then the total hours of the sweep."""
+    """Print a line per cell: changed recipe keys, finished runs, time per run; then the total time of the sweep."""
     rows = [
         (
             cell.name,
@@ -125,7 +125,7 @@ def print_preview(ahead: Preview, console: Console) -> None:
 
 
 def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console) -> None:
-    """Print a line per measurement pass (models, inputs, cells), then the number of tokens and the download size.
+    """Print a line per pass: models, sequences (replicates x N x T), inputs, cells; then tokens and download size.
 
     Args:
         planned: triples of experiment id, pass, and numbers of its replicates.
@@ -141,12 +141,12 @@ def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console)
         rows.append((experiment, enumerated(list(own)), sequences, request.options.inputs, ", ".join(one.cells)))
         models |= own
         read += len(replicates) * request.sequences * request.length
-    print_table(Table("", names("experiment", "model", "sequences", "tokens", "cells"), rows), console)
+    print_table(Table("", names("experiment", "model", "sequences", "inputs", "cells"), rows), console)
     console.print(f"{read:,} tokens are read; {download_of(list(models.values()))}", highlight=False, soft_wrap=True)
 
 
 def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
-    """Print a line per recipe key (intervention) with its legal, default and neutral values."""
+    """Print a line per intervention (recipe key, or kind of a union) with its allowed, default and neutral values."""
     rows = []
     for one in found:
         notes = [one.explanation.removesuffix(".")]
@@ -160,7 +160,7 @@ def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
 
 
 def print_plan(plan: "TrainingPlan", console: Console) -> None:
-    """Print parameters, steps, FLOPs and memory of a training run."""
+    """Print parameters, tokens, FLOPs, estimated memory and, on a known GPU, minimum time of a training run."""
     from sinklab.train.planning import megabytes
 
     per_token = plan.flops_per_step / plan.tokens_per_step
@@ -168,7 +168,7 @@ def print_plan(plan: "TrainingPlan", console: Console) -> None:
         "parameters": f"{plan.parameters:,}",
         "steps": f"{plan.steps:,}",
         "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} a step",
-        "operations": f"{plan.flops_per_step:.3g} a step, {per_token:.3g} a token",
+        "FLOPs": f"{plan.flops_per_step:.3g} a step, {per_token:.3g} a token",
         **{f"  {name}": f"{part / plan.flops.total:.0%}" for name, part in asdict(plan.flops).items()},
         "memory per process": f"{megabytes(plan.memory.total)} MB",
         **{f"  {name}": f"{megabytes(size)} MB" for name, size in asdict(plan.memory).items()},

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from sinklab.experiments.sweep.engine import Event
     from sinklab.jobs.progress import JobEvent
 
-SPEAKS_EVERY = 10.0  # seconds between progress lines without a terminal
+SPEAKS_EVERY = 10.0  # minimum seconds between progress lines without a terminal
 BEATS_EVERY = 1.0  # seconds between two checks whether a progress line is due
 
 MANY = 8  # with more runs, only active runs have a line
-LOOKS_EVERY = 1.0  # seconds between two estimates of the time left
+LOOKS_EVERY = 1.0  # seconds between two estimates of the time left during updates
 SPEED_OVER = 600.0  # seconds over which the speed is averaged, evaluations included
-STALLED = 0.02  # share of time spent waiting for data; larger shares are shown
+STALLED = 0.02  # minimum share of time spent waiting for data that is shown
 SECONDS_OF_A_YEAR = 365.25 * 86400
 DAYS_WITH_HOURS = 10  # durations of more days are shown without hours
 
@@ -112,7 +112,7 @@ class Lines:
         return not self._console.is_terminal and self._clock() - self._said >= SPEAKS_EVERY
 
     def begin(self, phase: str) -> None:
-        """Set the current phase of the work and restart its clock; prints nothing."""
+        """Set the current phase of the work; a new phase restarts the clock. Prints nothing."""
         if phase != self._phase:
             self._phase, self._place, self._since = phase, phase, self._clock()
 
@@ -147,6 +147,7 @@ class Board:
 
     Args:
         phase: name of the first phase of the work.
+        clock: clock in seconds.
         columns: columns of rich's progress bars.
         settings: further settings of `rich.progress.Progress`.
     """
@@ -168,8 +169,8 @@ class Board:
 class RunBoard(Board):
     """Live display of a line per run (steps, losses, sink rate) and the time left; with many runs, active runs only.
 
-    Without a terminal, a line is printed per evaluation and after a longer time without events. Failures are printed
-    at once.
+    Without a terminal, a line is printed per evaluation, and at most every SPEAKS_EVERY seconds in between. Failures
+    are printed at once.
 
     Args:
         console: console to print to.
@@ -232,7 +233,7 @@ class RunBoard(Board):
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Return the losses and sink rate of one evaluation (a line of metrics.jsonl) as a short text."""
+    """Return validation loss, sink rates and speed of one evaluation (a line of metrics.jsonl) as a short text."""
     parts = [
         f"loss {row['valid_loss']:.3f}",
         f"Sink_1 {row['sink_rate'][0]:.1f} %" + in_brackets(elsewhere_text(row["sink_rate"])),
@@ -251,7 +252,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 class DataBoard(Board):
-    """A progress bar over the bytes of text during data preparation, with the rate of tokens written."""
+    """A progress bar over the bytes of text in each stage of data preparation, with the tokens written per second."""
 
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         name, rate = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[rate]}")
@@ -262,7 +263,7 @@ class DataBoard(Board):
         self._rate = ""
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Show the progress of a stage; passed to `prepare` as its callback `progress`."""
+        """Show the progress of a stage in bytes; passed to `prepare` as its callback `progress`."""
         name = {"tokenizer": "training the tokenizer", "tokens": "preparing tokens"}.get(stage, stage)
         if stage not in self._tasks:
             self._tasks[stage] = self.progress.add_task(name, total=total, rate="")
@@ -273,7 +274,7 @@ class DataBoard(Board):
         self.lines.reached(name, done / 1e6, total and total / 1e6, self._rate, unit="MB")
 
     def counted(self, tokens: int) -> None:
-        """Update the tokens per second from the tokens so far; passed to `prepare` as its callback `counted`."""
+        """Update the tokens per second from the number written so far; passed to `prepare` as callback `counted`."""
         now = time.monotonic()
         if self._start is None:
             self._start = now, tokens

@@ -1,4 +1,4 @@
-"""Terminal output of results: training, measurements of one or many models, tasks, assessments, experiments."""
+"""Terminal output of results: training, measurements, downstream tasks, assessments, fine-tuning, experiments."""
 
 import shlex
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sinklab.train.replay import Replay
     from sinklab.tuning.tuned_directory import Tuning
 
-PROBLEMS = 20  # maximum number of problems listed per check
+PROBLEMS = 20  # maximum number of problems, and of notes, listed per check
 GRADIENTS = 12
 """Number of parameters (largest gradients) that a replay lists."""
 VERDICT = 16, 30  # maximum width of a verdict in characters, on a console of less than 100 columns, and of 100 or more
@@ -48,7 +48,7 @@ SHARES = ("acc", "exact_match")
 
 
 def print_report(data: ReportData, console: Console) -> None:
-    """Print the tables of a report with their notes, then the experiments, then claims outside of these experiments."""
+    """Print the tables of a report and its notes, then each experiment with its claims, then the other claims."""
     for table in [*([cells_table(data, curves=True)] if data.cells else []), *result_tables.suite_tables(data)]:
         print_table(table, console)
     print_notes([f"{name}: {note}" for name, note in data.notes], console)
@@ -72,7 +72,7 @@ def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
 
 
 def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> None:
-    """Print our numbers next to the paper's and the verdict of each claim, for the experiments with ids in `wanted`."""
+    """Print numbers (next to the paper's, if any), notes, warnings and verdicts of the experiments with these ids."""
     for name in wanted:
         experiment = summary.experiments[name]
         cells = summary.cells_of(name)
@@ -95,7 +95,7 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
 
 
 def print_assessment(assessment: "Assessment", console: Console, full: bool = False) -> None:
-    """Print the conclusion and main table of an assessment, and with `full` the loss under every intervention."""
+    """Print the conclusion of an assessment and the answers of its parts, and with `full` every intervention."""
     print_title(f"{assessment.model}: {assessment.layers} layers, context {assessment.context:,}", console)
     console.print(" ".join(assessment.answer()), markup=False, highlight=False)
     print_table(result_tables.answers_table(assessment), console)
@@ -120,7 +120,7 @@ def print_survey(
     survey: "Domains | Families | Checkpoints",
     console: Console,
 ) -> None:
-    """Print a line per measured domain, model or checkpoint; nothing if no measurement succeeded."""
+    """Print a headline, and a line per measured domain, model or checkpoint; nothing if no measurement succeeded."""
     if measured := survey.outcome.measured:
         document = kind.model_validate({**survey.document(), "failed": {}})
         data = ReportData.of_suite(document, measured)
@@ -129,7 +129,7 @@ def print_survey(
 
 
 def print_comparison(comparison: "Comparison", console: Console) -> None:
-    """Print a line per quantity, with a column per model and the difference of each model from the first."""
+    """Print each model's answer, then a line per quantity with a column per model and its difference from the first."""
     first = next(iter(comparison.measured.values()))
     print_title(
         f"Comparison: {first.sequences} sequences of {first.length} tokens, {first.inputs}, eps {first.eps:g}", console
@@ -143,7 +143,7 @@ def print_comparison(comparison: "Comparison", console: Console) -> None:
 
 
 def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
-    """Print a line per model with its number of parameters and its size on disk and in memory, GB."""
+    """Print a line per model with its parameters, its size on disk and in memory in GB, and its published Sink_1."""
     columns = [*names("model"), TableColumn("size", "millions", ",.1f")]
     columns += numbers(".2f", "disk", "float32", "bfloat16", "peak", unit="GB")
     columns += [TableColumn("published", "Sink_1, %", ".2f")]
@@ -166,7 +166,7 @@ def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
 
 
 def print_parity(parity: "Parity", console: Console) -> None:
-    """Print a line per attention backend with its deviation from eager, and why backends are unavailable."""
+    """Print a line per attention backend with its differences from eager attention, and remarks (why unavailable)."""
     print_title(
         f"{parity.model}: {parity.sequences} sequences of {parity.length} tokens, {parity.dtype} on {parity.device}",
         console,
@@ -207,11 +207,13 @@ def print_scores(scores: "DownstreamScores", console: Console) -> None:
     for name, task in scores.tasks.items():
         notes = []
         if task.left_out:
-            notes.append(f"{task.left_out:,} items were left out, as an answer is longer than the model's context")
+            notes.append(f"{task.left_out:,} items were excluded, as an answer is longer than the model's context")
         if task.cut:
-            notes.append(f"{task.cut:,} contexts exceed the model's context and were truncated at the start")
+            notes.append(
+                f"{task.cut:,} items have prompts beyond the model's context, which were truncated at the start"
+            )
         if task.sink is None:
-            notes.append("no item is long enough to measure the sink on; pass --text FILE")
+            notes.append("the items are too short to measure the sink on; pass --text FILE")
         else:
             where = "its items" if task.sink.text == "task" else task.sink.text
             notes.append(
@@ -229,7 +231,7 @@ def _score(metric: str, score: "TaskMetric") -> tuple[str, str | None]:
 
 
 def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
-    """Print the last evaluation of a finished run, the run directory, and commands to try next."""
+    """Print the last evaluation of a finished run, if any, the run directory, and commands to try next."""
     if history := read_history(directory / "metrics.jsonl"):
         last = history[-1]
         found = {
@@ -259,7 +261,7 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
 
 
 def print_replay(found: "Replay", console: Console) -> None:
-    """Print the loss of a replayed step, its first non-finite tensor, and the parameters with the largest gradients."""
+    """Print loss and gradient norm of a replayed step, its first non-finite tensor, and the largest gradients."""
     begin = "the initial weights" if found.checkpoint is None else str(found.checkpoint)
     console.print(f"step {found.step} from {begin}, {found.repeated} updates repeated", highlight=False, soft_wrap=True)
     console.print(f"loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}", highlight=False)
@@ -272,7 +274,7 @@ def print_replay(found: "Replay", console: Console) -> None:
 
 
 def print_checks(checks: "Sequence[Verified]", console: Console) -> None:
-    """Print the outcome of every check of packed results, with the check's first problems and notes."""
+    """Print the outcome of every check of packed results, with up to PROBLEMS of its problems and notes each."""
     for check in checks:
         wrong = len(check.problems)
         problems = f"{wrong} problems" if wrong else "no problem"
@@ -282,7 +284,7 @@ def print_checks(checks: "Sequence[Verified]", console: Console) -> None:
 
 
 def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
-    """Print a line per training run: state, step, sink rate, loss, and recipe keys that differ between runs."""
+    """Print a line per training run: state, step, sink rate, loss, seed, and changed recipe keys or why it failed."""
     table = table_of(
         "Runs",
         runs,
@@ -309,7 +311,7 @@ def print_tuning(tuning: "Tuning", console: Console) -> None:
     about = f"{asked.steps} updates of {asked.batch_size} conversations of at most {asked.length} tokens"
     print_title(tuning.model, console, [about])
     columns = [*names(""), *numbers(".2f", "Sink_1", "on the bias", unit="%"), *numbers(".2f", "norm ratio")]
-    columns += [TableColumn("loss", form=".4f"), TableColumn("max gradient", form=".4g")]
+    columns += [TableColumn("loss", form=".4f"), TableColumn("max gradient norm", form=".4g")]
     rows = [
         (
             name,
@@ -321,6 +323,6 @@ def print_tuning(tuning: "Tuning", console: Console) -> None:
         )
         for name, side in tuning.sides().items()
     ]
-    title = f"Before and after tuning (eps {asked.eps:g}, held-out loss in nats)"
+    title = f"Before and after tuning (eps {asked.eps:g}, held-out loss in nats per token)"
     print_table(Table(title, columns, rows).without_empty_columns(), console)
     print_notes(tuning.notes, console)

@@ -31,7 +31,7 @@ TONES = {
 
 
 def printable(text: str) -> str:
-    """Replace control characters by `�`, so that a name cannot control the terminal."""
+    """Replace non-printable characters, line feeds included, by `�`, so that a name cannot control the terminal."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
@@ -56,7 +56,7 @@ def print_notes(notes: Iterable[str], console: Console) -> None:
 
 
 def print_title(title: str, console: Console, below: Sequence[str] = ()) -> None:
-    """Print a title above tables, with the texts of `below` on the next line."""
+    """Print a title above tables, with the texts of `below`, separated by commas, on the next line."""
     console.print(Text(printable(title), style="bold"))
     if below:
         console.print(Text(printable(", ".join(below)), style="dim"))
@@ -99,7 +99,7 @@ def _widths(table: Table, columns: Sequence[int], width: int) -> dict[int, int]:
 
 
 def broken(text: str, width: int) -> str:
-    """Return the text with words longer than `width` broken into lines, after the last punctuation that fits."""
+    """Return the text with words longer than `width` broken into lines, if possible after punctuation."""
 
     def lines(word: str) -> Iterator[str]:
         while len(word) > width:
@@ -112,7 +112,7 @@ def broken(text: str, width: int) -> str:
 
 
 def printable_lines(text: str) -> list[str]:
-    """Return the lines of a text, with control characters replaced."""
+    """Return the lines of a text, with non-printable characters replaced."""
     return [printable(line) for line in text.split("\n")]
 
 
