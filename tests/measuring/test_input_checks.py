@@ -55,8 +55,8 @@ def test_what_is_no_model_is_named(given: Any) -> None:
         (TOKENS.float(), "tokens are float32 numbers"),
         (TOKENS.numpy() / 2, "tokens are an array of float64"),
         ("a text", "tokens are of type str"),
-        (["a", "text"], "tokens are not a non-empty list of sequences"),
-        ([1, 2, 3], "tokens are not a non-empty list of sequences"),
+        (["a", "text"], "tokens are not a list of rows, such as"),
+        ([1, 2, 3], "tokens are not a list of rows, such as"),
         ([[1, 2], ["a", "b"]], "tokens are not a matrix of whole numbers"),
         ([[1, 2**80]], "tokens are not a matrix of whole numbers"),
         ([[0.5, 1.5]], "tokens are float32 numbers"),
@@ -133,7 +133,7 @@ def test_a_second_thread_does_not_probe_what_another_probes(model: Any) -> None:
     with ThreadPoolExecutor(1) as pool:
         with sinklab.probe(model) as watch:
             model(TOKENS)
-            with pytest.raises(SinklabError, match="another thread has a probe"):
+            with pytest.raises(SinklabError, match="another thread probes or intercepts this model"):
                 pool.submit(probed).result()
         pool.submit(probed).result()
     assert len(watch.layers) == 3

@@ -41,7 +41,7 @@ def test_measure_still_holds_its_modules(model: Any) -> None:
 
 
 def test_sequences_of_different_length_are_refused_with_what_to_do(model: Any) -> None:
-    with pytest.raises(InputError, match=r"2 to 3 tokens.*attention_mask"):
+    with pytest.raises(InputError, match=r"2 to 3 entries.*attention_mask"):
         sinklab.measure(model, [[1, 2, 3], [1, 2]])
 
 

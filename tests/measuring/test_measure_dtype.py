@@ -76,7 +76,7 @@ def test_a_processor_that_emulates_the_own_dtype_measures_in_float32_and_says_so
 ) -> None:
     assert emulating[own]["dtype"] == "float32"
     assert emulating[own]["notes"] == [
-        f"the weights are {own} and were measured in float32, because this processor emulates {own} slowly "
+        f"the weights are {own} and were converted to float32, because this processor emulates {own} slowly "
         f"(to use it anyway: --dtype {own})"
     ]
 

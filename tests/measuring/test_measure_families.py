@@ -200,6 +200,14 @@ def test_long_logits_are_never_whole_and_the_loss_is_the_same(monkeypatch: pytes
         assert not [part for part in model.modules() if "forward" in part.__dict__]
 
 
+@torch.no_grad()
+def test_the_loss_of_a_model_in_float64_is_exact() -> None:
+    model = pair_of("llama")[0].double()
+    logits, tokens = model(family_tokens()).logits, family_tokens()
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert measure(model, tokens).loss == pytest.approx(expected.item(), rel=1e-12)
+
+
 def test_a_bidirectional_model_is_an_error() -> None:
     config = hf.BertConfig(**SMALL)
     model: Any = hf.AutoModelForCausalLM.from_config(config).eval()

@@ -86,7 +86,7 @@ def test_the_step_of_an_unfinished_run_is_recorded_and_said(tmp_path: Path) -> N
     (run / "recipe.yaml").write_text(recipe.replace("  steps: 1\n", "  steps: 2200\n"))
     early = measure_model(str(run), text, Request(sequences=4, length=8))
     assert (early.step, early.planned_steps) == (1, 2200)
-    assert early.notes == ["measured at step 1 of 2,200: the run is not finished"]
+    assert early.notes == ["measured at step 1 of 2,200, before the end of training"]
     early.save(tmp_path / "early")
     assert Measurement.load(tmp_path / "early").document() == early.document()
     assert early.document()["step"] == 1

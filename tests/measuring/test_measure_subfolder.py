@@ -9,6 +9,9 @@ from conftest import Run, on_one_line
 from test_measure_revision import NAME, OPTIONS, sinklab
 from tiny_models import text_file, tiny_model
 
+from sinklab.errors import InputError
+from sinklab.models.huggingface.loading import Loading, load_pretrained_tokenizer
+
 INNER = "inner/deep"
 COMMIT = "a" * 40
 FEW = ("--sequences", 2, "--length", 8, "--json")
@@ -48,6 +51,14 @@ def test_a_model_in_a_folder_of_a_directory_is_the_model_of_that_folder(
     assert found["bos"] is True
     status, out, _ = run("measure", models / "beside" / INNER, "--text", text, *FEW)
     assert found["loss"] == json.loads(out)["loss"]
+
+
+def test_the_tokenizer_above_a_folder_is_found_without_the_weights(models: Path) -> None:
+    found = load_pretrained_tokenizer(str(models / "above" / INNER), Loading(subfolder=INNER))
+    assert found.get_vocab() == load_pretrained_tokenizer(str(models / "beside" / INNER)).get_vocab()
+    assert len(found) > 2
+    with pytest.raises(InputError, match="has no tokenizer: put the tokenizer files"):
+        load_pretrained_tokenizer(str(models / "above" / INNER))
 
 
 def test_models_in_folders_of_the_same_name_are_compared(run: Run, models: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Running sums of a measurement, which avoid an array of size sequences x layers x heads x positions.
 
-Stored are, per position, counts of alpha > eps and sums over sequences of alpha and of norms; and, per sequence, alpha
-of the first position. The threshold is applied to every sequence before averaging.
+Stored are counts of alpha > eps and sums over sequences of alpha and norms by position, sums of quantities without
+positions (loss, bias, row sums), and alpha of the first position for every sequence. The threshold is applied to every
+sequence before averaging.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ BIAS, LEADING, REGISTERS, ROW_SUMS = "bias", "leading positions", "registers", "
 
 
 class Accumulator:
-    """Running sums of importance values, norms and losses over batches, for sequences of at most `length` positions.
+    """Running sums of importance values, norms, losses and the statistics of `--details` over batches.
 
     Args:
         thresholds: thresholds of the sink rate; the first is the main one.
@@ -59,7 +60,8 @@ class Accumulator:
         """Add the statistics of one batch to the running sums.
 
         Raises:
-            SinklabError: if the attention or the activations contain NaN or infinity; the message names the layer.
+            SinklabError: if importance values or the norms of keys, values or hidden states are NaN or infinite; the
+                message names the layer.
         """
         batch = batch.on_cpu()  # else an out-of-memory error could leave partial sums (batches.py)
         importance, valid_BT = batch.importance_ABHT, batch.valid_BT
@@ -67,7 +69,7 @@ class Accumulator:
         valid_BT = torch.ones(B, T, dtype=torch.bool) if valid_BT is None else valid_BT
         self.sequences += B
         self.sequences_T[:T] += valid_BT.sum(0)
-        if batch.visible_ABHT is not None and self.visible_hits_ET is None:  # equal to alpha so far
+        if batch.visible_ABHT is not None and self.visible_hits_ET is None:  # equal to alpha in earlier batches
             self.visible_hits_ET = self.hits_ET.clone()
             if "importance values" in self._sums:
                 self._sums[VISIBLE] = self._sums["importance values"].clone()
@@ -126,18 +128,18 @@ class Accumulator:
             where = "before the first layer" if layer == 0 else f"in layer {layer}"
             raise SinklabError(
                 f"the {name} contain NaN or infinity {where}, caused by the model or its dtype: "
-                "try --dtype float32, or an earlier checkpoint"
+                "load the model in float32 (--dtype float32), or use an earlier checkpoint"
             )
         if name not in self._sums:
             self._sums[name] = part.new_zeros(*part.shape[:-1], self.length)
         self._sums[name][..., : part.shape[-1]] += part
 
     def sink_rate(self, threshold: int = 0) -> list[float]:
-        """Return the sink rate in percent by position, for `thresholds[threshold]`."""
+        """Return the sink rate in percent by position (T), for `thresholds[threshold]`."""
         return self._rate(self.hits_ET[threshold])
 
     def sink_rate_visible(self, threshold: int = 0) -> list[float] | None:
-        """Return `sink_rate` with alpha averaged over the queries that may see each key; None if equal everywhere."""
+        """Return `sink_rate` of the mean over the queries that may see each key; None if it is alpha in every layer."""
         return None if self.visible_hits_ET is None else self._rate(self.visible_hits_ET[threshold])
 
     def _rate(self, hits_T: Tensor) -> list[float]:
@@ -165,15 +167,21 @@ class Accumulator:
         }
 
     def sink_rate_bias(self, threshold: int = 0) -> float | None:
-        """Return the sink rate in percent of the added bias or sink token; None if the model has neither."""
+        """Return the sink rate in percent of the bias (`LayerRecord.bias_BH`), over layers with one; None without."""
         return 100 * self.bias_hits_E[threshold] / self.bias_triples if self.bias_triples else None
 
     def sink_rate_window_start(self) -> float | None:
-        """Return the sink rate in percent of the first key of windows after position 1; None without such windows."""
+        """Return the sink rate in percent of the first key of windows, at the main threshold; None if not recorded.
+
+        See `LayerRecord.window_start_BH`.
+        """
         return 100 * self.window_hits / self.window_triples if self.window_triples else None
 
     def leading_norm_ratio(self) -> list[float] | None:
-        """Return |h| of the first learned position / mean |h| of the tokens, per block; None without learned ones."""
+        """Return |h| of the sink token or first register / mean |h| of the tokens, by place in the residual stream (M).
+
+        None without learned tokens, or if blocks cannot be read; 1 where both norms are zero.
+        """
         hidden_MT, leading_M = self.mean("hidden states"), self.mean_of_sequences(LEADING)
         if leading_M is None or hidden_MT is None:
             return None
@@ -181,17 +189,19 @@ class Accumulator:
         return torch.where((leading_M == 0) & (tokens_M == 0), 1.0, leading_M / tokens_M).tolist()
 
     def mean_of_sequences(self, name: str) -> Tensor | None:
-        """Return the mean over sequences of BIAS (layers with a bias, H), REGISTERS (L, H, N), ROW_SUMS or LEADING.
+        """Return the mean over sequences of a quantity without positions; None if it was not recorded.
 
-        None if `name` was not recorded.
+        Args:
+            name: BIAS (layers with a bias, H), REGISTERS (L, H, N), ROW_SUMS (L, H) or LEADING (M).
         """
         return self._totals[name] / self.sequences if name in self._totals else None
 
     def mean(self, name: str) -> Tensor | None:
-        """Return the mean over sequences of `name`, by layer and position; None if it was not recorded.
+        """Return the mean of `name` over the sequences that have a position; None if it was not recorded.
 
         Args:
-            name: "importance values" or VISIBLE (L, H, T), or "keys", "values", "hidden states" or BEFORE (norms).
+            name: "importance values" or VISIBLE (L, H, T), or the norms of "keys" or "values" (L, T), "hidden states"
+                (M, T) or BEFORE (two per block, T).
         """
         return self._sums[name] / self.sequences_T if name in self._sums else None
 
@@ -207,7 +217,9 @@ def measurement_from(
     massive_activations: list[MassiveActivation] | None = None,
     notes: Sequence[str] = (),
 ) -> Measurement:
-    """Build the measurement from the running sums.
+    """Build the measurement from the running sums; keyword arguments are the fields of `Measurement` of these names.
+
+    The note on visible queries (mask_coverage.py) is added to `notes`.
 
     Raises:
         InputError: if no sequence was added.
@@ -242,7 +254,7 @@ def measurement_from(
         sink_rates_bias=_every_rate(totals, totals.sink_rate_bias),
         sink_rate_window_start=totals.sink_rate_window_start(),
         uniform_ratio=totals.uniform_ratio(),
-        loss=totals.loss / totals.targets if totals.targets else None,  # a single token has no target
+        loss=totals.loss / totals.targets if totals.targets else None,  # loss off, one token, or all in a prefix
         hidden_norm_ratio=ratio(hidden),
         norm_ratio_before_norm=ratio(totals.mean(BEFORE)),
         norm_ratio_sink_token=totals.leading_norm_ratio(),

@@ -1,4 +1,4 @@
-"""Massive activations: channels of the residual stream far larger than all others, which accompany a sink.
+"""Massive activations: entries of the residual stream far larger than all others, which accompany a sink (2402.17762).
 
 They occur at few positions (mostly the first token) and in a few fixed dimensions, from an early block to the
 second-to-last. Only the first sequence is searched: massive activations hardly depend on the input, and the median over
@@ -20,19 +20,20 @@ from sinklab.device import on_host
 from sinklab.models.hooks import hidden_states, hooked
 from sinklab.schema import Part
 
-STRONGEST = 8  # blocks reported
-MASSIVE, MASSIVE_RATIO = 100, 1000  # minimum value, and minimum ratio to the median
+STRONGEST = 8  # maximum number of blocks reported
+MASSIVE, MASSIVE_RATIO = 100, 1000  # |value| is above the first, its ratio to the median at least the second
 
 
 class MassiveActivation(Part):
-    """The largest |activation| after one block.
+    """The largest |activation| of one sequence after one block.
 
     Attributes:
         layer: number of the block, 1-based; the activation is in the residual stream after it.
-        position: position of the token, 1-based.
+        position: position of the token, 1-based, without padding; learned tokens before the sequence are counted in an
+            `Ablation` and excluded from a `Measurement`.
         dimension: dimension of the residual stream, 0-based.
-        value: signed value of the activation.
-        ratio_to_median: |value| divided by the median |activation| after that block.
+        value: signed value of the activation; 0 if it is not finite.
+        ratio_to_median: |value| divided by the median |activation| of the sequence after that block; 0 if that is 0.
     """
 
     layer: int = Field(ge=1)
@@ -51,13 +52,14 @@ class MassiveActivation(Part):
 def largest_activations(
     blocks: Sequence[nn.Module], real: RealTokens | None = None
 ) -> Iterator[list[MassiveActivation]]:
-    """Collect the largest activation after each block, for the first sequence of the first forward pass.
+    """Collect the largest activation after each block, for the first sequence of the first complete forward pass.
 
-    The yielded list is filled at the end of the `with` block.
+    The yielded list is filled at the end of the `with` block, unless an exception ends it.
 
     Args:
-        real: real tokens of the first sequence; position 1 is the first real token, and padding is
-            excluded. None if every column is a real token.
+        blocks: decoder blocks, in order.
+        real: real tokens of the first sequence; other columns (padding, learned tokens) are excluded, and position 1 is
+            the first real token. None to include all columns.
     """
     found: list[MassiveActivation] = []
     seen: list[_Largest] = []

@@ -1,4 +1,4 @@
-"""Summary of a measurement in two sentences, for the terminal and the report; docs/reading.md has the thresholds."""
+"""Summary of a measurement in two sentences, for terminal, report and notebook; docs/reading.md has the thresholds."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,8 @@ INPUTS: dict[Inputs, str] = {"natural": "", "random": " (random tokens)", "repea
 def answer(m: Measurement) -> list[str]:
     """Return two sentences: on the sink (presence, position, strength), and on massive activations and secondary sinks.
 
-    For repeated tokens, the paper's proposition replaces the secondary sinks. Quantities not measured are named.
+    If a proposition of the paper was checked (on repeated tokens), its outcome replaces the secondary sinks. Quantities
+    that were not measured are named as such.
     """
     beside = f"{_massive(m)}; {_secondary(m) if m.propositions is None else _proposition(m.propositions)}."
     return [_sink(m), beside[0].upper() + beside[1:]]
@@ -32,7 +33,7 @@ class _Place:
     Attributes:
         rate: percentage of (sequence, layer, head) triples with an importance above the threshold.
         above_LH: whether the mean importance of the position in a head is above the threshold.
-        overall: rate over all queries, if `rate` covers only the queries that see the position.
+        overall: rate over all queries, if `rate` covers only the queries that see the position; else None.
         always: whether the position is reported at any rate, even next to a stronger sink.
     """
 
@@ -55,7 +56,7 @@ def _sink(m: Measurement) -> str:
         )
     places = _places(m)
     strongest = max(places, key=lambda place: place.rate)
-    of = f"{'proxy scores of heads' if m.proxy else 'heads'} at eps {m.eps:g}"
+    of = f"{'heads (proxy scores)' if m.proxy else 'heads'} at eps {m.eps:g}"
     if strongest.rate < NOISE:
         rates = ", ".join(map(str, places)).replace(" %", f" % of {of}", 1)
         return f"No sink{INPUTS[m.inputs]}: {rates}."
@@ -80,7 +81,7 @@ def _places(m: Measurement) -> list[_Place]:
     found = [position(1, "BOS" if m.bos else "the first token")]
     if m.sink_rate_bias is not None and m.importance_bias is not None:
         token = m.norm_ratio_sink_token is not None or m.importance_registers is not None
-        name = "the learned token in front" if token else "the learned bias or sink logit"
+        name = "the sink token or registers" if token else "the bias or sink logit"
         found.append(_Place(name, m.sink_rate_bias, m.importance_bias > m.eps))
     if later := highest_rate([None, *rates[1:]]):
         found.append(position(later[0], f"position {later[0]}"))
@@ -109,7 +110,7 @@ def _massive(m: Measurement) -> str:
     largest = next((one for one in m.massive_activations if one.is_massive), m.massive_activations[0])
     times = f"{largest.ratio_to_median:,.0f} times the median"
     if not largest.is_massive:
-        return f"no massive activation (the largest is {largest.value:,.0f}, {times})"
+        return f"no massive activation (the strongest is {largest.value:,.0f}, {times})"
     return (
         f"massive activation in channel {largest.dimension} at position {largest.position}, strongest after layer "
         f"{largest.layer} ({largest.value:,.0f}, {times})"
@@ -120,12 +121,12 @@ def _secondary(m: Measurement) -> str:
     if m.details is None:
         return "secondary sinks were not measured (--details)"
     rate = m.details.secondary_rate
-    return f"no secondary sinks above {NOISE:g} %" if rate < NOISE else f"secondary sinks in {percent(rate)} of heads"
+    return f"no secondary sinks (below {NOISE:g} %)" if rate < NOISE else f"secondary sinks in {percent(rate)} of heads"
 
 
 def _proposition(one: Propositions) -> str:
     if one.number is None:
-        return "none of the paper's propositions is about these positions"
+        return "none of the paper's propositions covers these positional embeddings"
     holds = {True: "holds", False: "does not hold", None: "cannot be decided in this precision"}[one.holds]
     return f"proposition {one.number} of the paper {holds}"
 

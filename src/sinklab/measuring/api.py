@@ -44,34 +44,42 @@ def measure(
     """Measure the sinks, norms and loss of a causal language model on the given tokens; the model is unchanged.
 
     Args:
-        model: a Hugging Face causal language model or a sinklab transformer (including an exported one).
+        model: a Hugging Face causal language model or a sinklab transformer, also an exported one.
         tokens: token ids (sequences, length): a tensor on any device, an array, or lists of numbers.
-        attention_mask: 1 at real tokens, 0 at padding on the left or right; Hugging Face models only.
+        attention_mask: 1 at real tokens, 0 at padding on the left or right; not supported for sinklab transformers,
+            exported or not.
         eps: attention threshold of the sink rate, in (0, 1); if several are passed, the first is the main one.
-        lengths: increasing lengths; the sink rate is also measured on the sequences truncated to each. Padding is not
-            supported.
+        lengths: increasing lengths below that of the sequences; the sink rate is also measured on the sequences
+            truncated to each. Padding is not supported.
         batch_size: sequences per forward pass; affects memory and speed, not the result. By default as many as fit in
-            memory, at most 16; halved on out-of-memory.
+            memory, at most 16 and at most 8,192 tokens; halved on out-of-memory.
         loss: if False, skip the loss and the logits, a third of the compute of a small model with a large vocabulary.
-        details: also measure angles, entropy, distances, secondary sinks and kurtosis (details.py); slower.
-        maps: (layer, head) pairs, 1-based, whose matrices of attention, cosine and norm product are saved; implies
-            `details`.
+        details: also measure the statistics of details.py, such as entropy, query-key angles, attention by distance,
+            secondary sinks and kurtosis; takes about twice as long.
+        maps: (layer, head) pairs, 1-based, whose matrices of attention, cosine and norm product are added to `details`;
+            implies `details`.
         explore: also save the attention map of every head on the first 128 tokens of the first sequence, in 8 bits
-            (explored.py): one extra forward pass, one byte per head, query and key, at most 1,000 heads.
+            (explored.py): one extra forward pass, one byte per head, query and key. A model with more than 1,000 heads
+            requires `maps`, and only those heads are saved.
         gradients: also measure the gradient norm of the loss at the attention input, by layer and position, and R_GS
-            (gradients.py): one extra forward and backward pass. Padding is not supported.
-        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive" (ablations.py). Padding is not supported.
-        perturb: 1-based position whose token is replaced to measure how far the effect spreads (mixing.py). Padding is
-            not supported.
+            (gradients.py): one extra forward and backward pass per batch. Padding is not supported.
+        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "zero_massive:LAYER" (ablations.py);
+            not together with `attention_mask`.
+        perturb: 1-based position whose token is replaced to measure how far the effect spreads (mixing.py); not
+            together with `attention_mask`.
         model_name: model name, stored with the result.
-        inputs: kind of input tokens, stored with the result.
+        inputs: kind of input tokens, stored with the result. With "repeat" and without `attention_mask`, the paper's
+            propositions are checked too (propositions.py).
         bos: whether position 1 is a special token. By default True if every sequence begins with the `bos_token_id` of
-            the model's config; False for a sinklab transformer.
-        progress: called with (finished sequences, total sequences) after every batch.
+            the model's config; False for a sinklab transformer that is not exported.
+        progress: called with (finished sequences, total sequences) after every block and batch. The first number may be
+            fractional; ablations and `perturb` multiply the second.
 
     Raises:
-        InputError: if the model, tokens, mask, threshold, `inputs` or `ablate` are invalid.
-        SinklabError: if attention cannot be recorded or the activations contain NaN; the message names the layer.
+        InputError: if the model, the tokens, the mask or another argument is invalid, or the model or the mask does not
+            support an argument.
+        SinklabError: if attention cannot be recorded, an ablation is impossible in this model, activations or gradients
+            contain NaN or infinity (the message names the layer), or a single sequence does not fit into memory.
     """
     adapter = adapt(model)
     tokens_NT = token_matrix(tokens)
@@ -93,11 +101,13 @@ def measure(
     study = Study(ablate=cast(tuple[str, ...], ablate), perturb=perturb)
     if mask_NT is not None:
         if isinstance(adapter, NativeAdapter):
-            raise InputError("a sinklab transformer does not support padding: leave out attention_mask")
+            raise InputError(
+                "a sinklab transformer is measured without padding: leave out attention_mask and the padded sequences"
+            )
         if study.ablate or study.perturb is not None:
             raise InputError(
-                "ablations and perturbations need sequences without padding: remove the padded sequences, or `ablate` "
-                "and `perturb`"
+                "`ablate` and `perturb` do not support attention_mask: pass sequences without padding and no mask, or "
+                "leave out `ablate` and `perturb`"
             )
     with measured_in_turn(model):
         if mask_NT is not None:

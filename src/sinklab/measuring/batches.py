@@ -17,12 +17,14 @@ class Batches:
     """Iterator over batches, as ranges [start, stop) of sequence indices.
 
         for start, stop in batches:
-            with batches.attempt():  # on out-of-memory, the batch size is halved and the range repeated
+            with batches.attempt():  # on out-of-memory, the batch size is halved and the batch repeated
                 ...
 
     Args:
+        sequences: total number of sequences.
         size: initial batch size, before any halving.
-        progress: called with (finished sequences, total sequences) after every batch and every block.
+        progress: called with (finished sequences, possibly fractional; total sequences) after every batch, and after
+            every block with the hook `block_ran`; None for no reports.
         blocks: number of blocks of the model; the LM head counts as one more progress step.
     """
 
@@ -54,7 +56,7 @@ class Batches:
                 raise
             if self._stop - self._start == 1:
                 raise SinklabError(
-                    "out of memory with one sequence at a time: lower --length, or try --dtype bfloat16"
+                    "out of memory with one sequence at a time: use shorter sequences (--length), or --dtype bfloat16"
                 ) from error
             self._size = (self._stop - self._start) // 2
             if torch.cuda.is_available():
@@ -80,7 +82,7 @@ class Batches:
 
 @dataclass
 class Cost:
-    """Run time and peak memory of a `with` block, set when it ends."""
+    """Wall-clock time in seconds and peak memory in MiB of a `with` block (`costing`), set when it ends."""
 
     seconds: float = 0.0
     peak_memory_mb: float | None = None
@@ -90,7 +92,8 @@ class Cost:
 def costing(device: torch.device) -> Iterator[Cost]:
     """Record the wall-clock time and peak memory of the `with` block.
 
-    Peak memory (MB = 2**20) is that of the device on CUDA, else of the whole process so far; None if unavailable.
+    Peak memory (in MiB) is that of PyTorch's tensors on a CUDA device, else of the whole process so far; None if
+    unavailable.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -105,7 +108,7 @@ def costing(device: torch.device) -> Iterator[Cost]:
 
 
 def process_peak_mb() -> float | None:
-    """Return the peak memory of this process so far (MB = 2**20); None if unavailable."""
+    """Return the peak memory of this process so far in MiB; None if unavailable."""
     try:
         import resource
     except ImportError:  # not a Unix system

@@ -36,7 +36,7 @@ class Records(Protocol):
     """Recorder of the attention layers in forward passes.
 
     Attributes:
-        backend: attention backend.
+        backend: attention backend, such as "sdpa"; several are joined by "+".
         layers: records of the attention layers since the last `clear`, in layer order.
     """
 
@@ -69,16 +69,16 @@ def measure(
         tokens_NT: token ids, without learned sink tokens.
         attention_mask_NT: 1 at real tokens, 0 at padding (left or right); None without padding. Position 1 is the
             first real token of each sequence; padding is excluded from all statistics.
-        progress: called with (finished sequences, total sequences) after every batch.
+        progress: called with (finished sequences, possibly fractional; total sequences) after every block and batch.
 
     Raises:
         InputError: if the tokens, mask or options are invalid for this model, or gradients are requested from a model
             that does not support them (gradients.py).
-        SinklabError: if attention cannot be recorded or activations contain NaN or infinity; the message names the
-            layer.
+        SinklabError: if attention cannot be recorded, activations or gradients contain NaN or infinity (the message
+            names the layer), or a single sequence does not fit into memory.
     """
     check_shape(tokens_NT)
-    tokens_NT = tokens_NT.cpu()  # validated on the CPU, without synchronising the GPU
+    tokens_NT = tokens_NT.cpu()  # each check on the GPU would synchronise it
     mask_NT = _padding_mask(tokens_NT, attention_mask_NT)
     padded = not bool(mask_NT.all())
     longest = int(real_tokens(mask_NT).count_B.max())

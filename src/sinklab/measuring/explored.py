@@ -1,4 +1,4 @@
-"""Attention maps of every head on one sequence (`--explore`), in 8 bits, for the interactive viewer.
+"""Attention maps of every head on one sequence (`--explore`), in 8 bits, for the report's interactive viewer.
 
 Maps are computed in a separate forward pass after the measurement, at about the cost of one sequence with `--details`.
 A map of T tokens takes T x T bytes in memory and on disk. Byte n encodes the attention weight (n / 255)^2; storing the
@@ -32,9 +32,9 @@ class Explored(WithArrays):
     """Attention maps of one sequence.
 
     Attributes:
-        tokens: ids of the first S tokens of the first sequence.
-        texts: text of each token; None without a tokenizer.
-        heads: the P heads, as (layer, head), 1-based.
+        tokens: ids of the first S tokens of the first sequence, without padding; at most `MOST_TOKENS`.
+        texts: text of each token; None if measured without a tokenizer (`sinklab.measure`).
+        heads: the P heads, as (layer, head), 1-based: all heads, or those of `explored_heads`.
         attention: uint8 n (P, S, S), query by key; the attention weight is (n / 255)^2, and 0 at masked keys.
     """
 
@@ -58,18 +58,21 @@ class Explored(WithArrays):
 
 
 def explored_heads(adapter: Adapter, maps: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]] | None:
-    """Return the heads to save as (layer, head); None for all heads.
+    """Return the heads to save as (layer, head), 1-based; None for all heads, if there are at most `MOST_HEADS`.
+
+    Args:
+        maps: heads of `--map`, which are saved in a model with more heads.
 
     Raises:
-        InputError: if there are more than `MOST_HEADS` heads to save.
+        InputError: if the model has more than `MOST_HEADS` heads, and `maps` selects none or too many.
     """
     heads = adapter.attention_layers * adapter.heads
     if heads <= MOST_HEADS:
         return None
     if not 0 < len(maps) <= MOST_HEADS:
         raise InputError(
-            f"--explore keeps at most {MOST_HEADS:,} heads and the model has {heads:,}: select the heads to keep with "
-            "--map LAYER.HEAD (repeatable)"
+            f"--explore keeps at most {MOST_HEADS:,} heads and the model has {heads:,}: select the heads to keep, "
+            "at most that many, with --map LAYER.HEAD (repeatable)"
         )
     return maps
 
@@ -80,11 +83,11 @@ def explore(
     heads: Sequence[tuple[int, ...]] | None,
     recording: Callable[[DetailsCollector], AbstractContextManager[Any]],
 ) -> Explored:
-    """Run the model on one sequence and collect its attention maps.
+    """Run the model on one sequence and collect its attention maps; the model is restored afterwards.
 
     Args:
         tokens_T: real tokens of the sequence; only the first `MOST_TOKENS` are used.
-        heads: heads to save; None for all.
+        heads: heads to save as (layer, head), 1-based; None for all.
         recording: context manager that records the attention layers of forward passes with the given collector.
     """
     tokens_1S = tokens_T[None, :MOST_TOKENS]
@@ -106,7 +109,7 @@ class MapsCollector(DetailsCollector):
 
     Attributes:
         heads: heads collected so far, as (layer, head).
-        attention_SS: attention map of each collected head.
+        attention_SS: attention map of each collected head, uint8 (S, S), as in `Explored.attention`.
     """
 
     def __init__(self, wanted: Sequence[tuple[int, ...]] | None) -> None:

@@ -22,12 +22,13 @@ class Ablation(Part):
         sink_rate_before: Sink_1 without the ablation, percent.
         sink_rate_after: Sink_1 with the ablation, percent. Without BOS, position 1 is the first token of the text.
         sink_rate: sink rate by position with the ablation, percent, from position 1.
-        sink_max_before, sink_max_after: highest sink rate among positions 1 to T / 2 (highest.py), percent. This and
+        sink_max_before, sink_max_after: highest sink rate among positions 1 to T / 2 (highest.py), percent. These and
             the following fields are None in older files.
         sink_max_position_before, sink_max_position_after: position of the highest sink rate, 1-based.
-        largest_before, largest_after: for zero_massive, the activation of the first sequence with the largest ratio to
-            the median after its block; positions include learned tokens before the sequence.
-        still_massive: for zero_massive, whether `largest_after` is massive (above 100, and 1,000 times the median).
+        largest_before, largest_after: for zero_massive, the activation with the largest ratio to its block's median in
+            the first sequence, without and with the ablation; learned tokens before the sequence count as positions.
+            None for other ablations.
+        still_massive: for zero_massive, whether `largest_after` is massive (`MassiveActivation.is_massive`).
     """
 
     name: str
@@ -49,13 +50,13 @@ class Ablation(Part):
 
     @property
     def highest_after(self) -> str:
-        """The highest sink rate with the ablation and its position: `76.8 at 2`; empty if unknown."""
+        """The highest sink rate at positions 1 to T / 2 with the ablation, percent, and its position: `76.8 at 2`."""
         found = highest_rate(self.sink_rate)
         return "" if found is None else f"{found[1]:.1f} at {found[0]}"
 
     @property
     def sentences(self) -> list[str]:
-        """Description of the ablation and, for `zero_massive`, of the largest remaining activation."""
+        """Description of the ablation and, for `zero_massive`, of the strongest remaining activation."""
         before, after = self.largest_before, self.largest_after
         if before is None or after is None:
             return [self.what]
@@ -94,17 +95,19 @@ class Propositions(Part):
 
     Attributes:
         position: positional embedding of the model.
-        number: number of the proposition, 1 to 4; None for absolute positional embeddings, to which none applies.
+        number: number of the proposition, 1 to 4; None for absolute and learned positions, which none covers.
         statement: text of the proposition.
         tokens: number of tokens checked, each repeated.
         length: length of the repetition, in tokens.
         hidden_deviation: largest |h_t - h_1| / |h_1| over all tokens, positions and blocks.
-        attention_deviation: largest difference of the attention from its closed form; None for rotary.
+        attention_deviation: largest |difference| of an attention weight from the closed form (1/t if no proposition
+            applies); None for rotary.
         bound_slack: smallest value of (bound - attention weight), negative above the bound; None unless rotary.
-        tolerance: rounding tolerance of the deviations and of a negative slack.
-        dtype: dtype of the check: float32 for models of lower precision if memory sufficed; None in older files.
-        holds: whether all deviations are within the tolerance; None (inconclusive) if a deviation is larger and the
-            dtype has less precision than float32.
+        tolerance: largest deviation, and largest violation of the bound, that is attributed to rounding.
+        dtype: dtype of the check: float32 also for a model of lower precision, if it could be converted (`in_float32`);
+            None in older files.
+        holds: whether all deviations and the slack are within the tolerance; None (inconclusive) if one is not and
+            the dtype has less precision than float32.
     """
 
     position: PositionKind

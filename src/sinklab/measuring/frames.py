@@ -20,7 +20,7 @@ FRAMES = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}  # i
 
 
 def data_frame(columns: Columns) -> Any:
-    """Build a pandas, polars or pyarrow data frame, whichever is installed, from columns of equal length.
+    """Build a pandas, polars or pyarrow data frame, the first of them that is installed, from columns of equal length.
 
     Raises:
         InputError: if none of the three is installed.
@@ -35,7 +35,7 @@ def write_csv(columns: Columns, path: Path) -> None:
     """Write columns as comma-separated values with a header, atomically.
 
     Raises:
-        InputError: if the file at the path is not a sinklab table.
+        InputError: if the path exists and is not a table written by sinklab.
         SinklabError: if the file cannot be written.
     """
     check_table(path)
@@ -49,7 +49,7 @@ def write_parquet(columns: Columns, path: Path) -> None:
     """Write columns as a Parquet file, atomically.
 
     Raises:
-        InputError: if pyarrow is not installed or the path has a file that is not a sinklab table.
+        InputError: if pyarrow is not installed, or the path exists and is not a table written by sinklab.
         SinklabError: if the file cannot be written.
     """
     check_parquet()
@@ -78,17 +78,17 @@ def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
 
     Args:
         formats: keys of `WRITERS`.
-        out: folder of the tables.
-        one: whether a single model is measured.
+        out: folder of the tables; None if none was set.
+        one: whether a single measurement is made.
 
     Raises:
-        InputError: if there is no folder, more than one measurement, no pyarrow, or a file not written by sinklab
-            at the path of a table.
+        InputError: if there is no folder or it is not writable, more than one measurement, no pyarrow, or a file not
+            written by sinklab at the path of a table.
     """
     if not formats:
         return
     if not one:
-        raise InputError("--format supports one MODEL only: leave it out for several measurements")
+        raise InputError("--format supports one measurement of one MODEL: leave it out for several measurements")
     if out is None:
         raise InputError(f"--format {formats[0]} needs an output directory: set --out DIR")
     if "parquet" in formats:
@@ -103,8 +103,7 @@ def write_tables(columns: Callable[[TableName], Columns], folder: Path, formats:
         columns: function from a table name to its columns (`Measurement.columns`).
 
     Raises:
-        InputError: if pyarrow is not installed.
-        SinklabError: if a file cannot be written.
+        InputError, SinklabError: see `write_csv` and `write_parquet`.
     """
     for kind in formats:
         for table in TABLES:

@@ -5,8 +5,8 @@ all sequences, as in an optimiser step, before taking the norm:
 
     R_GS = |grad h~_1| / mean over t = 2 .. 32 of |grad h~_t|
 
-The last position of a sequence has no target and no gradient; for shorter sequences the mean is over 2 .. T - 1. Zeros
-are added to h~ in every layer, and the gradient is taken at these zeros, so that it contains only the path through
+The last position of a sequence has no target and no gradient; for T <= 32 the mean is over 2 .. T - 1. Zeros are
+added to h~ in every layer, and the gradient is taken at these zeros, so that it contains only the path through
 attention even if another part of the block uses the same norm output. The model's own attention code is used.
 """
 
@@ -26,7 +26,7 @@ from sinklab.models.hooks import evaluating
 from sinklab.models.memory_budget import fitting_batch
 
 COMPARED = 32
-"""Number of positions in the ratio, including the first (T_e = 31 in the paper, which counts from 0)."""
+"""Number of positions in the ratio, including the first (T_e = 31 in 2603.17771, which counts from 0)."""
 
 FEWEST = 3
 """Minimum sequence length for the ratio: position 1, another position, and the last one, which has no gradient."""
@@ -36,12 +36,13 @@ def check_gradients(adapter: Adapter, length: int, padded: bool) -> None:
     """Check, before the measurement, that gradients can be computed.
 
     Raises:
-        InputError: if sequences are too short or padded, or `Adapter.attention_inputs` does not support the model.
+        InputError: if sequences are shorter than `FEWEST` tokens or padded, or `Adapter.attention_inputs` does not
+            support the model.
     """
     if padded:
-        raise InputError("gradients are summed by position, without padding: remove the padded sequences")
+        raise InputError("gradients are measured on sequences without padding: remove the padded sequences")
     if length < FEWEST:
-        raise InputError(f"gradients need sequences of at least {FEWEST} tokens: the last token has no target")
+        raise InputError(f"gradients need sequences of at least {FEWEST} tokens: the last one has no target")
     with adapter.attention_inputs(lambda _, x_BTE: x_BTE):
         pass
 
@@ -53,7 +54,7 @@ def gradient_norms(
     first_target: int = 2,
     batch_size: int | None = None,
 ) -> tuple[Tensor, list[str]]:
-    """Compute |gradient of the mean loss at h~_t| for every attention layer (L, T), and notes on halved batches.
+    """Compute |gradient of the mean loss with respect to h~_t| by attention layer (L, T), and notes on halved batches.
 
     Args:
         tokens_NT: token ids, without padding.
@@ -62,7 +63,8 @@ def gradient_norms(
 
     Raises:
         InputError: see `Adapter.attention_inputs`.
-        SinklabError: if a gradient is not finite; the message names the layer.
+        SinklabError: if a gradient is not finite (the message names the layer), or a single sequence does not fit into
+            memory.
     """
     N, T = tokens_NT.shape
     zeros: dict[int, Tensor] = {}
@@ -96,13 +98,13 @@ def gradient_norms(
     if len(broken):
         raise SinklabError(
             f"the gradients contain NaN or infinity in layer {int(broken[0]) + 1}, caused by the model or its dtype: "
-            "try --dtype float32"
+            "load the model in float32 (--dtype float32)"
         )
     return norm_LT, batches.notes()
 
 
 def gradient_sink(norm_LT: Tensor) -> list[float]:
-    """Compute R_GS of every layer: the norm at position 1 divided by the mean over positions 2 .. 32, or 2 .. T - 1."""
+    """Compute R_GS of every layer from gradient norms: position 1 over the mean of 2 .. 32 (2 .. T - 1 for T <= 32)."""
     return first_to_rest(norm_LT[:, : min(COMPARED, norm_LT.shape[1] - 1)]).tolist()
 
 

@@ -1,14 +1,15 @@
 """Input tokens (N, T) of a measurement.
 
 natural   the first T tokens of each document that is long enough, in document order;
-          for plain text files, which have no document boundaries, consecutive pieces of T tokens;
+          for .txt files, consecutive sequences of T tokens; the rest of a piece (`read_pieces`) is skipped;
           for a folder, one sequence from each file in turn
-drawn     all pieces of T tokens of every document, shuffled and split into disjoint draws, so that the
-          spread over draws is the uncertainty of a measurement on this text
+drawn     all sequences of T tokens of every document (of its beginning, if very long), at most POOL x N,
+          shuffled and split into disjoint draws, so that the spread over draws is the uncertainty of a
+          measurement on this text
 random    every token drawn uniformly from the vocabulary
 repeat    one random token per sequence, repeated T times
 
-Special tokens that the tokenizer prepends (BOS) start at position 1 and are included in T; random and repeat have none.
+Special tokens that the tokenizer prepends (BOS) precede the text and are included in T; random and repeat have none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], Sequence[int]]
 
-CHARACTERS = 2**16  # minimum characters tokenised at once; a document may have a hundred million
-PER_TOKEN = 16  # minimum characters tokenised per requested token
-POOL = 64  # pool size in multiples of the requested sequences; draws are taken from this beginning of a text
+CHARACTERS = 2**16  # characters of a long document that are tokenised first; it may have a hundred million
+PER_TOKEN = 16  # minimum of these characters per requested token
+POOL = 64  # maximum pool size in multiples of the requested sequences; draws are taken from this beginning of a text
 SHARES = 5  # number of draws into which a short text is divided; a verdict needs five
 
 
@@ -52,15 +53,19 @@ def natural_text(
     """Tokenise real text and cut it into sequences, without the prefix (`with_prefix` adds it).
 
     Args:
-        text: .txt or .jsonl file, folder of such files, or name of a corpus (data/sources/corpora.py).
+        text: .txt or .jsonl file, folder of such files, or another source of documents (data/sources/corpora.py).
         encode: function from text to token ids, without special tokens.
         sequences, length: N and T; T includes `prefix`.
         prefix: token ids that will be prepended to each sequence.
         fewer: accept fewer sequences, but at least one, if the text is too short.
-        render: function from conversations (`messages`) to text.
+        render: function from a conversation (`messages`) to text.
+
+    Returns:
+        Token ids (T minus the length of `prefix`) of each sequence, as returned by `encode`.
 
     Raises:
-        InputError: if the file is missing, empty or malformed, or has too few sequences; the message states how many.
+        InputError: if the text is missing, empty or malformed, or has too few sequences (the message states how many),
+            or if N is below 1 or T leaves no token besides `prefix`.
     """
     _check_shape(sequences, length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render)
@@ -82,15 +87,15 @@ def drawn_text(
 ) -> list[Sequence[int]]:
     """Draw random sequences from a text; different draws are disjoint.
 
-    A text that is too short for five full draws is divided into five smaller ones, of at least one sequence each.
+    A text that is too short for five full draws is divided into five smaller ones, of at least one sequence each. Other
+    arguments and the result are those of `natural_text`.
 
     Args:
         draw: index of the draw, from 0; its sequences do not depend on the number of draws.
 
     Raises:
-        InputError: if the file is missing, empty or malformed, or has no sequence left for this draw.
-
-    Other arguments and the result are those of `natural_text`.
+        InputError: if the text is missing, empty or malformed, or has no sequence left for this draw, or if N is below
+            1 or T leaves no token besides `prefix`.
     """
     _check_shape(sequences, length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render, everything=True)
@@ -101,8 +106,8 @@ def drawn_text(
     draws = len(pool) // each
     if draw >= draws:
         raise InputError(
-            f"{text}: the text has {len(pool)} sequences of {cutter.body} tokens, enough for {draws} draws of {each}: "
-            f"use --seeds {draws} at most, or a longer text"
+            f"{text} gives {len(pool)} sequences of {cutter.body} tokens, enough for {draws} draws of {each}: "
+            f"use --seeds {draws} at most, or, if the text is short, a longer one"
         )
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0)).tolist()
     return [pool[index] for index in order[draw * each : (draw + 1) * each]]
@@ -114,9 +119,10 @@ def with_prefix(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tenso
 
 
 def sizes_of(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor | None:
-    """Return sizes_NT, the number of text bytes of each token of `with_prefix`, 0 for the prefix; None if unknown.
+    """Return sizes_NT, the number of text bytes of each token of `with_prefix`, 0 for the prefix.
 
-    A token that cannot be aligned with the text has size UNKNOWN (data/spelling.py).
+    None unless all bodies are `Spelled`, with sizes. A token that cannot be aligned with the text has size UNKNOWN
+    (data/spelling.py).
     """
     known = [body for body in bodies if isinstance(body, Spelled)]
     if len(known) < len(bodies):
@@ -129,8 +135,9 @@ class _Cutter:
     """Cuts sequences of `body` tokens out of texts.
 
     Attributes:
+        body: number of tokens of a sequence, without the prefix.
         everything: cut all sequences of a document, not only the first; of a very long document, only its beginning.
-        documents: number of documents read so far; pieces of plain text are not counted.
+        documents: number of documents read so far; pieces of .txt files are not counted.
     """
 
     encode: Encode
@@ -150,8 +157,8 @@ class _Cutter:
 
     def none_long_enough(self, text: Path) -> InputError:
         """Build the error for a text that is too short for one sequence."""
-        of = f"none of its {self.documents} documents" if self.documents else "it"
-        return InputError(f"{text} gives no sequence: {of} has {self.body} tokens of text; use a longer text")
+        of = f"none of its {self.documents} documents has" if self.documents else "it does not have"
+        return InputError(f"{text} gives no sequence: {of} {self.body} tokens of text; use a longer text")
 
     def sequences(self, text: Path) -> Iterator[Sequence[int]]:
         """Yield the sequences of a file or corpus, or of the files of a folder in turn."""
@@ -211,13 +218,21 @@ class _Cutter:
 
 
 def random_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0) -> Tensor:
-    """Draw tokens_NT uniformly from ids 0 .. vocabulary - 1; the same seed returns the same tokens."""
+    """Draw tokens_NT uniformly from ids 0 .. vocabulary - 1; the same seed returns the same tokens.
+
+    Raises:
+        InputError: if `sequences` or `length` is below 1.
+    """
     _check_shape(sequences, length)
     return torch.randint(vocabulary, (sequences, length), generator=torch.Generator().manual_seed(seed))
 
 
 def repeated_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0) -> Tensor:
-    """Draw one token id per sequence and repeat it: tokens_NT; the same seed returns the same tokens."""
+    """Draw one token id per sequence and repeat it: tokens_NT; the same seed returns the same tokens.
+
+    Raises:
+        InputError: if `sequences` is below 1.
+    """
     return random_tokens(vocabulary, sequences=sequences, length=1, seed=seed).repeat(1, length)
 
 
@@ -227,7 +242,7 @@ def pretrained_encode(tokenizer: "PreTrainedTokenizerBase") -> Encode:
 
 
 def default_prefix(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the special tokens that the tokenizer prepends to a text by default, such as BOS; often none."""
+    """Return the ids of special tokens that the tokenizer prepends to a text by default, such as BOS; often none."""
     plain = tokenizer("text", add_special_tokens=False)["input_ids"]
     full = tokenizer("text")["input_ids"]
     for start in range(len(full) - len(plain) + 1):
@@ -244,13 +259,14 @@ def _check_shape(sequences: int, length: int, prefix: int = 0) -> None:
 
 
 def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
-    """Convert rows of whole numbers to an int64 tensor on their current device.
+    """Convert rows of whole numbers to an int64 tensor; a tensor stays on its device.
 
     Args:
-        tokens: tensor, array, or lists of numbers.
+        tokens: tensor or array of any shape, or rows (lists, arrays or tensors) of equal length.
+        name: name of the numbers in error messages.
 
     Raises:
-        InputError: if rows have different lengths or are not whole numbers.
+        InputError: if `tokens` is none of these, rows have different lengths, or numbers are not whole.
     """
     tensor = tokens if isinstance(tokens, Tensor) else _from_rows(tokens, name)
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
@@ -265,14 +281,14 @@ def _from_rows(rows: Any, name: str) -> Tensor:
             raise InputError(f"{name} are an array of {rows.dtype}; expected whole numbers")
         return torch.from_numpy(rows.astype(np.int64))
     if isinstance(rows, str | bytes | dict) or not isinstance(rows, Sequence):
-        raise InputError(f"{name} are {type_text(rows)}; expected rows of token ids, (sequences, length)")
+        raise InputError(f"{name} are {type_text(rows)}; expected rows of whole numbers, (sequences, length)")
     if not all(isinstance(row, Sequence | np.ndarray | Tensor) and not isinstance(row, str | bytes) for row in rows):
-        raise InputError(f"{name} are not a non-empty list of sequences, such as [[1, 2, 3]]")
+        raise InputError(f"{name} are not a list of rows, such as [[1, 2, 3]]")
     lengths = {len(row) for row in rows}
     if len(lengths) > 1:
         raise InputError(
-            f"the sequences have {min(lengths)} to {max(lengths)} tokens: truncate them to one length, or pad them and "
-            "pass attention_mask"
+            f"the rows have {min(lengths)} to {max(lengths)} entries: truncate sequences to one length, or pad them "
+            "and pass attention_mask"
         )
     try:
         return torch.tensor([list(row) for row in rows] or [[]])

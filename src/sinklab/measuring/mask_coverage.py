@@ -1,8 +1,8 @@
 """Number of queries that can see each key under sliding windows, prefixes and other masks.
 
-alpha_k is a mean over all queries t >= k. Under a sliding window of w tokens only w queries see k; the
-other queries contribute zeros, and a sink is diluted by (T - k + 1) / w. The mean over the queries that may see the key
-is therefore reported in addition to alpha.
+alpha_k is a mean over all queries t >= k. Under a sliding window of w tokens only w queries see k; the other queries
+contribute zeros, and a sink is diluted by (T - k + 1) / w. The mean over the queries that may see the key is therefore
+reported in addition to alpha.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +19,11 @@ from sinklab.models.layer_kinds import layers_text
 
 @dataclass(frozen=True)
 class View:
-    """Description of how a layer's mask differs from the causal mask.
+    """How a layer's mask differs from the causal mask.
 
     Attributes:
-        kind: "window": the last `tokens` tokens; "prefix": earlier queries also see the first `tokens` keys; "part":
-            any other mask, with at most `tokens` queries per key.
+        kind: "window": a query sees the last `tokens` tokens; "prefix": earlier queries also see (some of) the first
+            `tokens` keys; "part": any other mask, with at most `tokens` queries per key.
         tokens: number of tokens, keys or queries, depending on `kind`.
     """
 
@@ -32,9 +32,9 @@ class View:
 
 
 def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple[Tensor | None, View | None]:
-    """Return the mean attention to each key over the queries that may see it, and the view of the layer.
+    """Return the mean attention (B, H, T) to each key over the queries that may see it, and the view of the layer.
 
-    Both are None if the mean equals alpha.
+    Both are None if the number of queries that see each key is that of a causal mask; the mean is then alpha.
 
     Args:
         sums_BHT: attention to each key, summed over the queries that may see it; index 0 is the first real token.
@@ -51,7 +51,7 @@ def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:
 
     Args:
         seen_by_BGT: number of queries that may see each key; index 0 is the first token.
-        later_BGT: number of queries t >= k for each key k; broadcasts.
+        later_BGT: number of queries t >= k for each key k; broadcastable to `seen_by_BGT`.
     """
     most = int(seen_by_BGT.max())
     if bool((seen_by_BGT == later_BGT.clamp(max=most)).all()):
@@ -75,7 +75,7 @@ def visible_layers(alphas: Sequence[Tensor], visible: Sequence[Tensor | None]) -
 
 
 def joined(views: Iterable[View | None]) -> View | None:
-    """Combine the views of one layer over all batches; None if all are None."""
+    """Combine the views of one layer over all batches, with their largest `tokens`; None if all are None."""
     found = [view for view in views if view is not None]
     if not found:
         return None

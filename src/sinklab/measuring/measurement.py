@@ -1,7 +1,8 @@
 """The result of a measurement and its two files, `measurement.json` and `measurement.npz` (schema 1).
 
 L attention layers, H heads, T positions, N sequences, M places of the residual stream: before the first block and after
-every block. Fields that do not apply to a model are None, and left out of the .npz; NaN is never written.
+every block. Arrays that do not apply to a model are None, and left out of the .npz; other such fields are null in the
+.json, or left out (`LEFT_OUT`). NaN is never written.
 """
 
 from collections.abc import Sequence
@@ -50,18 +51,18 @@ class Measurement(WithArrays):
     """Sinks, norms and loss of one model on one set of sequences.
 
     Attributes:
-        model: model name or path.
+        model: model name or path; may be empty for a model in memory.
         revision: requested branch, tag or commit on the hub; None for the main branch and for local models.
-        commit: hub commit that was loaded; None for local models.
-        step, planned_steps: training step of the checkpoint and last step of its run; None for models not trained by
-            sinklab.
-        vocabulary: digest of the tokenizer's vocabulary (spelling.py); None if the input was token ids, and in older
-            files.
-        inputs: kind of input sequences.
+        commit: hub commit that was loaded; None for local models and models in memory.
+        step, planned_steps: training step of the checkpoint and last step of its run; None unless the model is a run
+            directory or in training.
+        vocabulary: digest of the tokenizer's vocabulary (spelling.py); None if measured without a tokenizer
+            (`sinklab.measure`), and in older files.
+        inputs: kind of input sequences: natural text, random tokens, or one token repeated.
         sequences: number of sequences N.
         length: T, number of tokens of the longest sequence, including BOS.
-        eps: threshold of the sink rate.
-        bos: whether position 1 is a special token added by the tokenizer or the loader.
+        eps: threshold of the sink rate, the first if there are several.
+        bos: whether position 1 is a special token added by the tokenizer, its chat template or the loader.
         proxy: whether importance is computed from proxy scores |sim| / sum |sim|, because the model's attention
             weights do not sum to one.
         layers, heads: L and H.
@@ -69,51 +70,58 @@ class Measurement(WithArrays):
             first entry is Sink_1.
         sink_rates: `sink_rate` for every threshold, keyed by threshold ("0.3"); None with a single threshold.
         sink_rate_visible, sink_rates_visible: `sink_rate` and `sink_rates` with alpha averaged only over the queries
-            that may see the key; None if no layer differs (no window, no document mask).
-        sink_rate_by_length: sink rate of the truncated sequences, by length and threshold: {"16": {"0.3": [..]}}.
-        sink_rate_bias: sink rate of an added bias, sink logit or sink token; None if the model has none.
-        sink_rates_bias: `sink_rate_bias` for every threshold; None, and left out of the files, with a single
-            threshold.
-        sink_rate_window_start: sink rate of the first key of a sliding window, over the queries that no longer see
-            position 1; None, and left out of the files, if there are no such queries.
+            that may see the key; None if these are all t >= k in every layer (causal masks).
+        sink_rate_by_length: sink rate of the truncated sequences, by length and threshold: {"16": {"0.3": [..]}}; None
+            if no lengths were requested.
+        sink_rate_bias: sink rate of an added bias, sink logit, sink token or all registers together, or of the
+            attention that stick-breaking leaves over, over the layers that have one; None if none has.
+        sink_rates_bias: `sink_rate_bias` for every threshold; None, and left out of the files, with a single threshold
+            or without a bias.
+        sink_rate_window_start: sink rate of the first key of a query's sliding window, over the queries that no longer
+            see position 1; None, and left out of the files, without such queries, with learned tokens before the
+            sequence, and for Hugging Face models.
         uniform_ratio: alpha_k divided by its value under uniform causal attention (metrics.py), mean over (sequence,
-            layer, head), by position from position 1; 1 means no sink, for any T.
+            layer, head), by position from position 1; 1 as under uniform attention, for any T.
         loss: cross-entropy in nats per token over targets 2..T (after the prefix under a prefix mask); None without
-            targets.
-        bits_per_byte: loss in bits per byte of the target text; None if the input is not text, or if the notes give
-            another reason.
+            targets, or if the loss was not requested.
+        bits_per_byte: loss in bits per byte of the target text; None without loss, if the input is not text, or if the
+            notes give another reason.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M). inf
-            (null in measurement.json) if only the first norm is nonzero; 1 if all norms are zero.
-        norm_ratio_before_norm: for a post-norm model, the same ratio for the input of each norm, two norms per block;
-            else None.
-        norm_ratio_sink_token: norm of the first learned position divided by the mean norm of the tokens; None without
-            learned positions.
+            (null in measurement.json) if only the first norm is nonzero; 1 if all norms are zero. None for sequences of
+            one token, or if blocks cannot be read.
+        norm_ratio_before_norm: for a post-norm sinklab transformer, the same ratio for the input of each norm, two per
+            block; else None.
+        norm_ratio_sink_token: norm of the sink token or first register divided by the mean norm of the tokens (M); None
+            without learned tokens.
         key_norm_ratio, value_norm_ratio: norm of the first key (value) divided by the mean norm of later keys (values),
-            per attention layer (L).
+            per attention layer (L); None for sequences of one token.
         gradient_norm_ratio: R_GS, gradient norm at position 1 divided by the mean over positions 2 .. 32, per attention
             layer (L; gradients.py); None, and left out of the files, unless requested.
         backend: attention backend; "eager" if the attention matrices returned by the model were used.
-        dtype: dtype of the model.
-        seconds: wall-clock time of the forward passes and the statistics.
-        peak_memory_mb: peak memory of the device (CUDA) or of the whole process; None if unknown.
-        massive_activations: largest |activation| after each of the 8 blocks with the largest ratio to the median
-            (activations.py); None if unknown.
+        dtype: dtype of the weights.
+        seconds: wall-clock time of the forward passes and the statistics, without gradients, ablations, `perturb`,
+            propositions and `explore`.
+        peak_memory_mb: peak memory of the device (CUDA) or of the whole process, MiB; None if unknown.
+        massive_activations: in the first sequence, the largest |activation| after each of the 8 blocks where its ratio
+            to the median is largest, in descending order (activations.py); None if blocks cannot be read.
         details: additional statistics (details.py); None, and left out of the files, unless requested.
-        notes: remarks for the reader, such as a halved batch size.
+        notes: remarks on the model and the measurement, such as a halved batch size.
         ablations: loss and sinks under each ablation (ablations.py); None unless requested.
         mixing: how far the effect of replacing one token spreads (mixing.py); None unless requested.
-        propositions: check of the paper's propositions on repeated tokens (propositions.py); None for other inputs.
+        propositions: check of the paper's propositions on repeated tokens (propositions.py); None for other inputs,
+            with an attention mask, or if the notes give another reason.
         explored: attention maps of one sequence (explored.py); None unless requested.
         scores: downstream task scores in percent; None if the model was not evaluated.
         importance: alpha, mean over sequences (L, H, T).
         importance_visible: alpha averaged only over the queries that may see the key (L, H, T); None if equal to alpha.
         importance_first: alpha of position 1 (N, L, H).
-        importance_bias: alpha of the added bias or sink token, mean over sequences (L, H); None if a layer has none.
-        importance_registers: alpha of each register (L, H, R); None with fewer than two.
+        importance_bias: alpha of the bias (see `sink_rate_bias`), mean over sequences (L, H); None if a layer has none.
+        importance_registers: alpha of each register (L, H, R), mean over sequences; None with fewer than two.
         row_sums: sum of the raw scores of a row, mean over sequences and queries (L, H); None if rows sum to one.
-        hidden_norm: l2 norm of the residual stream, mean over sequences (M, T).
-        gradient_norm: norm of the gradient of the mean loss at the attention input (L, T); None unless requested.
-        key_norm, value_norm: l2 norm of keys and values, mean over sequences and heads (L, T).
+        hidden_norm: l2 norm of the residual stream, mean over sequences (M, T); None if blocks cannot be read.
+        gradient_norm: norm of the gradient of the mean loss with respect to the attention input (L, T); None unless
+            requested.
+        key_norm, value_norm: l2 norm of keys and values, mean over sequences and KV heads (L, T).
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -187,8 +195,8 @@ class Measurement(WithArrays):
         return self
 
     def of_step(self, step: int, planned_steps: int) -> Self:
-        """Return a copy with the training step, and a note if the run is unfinished."""
-        unfinished = f"measured at step {step:,} of {planned_steps:,}: the run is not finished"
+        """Return a copy with the training step, and a note if it is not the last one of the run."""
+        unfinished = f"measured at step {step:,} of {planned_steps:,}, before the end of training"
         notes = [*self.notes, *([unfinished] if step < planned_steps else [])]
         return self.model_copy(update={"step": step, "planned_steps": planned_steps, "notes": notes})
 
@@ -201,7 +209,7 @@ class Measurement(WithArrays):
         """Write `measurement.npz`, then `measurement.json`, each atomically.
 
         Raises:
-            InputError: if `folder` is a file, or existing files with the same names were not written by sinklab.
+            InputError: if `folder` is not a folder, or existing files with the same names were not written by sinklab.
             SinklabError: if the disk is full or the folder is not writable.
         """
         folder = Path(folder)
@@ -220,15 +228,15 @@ class Measurement(WithArrays):
 
         Args:
             what: "heads" (importance of position 1 by head), "layers" (importance of every position by layer),
-                "positions" (of every position over all layers) or "norms".
+                "positions" (of every position, mean over layers) or "norms" (of the first position and the others).
 
         Raises:
-            InputError: if `what` is unknown.
+            InputError: if `what` is unknown, or "norms" for sequences of one token.
         """
         return display.chart(self, what)
 
     def sink_rate_of_heads(self) -> np.ndarray:
-        """Return the percentage of sequences with alpha_1 > eps (L, H); the mean over heads is Sink_1."""
+        """Return the percentage of sequences with alpha_1 > eps (L, H); the mean over layers and heads is Sink_1."""
         return 100 * (self.importance_first > self.eps).mean(0)
 
     def columns(self, table: TableName = "importance") -> Columns:
@@ -238,10 +246,12 @@ class Measurement(WithArrays):
         |---|---|---|
         | importance | layer, head and position | layer, head, position, importance |
         | positions | position | position, sink_rate, sink_rate_eps_X for other thresholds (%), uniform_ratio |
-        | layers | attention layer | layer, importance_first, hidden_norm_ratio (after the block), .. |
+        | layers | attention layer | layer, importance_first, importance_bias, row_sum (means over heads), norm ratios |
 
-        Columns that do not apply to the model are left out. If a mask hides earlier keys, each importance and rate also
-        has a `_visible` column (mask_coverage.py).
+        The norm ratios are hidden_norm_ratio (after the block), key_norm_ratio, value_norm_ratio and
+        gradient_norm_ratio. Columns that do not apply to the model are left out, and hidden_norm_ratio if some blocks
+        have no attention. If `importance_visible` is not None, importance, importance_first and the rates also have
+        columns with `_visible` in the name.
 
         Raises:
             InputError: if the table is unknown.
@@ -319,7 +329,7 @@ class Measurement(WithArrays):
         """Load a measurement written by `save`.
 
         Raises:
-            InputError: if a file is missing or damaged, or the two files do not match.
+            InputError: if a file is missing, unreadable or damaged, or the two files do not match.
         """
         folder = Path(folder)
         advice = f"{folder} contains no usable measurement; run `sinklab measure` again with --out {folder}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
-    """Compute alpha_BT, float64, of uniform causal attention: A[t, k] = 1/t for k <= t.
+    """Compute alpha_BT, float64 on the CPU, of uniform causal attention: A[t, k] = 1/t for k <= t.
 
     alpha_k = (1/k + .. + 1/n) / (n - k + 1); alpha_1 is the n-th harmonic number divided by n.
 
@@ -27,7 +27,11 @@ def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
 
 
 def uniform_ratio_of_means(importance_LHT: np.ndarray) -> list[float]:
-    """Return alpha, mean over sequences of equal length, divided by its value under uniform attention, by position."""
+    """Return alpha, mean over layers and heads, divided by its value under uniform attention, by position (T).
+
+    Args:
+        importance_LHT: alpha, mean over sequences of equal length T.
+    """
     length = importance_LHT.shape[-1]
     uniform_T = uniform_importance(torch.tensor([length]), length)[0].numpy()
     return (importance_LHT.mean((0, 1), dtype=np.float64) / uniform_T).tolist()
@@ -53,14 +57,14 @@ def percent(hits: Tensor, total: Tensor | int) -> Tensor:
 
 
 def first_to_rest(norm_LT: Tensor) -> Tensor:
-    """Compute |h_1| / mean over t > 1 of |h_t| from norms averaged over sequences (`massive_activation_ratio`).
+    """Compute |h_1| / mean over t > 1 of |h_t| from norms averaged over sequences.
 
     Args:
-        norm_LT: mean l2 norm per layer and position, T >= 2.
+        norm_LT: mean l2 norm per layer (or layer and head) and position, T >= 2.
 
     Returns:
-        ratio_L; 1 if all norms are zero (such as keys reduced to zero by weight decay); infinite if only the norms of
-        later positions are zero (such as closed value gates).
+        ratio_L, without the axis of positions; 1 if all norms are zero (such as keys reduced to zero by weight decay);
+        infinite if only the norms of later positions are zero (such as closed value gates).
     """
     first_L, rest_L = norm_LT[..., 0], norm_LT[..., 1:].mean(-1)
     return torch.where((first_L == 0) & (rest_L == 0), 1.0, first_L / rest_L)

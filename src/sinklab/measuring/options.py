@@ -37,6 +37,8 @@ def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
 def parse_eps(given: Any) -> tuple[float, ...]:
     """Parse the values of --eps, each a number or a comma-separated list: ["0.3", "0.2,0.4"] -> (0.3, 0.2, 0.4).
 
+    Repeated values are dropped. Anything but a list of strings is converted by `thresholds`.
+
     Raises:
         InputError: if a value is not a number in (0, 1).
     """
@@ -54,10 +56,11 @@ def parse_eps(given: Any) -> tuple[float, ...]:
 
 
 def parse_maps(given: Iterable[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Parse the values of --map to (layer, head): "3.1" is layer 3, head 1.
+    """Parse the values of --map to (layer, head): "3.1" is layer 3, head 1. Pairs of numbers are kept.
 
     Raises:
-        InputError: if a value is not LAYER.HEAD with 1-based numbers.
+        InputError: if a text is not LAYER.HEAD with 1-based numbers.
+        TypeError: if another value is not a sequence of whole numbers.
     """
     maps = []
     for one in given:
@@ -76,16 +79,21 @@ class Options(CommandSettings, frozen=True):
         eps: attention thresholds of the sink rate, in (0, 1); the first is the main one.
         lengths: increasing lengths below the sequence length; the sink rate is also computed on the sequences
             truncated to each, in the same forward pass. Padding is not supported.
+        details: also measure the statistics of statistics/details.py.
         batch_size: sequences per forward pass; affects memory and speed, not the result. None: as many as fit in
-            memory, at most 16 (models/memory_budget.py). Halved on out-of-memory, with a note in the result.
+            memory, at most 16 and at most 8,192 tokens (models/memory_budget.py). Halved on out-of-memory, with a note
+            in the result.
         first_target: 1-based position of the first target included in the loss; under a prefix mask, targets inside the
             prefix are excluded too, as in training.
         loss: if False, skip the loss and the logits, a third of the compute of a small model with a large vocabulary.
-        maps: (layer, head) pairs, 1-based, whose matrices are saved; implies `details`.
-        gradients: also measure gradient norms, with one backward pass per batch (gradients.py). Padding is not
-            supported.
+        maps: (layer, head) pairs, 1-based, whose attention, cosine and norm product matrices are saved; implies
+            `details`.
+        gradients: also measure gradient norms, with another forward and a backward pass per batch (gradients.py).
+            Padding is not supported.
         explore: save the attention map of every head on the first sequence (explored.py).
-        model_name, inputs, bos: metadata stored with the result.
+        model_name, bos: metadata stored with the result.
+        inputs: kind of the sequences, stored with the result; with "repeat", `measure_with_study` also checks the
+            paper's propositions.
     """
 
     panel = MEASURED
@@ -107,7 +115,7 @@ class Options(CommandSettings, frozen=True):
         tuple[tuple[int, int], ...],
         BeforeValidator(parse_maps),
         Flag("--map", metavar="LAYER.HEAD", text=list[str]),
-    ] = Field(default=(), description="Save this head's attention matrix, with --details; repeatable.")
+    ] = Field(default=(), description="Save a head's attention, cosine and norm maps; implies --details; repeatable.")
     explore: bool = Field(
         default=False,
         description="Also save every head's attention map of the first sequence for the report: 128 tokens, one byte "
@@ -119,7 +127,7 @@ class Options(CommandSettings, frozen=True):
     )
     loss: bool = Field(default=True, description="Skip the loss and the logits; up to a third faster on small models.")
     batch_size: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
-        default=None, ge=1, description="Sequences per batch; default: as many as fit in memory, at most 16."
+        default=None, ge=1, description="Sequences per batch; default: what fits in memory, at most 16 (8,192 tokens)."
     )
     first_target: int = 2
     model_name: str = ""
@@ -153,7 +161,7 @@ class Options(CommandSettings, frozen=True):
         """Check that sequences of `longest` tokens can be truncated to `lengths`.
 
         Raises:
-            InputError: if lengths are not increasing, or not within 1 to longest - 1.
+            InputError: if `lengths` are not increasing, or not within 1 to `longest` - 1.
         """
         if any(low >= high for low, high in pairwise((0, *self.lengths, longest))):
             raise InputError(
@@ -174,11 +182,15 @@ class Options(CommandSettings, frozen=True):
 
 
 class Study(CommandSettings, frozen=True):
-    """Interventions on the model or the tokens whose effects are also measured.
+    """Interventions on the model or the tokens.
+
+    `ablate` and `perturb` add measurements to that of the unchanged model; all of them are under `swap_position` and
+    `replace_position`.
 
     Attributes:
         ablate: names of ablations (surgery/ablations.py).
-        perturb: 1-based position of a token that is replaced, to measure how far the effect spreads.
+        perturb: 1-based position of a token that is replaced, to measure how far the effect spreads
+            (surgery/mixing.py).
         swap_position: two 1-based positions whose learned embeddings are swapped.
         replace_position: positions (i, j), 1-based; the learned embedding of i is replaced by that of j.
     """
@@ -190,7 +202,7 @@ class Study(CommandSettings, frozen=True):
         description="Also measure an ablation: mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable.",
     )
     swap_position: Annotated[tuple[int, int] | None, Flag(metavar="I J", panel=ADVANCED)] = Field(
-        default=None, description="Swap two learned position embeddings."
+        default=None, description="Swap the learned embeddings of positions I and J."
     )
     replace_position: Annotated[tuple[int, int] | None, Flag(metavar="I J", panel=ADVANCED)] = Field(
         default=None, description="Replace the learned embedding of position I by that of J."

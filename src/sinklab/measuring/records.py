@@ -26,15 +26,17 @@ class LayerRecord:
 
     Attributes:
         importance_BHT: importance alpha of each key, float32 (float64 for a float64 model); 0 past the sequence end.
-        bias_BH: alpha of the sink logit, added bias or sink token; None if the layer has none.
+        bias_BH: alpha of the added bias, sink logit, sink token or all registers together, or of the attention that
+            stick-breaking leaves over, which is added to that of registers; None if the layer has none of these.
         key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over KV heads.
-        prefixes: alpha (B, H, length) of the sequences truncated to each requested length.
+        prefixes: alpha (B, H, length) of the sequences truncated to each requested length, in the order of the lengths.
         visible_BHT: alpha averaged only over the queries that may see each key; None if it equals alpha.
         view: how the mask limits visible keys; None if `visible_BHT` is None.
-        row_sums_BH: mean sum of the raw scores of a row; None if rows sum to one.
+        row_sums_BH: sum of the raw scores of a row, mean over real queries; None if rows sum to one.
         registers_BHN: alpha of each register; None with fewer than two.
-        window_start_BH: mean attention to the first key of the sliding window, over the queries that no longer see
-            position 1; None without such queries.
+        window_start_BH: mean attention to the first key of a query's sliding window, over the queries that no longer
+            see position 1; None without such queries, with learned tokens before the sequence, and for Hugging Face
+            models.
     """
 
     importance_BHT: Tensor
@@ -57,22 +59,23 @@ class Batch:
 
     Attributes:
         importance_ABHT: alpha per sequence.
-        bias_ABH: alpha of the added bias or sink token, for the layers that have one; None without such layers.
-        hidden_MBT: l2 norm of the residual stream before the first block and after every block; None if unknown.
-        key_ABT: l2 norm of the keys, mean over heads.
-        value_ABT: l2 norm of the values, mean over heads.
+        bias_ABH: see `LayerRecord`, for the layers that have a bias; None without such layers.
+        hidden_MBT: l2 norm of the residual stream before the first block and after every block; None if blocks cannot
+            be read.
+        key_ABT: l2 norm of the keys, mean over KV heads.
+        value_ABT: l2 norm of the values, mean over KV heads.
         loss: sum of the loss over the batch's targets, nats (float64 scalar).
-        targets: number of predicted tokens.
-        valid_BT: bool, False past the end of a sequence; None without padding.
-        row_sums_ABH: mean sum of the raw scores of a row; None if rows sum to one.
+        targets: number of targets; 0 if the loss was skipped.
+        valid_BT: bool, False past the end of a sequence; None if all sequences have T tokens.
+        row_sums_ABH: sum of the raw scores of a row, mean over real queries; None if rows sum to one.
         prefixes: alpha (A, B, H, length) of the sequences truncated to each of the accumulator's lengths.
         details: statistics of `--details`; None without this option.
         visible_ABHT: alpha averaged only over the queries that may see each key; None if equal in every layer.
         views: how the mask limits visible keys, by layer (mask_coverage.py).
         registers_ABHN: alpha of each register; None with fewer than two.
         window_start_ABH: see `LayerRecord`, for the layers that have it; None without such layers.
-        leading_MB: l2 norm of the residual stream at the first learned position; None without learned positions.
-        before_MBT: for a post-norm model, l2 norm of the input of each norm; else None.
+        leading_MB: l2 norm of the residual stream at the sink token or first register; None without one.
+        before_MBT: for a post-norm sinklab transformer, l2 norm of the input of each norm, two per block; else None.
     """
 
     importance_ABHT: Tensor
@@ -94,7 +97,7 @@ class Batch:
     before_MBT: Tensor | None = None
 
     def on_cpu(self) -> "Batch":
-        """Return a copy on the CPU, with a single synchronisation; `details` stays on its device."""
+        """Return a copy on the CPU, with one synchronisation per GPU; `details` stays on its device."""
         tensors = {one.name: x for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)}
         copies = on_host([*tensors.values(), *self.prefixes])
         return replace(self, **dict(zip(tensors, copies, strict=False)), prefixes=copies[len(tensors) :])
@@ -112,11 +115,13 @@ def batch_of(
     """Build the batch of one forward pass for the accumulator.
 
     Args:
-        hidden: l2 norms (B, T) of the residual stream before the first block and after each block, including padding;
-            empty if blocks cannot be read.
+        layers: records of the attention layers, in order.
+        hidden: l2 norms (B, T) of the residual stream before the first block and after each block, including padding
+            and learned tokens; empty if blocks cannot be read.
+        real: columns of the real tokens in `hidden` and `before`.
         loss: loss summed over the targets, and number of targets.
-        leading: number of learned positions before the sequence.
-        before: for a post-norm model, l2 norms (B, T) of the input of each norm, including padding.
+        leading: number of learned tokens before the sequence.
+        before: for a post-norm model, l2 norms (B, T) of the input of each norm, including padding and learned tokens.
     """
 
     def of_some(parts: Iterable[Tensor | None]) -> Tensor | None:
@@ -163,7 +168,7 @@ class NativeRecords:
         self.layers.clear()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context manager without effect, because no layer is called twice."""
+        """Return a context manager without effect: the LM head of a sinklab transformer runs without its layers."""
         return nullcontext()
 
     def observe(self, layer: LayerCall) -> None:
@@ -199,7 +204,7 @@ class NativeRecords:
 def native_records(
     adapter: NativeAdapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[NativeRecords]:
-    """Record the attention layers in every forward pass of whole sequences inside the `with` block."""
+    """Record the attention layers in every forward pass inside the `with` block; only whole sequences are supported."""
     records = NativeRecords(str(adapter.cores[0].backend), lengths, details)
     with intercept(adapter, observe=records.observe):
         yield records
@@ -208,7 +213,7 @@ def native_records(
 def _window_start(layer: LayerCall) -> Tensor | None:
     """Return the mean attention (B, H) to the window's first key, over the queries that no longer see position 1.
 
-    None without a window, with learned positions before the sequence, or if every query sees position 1.
+    None without a window, with learned tokens before the sequence, or if every query sees position 1.
     """
     mask, T = layer.call.mask, layer.length
     while isinstance(mask, WrappedMask):

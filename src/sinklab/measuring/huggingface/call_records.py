@@ -1,12 +1,12 @@
 """Records of intercepted attention calls: of Hugging Face models and, in `probe`, of exported sinklab models.
 
 The attention output and the column sums of the weights are computed in one pass over the scores (one_pass.py) on a CPU
-without gradients, and on every device if several lengths are measured. Otherwise, and if the model computes the output,
-the column sums are computed separately. While a sequence is decoded with a KV cache, they are accumulated over forward
-passes.
+without gradients, and on every device if truncated lengths are measured. Otherwise, and for calls whose output is
+computed elsewhere (sinklab's own attention, calls edited or computed by another `intercept`), the column sums are
+computed separately. While a sequence is decoded with a KV cache, they are accumulated over forward passes.
 
-Calls are counted: a model that bypasses transformers' attention interface is measured by matrix_records.py instead,
-from the attention matrices that it returns.
+Calls are counted, so that a layer whose attention was not intercepted is an error. Models that bypass transformers'
+attention interface (`Adapter.dispatches`) are measured by matrix_records.py, from the matrices that they return.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ class LayerTotals:
         leading: number of learned tokens before the sequence.
 
     Attributes:
-        prefixes: alpha of the sequences truncated to each requested length.
+        prefixes: alpha (B, H, length) of the sequences truncated to each requested length.
     """
 
     def __init__(self, leading: int = 0) -> None:
@@ -66,11 +66,13 @@ class LayerTotals:
         """Add the column sums and norms of a forward pass with the last S keys (a windowed cache drops older keys).
 
         Args:
+            sums: column sums over the real queries of this pass.
             seen_by_BGS: number of real queries of this pass that may see each key; batch and head may be 1.
+            queries: number of new tokens T of this pass, including padding.
 
         Raises:
-            SinklabError: if there are more keys than tokens seen (a static cache), or the keys of earlier tokens have
-                changed.
+            SinklabError: if there are more keys than tokens seen (a static cache, or a probe that starts within a
+                sequence), or the keys of earlier tokens have changed.
         """
         before = 0 if self._sums_BHT is None else self._sums_BHT.shape[-1]
         seen, keys = before + queries, key_BGSD.shape[2]
@@ -104,12 +106,12 @@ class LayerTotals:
         self._keys_BTN = new_BTN if before_BTN is None else torch.cat((before_BTN, new_BTN), dim=1)
 
     def add_row_sums(self, sums_BH: Tensor) -> None:
-        """Add the raw row sums, over the real queries of a pass, of attention that does not sum to one."""
+        """Add the raw row sums (B, H), summed over the real queries of a pass, of scores that do not sum to one."""
         self._row_sums_BH = sums_BH if self._row_sums_BH is None else self._row_sums_BH + sums_BH
 
     @torch.no_grad()
     def record(self, real: RealTokens) -> LayerRecord:
-        """Return importance and norms over the tokens read so far without padding, at the positions in `real`."""
+        """Return importance and norms of the tokens read so far; `real` are the real tokens among their columns."""
         assert self._sums_BHT is not None
         count_B = real.count_B.to(self._sums_BHT.device)
         importance_BHT = importance_from_sums(real.align(self._sums_BHT), count_B)
@@ -168,13 +170,18 @@ class CallRecords(Recorder):
         self._totals, self._placed = [], None
 
     def observe(self, layer: LayerCall) -> Tensor | None:
-        """Record an attention call; return its output if computed together with the column sums, else None."""
+        """Record an attention call; return its output if computed together with the column sums, else None.
+
+        Raises:
+            SinklabError: if the call is not part of a forward pass of the probed model, truncated lengths are measured
+                with gradients, or the keys are not those of the tokens (see `LayerTotals.add`).
+        """
         if not self._running:
             if self._native:
                 return None  # the inner transformer was called directly
             raise SinklabError("only a submodule of the probed model was called: call model(...)")
         if self._lengths and layer.call.q_BHTD.requires_grad:
-            raise SinklabError("importance at several lengths is computed without gradients: use torch.no_grad()")
+            raise SinklabError("importance at truncated lengths is computed without gradients: use torch.no_grad()")
         one_pass = layer.library is not None and (layer.prefers_one_pass or bool(self._lengths))
         with torch.no_grad():
             out = self._record(layer.exact() if self._native else layer, one_pass)
@@ -189,7 +196,7 @@ class CallRecords(Recorder):
         if k.shape[2] > self._placed.mask_BT.shape[1] and not self._cached:
             raise SinklabError(
                 f"attention layer {self._calls + 1} of this {self._model.config.model_type!r} model has {k.shape[2]} "
-                f"keys for {self._seen} tokens: some keys each represent several tokens (compressed attention, as in "
+                f"keys for {self._seen} tokens: some keys are not those of single tokens (compressed attention, as in "
                 "DeepSeek-V4), so the attention to single tokens cannot be measured"
             )
         counted_BT = self._placed.mask_BT[:, -T:].to(q.device) if self._placed.padded else None
@@ -227,7 +234,12 @@ class CallRecords(Recorder):
         return real_tokens((at_S >= first_B1) & (at_S < first_B1 + count_B[:, None]))
 
     def entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: start the records of a pass."""
+        """Forward pre-hook of the model: start the records of a pass.
+
+        Raises:
+            SinklabError: if the KV cache does not hold exactly the tokens seen so far.
+            InputError: if the attention mask is not a padding mask.
+        """
         if self._paused:
             return
         arguments = self._signature.bind_partial(*args, **kwargs).arguments
@@ -254,7 +266,7 @@ class CallRecords(Recorder):
 
     @property
     def tripped(self) -> bool:
-        """True if the current pass has not reached any attention call."""
+        """True if a forward pass has begun (and maybe failed) without any recorded attention call."""
         return self._running and not self._calls
 
     def unrecorded(self) -> SinklabError:
@@ -274,7 +286,8 @@ def call_records(
     """Record attention as `probe` does, for a model whose attention calls can be intercepted.
 
     Raises:
-        SinklabError: in a forward pass, if the attention of some layer was not recorded.
+        SinklabError: in a forward pass, if the attention of some layer was not recorded, or for the reasons of
+            `CallRecords.observe` and `CallRecords.entering`; if another thread intercepts the model.
     """
     records = CallRecords(model, adapter, lengths, details)
     watching = (

@@ -28,8 +28,8 @@ class SinkCallback(TrainerCallback):
 
         eval_sink_1       Sink_1, percentage of (sequence, layer, head) triples
         eval_sink_bias    sink rate of the added bias, sink logit or sink token, if any
-        eval_norm_ratio   norm of the first hidden state divided by the mean norm at later positions, maximum over
-                          blocks; omitted if infinite
+        eval_norm_ratio   norm of the first hidden state divided by the mean norm at later positions, maximum over the
+                          places before the first block and after each; omitted if infinite or unknown
 
     Use it with any Trainer: `Trainer(.., callbacks=[SinkCallback(tokens)])`. The Trainer calls W&B and TensorBoard
     before user callbacks; call `callback.goes_first(trainer)` so that they log the sink metrics too.
@@ -37,13 +37,14 @@ class SinkCallback(TrainerCallback):
     Args:
         tokens: token ids (sequences, length), as in `sinklab.measure`.
         eps: attention threshold of the sink rate, in (0, 1).
-        batch_size: sequences per forward pass; by default as many as fit in memory, at most 16.
+        batch_size: sequences per forward pass; by default as many as fit in memory, at most 16 and at most
+            8,192 tokens.
 
     Attributes:
         measurement: last measurement; None before the first evaluation.
 
     Raises:
-        InputError: if `tokens` are not token ids.
+        InputError: if `tokens` are not token ids; other errors of `sinklab.measure` are raised at the first evaluation.
     """
 
     def __init__(
@@ -78,7 +79,11 @@ class SinkCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """If `logs` are those of an evaluation, measure and add the metrics to `logs` and to the log history."""
+        """If `logs` are those of an evaluation, measure and add the metrics to `logs` and to the log history.
+
+        Raises:
+            InputError, SinklabError: see `sinklab.measure`.
+        """
         if logs is None or not any(name.startswith(EVALUATION) for name in logs):
             return
         self.measurement = measure(model, self._tokens_NT, eps=self._eps, batch_size=self._batch_size, loss=False)

@@ -28,7 +28,7 @@ from sinklab.models.huggingface.anatomy import attention_implementation, attenti
 
 
 class MatrixRecords(Recorder):
-    """Recorder that computes importance from the attention matrices returned by the model."""
+    """Recorder that computes importance from the attention matrices returned by the model, for whole sequences only."""
 
     def __init__(
         self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
@@ -53,7 +53,7 @@ class MatrixRecords(Recorder):
         if arguments.get("past_key_values") is not None:
             raise SinklabError(
                 f"a {self._model.config.model_type!r} model is measured from the attention matrices it returns, which "
-                "requires whole sequences: call the model without past_key_values"
+                "requires whole sequences: call the model without past_key_values, and generate outside the probe"
             )
         tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
         mask_BT = arguments.get("attention_mask")
@@ -116,7 +116,7 @@ class MatrixRecords(Recorder):
 
 @torch.no_grad()
 def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute column sums over real queries, how many queries may see each key, and the number of real queries."""
+    """Return column sums over real queries (B, H, R), how many may see each key (B, G, R), and their number (B,)."""
     device, T = weights_BHTT.device, weights_BHTT.shape[-1]
     real_BT = real.mask_BT.to(device)
     counted_BT = real_BT.to(accumulate_dtype(weights_BHTT.dtype))
@@ -146,7 +146,7 @@ def matrix_records(
 
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch the model to eager attention in the `with` block."""
+    """Switch the model to eager attention in the `with` block, with ALiBi added once (`Family.alibi_twice`)."""
     twice = _inside_blocks(model) if family_of(model).alibi_twice else []
     once = (module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in twice)
     with hooked(once), attention_implementation(model, "eager"):

@@ -1,13 +1,13 @@
 """Compare logits and sinks of one model under the attention backends of the installed transformers.
 
-A backend is called twice in every layer: with the values, and with unit vectors as values, so that its output is its
-attention matrix. The importance is computed from the columns of this matrix; one minus its row sums is the attention
+A backend is called in every layer with the values, and again with unit vectors as values, so that its outputs are the
+columns of its attention matrix. The importance is computed from these columns; one minus the row sums is the attention
 to the sink logit. The reference is the model's eager attention. Dividing the eager output by its row sums removes the
 sink logits, which reproduces a backend that ignores them.
 
 A backend that transformers does not support for a model (`_supports_sdpa = False`), that is not installed or that fails
-is reported as unavailable, with the reason. sinklab's own attention (one_pass.py) is also compared; it shows which of
-two differing backends follows the formula.
+is reported as unavailable, with the reason. The attention with which sinklab measures (call_records.py; one_pass.py on
+a CPU) is also compared; it shows which of two differing backends follows the formula.
 """
 
 import sys
@@ -44,13 +44,17 @@ class BackendParity(Part):
     """Differences of logits and attention between one backend and eager attention.
 
     Attributes:
-        backend: name of the backend in transformers; "sinklab" for sinklab's own attention.
+        backend: name of the backend in transformers; "sinklab" for the attention with which sinklab measures.
+        verdict: "reference" for eager attention; "drops the sink" if less than half of the reference's `sink_share` is
+            left and the logits are closer to those without sink logits; else "agrees" if `logits_difference` is within
+            `tolerance`, "differs", or "unavailable".
         why: reason if the backend is unavailable, or a remark; else None.
         logits_difference: largest |difference| from the reference logits, divided by the largest |reference logit|.
         without_sink_difference: `logits_difference` from the reference without its sink logits; None without sink
             logits.
-        importance_difference: largest |difference| from the reference's alpha, over layers, heads and positions.
-        importance_first: alpha of position 1, mean over sequences, layers and heads.
+        importance_difference: largest |difference| from the reference's alpha, over sequences, layers, heads and
+            positions; None if the model bypasses transformers' attention interface.
+        importance_first: alpha of position 1, mean over sequences, layers and heads; None as above.
         sink_share: one minus the row sums in layers with sink logits, mean over queries; None without such layers.
     """
 
@@ -105,18 +109,18 @@ def backend_parity(
 
     Args:
         tokens_BT: token ids, on the input device of the model.
-        backends: backends to compare; eager and sinklab's attention are always included.
+        backends: backends to compare, from `BACKENDS`; eager and sinklab's attention are always included.
         starts: called with the name of each backend before it runs; compilation may take minutes.
 
     Raises:
-        InputError: if transformers does not have a backend, or the model has no eager attention.
+        InputError: if a backend is not in `BACKENDS`, or the model does not run with eager attention.
     """
     if unknown := [name for name in backends if name not in BACKENDS]:
         raise InputError(f"the backend {unknown[0]!r} is unknown: choose from {', '.join(BACKENDS)}")
     starts(EAGER)
     reference = _read(model, tokens_BT, EAGER)
     if isinstance(reference, str):
-        raise InputError(f"backends are compared with eager attention, which this model does not have: {reference}")
+        raise InputError(f"backends are compared with eager attention, with which this model does not run: {reference}")
     without = _read(model, tokens_BT, EAGER, without_sinks=True) if reference.shares else None
     assert not isinstance(without, str)
     found = [

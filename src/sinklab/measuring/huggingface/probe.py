@@ -27,9 +27,12 @@ ONCE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 @contextmanager
 def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
-    """Make `model.generate` raise an error in unsupported modes, and tell the recorder the end-of-sequence ids.
+    """Make `model.generate` raise an error in unsupported modes, and pass the end-of-sequence ids to the recorder.
 
     Beam search is unsupported: it also reorders sequences after the last pass, which a probe cannot detect.
+
+    Raises:
+        SinklabError: in `generate`, if the mode is not one of `ONCE`.
     """
     generate: Any = getattr(model, "generate", None)
     if generate is None:
@@ -70,9 +73,10 @@ def probe(
 ) -> Iterator[Recorder]:
     """Record the attention of every forward pass of `model` in the `with` block.
 
-    Records of several passes are concatenated like one batch. A pass that continues from a KV cache, or repeats a
-    sequence with tokens appended, extends the records of its sequences. Records, one number per layer, head and token,
-    are kept until `clear()` is called.
+    The sequences of several passes are concatenated as in one batch. A pass that continues from a KV cache, or repeats
+    the sequences of the last pass with tokens appended, extends their records. Records, a few numbers per layer, head
+    and token, are kept until `clear()` is called. A model measured by matrix_records.py supports neither a KV cache nor
+    `generate` in a probe.
 
     The model, its configs and its hooks are restored afterwards, also after an exception. Padding, passed as
     `attention_mask` of shape (sequences, positions), is excluded; so are positions after the end of a sequence inside
@@ -84,8 +88,9 @@ def probe(
         details: collector that also receives every layer of forward passes of whole sequences.
 
     Raises:
-        SinklabError: in a forward pass, if the attention of some layer cannot be recorded or the KV cache was cropped
-            or reordered; in `generate`, if the generation mode is unsupported; if another thread probes the model.
+        SinklabError: in a forward pass, if the attention of some layer cannot be recorded, or the KV cache was started
+            before the probe, cropped, reordered, or is unsupported (matrix_records.py); in `generate`, if the
+            generation mode is unsupported; if another thread probes the model.
         InputError: if the model is not a Hugging Face model; in a forward pass, if the attention mask is not a padding
             mask.
     """

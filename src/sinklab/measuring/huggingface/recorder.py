@@ -26,7 +26,7 @@ class Generated:
     The attention mask of `generate` does not mark this padding: it is one until the last sequence has ended.
 
     Args:
-        ends: end-of-sequence token ids.
+        ends: end-of-sequence token ids; empty outside `generate`, where tokens are not stored.
     """
 
     def __init__(self, ends: Collection[int] = ()) -> None:
@@ -44,7 +44,7 @@ class Generated:
             self._read_BT = torch.cat((before_BT, tokens_BT), dim=1)
 
     def ended(self) -> Tensor | None:
-        """Return a mask (B, T) of the tokens after the end of their sequence; None if nothing was generated."""
+        """Return a mask (B, T) of the tokens after the end of their sequence; None if no tokens were stored."""
         if self._read_BT is None:
             return None
         ends_BT = torch.isin(self._read_BT, self._read_BT.new_tensor(list(self._ends)))
@@ -58,10 +58,10 @@ class Recorder(ABC):
     Args:
         expected: number of attention layers.
         lengths: additional lengths to which the sequences are truncated.
-        details: collector that receives the attention of every layer.
+        details: collector that receives the attention of every layer; None for none.
 
     Attributes:
-        backends: attention backends used ("one pass", "sdpa", "chunked", "eager").
+        backends: backends that computed the attention, such as "one pass", "sdpa" or "eager" (`Interception.backends`).
     """
 
     def __init__(
@@ -85,7 +85,10 @@ class Recorder(ABC):
 
     @property
     def layers(self) -> list[LayerRecord]:
-        """Importance and norms, one record per attention layer in call order; 0 past the end of a sequence."""
+        """Records of all sequences, one per attention layer in call order, 0 past the end of a sequence.
+
+        Empty before the first pass.
+        """
         batches = [layers for layers in (*(layers for _, layers in self._done), self._latest()) if layers]
         if len(batches) < 2:
             return batches[0] if batches else []

@@ -1,4 +1,4 @@
-"""Reduce attention rows and hidden states of every forward pass to the means in `Details`."""
+"""Reduce attention rows, values, gates and hidden states of every forward pass to the means in `Details`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +36,8 @@ class LayerDetails:
     Attributes:
         means: mean over the queries of each sequence, by statistic name: (B, H), (B, H, distances), or (B, H, R) per
             key or query. Statistics that need angles are missing if queries cannot be read.
-        maps: attention, cosine and norm product, summed over the batch (3, R, R), by head, 0-based.
+        maps: attention, cosine and norm product, summed over the batch (3, R, R), by head, 0-based; cosine and norm
+            product are 0 if queries cannot be read.
     """
 
     means: dict[str, Tensor]
@@ -83,9 +84,9 @@ class BatchDetails:
     """Statistics of one forward pass for the accumulator, with R aligned positions.
 
     Attributes:
-        layers: tensors by statistic name, one per attention layer in call order: (B, H) or (B, H, R). For the value
-            ratio: value norms, repeated over the query heads that share a KV head. Gate statistics only in models
-            with gates.
+        layers: tensors by statistic name, one per attention layer in call order: (B, H), (B, H, distances) or
+            (B, H, R). For the value ratio: value norms, repeated over the query heads that share a KV head. Gate
+            statistics only in models with gates.
         stream: statistics of the residual stream before the first block and after each block, by name: per token
             (M, B, R) or per sequence (M, B); empty if blocks cannot be read.
         tokens_BR: token ids.
@@ -107,13 +108,13 @@ class DetailsCollector:
         length: length of the longest sequence.
 
     Raises:
-        InputError: if maps are requested for sequences that are too long.
+        InputError: if maps are requested for sequences of more than `MAP_POSITIONS` tokens.
     """
 
     def __init__(self, maps: Sequence[Head], length: int) -> None:
         if maps and length > MAP_POSITIONS:
             raise InputError(
-                f"a map of {length} positions would take {3 * 4 * length**2 // 2**20} MB: "
+                f"the maps of a head over {length} positions would take {3 * 4 * length**2 // 2**20} MiB: "
                 f"use --length {MAP_POSITIONS} or less, or leave out --map"
             )
         self.maps = list(dict.fromkeys(maps))
@@ -187,7 +188,7 @@ class DetailsCollector:
         return {name: [layer[name] for layer in found] for name in absent}
 
     def _stream(self, hidden_BTC: Tensor) -> dict[str, Tensor]:
-        """Compute the statistics of the hidden states after one block, per token (B, R) or per sequence (B,)."""
+        """Compute the statistics of hidden states before or after a block, per token (B, R) or per sequence (B,)."""
         assert self._real is not None
         first_B = self._real.index_BR[:, 0].to(hidden_BTC.device)
         x_BTC = hidden_BTC.to(accumulate_dtype(hidden_BTC.dtype))
@@ -216,12 +217,12 @@ class DetailTotals:
         self._search, self._maps = SecondarySearch(eps), MapTotals(length)
 
     def add(self, batch: BatchDetails, importance_ABHR: Tensor, hidden_MBR: Tensor | None, valid_BR: Tensor) -> None:
-        """Add the statistics of one batch; the other tensors are on the CPU.
+        """Add the statistics of one batch, which may be on any device.
 
         Args:
             importance_ABHR: alpha per sequence.
             hidden_MBR: l2 norms of the residual stream; None if blocks cannot be read.
-            valid_BR: bool, False past the end of a sequence.
+            valid_BR: bool, False past the end of a sequence; on the CPU, as the two tensors above.
         """
         alignment_MBR = batch.stream.get("alignment")
         seen = {name: torch.stack([part.cpu().double() for part in parts]) for name, parts in batch.layers.items()}
@@ -294,13 +295,16 @@ class _Mean:
         self._count = count if self._count is None else self._count + count
 
     def array(self) -> np.ndarray | None:
-        """Return the array of the statistic; None if no values were added, 0 at positions that no sequence has."""
+        """Return the array of the statistic, 0 at positions that no sequence has.
+
+        None if no values were added, or the statistic does not apply to them (`Statistic.of_mean`).
+        """
         if self._sum is None or self._count is None:
             return None
         return self._statistic.of_mean((self._sum / self._count.clamp(min=1)).float().numpy())
 
     def fields(self, array: np.ndarray | None) -> Iterable[tuple[str, list[float] | None]]:
-        """Return the fields of the statistic in measurement.json, by name."""
+        """Return the fields of the statistic in measurement.json, by name; None if `array` is None."""
         if not self._statistic.fields:
             return ()
         if array is None:

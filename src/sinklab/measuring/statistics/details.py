@@ -1,7 +1,7 @@
 """The statistics of `--details`: entropy, angles, distances, norms, kurtosis, compression, and their result `Details`.
 
-Each statistic is averaged over the real queries of a sequence, then over sequences. To add a statistic, declare its
-class here and a field of `Details` for its array.
+Statistics of attention rows are averaged over the real queries of a sequence, then over sequences. To add a statistic,
+declare its class here and a field of `Details` for its array.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ from sinklab.measuring.statistics.statistic_base import (
 
 
 class Entropy(OfRows):
-    """Entropy - sum_k A_tk ln A_tk, mean over queries; includes the attention on a bias; nats."""
+    """Entropy - sum_k A_tk ln A_tk in nats, mean over queries; the attention to a bias or sink logit is included."""
 
     axes = "LH"
     fields = ("entropy_by_layer",)
@@ -133,8 +133,8 @@ class ByDistance(OfRows):
             "by-distance",
             "Attention by distance",
             "Share of a query's attention by distance of the key in tokens, mean over queries, layers, heads and "
-            "seeds. The shares sum to one minus the attention to a bias. Only few queries have distant keys; attention "
-            "to a sink appears at the right.",
+            "seeds. The shares sum to one minus the attention to a bias or sink token. Only few queries have distant "
+            "keys; attention to a sink appears at the right.",
             series="attention",
             x_title="Distance in tokens (0: the query itself)",
             y_title="Share",
@@ -171,8 +171,8 @@ VISIBLE_BY_QUERY = BucketLines(
     "visible-by-query",
     "How many queries see the first token",
     "Share of the queries that see the first token (solid), and mean over the other earlier tokens (dashed), by query "
-    "position, mean over layers, heads and seeds. Shown for sliding windows, and for models with an indexer that "
-    "selects the keys of each query (DeepSeek-V3.2).",
+    "position, mean over layers, heads and seeds. Shown if a mask hides earlier keys: sliding windows, document masks, "
+    "and indexers that select the keys of each query (DeepSeek-V3.2).",
     series="first token",
     x_title="Position of the query",
     y_title="Share of queries",
@@ -181,7 +181,7 @@ VISIBLE_BY_QUERY = BucketLines(
 
 
 class FirstVisible(OfRows):
-    """Share of queries t = 1, 2..3, 4..7, .. that see key 1; None if every query sees every earlier key."""
+    """Share of queries t = 1, 2..3, 4..7, .. that see key 1; None if every query sees it."""
 
     axes = "LHQ"
     angles = True
@@ -275,7 +275,7 @@ class Alignment(OfStream):
 
 
 def kurtosis(x_BTC: Tensor) -> Tensor:
-    """Compute E[(x - mean x)^4] / E[(x - mean x)^2]^2 over the last axis; 0 where all values are equal."""
+    """Compute E[(x - mean x)^4] / E[(x - mean x)^2]^2 over channels (B, T); 0 where all values are equal."""
     square = (x_BTC - x_BTC.mean(-1, keepdim=True)).square()
     variance_BT = square.mean(-1)
     scaled = square / torch.where(variance_BT > 0, variance_BT, 1)[..., None]  # the fourth power would overflow
@@ -311,7 +311,7 @@ class MatrixEntropy(OfStates):
 
 
 def matrix_entropy(x_BRC: Tensor, count_B: Tensor) -> Tensor:
-    """Compute the normalised entropy (B,), float64, of each matrix's squared singular values.
+    """Compute the normalised entropy (B,), float64, of each matrix's squared singular values (see `MatrixEntropy`).
 
     The entropy is 0 for a single token and for zero matrices.
 
@@ -336,7 +336,7 @@ class Details(WithArrays):
     layer or block that statistics declare as `fields`, such as `entropy_by_layer`.
 
     Attributes:
-        secondary_rate: percentage of (sequence, layer, head) triples with a secondary sink at positions 5 .. T / 2.
+        secondary_rate: percentage of (sequence, layer, head) triples with alpha_k > eps at some k in 5 .. T / 2.
         secondary_sinks: strongest secondary sinks from position 2 on (secondary.py), in descending order.
         secondary_tokens: tokens that are secondary sinks most often; None in older files.
         distances: first distance of each distance bucket: 0, 1, 2, 4, ..

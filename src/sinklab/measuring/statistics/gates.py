@@ -23,11 +23,11 @@ class OfGates(Statistic, ABC):
 
     @abstractmethod
     def read(self, gates_BHTX: Tensor, /) -> Tensor:
-        """Compute the statistic of every head and token (B, H, T) from gates in (0, 1) with X channels (or one)."""
+        """Compute the statistic of every head and token (B, H, T) from gates in [0, 1] with X channels (or one)."""
 
 
 class GateMean(OfGates):
-    """Gate g_t of token t after the sigmoid, mean over channels; 1 in a layer without gates."""
+    """Gate g_t of token t, a factor in [0, 1] (sigmoid or V-scale), mean over channels; 1 in a layer without gates."""
 
     fields = ("gate_first", "gate_rest")
     column = Column("gate", 3)
@@ -35,7 +35,7 @@ class GateMean(OfGates):
         BlockLines(
             "gates",
             "Attention gates",
-            "Gate on the attention output (or on the values) of a head, after the sigmoid, at the first token (solid) "
+            "Gate, a factor in [0, 1] on the attention output (or on the values) of a head, at the first token (solid) "
             "and at the other tokens (dashed), mean over channels, heads, sequences and seeds. With a small gate, a "
             "head adds little to the residual stream even without a sink.",
             "Gate",

@@ -1,10 +1,10 @@
-"""Position with the highest sink rate; an intervention may move the sink away from the first token."""
+"""Position with the highest sink rate: the sink may be at another position than the first, as after an intervention."""
 
 import math
 from collections.abc import Sequence
 
 NOISE = 1.0
-"""Minimum rate in percent for a sink at a later position."""
+"""Minimum rate in percent that is called a sink."""
 
 
 def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
@@ -31,7 +31,7 @@ def sink_elsewhere(rates: Sequence[float | None]) -> tuple[int, float] | None:
 
 
 def elsewhere_text(rates: Sequence[float | None]) -> str:
-    """Return a text such as `76.8 % at position 2`, shown with Sink_1; empty if no later position has a higher rate."""
+    """Return a text such as `76.8 % at position 2`, shown with Sink_1; empty if `sink_elsewhere` returns None."""
     found = sink_elsewhere(rates)
     return f"{found[1]:.1f} % at position {found[0]}" if found else ""
 

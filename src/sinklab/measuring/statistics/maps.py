@@ -9,7 +9,7 @@ from torch import Tensor
 from sinklab.measuring.statistics.plot_specs import MatrixMap
 from sinklab.measuring.statistics.statistic_base import ScoreBlock, Statistic
 
-MAP_POSITIONS = 4096  # a map of this size takes 64 MB, and each head has three
+MAP_POSITIONS = 4096  # a float32 map of this size takes 64 MiB, and each head has three
 CAPTION = "Query by key, mean over sequences"
 Head = tuple[int, int]
 
@@ -38,7 +38,10 @@ class NormProductMap(Statistic):
 
 
 def draw(sums: Mapping[int, Tensor], block: ScoreBlock) -> None:
-    """Add a block of queries to the maps (3, R, R) of its layer, by head, 0-based; masked keys are 0."""
+    """Add a block of queries to the maps (3, R, R) of its layer, by head, 0-based; masked keys are 0.
+
+    Only the attention is added if queries cannot be read; maps of shape (1, R, R) then suffice.
+    """
     part, layer = block.part, block.layer
     for head, sums_KRR in sums.items():
         drawn = [block.weights_BHQS[:, head]]
@@ -77,7 +80,7 @@ class MapTotals:
             self.sums[head] = self.sums[head] + sums_KTT if head in self.sums else sums_KTT
 
     def means(self) -> dict[str, np.ndarray]:
-        """Return the maps (P, T, T) by name, each entry averaged over the sequences that have its query."""
+        """Return the maps (P, T, T) by name, each entry averaged over the sequences with its query; {} without maps."""
         if not self.sums:
             return {}
         reaching_T1 = self._reaching_T.clamp(min=1)[:, None]

@@ -1,4 +1,4 @@
-"""Table columns (terminal) and figures (report) of the statistics."""
+"""Table columns and report figures of the statistics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,7 +103,8 @@ class SequenceLines(Shown):
 class BlockLines(Shown):
     """Line chart of a statistic at the first token and its mean over later tokens.
 
-    The statistic is given after each block, shape (blocks, tokens), or in each layer, (layers, heads, tokens).
+    The statistic is given before the first block and after each, shape (blocks + 1, tokens), or in each attention
+    layer, (layers, heads, tokens).
 
     Attributes:
         what: axis label.

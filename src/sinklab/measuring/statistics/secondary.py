@@ -2,11 +2,12 @@
 
 2512.22213 calls a sink secondary if it appears in middle layers, persists over some layers, and its hidden state is
 aligned with the first token's; the code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) only
-requires a cosine above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token with alpha > eps in
-some head is included, and the blocks in which the token is aligned are reported.
+requires a cosine above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token is included that has
+alpha > eps in some head, or a cosine above 0.9 after the block with the largest norm ratio of the first token, if that
+ratio is at least 3. All blocks after which the token is aligned are reported.
 
-Tokens are listed from position 2 to the last position with enough later queries for a mean (`_listed`); the percentage,
-for comparing models, covers positions 5 .. T / 2 (`_counted`).
+Tokens are listed from position 2 to the last position with enough queries for a mean (`_listed`); the percentage, for
+comparing models, covers positions 5 .. T / 2 (`_counted`).
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ from sinklab.schema import Part
 FIRST_FEW = 4  # positions that are not secondary: a sink on the first token often includes its neighbours
 ALIGNED = 0.9  # cosine above which a hidden state is like the first token's, as in the code of 2512.22213
 STANDS_OUT = 3.0  # minimum ratio of the first token's norm to the mean norm of the other tokens
-STRONGEST = 8  # number of tokens listed at the first few positions, and at later ones
+STRONGEST = 8  # maximum number of sinks listed at the first few positions, and at later ones, and of frequent tokens
 ENOUGH = 16
 """Minimum number of queries of a mean; a column sums to 1 on average, and to 4.8 if alpha is 0.3 over 16 queries."""
 
@@ -34,17 +35,17 @@ class SecondarySink(Part):
     """A token other than the first with a large importance or a hidden state like the first token's.
 
     Attributes:
-        sequence, position: sequence and position of the token, 1-based. Positions range from 2 to the last one followed
-            by half of the queries or by 16; 5 .. T / 2 in older files.
+        sequence, position: sequence and position of the token, 1-based. Positions range from 2 to the last one that
+            half of the queries, or 16, can see; 5 .. T / 2 in older files.
         token: token id.
         heads: percent of (layer, head) pairs with alpha > eps.
         importance: alpha, mean over layers and heads.
-        block: block after which the ratio of the first token's norm to the mean norm of the other tokens is largest;
-            None if blocks cannot be read.
-        alignment: cosine of the token's hidden state and the first token's after that block.
+        block: block after which the ratio of the first token's norm to the mean norm of the other tokens is largest, 0
+            is the embedding; None if blocks cannot be read.
+        alignment: cosine of the token's hidden state and the first token's after that block; None as above.
         layers: attention layers in which a head has alpha > eps, 1-based; None in older files.
         alike: blocks after which the cosine of these hidden states is above 0.9, where 0 is the embedding; None if
-            unknown.
+            blocks cannot be read, and in older files.
     """
 
     sequence: int = Field(ge=1)
@@ -59,7 +60,7 @@ class SecondarySink(Part):
 
 
 class SecondaryToken(Part):
-    """Count of a token's occurrences as a sink, at positions from 5 on that are followed by enough queries.
+    """Count of a token's occurrences as a sink, at the listed positions from 5 on.
 
     Attributes:
         token: token id.
@@ -95,7 +96,7 @@ class SecondarySearch:
         self._occurrences: Counter[int] = Counter()
 
     def tokens(self) -> list[SecondaryToken]:
-        """Return the tokens that are secondary sinks most often, in descending order."""
+        """Return the at most 8 tokens that are secondary sinks most often, in descending order."""
         ordered = sorted(self._sinks.items(), key=lambda one: (-one[1], one[0]))[:STRONGEST]
         return [SecondaryToken(token=id, sinks=n, occurrences=self._occurrences[id]) for id, n in ordered]
 
@@ -111,12 +112,13 @@ class SecondarySearch:
 
         Args:
             importance_ABHR: alpha per sequence.
-            hidden_MBR, alignment_MBR: norms of the hidden states, and cosines with the first token's; None if unknown.
+            hidden_MBR, alignment_MBR: norms of the hidden states, and cosines with the first token's; None if blocks
+                cannot be read.
             tokens_BR: token ids.
             valid_BR: bool, False past the end of a sequence.
 
         Returns:
-            100 if a head has a secondary sink in a sequence, else 0 (A, B, H).
+            100 if a head has a secondary sink at positions 5 .. T / 2 of a sequence, else 0 (A, B, H).
         """
         position_R = torch.arange(1, valid_BR.shape[1] + 1)
         count_B1 = valid_BR.sum(1, keepdim=True)
@@ -154,7 +156,7 @@ class SecondarySearch:
 
 
 def _listed(position_R: Tensor, count_B1: Tensor) -> Tensor:
-    """Return a mask (B, R) of the listed positions: from 2 on, as long as half of the queries, or 16, follow."""
+    """Return a mask (B, R) of the listed positions: from 2 on, as long as half of the queries, or 16, can see them."""
     return (position_R > 1) & ((2 * position_R <= count_B1) | (count_B1 - position_R + 1 >= ENOUGH))
 
 

@@ -82,7 +82,7 @@ class WithArrays(Part):
             sizes: axis sizes by letter; the first array with a new axis sets its size.
 
         Raises:
-            ValueError: if an array has a wrong shape, or contains NaN or undeclared infinity.
+            ValueError: if an array has a wrong shape, or contains NaN, or infinity without `Axes.infinite`.
         """
         arrays = self.arrays()
         for name, one in self.declared():
@@ -107,7 +107,11 @@ def bucket_starts(first: int, last: int) -> list[int]:
 
 
 class Angles:
-    """Cosines and norm products of the queries and keys of one layer."""
+    """Cosines and norms of the queries and keys of one layer, for whole sequences (T = S).
+
+    Attributes:
+        q_norm_BHT, k_norm_BHT: l2 norms of queries and keys; keys are repeated over the query heads that share them.
+    """
 
     def __init__(self, q_BHTD: Tensor, k_BGTD: Tensor, mask: Mask) -> None:
         dtype = accumulate_dtype(q_BHTD.dtype)
@@ -180,8 +184,8 @@ class ScoreBlock:
         queries, keys: slices of the batch columns.
         counted_B1Q: 1 if a query is a real token, else 0.
         weights_BHQS: attention weights, 0 in rows of padding.
-        bias_BHQ: attention to an added bias; None without a bias.
-        earlier_BQ: number of real tokens before a query.
+        bias_BHQ: attention to an added bias or sink logit; None without one.
+        earlier_BQ: number of real tokens before a query; negative before the first real token.
     """
 
     def __init__(self, rows: Rows, layer: Layer) -> None:
@@ -288,7 +292,12 @@ class OfRows(Statistic, ABC):
         """
 
     def mean(self, sums: Tensor, layer: Layer, /) -> Tensor:
-        """Compute the statistic's mean over the real queries of each sequence from its sums over all blocks."""
+        """Compute the statistic of each sequence from its sums over all blocks.
+
+        Returns:
+            Mean over the real queries (B, H), or by distance (B, H, D) (axes LH, LHD); mean over the real queries that
+            see a key (B, H, R) (LHT); the values of the queries (B, H, R) (LHQ).
+        """
         match self.axes[-1]:
             case "T":
                 return layer.real.align(sums / layer.seen_by_BHT)
@@ -301,7 +310,7 @@ class OfRows(Statistic, ABC):
 
 
 class OfStream(Statistic, ABC):
-    """Base class of statistics of every token's hidden state, after each block."""
+    """Base class of statistics of every token's hidden state, before the first block and after each."""
 
     axes = "MT"
 
@@ -316,7 +325,7 @@ class OfStream(Statistic, ABC):
 
 
 class OfStates(Statistic, ABC):
-    """Base class of statistics of all hidden states of a sequence, after each block."""
+    """Base class of statistics of all hidden states of a sequence, before the first block and after each."""
 
     axes = "M"
 

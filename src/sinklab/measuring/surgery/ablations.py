@@ -2,8 +2,8 @@
 
     mask_first:N   no query after the N-th sees the first N keys                      (surgery.masked_first_keys)
     no_bos         the sequences without their leading special tokens
-    zero_massive   the channel of the largest activation is set to zero at its position, after the block where it
-                   appears and after every later block                                         (surgery.zeroed)
+    zero_massive   the channel of the activation with the largest ratio to the median is set to zero at its position,
+                   after the first block where it is the largest and after every later block  (surgery.zeroed)
     zero_massive:LAYER   the same channel is set to zero after this block only
 
 The losses without and with the ablation are over the same targets: those predicted by a query with hidden keys
@@ -30,7 +30,7 @@ from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.hooks import evaluating
 
 ABLATIONS = "mask_first:N, no_bos, zero_massive or zero_massive:LAYER"
-DIGITS = 9  # maximum number of digits of N
+DIGITS = 9  # maximum number of digits of N and LAYER
 Remeasure = Callable[[Tensor, int], Measurement]  # (tokens_NT, first_target)
 
 
@@ -41,8 +41,8 @@ class Plan:
     Attributes:
         name: requested name.
         what: description of the ablation.
-        surgery: context manager that applies the ablation to the model.
-        first_target: 1-based position, before tokens are dropped, of the first target included in the loss.
+        surgery: context manager that applies the ablation to the model; it can be entered once.
+        first_target: 1-based position of the first target included in both losses, before tokens are dropped.
         dropped: number of tokens removed from the start of each sequence.
         hidden: number of keys hidden from later queries.
         largest: for zero_massive, the activation with the largest ratio to the median; else None.
@@ -68,11 +68,12 @@ def measure_ablations(
 
     Args:
         tokens_NT: token ids, without padding.
-        baseline: measurement of the same sequences.
-        remeasure: function that measures the modified model.
+        plans: ablations, from `plan_ablation`.
+        baseline: measurement of the same sequences in the unchanged model, with loss.
+        remeasure: function (tokens, first target) -> measurement of the model as it is when called.
 
     Raises:
-        SinklabError: if an ablation is impossible in this model.
+        SinklabError: if an ablation is impossible in this model, or the model ignores its mask.
     """
     losses = {2: baseline.loss}  # baseline losses by first target
     found: list[Ablation] = []
@@ -132,7 +133,7 @@ def plan_ablation(name: str, model: LanguageModel, tokens_NT: Tensor, bos_tokens
         bos_tokens: number of special tokens at the start of each sequence.
 
     Raises:
-        InputError: if the name or layer is unknown, there are too few keys to hide, or there is no BOS to drop.
+        InputError: if the name or layer is unknown, the sequences are too short, or there is no BOS to drop.
         SinklabError: if the blocks of the model cannot be found.
     """
     hidden = check_ablation(name, tokens_NT.shape[1])
@@ -149,7 +150,7 @@ def plan_ablation(name: str, model: LanguageModel, tokens_NT: Tensor, bos_tokens
     if name != "no_bos":
         return _zero_massive(name, model, tokens_NT[0], first_target)
     if not bos_tokens:
-        raise InputError("no_bos: the sequences have no BOS to remove (see `bos` of the measurement)")
+        raise InputError("no_bos: the sequences have no BOS to remove; pass bos=True if position 1 is BOS")
     length, after = tokens_NT.shape[1], first_target + bos_tokens
     if length - bos_tokens < first_target:
         raise InputError(f"no_bos on sequences of {length} tokens leaves no token to predict: use longer sequences")
@@ -160,7 +161,7 @@ def check_ablation(name: str, length: int) -> int:
     """Check that an ablation is possible on sequences of `length` tokens, and return the number of keys it hides.
 
     Raises:
-        InputError: if the name is unknown or the sequences have too few keys.
+        InputError: if the name is unknown, or the sequences are too short to hide that many keys.
     """
     kind, _, number = name.partition(":")
     if kind != "mask_first" or not number.isdecimal():

@@ -1,8 +1,8 @@
 """Interventions on a model in a `with` block: hidden keys, zeroed channels, swapped or replaced learned positions.
 
 In sinklab transformers, keys are hidden directly in the attention cores; in Hugging Face models, through the attention
-mask. Every attention module of transformers accepts `attention_mask`, which is None (causal), boolean or additive, so
-one hook covers all model families. The hooked modules are counted: keys that remain visible in some layer are an error.
+mask. Attention modules of transformers accept `attention_mask`, which is None (causal), boolean or additive, so one
+hook covers all model families. The hooked modules are counted: an attention layer that is not reached is an error.
 """
 
 import inspect
@@ -44,7 +44,7 @@ def residual_blocks(model: LanguageModel) -> list[nn.Module]:
     if not blocks:
         raise SinklabError(
             f"the blocks of a {model.config.model_type!r} model could not be found: its residual stream cannot be "
-            "changed from outside"
+            "read or changed"
         )
     return blocks
 
@@ -61,11 +61,11 @@ def learned_positions(model: LanguageModel) -> Tensor | None:
 def first_columns(model: LanguageModel) -> Iterator[FirstColumns]:
     """Provide a function that returns the column of each sequence's first real token in the current forward pass.
 
-    Padding and learned positions precede this column.
+    Padding and learned tokens precede this column.
 
     Raises:
-        InputError: in a forward pass, if the attention mask is not a padding mask.
-        SinklabError: in a forward pass, if a KV cache is passed.
+        InputError: in a forward pass of a Hugging Face model, if the attention mask is not a padding mask.
+        SinklabError: in a forward pass of a Hugging Face model, if a KV cache is passed.
     """
     if isinstance(model, Transformer):
         yield lambda like: torch.full((len(like),), model.leading, device=like.device)
@@ -102,7 +102,8 @@ def zeroed(
         dimension: channel, 0-based, as in `massive_activations`.
 
     Raises:
-        InputError: if the layer or position does not exist; in a forward pass, if the dimension does not exist.
+        InputError: if a layer or the position does not exist, or `last_layer` is below `layer`; in a forward pass, if
+            the dimension does not exist, or the attention mask is not a padding mask.
         SinklabError: if the blocks cannot be found; in a forward pass, if a KV cache is passed.
     """
     blocks = residual_blocks(model)
@@ -135,7 +136,8 @@ def swapped_positions(model: LanguageModel, i: int, j: int) -> Iterator[None]:
     """Swap the learned embeddings of positions i and j (table 7 of the paper, `swapped`).
 
     Raises:
-        InputError: if the model has no learned positional embeddings, or lacks position i or j.
+        InputError: if the model has no learned positional embeddings, they are offloaded, a position does not exist, or
+            i equals j.
     """
     with _rewritten_positions(model, {i: j, j: i}):
         yield
@@ -146,14 +148,14 @@ def replaced_position(model: LanguageModel, i: int, j: int) -> Iterator[None]:
     """Replace the learned embedding of position i with that of position j (table 7 of the paper, `replaced`).
 
     Raises:
-        InputError: if the model has no learned positional embeddings, or lacks position i or j.
+        InputError: see `swapped_positions`.
     """
     with _rewritten_positions(model, {i: j}):
         yield
 
 
 def check_pair(i: int, j: int) -> None:
-    """Check that two positions are valid and different.
+    """Check that two positions are at least 1 and different.
 
     Raises:
         InputError: if a position is below 1, or i equals j.
@@ -175,8 +177,8 @@ def _rewritten_positions(model: LanguageModel, source: dict[int, int]) -> Iterat
         )
     if table_PC.is_meta:
         raise InputError(
-            "the model's learned positional embeddings are offloaded to disk and cannot be changed: load the "
-            "model onto one device"
+            "the model's learned positional embeddings are offloaded and cannot be changed: load the whole model onto "
+            "one device"
         )
     check_pair(*next(iter(source.items())))
     for position in {*source, *source.values()}:
@@ -202,9 +204,9 @@ def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
     logits, key biases, a learned sink token) remain visible. Sequences of at most n tokens are unchanged.
 
     Raises:
-        InputError: if n is below 1.
-        SinklabError: if the model's attention accepts no explicit mask; in a forward pass, if the keys cannot be hidden
-            in every attention layer, or a KV cache is passed.
+        InputError: if n is below 1; in a forward pass, if the attention mask is not a padding mask.
+        SinklabError: if the blocks cannot be found, or the model's attention accepts no explicit mask; in a forward
+            pass, if the keys cannot be hidden in every attention layer, or a KV cache is passed.
     """
     if n < 1:
         raise InputError(f"{n} keys to hide: use at least 1")
@@ -254,9 +256,9 @@ class _HiddenKeys:
     def _ending(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
         if self._running and self._reached != self._expected:
             raise SinklabError(
-                f"the first keys could be hidden in only {self._reached} of {self._expected} attention layers of a "
-                f"{self._model.config.model_type!r} model: it does not pass them `attention_mask` as other "
-                "Hugging Face models do"
+                f"the first keys were hidden in {self._reached} of {self._expected} attention layers of a "
+                f"{self._model.config.model_type!r} model: it does not pass `attention_mask` to each of them once, as "
+                "other Hugging Face models do"
             )
         self._running = False
 

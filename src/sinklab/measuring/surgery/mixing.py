@@ -5,7 +5,7 @@ The token at one position is replaced by the next sequence's token at that posit
     spread = mean over sequences and later positions t of |h'_t - h_t| / |h_t|
 
 is computed for the original model, and with the first key hidden from all later queries (changes.py), so that no head
-can use it as a sink. Before the first block the spread is 0. The paper removes BOS from the text instead, which is
+can use it as a sink. Before the first block the spread is 0. 2504.02732 removes BOS from the text instead, which is
 equivalent in a model with relative positions only, and reports the norm of the difference. Here it is divided by the
 norm of the hidden state, because norms grow from block to block.
 """
@@ -38,11 +38,12 @@ def measure_mixing(
     Args:
         tokens_NT: token ids, without padding.
         position: position of the replaced token, 1-based.
-        batch_size: sequences per forward pass.
-        step: called with the number of sequences of every forward pass; the total is `MIXING_PASSES` times N.
+        batch_size: sequences per forward pass, each with both tokens; by default `BATCH_SIZE`.
+        step: called with the number of rows of every forward pass (two per sequence) and of those left out; the total
+            is `MIXING_PASSES` times N.
 
     Raises:
-        InputError: if the position does not exist, or all sequences have the same token there.
+        InputError: if the position is not within 2 .. T - 1, or all sequences have the same token there.
         SinklabError: if the blocks of the model cannot be found or the first key cannot be hidden.
     """
     check_perturbed(position, tokens_NT.shape[1])
@@ -55,7 +56,7 @@ def measure_mixing(
             "use another position, or more sequences"
         )
     pairs_N2T = torch.stack([tokens_NT[differs_N], changed_NT[differs_N]], 1)
-    step(MIXING_PASSES * (len(tokens_NT) - len(pairs_N2T)))  # whose token is the next sequence's: left out
+    step(MIXING_PASSES * (len(tokens_NT) - len(pairs_N2T)))  # sequences left out: their token equals the next one's
     spreads = []
     for surgery in (nullcontext(), masked_first_keys(model, 1)):
         with surgery:

@@ -51,7 +51,7 @@ class Matrices:
     """Attention matrices and hidden states of one forward pass.
 
     Attributes:
-        attention: attention matrix A (B, H, T, T) of every attention layer.
+        attention: attention matrix A (B, H, T, T) of every attention layer, without added keys or sink logits.
         logit_bounds: upper bound of |logit| per layer (B, H): the largest |q_t| |k_j| times the scale; empty if queries
             cannot be read.
         hidden: residual stream (B, T, C) after every block.
@@ -69,7 +69,7 @@ def attention_matrices(model: LanguageModel, tokens_BT: Tensor) -> Matrices:
     models return their matrices.
 
     Raises:
-        SinklabError: if the blocks of the model cannot be found.
+        SinklabError: if the blocks of the model cannot be found, or another thread intercepts the model.
     """
     found, adapter = Matrices([], [], []), adapt(model)
     options = {} if isinstance(model, Transformer) else {"use_cache": False}
@@ -112,8 +112,8 @@ def is_coarse(dtype: torch.dtype) -> bool:
 def in_float32(model: LanguageModel) -> Iterator[None]:
     """Convert weights and buffers of lower precision to float32 within the `with` block, then restore them.
 
-    The model is not converted if it is quantised, has weights offloaded to disk, or the copies exceed half of the free
-    memory; the dtype of its hidden states then has less precision than float32.
+    The model is not converted if it is quantised, has offloaded weights, or the copies exceed half of the free memory;
+    the dtype of its hidden states then has less precision than float32.
     """
     weights = [(weight, weight.data) for weight in model.parameters() if is_coarse(weight.dtype)]
     buffers = [
@@ -157,11 +157,12 @@ def check_propositions(model: LanguageModel, token: int | Sequence[int], length:
     """Compute the model's deviation from the paper's proposition on its positional embedding, in float32 if possible.
 
     Args:
-        token: one token id, or several token ids, each checked separately.
+        token: one token id, or several token ids, each repeated in its own sequence.
         length: number of repetitions T; T x T matrices are kept in memory.
 
     Raises:
-        InputError: if there are no tokens, `length` is below 2, or no proposition covers the model.
+        InputError: if there are no tokens, `length` is below 2, or it is not known which proposition covers the model
+            (`position_kind`).
         SinklabError: if the blocks of the model cannot be found.
     """
     ids = [token] if isinstance(token, int) else list(token)
@@ -202,8 +203,9 @@ def position_kind(model: LanguageModel) -> PositionKind:
     """Return the kind of the model's positional embedding.
 
     Raises:
-        InputError: if the propositions do not cover the positional embedding, or attention is not causal softmax
-            without biases or sink tokens.
+        InputError: if the layers do not all have the same causal softmax attention without biases, sink logits or sink
+            tokens, or the positional embedding of a Hugging Face model is not recognised.
+        SinklabError: if the blocks of the model cannot be found.
     """
     if isinstance(model, Transformer):
         alike, *others = model.config.layer_kinds
@@ -212,7 +214,7 @@ def position_kind(model: LanguageModel) -> PositionKind:
         plain = attention.operation == Softmax() and attention.bias.kind == "none" and attention.mask == CausalMask()
         if not plain or not everywhere:
             raise InputError(
-                "the paper's propositions require causal softmax attention without biases, the same in every layer"
+                "the paper's propositions require causal softmax attention without biases or sink tokens in every layer"
             )
         return alike.position.kind
     from sinklab.models.huggingface.anatomy import attention_layers
@@ -228,7 +230,10 @@ def position_kind(model: LanguageModel) -> PositionKind:
         sink_logits = any(hasattr(part, SINK_LOGITS) for part in model.modules())
         if rotary and not sink_logits and HuggingFaceAdapter(model).dispatches:
             return "rotary"
-    raise InputError(f"it is not known which of the paper's propositions covers a {kind!r} model")
+    raise InputError(
+        f"it is not known which of the paper's propositions covers a {kind!r} model: the check requires attention "
+        "without sink logits in every layer, and RoPE, ALiBi or learned positions"
+    )
 
 
 def softmax_of_distances(terms_HT: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ def changed_positions(model: LanguageModel, study: Study, length: int) -> Iterat
     """Swap or replace the learned positional embeddings in the `with` block; yields one note per intervention.
 
     Raises:
-        InputError: if the model has no learned positional embeddings, or a position is beyond the end of the sequences.
+        InputError: if `check_study` fails, or a position is to be changed in a model without learned positional
+            embeddings or beyond them.
     """
     notes = []
     check_study(study, length)
@@ -44,7 +45,8 @@ def check_study(study: Study, length: int) -> None:
     """Check that the interventions are possible on sequences of `length` tokens.
 
     Raises:
-        InputError: if an ablation is unknown, or a position is beyond the sequences.
+        InputError: if an ablation is unknown or needs longer sequences, a position is beyond the sequences, or two
+            positions are equal.
     """
     for name in study.ablate:
         check_ablation(name, length)
@@ -54,7 +56,7 @@ def check_study(study: Study, length: int) -> None:
         if pair is not None:
             check_pair(*pair)
             if pair[0] > length:
-                raise InputError(f"{option} {pair[0]} {pair[1]}: the sequences have {length} tokens")
+                raise InputError(f"{option} {pair[0]} {pair[1]}: the sequences have {length} tokens and no position I")
 
 
 def measure_with_study(
@@ -75,10 +77,12 @@ def measure_with_study(
         options: settings of the measurement; ablations are measured without lengths, details, maps, explored heads and
             gradients.
         bos_tokens: number of special tokens at the start of each sequence.
-        progress: called with (finished sequences, total sequences), including the passes of ablations and `perturb`.
+        progress: called with (finished sequences, possibly fractional; total sequences) after every block and batch,
+            including the passes of ablations and `perturb`.
 
     Raises:
-        InputError: if an ablation or a position does not exist in the model or the sequences.
+        InputError: if tokens or options are invalid for the model (see `driver.measure`), an ablation or a position
+            does not exist in the model or the sequences, or ablations are requested without loss.
         SinklabError: if the model cannot be measured, or an ablation is impossible in this model.
     """
     model = cast(LanguageModel, adapter.module)
@@ -102,7 +106,7 @@ def measure_with_study(
         passes += 0 if study.perturb is None else MIXING_PASSES
         measurement = measure(adapter, tokens_NT, options, progress=reached)
         if plans and measurement.loss is None:
-            raise InputError("ablations report the change in loss: measure with the loss, on two tokens or more")
+            raise InputError("ablations report the change in loss: measure with the loss, on sequences with targets")
         found: dict[str, Any] = {}
         if plans:
             found["ablations"] = measure_ablations(model, tokens_NT, plans, measurement, remeasure)
