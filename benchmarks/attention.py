@@ -54,6 +54,9 @@ LINEAR = (
 )
 """Linear in T: the rule, and attention as a kernel of queries and keys."""
 
+TWO_PASSES = {"clipped_softmax", "softpick", "elastic_softmax", "entmax15", "differential", "differential_v2"}
+"""Kinds with two `attend` calls, for a separate normaliser or a second softmax; so has any with `p` other than 1."""
+
 JUDGED, LONGEST = 2048, 8192
 AT_MOST = 5.0
 """Times as long at 8192 as at 2048, of what is linear in T; 4 but for what neither length fills."""
@@ -197,7 +200,8 @@ def _rows(contestants: dict[str, Callable[[], None]], rounds: int, baseline: str
 def goal(name: str, by_passes: tuple[float, float] = (2.0, 3.0)) -> float | None:
     """The most that a case may take relative to the baseline, by how often it computes scores; None for baselines."""
     if name in CASES:
-        return by_passes[AttentionConfig.model_validate(CASES[name]).operation.passes - 1]
+        operation = AttentionConfig.model_validate(CASES[name]).operation
+        return by_passes[operation.kind in TWO_PASSES or getattr(operation, "p", 1) != 1]
     return by_passes[0] if name in AROUND or name == RULE else None
 
 

@@ -8,7 +8,8 @@ import gzip
 import hashlib
 import json
 import os
-import tempfile
+import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,26 +30,27 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, exceeded quota, f
 def written_aside(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; on success the file there replaces `path`, on failure it is removed.
 
-    Missing parent folders are created. If `path` is a link, its target is replaced and the link is kept.
+    Missing parent folders are created. If `path` is a link, its target is replaced and the link is kept. The file has
+    the permissions of the earlier one, or those of the umask.
 
     Raises:
         InputError: if `path` is a folder, device, pipe or socket, or its links cannot be followed.
         SinklabError: if the file cannot be written, such as on a full disk; an earlier file is untouched.
     """
     target = target_of(path)
+    aside = beside(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name[:60]}.", dir=target.parent)
-        os.close(handle)
+        aside.touch(exist_ok=False)
     except OSError as error:
         remedy = "Free some space, or choose" if error.errno in FULL else "Choose"
         raise SinklabError(f"cannot write {path}: {error.strerror}. {remedy} another output path.") from error
-    aside = Path(name)
     try:
         yield aside
         with aside.open("rb") as file:
             os.fsync(file.fileno())
-        aside.chmod(0o644)
+        if target.exists():
+            shutil.copymode(target, aside)
         aside.replace(target)
     except OSError as error:
         remedy = "free some space and run the same command again, or choose" if error.errno in FULL else "choose"
@@ -58,6 +60,11 @@ def written_aside(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         aside.unlink(missing_ok=True)
+
+
+def beside(target: Path) -> Path:
+    """Return a random path in the folder of `target`, for a temporary file or folder that replaces it."""
+    return target.parent / f".{target.name[:60]}.{secrets.token_hex(4)}"
 
 
 def write_text(path: Path, text: str) -> None:

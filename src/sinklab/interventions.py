@@ -289,7 +289,8 @@ def _value(member: Schema) -> str:
     if member["type"] == "array":
         inner = [TYPES[one["type"]] for one in member.get("prefixItems") or [member["items"]]]
         return "[" + ", ".join(inner) + (", .." if "items" in member else "") + "]"
-    bounds = [f"{sign} {member[name]:g}" for name, sign in BOUNDS.items() if name in member]
+    form = "," if member["type"] == "integer" else "g"
+    bounds = [f"{sign} {member[name]:{form}}" for name, sign in BOUNDS.items() if name in member]
     return " ".join([TYPES[member["type"]], *bounds])
 
 

@@ -65,7 +65,8 @@ class CommandSettings(BaseModel, frozen=True):
                 raise said from None
             name = str(first["loc"][0]) if first["loc"] else type(self).__name__
             option = option_name(type(self), name) if name in type(self).model_fields else name
-            raise InputError(f"{option} {first['input']!r}: {first['msg']}") from None
+            value = "" if first["type"] == "missing" else f" {first['input']!r}"
+            raise InputError(f"{option}{value}: {first['msg']}") from None
 
 
 def flag_of(settings: type[CommandSettings], field: str) -> Flag:

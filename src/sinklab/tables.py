@@ -17,16 +17,13 @@ SINK_1 = "Sink₁"
 
 
 def number_text(value: float | None, form: str = "") -> str:
-    """Format a number by a specification such as `,.2f`: an en dash for None, `∞` for infinity, 0 without a sign.
-
-    With `+`, a number that is rounded to 0 has no sign either.
-    """
+    """Format a number by a specification such as `,.2f`: an en dash for None, `∞` for infinity; 0 has no sign."""
     if value is None:
         return NOTHING
     if isinstance(value, float) and math.isinf(value):
         return INFINITE if value > 0 else f"-{INFINITE}"
     text = format(value, form)
-    return text.lstrip("+-") if value == 0 or ("+" in form and not text.strip("+-0.,")) else text
+    return text.lstrip("+-") if value == 0 or not text.strip("+-0.,") else text
 
 
 NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")

@@ -1,7 +1,11 @@
 """`sinklab export`: the files, their measurement, and errors."""
 
 import json
+import os
+import resource
 import shutil
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sinklab
 from sinklab.errors import InputError, SinklabError
-from sinklab.export import directory as exporting
 from sinklab.export.directory import export_run
 
 FILES = {
@@ -121,16 +124,37 @@ def test_runs_that_cannot_be_exported_are_refused_in_a_sentence(
     assert command("export", with_bos[0], "empty")[0] == 0
 
 
-def test_a_disk_that_is_full_leaves_nothing_behind(
-    with_bos: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.fixture
+def largest_file() -> Iterator[Callable[[int], None]]:
+    """From the call on, no file of this process may grow beyond so many bytes, as on a disk that has filled up."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size if size else before[0], before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    monkeypatch.setattr(exporting, "write_json", full)
-    with pytest.raises(SinklabError, match=r"No space left on device; free some space, or choose another directory"):
-        export_run(with_bos[0], tmp_path / "hf")
-    assert list(tmp_path.iterdir()) == []
+
+def test_a_disk_that_is_full_at_any_file_leaves_nothing_behind(
+    natural: tuple[Path, Path], tmp_path: Path, largest_file: Callable[[int], None]
+) -> None:
+    sizes = {path.stat().st_size for path in export_run(natural[0], tmp_path / "whole").directory.iterdir()}
+    for size in sizes:
+        largest_file(size - 1)
+        with pytest.raises(SinklabError) as error:
+            export_run(natural[0], tmp_path / "hf")
+        largest_file(0)
+        assert f"cannot write {tmp_path / 'hf'}: " in str(error.value)
+        assert "File too large" in str(error.value)
+        assert str(error.value).endswith("; free some space, or choose another directory")
+        assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_the_umask_decides_who_may_read_an_exported_model(natural: tuple[Path, Path], tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        directory = export_run(natural[0], tmp_path / "hf").directory
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o640}
 
 
 def test_padding_cannot_be_measured_of_an_exported_model(natural: tuple[Path, Path], tmp_path: Path) -> None:

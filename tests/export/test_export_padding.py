@@ -33,6 +33,12 @@ COMBINED: dict[str, dict[str, Any]] = {
         "attention": {"operation": "forgetting", "bias": "sink_token", "mask": "document"}
     },
     "linear layers behind a sink token": {"mixer": {"kind": "gated_delta", "every": 2}, "attention.bias": "sink_token"},
+    "exclusive documents with a sink logit": {
+        "exclusive": True,
+        "norm": {"head_norm": True},
+        "attention": {"bias": "sink_logit", "mask": "document"},
+    },
+    "exclusive behind a k bias": {"exclusive": True, "norm": {"head_norm": True}, "attention": {"bias": "k"}},
     "linear layers behind a prefix": {
         "mixer": {"kind": "gated_delta", "every": 2},
         "attention": {"mask": {"kind": "prefix", "length": 5}},

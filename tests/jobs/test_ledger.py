@@ -31,7 +31,7 @@ def test_results_of_another_request_are_refused_with_the_setting_that_differs(tm
     check_request(path, "answers", REQUEST, {**REQUEST, "dtype": "float32"}, {"dtype"})
 
 
-@pytest.mark.parametrize("text", ["my notes\n", '{"mine": 1}\n', "[1]\n"])
+@pytest.mark.parametrize("text", ["my notes\n", '{"mine": 1}\n', "[1]\n", '{"request": 1}\n'])
 def test_a_file_that_sinklab_did_not_write_is_left_unchanged(tmp_path: Path, text: str) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text(text)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.schema import LARGEST, Example, Kind, NeutralExample, Part
 
 ASIDE = -12.0
@@ -249,5 +250,5 @@ class ExtraKey:
 
 def extra_logits(q_BHTD: Tensor, key_HD: Tensor, scale: float) -> Tensor:
     """Compute the bias key's scores z_t = q_t.k_s * scale in float32 (float64 for float64): (B, H, T)."""
-    dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
+    dtype = accumulate_dtype(q_BHTD.dtype)
     return torch.einsum("bhtd,hd->bht", q_BHTD.to(dtype), key_HD.to(dtype)) * scale

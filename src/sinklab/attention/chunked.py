@@ -64,7 +64,7 @@ class _Chunked(torch.autograd.Function):
             dout_rows, row_rows, lse_rows = dout[:, :, rows], row[:, :, rows, None], lse[:, :, rows, None]
             z = bl.raw_scores(q, k, block, ctx.scale)
             direct = score is not None and score.similarity is not None and _in_range(lse_rows, score)
-            z, taken, wanted = _taken(z, block, S - T, score, tensors, direct)
+            z, taken, wanted = with_graph(z, block, S - T, score, tensors, direct)
             if direct:
                 total = lse_rows.exp()
                 total = total.masked_fill_(total == 0, 1)
@@ -80,7 +80,7 @@ class _Chunked(torch.autograd.Function):
             dtaken = bl.mask_block_(dtaken, block, S - T, S, ctx.mask, 0.0) if direct else dtaken.mul_(weights)
             if score is not None:
                 dtaken, *dwanted = torch.autograd.grad(taken, (z, *wanted), dtaken)
-                _add(dtensors, tensors, dwanted)
+                add_gradients(dtensors, tensors, dwanted)
             dz = dtaken.mul_(ctx.scale).to(q.dtype)
             dq[:, :, rows] = bl.grouped_product(dz, k[:, :, keys])
             dk[:, :, keys] += bl.grouped_transpose_product(dz, q[:, :, rows], groups)
@@ -121,10 +121,14 @@ def _in_range(lse: Tensor, score: Score) -> bool:
     return bool((fits | (lse == -math.inf) if score.vanishes else fits).all())
 
 
-def _taken(
-    z: Tensor, block: bl.Block, offset: int, score: Score | None, tensors: list[Tensor], direct: bool
+def with_graph(
+    z: Tensor, block: bl.Block, offset: int, score: Score | None, tensors: list[Tensor], direct: bool = False
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Compute the block's logits or similarities, with an autograd graph to `z` and the score's tensors."""
+    """Compute a block's logits, or its similarities if `direct`, with an autograd graph to z and the score's tensors.
+
+    Returns:
+        z and those copies of `tensors` that require gradients, as leaves of the graph, around the result.
+    """
     if score is None:
         return z, z, []
     function: Callable[..., Tensor] = score.function
@@ -137,7 +141,8 @@ def _taken(
     return z, taken, [t for t in leaves if t.requires_grad]
 
 
-def _add(totals: list[Tensor | None], tensors: list[Tensor], parts: list[Tensor]) -> None:
+def add_gradients(totals: list[Tensor | None], tensors: list[Tensor], parts: list[Tensor]) -> None:
+    """Add a block's gradients, of those `tensors` that require one, to the totals; a total of None is zero."""
     waiting = iter(parts)
     for i, tensor in enumerate(tensors):
         if tensor.requires_grad:

@@ -176,36 +176,8 @@ def unpadded_importance(sums_BHS: Tensor, length: int) -> Tensor:
     return importance_from_sums(sums_BHS[..., :length], torch.full((len(sums_BHS),), length, device=sums_BHS.device))
 
 
-def importance_of(
-    sums: ColumnSums, mask: Mask = CAUSAL, leading: int = 0, row_sums_BH: Tensor | None = None
-) -> Importance:
-    """Compute alpha from column sums over all queries (no padding, T = S).
-
-    Args:
-        sums: column sums of the whole sequence, with a column for every leading token; the sums of leading tokens and
-            of the bias must not include the rows of leading tokens.
-        mask: mask of visible keys.
-        leading: number of learned tokens before the first real token. A leading token is treated as a bias: its alpha
-            is the mean over all real queries, added to that of a bias key or of the rest (stick-breaking).
-        row_sums_BH: mean sums of raw scores, copied to the result; None if rows sum to one.
-    """
-    S = sums.keys_BHS.shape[-1]
-    alpha_BHT = unpadded_importance(sums.keys_BHS, S)[..., leading:]
-    bias_BH = None if sums.bias_BH is None else sums.bias_BH / S
-    registers_BHN = sums.keys_BHS[..., :leading] / (S - leading)
-    if leading:
-        to_leading_BH = registers_BHN.sum(-1)
-        bias_BH = to_leading_BH if sums.bias_BH is None else to_leading_BH + sums.bias_BH / (S - leading)
-    seen_by_BGS, seen_by_BGT = _seen_by(mask, S, sums.keys_BHS.device)
-    seen_by_BGT, visible_BHT = seen_by_BGT[..., leading:], None
-    if not torch.equal(seen_by_BGT, torch.arange(S - leading, 0, -1).expand_as(seen_by_BGT)):
-        visible_BHT = sums.all_queries()[..., leading:] / seen_by_BGS[..., leading:].clamp(min=1)
-    several = registers_BHN if leading > 1 else None
-    return Importance(alpha_BHT, bias_BH, row_sums_BH, seen_by_BGT, visible_BHT, several)
-
-
 @functools.lru_cache(maxsize=4)
-def _seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return `visible_queries` twice, on the device and on the CPU; cached to synchronise only once per mask."""
     counts_BGS = visible_queries(mask, positions, positions, device)
     return counts_BGS, counts_BGS.cpu()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sinklab.attention import masks
-from sinklab.attention.importance import ColumnSums, Importance, Rows, importance_of, sum_rows
+from sinklab.attention.importance import ColumnSums, Importance, Rows, seen_by, sum_rows, unpadded_importance
 from sinklab.attention.masks import Mask, visible_queries
 from sinklab.attention.operations import Operation
 from sinklab.attention.operations.base import LogSimilarity
@@ -115,16 +115,27 @@ class LayerCall:
         """Compute alpha_k of every real position and of the bias, sink token or registers (2410.10781, section 3.2).
 
         Requires whole sequences without padding, T = S. If the operation's scores do not sum to one, alpha is that of
-        the proxy scores, and the mean raw row sum is reported too.
+        the proxy scores, and the mean raw row sum is reported too. A leading token is treated as a bias: its alpha is
+        the mean over all real queries, added to that of a bias key or of the rest (stick-breaking).
         """
         sums, n = self.column_sums(), self.leading
-        if n:
+        if n:  # without the rows of leading tokens
             first = replace(self, call=replace(self.call.cut(n), mask=masks.CAUSAL)).column_sums()
             sums.keys_BHS[..., :n] -= first.keys_BHS
             if sums.bias_BH is not None and first.bias_BH is not None:
                 sums.bias_BH.sub_(first.bias_BH)
-        row_sums = None if self.operation.sums_to_one else self.operation.row_sums(self.call)[..., n:].mean(-1)
-        return importance_of(sums, self.call.mask, n, row_sums)
+        alpha_BHT, real = unpadded_importance(sums.keys_BHS, self.length)[..., n:], self.length - n
+        bias_BH = None if sums.bias_BH is None else sums.bias_BH / real
+        registers_BHN = sums.keys_BHS[..., :n] / real
+        if n:
+            bias_BH = registers_BHN.sum(-1) if bias_BH is None else registers_BHN.sum(-1) + bias_BH
+        row_sums_BH = None if self.operation.sums_to_one else self.operation.row_sums(self.call)[..., n:].mean(-1)
+        counts_BGT, seen_by_BGT = (x[..., n:] for x in seen_by(self.call.mask, self.length, sums.keys_BHS.device))
+        visible_BHT = None
+        if not torch.equal(seen_by_BGT, torch.arange(real, 0, -1).expand_as(seen_by_BGT)):
+            visible_BHT = sums.all_queries()[..., n:] / counts_BGT.clamp(min=1)
+        several = registers_BHN if n > 1 else None
+        return Importance(alpha_BHT, bias_BH, row_sums_BH, seen_by_BGT, visible_BHT, several)
 
     def scores(self) -> tuple[Tensor, Tensor | None]:
         """Compute the attention matrix A_BHTS, and the attention to a bias key or sink logit, (B, H, T), or None.

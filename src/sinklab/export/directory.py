@@ -5,9 +5,7 @@ card), and modeling_sinklab.py if transformers has no equivalent architecture. T
 temporary name and renamed.
 """
 
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,10 +18,10 @@ from tokenizers.processors import Sequence as Processors
 
 import sinklab
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import InputError, SinklabError, cause
 from sinklab.export.bundle import bundled
 from sinklab.export.forms import CODE, Form, form_of
-from sinklab.files import is_full, write_json, write_text
+from sinklab.files import beside, is_full, write_json, write_text
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.directory.run import TrainedRun, load_run
 from sinklab.train.recipe import Recipe
@@ -114,27 +112,29 @@ def write_code(folder: Path) -> None:
 def atomic_directory(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces a new or empty directory on success, and is removed on failure.
 
+    Its permissions and those of its files are those of the umask.
+
     Raises:
         SinklabError: if it cannot be written, such as on a full disk, or `directory` is not empty or not a directory.
     """
-    aside: Path | None = None
+    target = directory.resolve()
+    aside = beside(target)
     try:
-        target = directory.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name[:60]}.", dir=target.parent))
+        aside.mkdir()
         yield aside
-        aside.chmod(0o755)
         for path in aside.iterdir():
-            path.chmod(0o644)
-        os.replace(aside, target)
-    except OSError as error:
-        remedy = "free some space, or choose" if is_full(error) else "choose"
-        raise SinklabError(
-            f"cannot write {directory}: {error.strerror or error}; {remedy} another directory"
-        ) from error
+            path.chmod(aside.stat().st_mode & 0o666)  # safetensors gives its files to their owner only
+        aside.replace(target)
+    except Exception as error:  # safetensors, tokenizers and `write_text` raise other errors than OSError
+        failure = (error.__cause__ if isinstance(error, SinklabError) else None) or error
+        if not (isinstance(failure, OSError) or is_full(failure)):
+            raise
+        why = getattr(failure, "strerror", None) or cause(failure)
+        remedy = "free some space, or choose" if is_full(failure) else "choose"
+        raise SinklabError(f"cannot write {directory}: {why}; {remedy} another directory") from error
     finally:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int) -> None:

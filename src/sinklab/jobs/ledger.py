@@ -220,6 +220,7 @@ def _complete_lines(path: Path) -> Sequence[dict[str, Any]]:
         except ValueError:
             break
     keys = [set(row) if isinstance(row, dict) else set() for row in rows]
-    if lines and not (keys and "request" in keys[0] and all({"key", "result"} <= one for one in keys[1:])):
+    ours = keys and "request" in keys[0] and isinstance(rows[0]["request"], dict)
+    if lines and not (ours and all({"key", "result"} <= one for one in keys[1:])):
         raise InputError(f"{path} was not written by sinklab and is left unchanged: choose another --out")
     return rows

@@ -53,14 +53,6 @@ class OperationPart(Kind, ABC):
         """True if the operation equals softmax, possibly because of its settings."""
         return False
 
-    @property
-    def passes(self) -> int:
-        """Number of passes over the scores for one output; 2 for a separate normaliser or a second softmax.
-
-        Holds for the causal mask: signed kernels make two passes under windows and documents.
-        """
-        return 1
-
     def parameters(
         self, heads: int, head_width: int, value_width: int, layer: int, context: int | None
     ) -> nn.Module | None:

@@ -100,7 +100,7 @@ class Call:
         """Compute the log-similarity of every query with the bias key or sink logit: (B, H, T); None without either."""
         if self.logit_H is not None:
             B, H, T, _ = self.q_BHTD.shape
-            dtype = torch.promote_types(self.q_BHTD.dtype, torch.float32)
+            dtype = accumulate_dtype(self.q_BHTD.dtype)
             return at_every_query(similarity, self.logit_H.to(dtype)[None, :, None].expand(B, H, T), self.first)
         if self.key_HD is None:
             return None

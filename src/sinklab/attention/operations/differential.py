@@ -44,10 +44,6 @@ class Lambda(nn.Module):
 class Difference(OperationPart):
     """Base class of A = softmax(z1) - w softmax(z2); the proxy scores are |A_ts| / sum_s |A_ts|."""
 
-    @property
-    def passes(self) -> int:
-        return 2
-
     @abstractmethod
     def strength(self, call: Call) -> Tensor:
         """Compute the weight w of the second softmax, broadcastable to (B, H, T)."""

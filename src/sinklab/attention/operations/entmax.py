@@ -40,10 +40,6 @@ class Entmax15(LogSimilarity):
     def sums_to_one(self) -> bool:
         return True
 
-    @property
-    def passes(self) -> int:
-        return 2
-
     def normalisation(self, call: Call) -> Normalisation:
         tau_BHT, slope_BHT = thresholds(call)
         total_BHT = torch.exp(call.normaliser(_above(tau_BHT, call.first)))

@@ -44,10 +44,6 @@ class Softmax(LogSimilarity):
         return self.plain
 
     @property
-    def passes(self) -> int:
-        return 1 if self.p == 1 else 2
-
-    @property
     def plain(self) -> bool:
         return self.alpha == 1 and self.p == 1
 
@@ -79,10 +75,6 @@ class Similarity(LogSimilarity):
     @property
     def divides(self) -> bool:
         return self.normalised
-
-    @property
-    def passes(self) -> int:
-        return 1 if self.p == 1 else 2
 
     @abstractmethod
     def log_similarity(self, call: Call) -> Score:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sinklab.attention import query_blocks as bl
+from sinklab.attention.chunked import add_gradients, with_graph
 from sinklab.attention.importance import Rows
 from sinklab.attention.masks import Mask, WrappedMask
 from sinklab.attention.operations.base import OperationPart
@@ -183,12 +184,10 @@ class _Stick(torch.autograd.Function):
         T, S, groups, scale = q.shape[2], k.shape[2], k.shape[1], bl.default_scale(q)
         dout = dout.to(q.dtype)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        wanted = [t for t in leaves if t.requires_grad]
-        totals = [torch.zeros_like(t) for t in wanted]
+        dtensors: list[Tensor | None] = [None] * len(tensors)
         for block in bl.blocks(q, k, ctx.mask):
             rows, keys = slice(block.start, block.stop), slice(block.low, block.high)
-            z, logits = _scored(bl.raw_scores(q, k, block, scale), block, S - T, score, leaves)
+            z, logits, wanted = with_graph(bl.raw_scores(q, k, block, scale), block, S - T, score, tensors)
             seen = _seen(block, S - T, S, ctx.mask)
             shares, rest = broken(logits.detach(), seen)
             dv[:, :, keys] += bl.grouped_transpose_product(shares.to(v.dtype), dout[:, :, rows], groups)
@@ -199,28 +198,15 @@ class _Stick(torch.autograd.Function):
             dz = dlogits
             if score is not None:
                 dz, *parts = torch.autograd.grad(logits, (z, *wanted), dlogits)
-                for total, part in zip(totals, parts, strict=True):
-                    total += part
+                add_gradients(dtensors, tensors, parts)
             dz = (dz * scale).to(q.dtype)
             dq[:, :, rows] = bl.grouped_product(dz, k[:, :, keys])
             dk[:, :, keys] += bl.grouped_transpose_product(dz, q[:, :, rows], groups)
-        found = iter(totals)
-        return dq, dk, dv, None, None, *(next(found) if t.requires_grad else None for t in leaves)
+        return dq, dk, dv, None, None, *dtensors
 
 
 def _seen(block: bl.Block, offset: int, keys: int, mask: Mask) -> Callable[[Tensor, float], Tensor]:
     return lambda scores_BHQS, value: bl.mask_block_(scores_BHQS, block, offset, keys, mask, value)
-
-
-def _scored(
-    z: Tensor, block: bl.Block, offset: int, score: Score | None, leaves: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return the block's raw scores and logits, with an autograd graph between them and to the score's tensors."""
-    if score is None:
-        return z, z
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        return z, score.function(z, *bl.indices(z, block, offset), *leaves)
 
 
 def break_sticks(

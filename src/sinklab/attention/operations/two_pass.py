@@ -36,10 +36,6 @@ class ClippedSoftmax(LogSimilarity):
     def plain(self) -> bool:
         return self.zeta == 1 and self.gamma == 0
 
-    @property
-    def passes(self) -> int:
-        return 1 if self.plain else 2
-
     def normalisation(self, call: Call) -> Normalisation:
         if self.plain:
             return Normalisation()
@@ -70,10 +66,6 @@ class Softpick(LogSimilarity):
     eps: float = Field(default=1e-6, gt=0, description="eps, added to the divisor")
     zero_at_zero: ClassVar[bool] = True
     examples: ClassVar = {"softpick": Example()}
-
-    @property
-    def passes(self) -> int:
-        return 2
 
     def normalisation(self, call: Call) -> Normalisation:
         deficit = call.normaliser(DEFICIT).clamp(min=SMALLEST_LOGIT)
@@ -118,10 +110,6 @@ class ElasticSoftmax(LogSimilarity):
     kind: Literal["elastic_softmax"] = "elastic_softmax"
     start: float = Field(default=0.0, description="initial value of tau")
     examples: ClassVar = {"elastic_softmax": Example({"start": -1.0})}
-
-    @property
-    def passes(self) -> int:
-        return 2
 
     def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
         return Offset(heads, self.start)

@@ -1,0 +1,112 @@
+"""The hash of a model's files: the same for a copy, another for other weights, tokenizers and code."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from stops import Stops
+from tiny_models import text_file, tiny_model
+
+from sinklab.assessing.assess_model import assess
+from sinklab.assessing.plan import AssessOptions
+from sinklab.errors import InputError
+from sinklab.opening import EDGE, PAGE, PAGES, model_files
+from sinklab.survey.measure_many import measure_domains
+from sinklab.survey.request import Request
+
+SIZE = 2**23
+HEADS = AssessOptions(parts=("heads",), sequences=2, length=16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("files") / "gpt2")
+
+
+def with_times(folder: Path, seconds: int) -> Path:
+    for path in folder.iterdir():
+        os.utime(path, (seconds, seconds))
+    return folder
+
+
+def change(path: Path, start: int, length: int) -> None:
+    """Invert bytes from `start` on; the size stays the same."""
+    data = bytearray(path.read_bytes())
+    end = start % len(data) + length
+    data[end - length : end] = bytes(255 - byte for byte in data[end - length : end])
+    path.write_bytes(data)
+
+
+def test_a_copy_has_the_same_hash_at_any_time(model: Path, tmp_path: Path) -> None:
+    copy = with_times(Path(shutil.copytree(model, tmp_path / "copy")), 1)
+    assert model_files(copy) == model_files(model)
+    file = Path(shutil.copyfile(model / "model.safetensors", tmp_path / "other.safetensors"))
+    assert model_files(file) == model_files(model / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "noticed"),
+    [
+        pytest.param(9, 1, True, id="header"),
+        pytest.param(-1, 1, True, id="end"),
+        pytest.param(SIZE // 2 + 7, SIZE // PAGES + 1, True, id="a stretch as long as the distance between pages"),
+        pytest.param(EDGE + PAGE, 1000, False, id="fewer bytes, between two pages"),
+    ],
+)
+def test_changed_weights_are_noticed_but_for_short_stretches_inside(
+    start: int, length: int, noticed: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(SIZE // 4)}, path)
+    before = model_files(tmp_path)
+    change(path, start, length)
+    assert (model_files(tmp_path) != before) == noticed
+
+
+def test_every_byte_of_other_files_and_of_small_weights_counts(model: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(model, tmp_path / "copy"))
+    (place / "tokenizer.json").write_text("x" * 3 * EDGE)
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        before = model_files(place)
+        change(place / name, (place / name).stat().st_size // 2, 1)
+        assert model_files(place) != before
+
+
+def test_a_link_to_a_file_that_is_gone_is_left_out(model: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(model, tmp_path / "copy"))
+    (place / "old.safetensors").symlink_to("gone")
+    assert model_files(place) == model_files(model)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_that_cannot_be_read_is_named(model: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(model, tmp_path / "copy"))
+    (place / "config.json").chmod(0)
+    with pytest.raises(InputError, match=r"cannot read .*config.json: Permission denied"):
+        model_files(place)
+
+
+def test_an_assessment_is_continued_with_a_copy_and_refused_after_a_change(model: Path, tmp_path: Path) -> None:
+    text, place = text_file(tmp_path / "text.jsonl", 40), Path(shutil.copytree(model, tmp_path / "copy"))
+    assess(str(model), text, HEADS, out=tmp_path / "out")
+    again = Stops()
+    assess(str(with_times(place, 1)), text, HEADS, out=tmp_path / "out", observe=again)
+    assert again.started == []
+    change(place / "model.safetensors", -3, 1)  # of the mantissa
+    with pytest.raises(InputError, match=r"out.*contains an assessment with other settings \(files is \w+ there and"):
+        assess(str(place), text, HEADS, out=tmp_path / "out")
+
+
+def test_a_survey_is_continued_after_the_model_was_downloaded_again(model: Path, tmp_path: Path) -> None:
+    text_file(tmp_path / "texts" / "a.jsonl")
+    place = Path(shutil.copytree(model, tmp_path / "copy"))
+    small, again = Request(sequences=4, length=16), Stops()
+    measure_domains(str(place), tmp_path / "texts", small, out=tmp_path / "out")
+    measure_domains(str(with_times(place, 1)), tmp_path / "texts", small, out=tmp_path / "out", observe=again)
+    assert again.started == []
+    change(place / "model.safetensors", -3, 1)
+    with pytest.raises(InputError, match=r"contains a measurement with other settings \(files is \w+ there and"):
+        measure_domains(str(place), tmp_path / "texts", small, out=tmp_path / "out")
