@@ -4,17 +4,19 @@ import gzip
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from report_fixtures import make_lab
-from sweep_fixtures import EXPERIMENTS, make_sweep
+from sweep_fixtures import CELLS, EXPERIMENTS, make_sweep
 
 from sinklab.errors import InputError
+from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.experiments.sweep.packed import read_checksums, read_packed, unpack
 from sinklab.report.collect import collect
-from sinklab.report.packing import pack_sweep
+from sinklab.report.packing import pack_sweep, readme
 from sinklab.report.sweeps import Sweep
 
 TWO = {name: EXPERIMENTS[name] for name in ("table_4", "table_6")}
@@ -183,3 +185,16 @@ def test_what_cannot_be_packed_is_refused_and_stays_as_it_is(sweep_folder: Path,
     with pytest.raises(InputError, match="2 directories"):
         pack_sweep([sweep_folder, full], tmp_path / "out")
     assert contents(full) == {"thesis.txt": b"mine"}
+
+
+def test_an_experiment_without_a_run_that_has_ended_gets_no_folder(tmp_path: Path) -> None:
+    begun = replace(CELLS["sigmoid"], unfinished=(0, 1, 2))
+    experiments = {name: EXPERIMENTS[name].model_copy(update={"cells": [cell]})
+                   for name, cell in (("table_4", "k_biases"), ("table_6", "sigmoid"))}  # fmt: skip
+    packed = pack_sweep([make_sweep(tmp_path / "tiny", experiments, {**CELLS, "sigmoid": begun})], tmp_path / "out")
+    assert [path.parent.name for path in packed.glob("*/runs.jsonl")] == ["table_4"]
+
+
+def test_the_readme_shows_markup_in_the_kind_of_an_analysis_as_text() -> None:
+    claim = JudgedClaim(id="one", experiment="mine", analysis="<b>bold</b>", verdict="reproduced", scale="tiny")
+    assert "<b>" not in readme(Summary(experiments={"mine": EXPERIMENTS["table_4"]}, claims=[claim])).lower()

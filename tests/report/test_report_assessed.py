@@ -14,8 +14,9 @@ from sinklab.errors import InputError
 from sinklab.experiments.sweep.packed import read_packed
 from sinklab.report import write_report
 from sinklab.report.collect import collect
-from sinklab.report.leaderboard import Leaderboard, leaderboard
+from sinklab.report.leaderboard import Leaderboard, SeedScore, leaderboard
 from sinklab.report.packing import pack_sweep
+from sinklab.tables import TableCell
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -131,3 +132,7 @@ def test_a_packed_sweep_keeps_what_was_assessed_and_no_path_of_this_machine(tmp_
     page = (packed / "report.html").read_text(encoding="utf-8")
     assert "Sink hidden" in page
     assert "sinklab assess" in page
+
+
+def test_a_score_without_its_seeds_has_no_range() -> None:
+    assert SeedScore(2.5, ()).cell(".1f") == TableCell(2.5)

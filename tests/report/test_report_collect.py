@@ -2,14 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report_fixtures import LAB, make_lab, make_measurement, make_run, write
 from table_texts import table_texts
+from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
+from sinklab.experiments.definition import Experiment
+from sinklab.experiments.measured import measure_experiment
+from sinklab.measuring.measurement import Measurement
 from sinklab.report.cells import cell_rows, cells_table, headline
 from sinklab.report.collect import collect
+from sinklab.report.figures import figures
 
 
 def test_a_lab_directory_gives_its_cells_in_the_order_of_its_summary(tmp_path: Path) -> None:
@@ -90,6 +96,61 @@ def test_directories_with_the_same_cells_are_kept_apart(tmp_path: Path) -> None:
     assert data.cells == ["softmax", "second/softmax"]
 
 
+def test_directories_of_one_name_are_kept_apart_and_one_that_is_passed_twice_is_read_once(tmp_path: Path) -> None:
+    first, second, third = (make_run(tmp_path / name / "res" / "k").parent for name in ("a", "b", "c"))
+    data = collect([first, second, third, tmp_path / "a" / ".." / "c" / "res"])
+    assert data.cells == ["k", "res/k", "c/res/k"]
+    assert [run.path.parent.resolve() for run in data.runs] == [first, second, third]
+
+
+def test_cells_that_share_a_pass_have_the_numbers_of_their_own_threshold_and_length(tmp_path: Path) -> None:
+    model, text = str(tiny_model(tmp_path / "gpt2")), text_file(tmp_path / "text.jsonl")
+    cells = {
+        f"eps_{eps}_length_{length}": {"inputs": "natural", "eps": eps, "length": length, "sequences": 6}
+        for eps in (0.1, 0.3)
+        for length in (8, 16)
+    }
+    experiment = Experiment.model_validate({"id": "mine", "title": "Mine", "cells": cells, "claims": []})
+    summary = measure_experiment(experiment, [model], text, 2, out=tmp_path / "out").summary()
+    data = collect([tmp_path / "out"])
+    rates = {row.cell: row.sink_first.mean for row in cell_rows(data) if row.sink_first}
+    assert len({cell.sink_rate[0] for cell in summary.cells.values()}) > 1
+    assert {name: rates[name] for name in cells} == {name: cell.sink_rate[0] for name, cell in summary.cells.items()}
+    assert [run.cell for run in data.runs] == ["natural"] * 2  # the pass has a row with the numbers of all sequences
+    columns, rows = table_texts(cells_table(data))
+    place = [name for name, _ in columns].index("ε")
+    assert [row[place] for row in rows] == ["0.1", "0.1", "0.3", "0.3", "0.1"]
+
+
+def test_measurements_with_different_thresholds_are_told_apart(tmp_path: Path) -> None:
+    def with_eps(name: str, eps: float, rates: dict[str, list[float]] | None = None) -> Path:
+        one = Measurement.load(make_measurement(tmp_path / name, model=name))
+        one.model_copy(update={"eps": eps, "sink_rates": rates}).save(tmp_path / name)
+        return tmp_path / name
+
+    alone = with_eps("alone", 0.3)
+    data = collect([alone, with_eps("other", 0.2, {"0.2": [8.6] * 64, "0.3": [5.0] * 64})])
+    columns, rows = table_texts(cells_table(data))
+    shown = {name: [row[at] for row in rows] for at, (name, _) in enumerate(columns)}
+    assert (shown["ε"], shown["Sink₁"]) == (["0.3", "0.2"], ["8.60", "8.60"])
+    assert shown["at ε = 0.3"] == ["8.60", "5.00"]
+    assert "ε = 0.2 or 0.3" in headline(data)[0]
+    heads = next(figure for figure in figures(data, 600) if figure.key == "importance-heads")
+    outlined = [chart.to_dict()["layer"][1]["transform"][0]["filter"] for chart in heads.charts]
+    assert outlined == ["(datum.value > 0.3)", "(datum.value > 0.2)"]
+    assert "ε" not in [name for name, _ in table_texts(cells_table(collect([alone])))[0]]
+
+
+def test_the_sink_by_step_names_the_thresholds_of_all_runs(tmp_path: Path) -> None:
+    for name in ("0.2", "0.3"):
+        run = make_run(tmp_path / name, reached=300)
+        text = (run / "recipe.yaml").read_text(encoding="utf-8")
+        (run / "recipe.yaml").write_text(f"{text}metric: {{eps: {name}}}\n", encoding="utf-8")
+    figure = figures(collect([tmp_path]))[0]
+    assert "ε = 0.2 or 0.3" in figure.caption
+    assert "ε = 0.2 or 0.3" in str(figure.charts[0].to_dict())
+
+
 def test_folders_inside_a_run_are_not_taken_for_runs(tmp_path: Path) -> None:
     run = make_run(tmp_path / "lab" / "softmax", reached=100)
     make_run(run / "checkpoints" / "step_100", reached=100)
@@ -137,3 +198,28 @@ def test_a_damaged_recipe_is_named(text: str, tmp_path: Path) -> None:
     (run / "recipe.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=r"recipe\.yaml"):
         collect([run])
+
+
+def test_a_summary_with_a_wrong_value_is_named_with_its_key(tmp_path: Path) -> None:
+    write(tmp_path / "summary.json", {"cells": {"mine": {"seeds": "many"}}})
+    with pytest.raises(InputError, match=r"summary\.json is not a summary of experiments: cells\.mine\.seeds: "):
+        collect([tmp_path])
+
+
+def test_a_result_of_several_measurements_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_measurement(tmp_path)
+    write(tmp_path / "domains.json", {"schema": 1})
+    with pytest.raises(InputError, match=r"domains\.json"):
+        collect([tmp_path])
+    read = Path.read_text
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path.name == "domains.json":
+            raise PermissionError(13, "Permission denied")
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", refuse)  # root reads any file
+    with pytest.raises(InputError, match=r"domains\.json cannot be read: .*Permission denied"):
+        collect([tmp_path])

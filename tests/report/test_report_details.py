@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import vl_convert as vlc
+from own_models import own_model, own_tokens
 from report_fixtures import make_measurement
 from rich.console import Console
 
@@ -20,6 +21,8 @@ from sinklab.model.transformer import Transformer
 from sinklab.report import theme, write_report
 from sinklab.report.charts import Figure, scale_over
 from sinklab.report.collect import collect
+from sinklab.report.data import ReportData, ReportedRun
+from sinklab.report.explorer import explorers
 from sinklab.report.figures import figures
 
 LENGTH = 70  # maps of more than 64 positions are thinned
@@ -136,6 +139,37 @@ def test_a_diverging_scale_is_symmetric_and_holds_everything() -> None:
     assert (scale.low, scale.high) == (-0.4, 0.4)
     assert scale_over("sum", [np.array([[-3.0, 12.0]])]).low == -3
     assert scale_over("sum", [np.zeros((1, 1))]).high == 1
+    for empty in (np.zeros((1, 1)), np.full((1, 1), np.nan)):
+        scale = scale_over("cosine", [empty], diverging=True)
+        assert (scale.low, scale.high) == (-1, 1)
+
+
+def test_the_queries_that_see_other_keys_are_drawn_where_all_see_the_first(measured: Measurement) -> None:
+    assert measured.details is not None
+    half = np.full_like(measured.details.rest_by_query, 0.5)
+    details = measured.details.model_copy(update={"rest_visible": half})
+    assert details.first_visible is None
+    data = ReportData([], [ReportedRun.of(measured.model_copy(update={"details": details}))])
+    (figure,) = (one for one in figures(data, width=600) if one.key == "visible-by-query")
+    assert figure.table is not None
+    assert [column.unit for column in figure.table.columns] == ["", "an average other token"]
+    (dashes,) = (
+        layer["encoding"]["strokeDash"]["scale"]["domain"]
+        for layer in figure.charts[0].to_dict()["layer"]
+        if "strokeDash" in layer["encoding"]
+    )
+    assert dashes == ["first token", "an average other token"]  # so that the second is dashed, as the caption says
+
+
+def test_the_explored_importance_has_four_decimals() -> None:
+    found = measure(own_model("softmax"), own_tokens(), explore=True)
+    (explorer,) = explorers(ReportData([], [ReportedRun.of(found)]))
+    numbers = [
+        *np.ravel(explorer.data["first"]),
+        *(value for one in explorer.data["kept"] for value in one["importance"]),
+    ]
+    assert numbers == [round(number, 4) for number in numbers]
+    np.testing.assert_allclose(explorer.data["first"], found.importance[:, :, 0], atol=5.1e-5)
 
 
 def test_the_terminal_shows_the_details(measured: Measurement) -> None:

@@ -112,3 +112,14 @@ def test_runs_in_folders_named_by_their_hash_are_called_by_their_name(tmp_path: 
 def test_one_model_measured_twice_is_one_model(tmp_path: Path) -> None:
     measured = [make_measurement(tmp_path / name, model="tiny") for name in ("natural", "random")]
     assert "Two measurements of one model" in headline(collect(measured))[0]
+
+
+def test_a_file_in_the_working_directory_does_not_replace_a_shipped_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in ("optim: {lr: 0.5}", "notes on the tiny models"):
+        Path("tiny").write_text(text, encoding="utf-8")
+        assert changes(load_recipe("tiny.yaml", ["model.attention.bias=k", *RESOLVED]), "tiny") == [
+            "model.attention.bias=k"
+        ]

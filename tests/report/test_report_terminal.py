@@ -57,7 +57,7 @@ def test_a_narrow_terminal_has_the_last_columns_below_with_the_cells_once_more(t
 
 
 def test_a_sparkline_rises_with_its_values_and_is_thinned_to_its_width() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0.0, 0.0]) == "▁▁"
-    assert len(sparkline(list(range(1000)), width=12)) == 12
-    assert sparkline([]) == ""
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 7) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0.0, 0.0], 1) == "▁▁"
+    assert len(sparkline(list(range(1000)), 999, width=12)) == 12
+    assert sparkline([], 1) == ""

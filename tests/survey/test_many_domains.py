@@ -104,10 +104,18 @@ def test_what_is_wrong_for_every_domain_is_refused(model: str, texts: Path) -> N
         measure_domains(model, texts, Request(sequences=4, length=65))
 
 
-@pytest.mark.parametrize("folder", [None, "alpha.jsonl"])
-def test_domains_need_a_folder(model: str, texts: Path, folder: str | None) -> None:
-    with pytest.raises(InputError, match="--by-domain needs --text FOLDER"):
+@pytest.mark.parametrize(("folder", "got"), [(None, "files$"), ("alpha.jsonl", r"files; got .*alpha\.jsonl$")])
+def test_domains_need_a_folder(model: str, texts: Path, folder: str | None, got: str) -> None:
+    with pytest.raises(InputError, match=rf"--by-domain needs --text FOLDER, a folder of \.jsonl or \.txt {got}"):
         measure_domains(model, texts / folder if folder else None, SMALL)
+
+
+@pytest.mark.parametrize(("drawn", "how"), [(False, "alternate between"), (True, "are drawn from")])
+def test_a_note_says_how_the_sequences_were_taken_from_the_files_of_a_folder(
+    model: str, texts: Path, drawn: bool, how: str
+) -> None:
+    notes = measure_model(model, texts, SMALL.model_copy(update={"drawn_text": drawn})).notes
+    assert f"the sequences {how} the 3 files of {texts}" in notes
 
 
 def test_domains_are_named_by_their_paths(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.statistics.highest import sink_elsewhere
-from sinklab.report.data import ReportData, ReportedRun
+from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
 from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
 from sinklab.tables import INFINITE, SINK_1, Table, TableCell, TableColumn, Value, counted, table_of
 from sinklab.train.directory.history import Evaluation, seconds_spent
@@ -64,6 +64,7 @@ class CellRow:
 
     Attributes:
         seeds: number of runs; of finished runs, if it comes from the summary.
+        eps: thresholds ε of the sink rates, one unless measurements at several share the cell; empty if unknown.
         progress: steps of unfinished runs, such as ` (step 500 of 2000)`; empty if all are finished.
         latest: last evaluation of every run, with the values of its measurement (`ReportedRun.latest`).
         measured: measurements of the runs that have one.
@@ -72,6 +73,7 @@ class CellRow:
 
     cell: str
     seeds: int
+    eps: Sequence[float]
     progress: str
     latest: Sequence[Evaluation]
     measured: "Sequence[Measurement]"
@@ -122,9 +124,11 @@ def _cell_row(data: ReportData, cell: str) -> CellRow:
         valid_loss=summary.valid_loss,
         hidden_norm_ratio=[] if summary.hidden_norm_ratio_max is None else [summary.hidden_norm_ratio_max],
     )
+    eps = [run.eps for run in runs] or [summary.change.get(key) for key in ("eps", "metric.eps")]
     return CellRow(
         cell=cell,
         seeds=len(runs) or summary.seeds,
+        eps=sorted({one for one in eps if isinstance(one, float)}),
         progress=f" ({', '.join(unfinished)})" if unfinished else "",
         latest=[run.latest for run in runs] or [stored],
         measured=[run.measurement for run in runs if run.measurement],
@@ -154,6 +158,7 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
     rate, loss = (".1f", ".3f") if trained else (".2f", ".4f")
     members, saved = data.suite_rows(FamiliesDocument), data.suite_rows(CheckpointsDocument)
     by_domain = any(isinstance(suite.document, DomainsDocument) for suite in data.suites)
+    differing = len({eps for row in rows for eps in row.eps}) > 1
     thresholds = dict.fromkeys(eps for _, one in data.measured for eps in list(one.sink_rates or {})[1:])
     grown = dict(
         zip(data.cells, sparklines([growth_of_sink(data, row.cell) if curves else [] for row in rows]), strict=True)
@@ -176,6 +181,9 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
     def elsewhere(row: CellRow) -> str | None:
         return f"{row.sink_elsewhere[1]:.1f} at {row.sink_elsewhere[0]}" if row.sink_elsewhere else None
 
+    def thresholds_of(row: CellRow) -> str | None:
+        return ", ".join(f"{eps:g}" for eps in row.eps) if differing else None
+
     def published(row: CellRow) -> float | None:
         return members[row.cell].published if row.cell in members else None
 
@@ -193,7 +201,7 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
         return TableColumn(title, unit, form), value
 
     def at_threshold(eps: str) -> Callable[[CellRow], Spread | None]:
-        return lambda row: row.over_measurements(lambda one: ((one.sink_rates or {}).get(eps) or [None])[0])
+        return lambda row: row.over_measurements(lambda one: rates_by_eps(one).get(eps, [None])[0])
 
     columns: list[CellColumn] = [
         (TableColumn(title, unit, text=True), name),
@@ -202,6 +210,7 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
             TableColumn("Tokens" if tokens else "Step", form=",d"),
             lambda row: saved[row.cell].step if row.cell in saved else None,
         ),
+        (TableColumn("ε", "of the sink rates"), thresholds_of),
         spread(SINK_1, "% of heads", rate, lambda row: row.sink_first),
         *(spread(f"at ε = {eps}", "% of heads", rate, at_threshold(eps)) for eps in thresholds),
         spread(f"{SINK_1} visible", "% of heads", rate, lambda row: row.sink_visible),
@@ -267,14 +276,11 @@ def sparklines(curves: Sequence[Sequence[float]]) -> list[str]:
     return [sparkline(values, max(highest, 1.0)) for values in curves]
 
 
-def sparkline(values: Sequence[float], highest: float | None = None, width: int = 16) -> str:
-    """Return values as a text of bars from 0 to `highest` (default: their maximum), sampled to at most `width` bars."""
-    if not values:
-        return ""
-    top = max(highest if highest is not None else max(values), 1e-12)
+def sparkline(values: Sequence[float], highest: float, width: int = 16) -> str:
+    """Return values as a text of bars from 0 to `highest`, which is positive, sampled to at most `width` bars."""
     count = min(width, len(values))
     picked = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
-    return "".join(BARS[min(len(BARS) - 1, max(0, int(value / top * len(BARS))))] for value in picked)
+    return "".join(BARS[min(len(BARS) - 1, max(0, int(value / highest * len(BARS))))] for value in picked)
 
 
 def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | None], where: str) -> list[dict[str, Any]]:
@@ -367,8 +373,7 @@ def headline(data: ReportData) -> list[str]:
 
 def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
     """Describe in a sentence which models were trained or measured, and how."""
-    eps = ", ".join(sorted({f"{run.eps:g}" for run in data.runs}))
-    measured = f"attention sinks were measured at ε = {eps}"
+    measured = f"attention sinks were measured at ε = {data.eps}"
     lengths = sorted({one.length for _, one in data.measured})
     if lengths:
         measured += f" on sequences of {' and '.join(map(str, lengths))} tokens"

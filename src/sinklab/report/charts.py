@@ -93,6 +93,7 @@ def lines(
     order: Sequence[str] | None = None,
     *,
     dash: str | None = None,
+    dashes: Sequence[str] = (),
     apart: Sequence[str] = (),
     band: tuple[str, str] | None = None,
     reference: float | None = None,
@@ -110,6 +111,7 @@ def lines(
             legend highlights the lines of a value.
         order: values of `colour`, in the order of the palette; None for numbers on a sequential scale.
         dash: field that determines the dash pattern.
+        dashes: values of `dash` in the order of the patterns; default: those of `rows`, in order of appearance.
         apart: fields whose values have separate lines of the same colour, which are thinner.
         band: fields of the lower and upper ends of the band.
         reference: y value of a dashed horizontal line.
@@ -142,7 +144,7 @@ def lines(
         layers.append(spread.mark_area(strokeWidth=0).encode(opacity=faint))
     drawn = base.mark_line(strokeWidth=1.4 if apart else 2).encode(detail=detail, **shown)
     if dash is not None:
-        places = list(dict.fromkeys(row[dash] for row in rows))
+        places = list(dashes or dict.fromkeys(row[dash] for row in rows))
         drawn = drawn.encode(
             strokeDash=alt.StrokeDash(
                 f"{dash}:N",
@@ -414,15 +416,14 @@ def heatmap(
 def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
     """Return a colour scale over all finite values and zero, with ends rounded up to one significant digit.
 
-    A diverging scale is symmetric; any other scale ends at 1 if no value is positive.
+    A diverging scale is symmetric, and ends at 1 if all values are zero; any other ends at 1 if no value is positive.
     """
     values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
     low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
-    if diverging:
-        high = max(high, -low)
-        low = -_rounded_up(high)
-    step = _rounded_up(high) if high > 0 else 0.0
-    return ColourScale(what, low if diverging or low == 0 else -_rounded_up(-low), step or 1.0, diverging=diverging)
+    high = max(high, -low) if diverging else high
+    top = _rounded_up(high) if high > 0 else 1.0
+    bottom = -top if diverging else -_rounded_up(-low) if low < 0 else 0.0
+    return ColourScale(what, bottom, top, diverging=diverging)
 
 
 def pooled(matrix_TT: np.ndarray, cells: int) -> np.ndarray:

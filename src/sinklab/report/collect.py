@@ -4,6 +4,7 @@ A run in progress is read up to its last complete evaluation; the last line of `
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,22 +68,22 @@ def collect(dirs: list[Path]) -> ReportData:
     for top in dirs:
         if not top.is_dir():
             raise InputError(f"{top} is not a directory: expected a folder with {LOOKED_FOR}.")
+    dirs = list({top.resolve(): top for top in dirs}.values())
+    for top in dirs:
         summary = _read_summary(top / SUMMARY)
         if summary.experiments:
             sweeps.append(read_sweep(top, summary))
         found, known = _runs_of(top, summary)
-        if {*cells, *(run.cell for run in runs)} & {*known, *(run.cell for run in found)}:  # used in another directory
-            found = [replace(run, cell=f"{_name_of(top)}/{run.cell}") for run in found]
-            known = {f"{_name_of(top)}/{name}": cell for name, cell in known.items()}
-        runs += found
+        prefix = _free_prefix(top, {*known, *(run.cell for run in found)}, {*cells, *(run.cell for run in runs)})
+        runs += [replace(run, cell=prefix + run.cell) for run in found]
         claims += [claim for claim in summary.claims if claim.experiment not in summary.experiments]
-        cells |= known
+        cells |= {prefix + name: cell for name, cell in known.items()}
     suites = [suite for top in dirs for suite in _read_suites(top)]
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
     runs = sorted(grouped(runs, cells), key=lambda run: place.get(run.path, -1))
     swept = {sweep.files / run.directory for sweep in sweeps for run in sweep.summary.runs if run.directory}
     assessed = [
-        Assessed(Path(document.model).name or document.model, path.parent, document)
+        Assessed(Path(document.model).name or document.model, document)
         for top in dirs
         for path in sorted(top.rglob(ASSESSMENT))
         if not any(path.is_relative_to(run) for run in swept)
@@ -94,16 +95,28 @@ def collect(dirs: list[Path]) -> ReportData:
     return data
 
 
+def _free_prefix(top: Path, names: Collection[str], taken: Collection[str]) -> str:
+    """Return as few last parts of a directory's path as make all names free with this prefix; empty if all are."""
+    parts = top.resolve().parts
+    prefixes = ("".join(f"{part}/" for part in parts[len(parts) - count :]) for count in range(len(parts) + 1))
+    return next(prefix for prefix in prefixes if not any(prefix + name in taken for name in names))
+
+
 def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[str, CellSummary]]:
     """Read the runs that are listed individually, and the cells of the summary.
 
     In a packed sweep, or a sweep of several experiments (hundreds of runs), the runs of the summary appear only in the
-    experiments' sections: they and the cells are left out here.
+    experiments' sections: they and the cells are left out here. A directory of several cells, such as a measurement at
+    several eps and lengths, is in none of them: their values are those of the summary.
     """
     several = len(summary.experiments) > 1 or is_packed(top)
-    cell_of = {top / run.directory: name for name, cell in summary.cells.items() for run in cell.runs if run.directory}
+    cells_at = [
+        (top / run.directory, name) for name, cell in summary.cells.items() for run in cell.runs if run.directory
+    ]
+    uses = Counter(path for path, _ in cells_at)
+    cell_of = {path: name for path, name in cells_at if uses[path] == 1}
     found = folders_with(top, lambda folder: _has(folder, "recipe.yaml") or _has(folder, "measurement.json"))
-    paths = [path for path in found if not (several and path in cell_of)]
+    paths = [path for path in found if not (several and path in uses)]
     if not paths and not summary.cells and not any(top.rglob(ASSESSMENT)):
         raise InputError(f"nothing to report in {top}: looked there and in the folders below it for {LOOKED_FOR}.")
     cells = {} if several else summary.cells
@@ -218,9 +231,10 @@ def _read_summary(path: Path) -> Summary:
     try:
         return Summary.model_validate(document)
     except ValidationError as error:
+        first = error.errors()[0]
         raise InputError(
-            f"{path} is not a summary of experiments: a key is missing, or a value has the wrong type. Write it again "
-            "with `sinklab reproduce`, or leave its folder out."
+            f"{path} is not a summary of experiments: {'.'.join(map(str, first['loc']))}: {first['msg']}. Write it "
+            "again with `sinklab reproduce`, or leave its folder out."
         ) from error
 
 
@@ -230,8 +244,8 @@ def _read_suites(top: Path) -> Iterator[Suite]:
         if not path.is_file():
             continue
         try:
-            document = kind.model_validate(parse_json(path.read_text(encoding="utf-8")))
-        except ValueError as error:
+            document = kind.model_validate(_read_mapping(path))
+        except ValidationError as error:
             raise InputError(
                 f"{path} cannot be read as the result of several measurements: repeat the command that wrote it, or "
                 "remove the file."

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -178,11 +179,9 @@ class Assessed:
 
     Attributes:
         name: last part of the model's name or path, used as label.
-        folder: folder of the file.
     """
 
     name: str
-    folder: Path
     document: Assessment
 
 
@@ -230,6 +229,16 @@ class ReportData:
         alone = len(self.runs_of(run.cell)) == 1
         return run.cell if alone or run.seed is None else f"{run.cell}, seed {run.seed}"
 
+    def of_model(self, one: Assessed) -> str:
+        """Return `: MODEL`, the end of the titles of an assessment; empty if there is only one assessment."""
+        return f": {one.name}" if len(self.assessed) > 1 else ""
+
+    @property
+    def eps(self) -> str:
+        """Threshold ε of the runs' sink rates; if they differ, all of them, such as `0.2 or 0.3`."""
+        *others, last = [f"{eps:g}" for eps in sorted({run.eps for run in self.runs})]
+        return f"{', '.join(others)} or {last}" if others else last
+
     @property
     def only_suite(self) -> SuiteDocument | None:
         """The document of the only suite, if all runs belong to it; else None."""
@@ -276,6 +285,11 @@ class ReportData:
         """Return (label, array) of the measured runs, where `of` selects the array; omits None and empty arrays."""
         found = [(self.label(run), of(one)) for run, one in self.measured]
         return [(label, array) for label, array in found if array is not None and array.size]
+
+
+def rates_by_eps(measurement: "Measurement") -> Mapping[str, Sequence[float]]:
+    """Return the sink rates by position of a measurement, percent, at each of its thresholds ε."""
+    return measurement.sink_rates or {f"{measurement.eps:g}": measurement.sink_rate}
 
 
 def model_name(model: str) -> str:
@@ -351,8 +365,9 @@ def recipe_changes(recipe: WrittenRecipe) -> list[str] | None:
         for key, value in leaves(recipe.values).items()
         if key not in ("seed", "name") and not (key.startswith("train.") and key[6:] in MANNER)
     }
+    shipped = str(resources.files("sinklab") / "recipes" / f"{recipe.name}.yaml")
     try:
-        theirs = leaves(load_recipe(str(recipe.name)).model_dump(mode="json"))
+        theirs = leaves(load_recipe(shipped).model_dump(mode="json"))
     except InputError:
         return None
     kinds = {
@@ -362,7 +377,7 @@ def recipe_changes(recipe: WrittenRecipe) -> list[str] | None:
     }
     changes = [f"{key}={value}" for key, value in kinds.items()]
     try:
-        theirs = leaves(load_recipe(str(recipe.name), changes).model_dump(mode="json"))
+        theirs = leaves(load_recipe(shipped, changes).model_dump(mode="json"))
     except InputError:  # a kind with required values: all of its values are listed
         theirs = {key: value for key, value in theirs.items() if not key.startswith(tuple(f"{k}." for k in kinds))}
         theirs |= {f"{key}.{tag}": value for key, value in kinds.items() for tag in KINDS}

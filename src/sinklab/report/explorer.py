@@ -60,7 +60,7 @@ def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int
         "eps": one.eps,
         "layers": one.layers,
         "heads": one.heads,
-        "first": one.importance[:, :, 0].round(DECIMALS).tolist(),
+        "first": one.importance[:, :, 0].astype(float).round(DECIMALS).tolist(),
         "tokens": explored.texts or [str(token) for token in explored.tokens],
         "kept": [
             {
@@ -68,7 +68,7 @@ def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int
                 "head": head,
                 "rate": round(float(rates_LH[layer - 1, head - 1]), 1),
                 "role": roles.get((layer, head), ""),
-                "importance": one.importance[layer - 1, head - 1, :shown].round(DECIMALS).tolist(),
+                "importance": one.importance[layer - 1, head - 1, :shown].astype(float).round(DECIMALS).tolist(),
             }
             for layer, head in explored.heads
         ],

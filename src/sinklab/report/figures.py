@@ -12,7 +12,7 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.plots import PlotAxis
 from sinklab.report.cells import cell_rows, curve, norm_ratios
 from sinklab.report.charts import Drawing, Figure, Side, Width, heatmaps, layer_axis, lines, scale_over, scatter
-from sinklab.report.data import Assessed, ReportData, ReportedRun
+from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
 from sinklab.report.measurement_figures import details_figures, importance_figures
 from sinklab.survey import suites
 from sinklab.tables import SINK_1
@@ -41,7 +41,7 @@ def figures(data: ReportData, width: Width = "container") -> list[Figure]:
         *details_figures(data, width),
         _norm_ratio(data, width),
         _loss(data, width),
-        *assessment_figures(data.assessed, width),
+        *assessment_figures(data, width),
     ]
     return [figure for figure in made if figure is not None]
 
@@ -55,15 +55,14 @@ def _sink_by_step(data: ReportData, width: Width) -> Figure | None:
     rows += curve(data.runs, lambda one: one.sink_rate_bias, "bias, sink logit or sink token")
     if not rows:
         return None
-    eps = data.runs[0].eps
     caption = (
-        f"Share of (sequence, layer, head) triples whose importance exceeds ε = {eps:g}, at every evaluation. "
+        f"Share of (sequence, layer, head) triples whose importance exceeds ε = {data.eps}, at every evaluation. "
         "The threshold is applied to each sequence before any averaging. "
         + ("The line style indicates the position of the sink. " if len({row["where"] for row in rows}) > 1 else "")
         + _band(data)
     )
     rate = PlotAxis(
-        f"Sink rate (percent of heads, ε = {eps:g})", "mean", "percent", at_least=1, format="~g", precision=".2f"
+        f"Sink rate (percent of heads, ε = {data.eps})", "mean", "percent", at_least=1, format="~g", precision=".2f"
     )
     chart = _over_steps(rows, data, rate, width)
     return Figure("sink-by-step", "Sink rate during training", caption, [chart])
@@ -185,7 +184,7 @@ def _domains(measured: Measured, width: Width, number: int) -> Figure:
     rates = [
         {"domain": run.cell, "threshold": f"ε = {eps}", "value": rate[0], "sequences": one.sequences}
         for run, one in measured
-        for eps, rate in (one.sink_rates or {f"{one.eps:g}": one.sink_rate}).items()
+        for eps, rate in rates_by_eps(one).items()
     ]
     losses = [
         {"domain": run.cell, "threshold": "loss", "value": one.loss, "sequences": one.sequences}
@@ -313,11 +312,11 @@ def _checkpoints(document: suites.CheckpointsDocument, eps: float, width: Width,
     return [curves, layers]
 
 
-def assessment_figures(assessed: Sequence[Assessed], width: Width) -> list[Figure]:
+def assessment_figures(data: ReportData, width: Width) -> list[Figure]:
     """Draw the figures of every assessment; with several assessments, titles name the model."""
     found = []
-    for number, one in enumerate(assessed):
-        of = f": {one.name}" if len(assessed) > 1 else ""
+    for number, one in enumerate(data.assessed):
+        of = data.of_model(one)
         if (figure := _answers(one.document, of, number, width)) is not None:
             found.append(figure)
         for name, part in one.document.results.items():

@@ -39,7 +39,7 @@ class SeedScore:
 
     def cell(self, form: str) -> TableCell:
         """Return the median as a table cell, annotated with the range over several seeds and `note`."""
-        low, high = f"{min(self.seeds):{form}}", f"{max(self.seeds):{form}}"
+        low, high = (f"{end(self.seeds, default=self.median):{form}}" for end in (min, max))
         ends = [f"{low} … {high}" if low != high else f"all {low}"] if len(self.seeds) > 1 else []
         return TableCell(self.median, " ".join([*ends, self.note]).strip())
 
@@ -147,15 +147,15 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
         return None
     cells = {cell: found for name in experiments for cell, found in summary.cells_of(name).items()}
     runs = [run for name in experiments for cell in summary.cells_of(name).values() for run in cell.runs if run.hash]
-    assessed, prices = _assessed(sweep, runs)
-    columns = [*_columns(sweep), *prices]
+    assessed = _assessed(sweep, runs)
+    columns = [*_columns(sweep), *assessed]
     scores = {name: [score(name, cell) for _, score in columns] for name, cell in cells.items()}
     by_loss = sorted(cells, key=lambda name: (scores[name][0] is None, (scores[name][0] or SeedScore(0.0, ())).median))
     first = summary.experiments[experiments[0]]
     return Leaderboard(
         first.scale,
         first.baseline or first.cells[0],
-        assessed,
+        bool(assessed),
         [column for column, _ in columns],
         {name: scores[name] for name in by_loss},
         {name: cells[name].count("failed") for name in by_loss},
@@ -218,17 +218,16 @@ def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
     return SeedScore(lowest, seeds, f"at {rate:.1e}".replace("e-0", "e-") if rate else "")
 
 
-def _assessed(sweep: Sweep, runs: Sequence[CellRun]) -> tuple[bool, list[tuple[TableColumn, ScoreOf]]]:
-    """Return whether comparable assessments of the runs give columns, and these columns."""
+def _assessed(sweep: Sweep, runs: Sequence[CellRun]) -> list[tuple[TableColumn, ScoreOf]]:
+    """Return the columns of the numbers in comparable assessments of the runs; empty without such assessments."""
     found = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
     numbers = {run_hash: assessment.numbers() for run_hash, assessment in found.items()}
 
     def score(name: str) -> ScoreOf:
         return _of_runs(lambda run: numbers.get(run.hash or "", {}).get(name))
 
-    columns = [
+    return [
         (TableColumn(*one.column, ",.3f", help=one.explained), score(one.name))
         for one in NUMBERS
         if one.column and found
     ]
-    return bool(columns), columns

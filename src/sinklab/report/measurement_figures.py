@@ -57,18 +57,19 @@ def importance_figures(data: ReportData, width: Width) -> list[Figure | None]:
 
 def _by_head(data: ReportData, width: Width) -> Figure | None:
     maps: list[Named] = []
-    lengths: list[int] = []
+    thresholds: list[float] = []
     for run, measured in data.measured:
         label = data.label(run)
         maps.append((f"{label}: first token", measured.importance[:, :, 0]))
-        lengths.append(measured.length)
         if measured.importance_visible is not None:
             maps.append((f"{label}: first token, {VISIBLE}", measured.importance_visible[:, :, 0]))
         if measured.importance_bias is not None:
             maps.append((f"{label}: bias", measured.importance_bias))
+        thresholds += [measured.eps] * (len(maps) - len(thresholds))
     if not maps:
         return None
-    firsts = [(length, float(uniform_importance(length)[0])) for length in sorted(set(lengths))]
+    lengths = sorted({measured.length for _, measured in data.measured})
+    firsts = [(length, float(uniform_importance(length)[0])) for length in lengths]
     uniform = " and ".join(f"{first:.3f} at T = {length}" for length, first in firsts)
     caption = (
         "Attention of each head to the first token (or to a bias, sink logit or sink token), averaged over sequences "
@@ -77,10 +78,13 @@ def _by_head(data: ReportData, width: Width) -> Figure | None:
         + _masks_note(data)
         + "Hover over a square to see its value."
     )
-    references = tuple(first for _, first in firsts)
-    scale = _importance_scale(maps, data)
-    scale = replace(scale, outlined=data.runs[0].eps, references=references)
-    return charts.heatmaps("importance-heads", "Sink by head", caption, maps, scale, width)
+    scale = replace(_importance_scale(maps, data), references=tuple(first for _, first in firsts))
+    scales = [replace(scale, outlined=eps) for eps in thresholds]
+    drawn = [
+        charts.heatmap(matrix, own, name, width=width, own_legend=width != "container")
+        for (name, matrix), own in zip(maps, scales, strict=True)
+    ]
+    return Figure("importance-heads", "Sink by head", caption, drawn, scales[0])
 
 
 def _by_layer(data: ReportData, width: Width) -> Figure | None:
@@ -168,7 +172,7 @@ def _by_position(data: ReportData, width: Width) -> Figure | None:
             "Importance (mean attention received)",
             "value",
             "importance",
-            at_least=data.runs[0].eps,
+            at_least=max(run.eps for run in data.runs),
             precision=".4f",
             scale="log" if all(row["value"] > 0 for row in rows) else "linear",
             format="~g",
@@ -262,7 +266,7 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
             "secondary",
             "Sinks other than the first token",
             f"Percentage of sequences in which the importance of some position after the first {FIRST_FEW}, in the "
-            f"first half of the sequence, exceeds ε = {data.runs[0].eps:g} in a head. The table lists the strongest "
+            f"first half of the sequence, exceeds ε = {data.eps} in a head. The table lists the strongest "
             f"sinks from position 2 to the last position that half of the queries, or {ENOUGH} queries, can see. It "
             f"also lists tokens whose hidden state has a cosine above {ALIGNED:g} with that of the first token, if the "
             f"norm of the first token is at least {STANDS_OUT:g} times that of the others.",
@@ -274,10 +278,10 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
 
 
 def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, small: Width) -> Figure | None:
-    """Draw the figure that statistics declare under one key; None if no measurement has the first of them."""
+    """Draw the figure that statistics declare under one key; None if no measurement has any of them."""
     name, shown = parts[0]
     found = _found(data, name)
-    if not found:
+    if not any(_found(data, one) for one, _ in parts):
         return None
     match shown:
         case Heatmap():
@@ -357,7 +361,8 @@ def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: Widt
     x = PlotAxis(shown.x_title, "bucket", order=_bucket_order(drawn))
     scale = "log" if shown.logarithmic else "linear"
     y = PlotAxis(shown.y_title, "value", "value", scale=scale, format="~g", precision=".4f")
-    chart = charts.lines(drawn, x, y, order=data.cells, dash="where", width=width, height=charts.SHORT)
+    dashes = [part.series for _, part in parts]
+    chart = charts.lines(drawn, x, y, order=data.cells, dash="where", dashes=dashes, width=width, height=charts.SHORT)
     series = list(dict.fromkeys((row["cell"], row["where"]) for row in rows))
     values = {(row["cell"], row["where"], row["bucket"]): row["value"] for row in rows}
     columns = [*names(shown.bucket), *(TableColumn(cell, where, ".4f") for cell, where in series)]

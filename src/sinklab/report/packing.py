@@ -10,7 +10,7 @@ Packing the same sweep again with the same version gives identical files. `sinkl
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT
@@ -121,20 +121,20 @@ def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:
     found: dict[str, list[PackedRun]] = {}
     taken: set[str] = set()
     for name in sweep.summary.experiments:
-        for cell in sweep.summary.cells_of(name).values():
-            for run in cell.runs:
-                if run.directory and run.hash not in taken:
-                    found.setdefault(name, []).extend(_packed(sweep, run))
-            taken |= {run.hash for run in cell.runs if run.directory}
+        runs = {run.hash: run for cell in sweep.summary.cells_of(name).values() for run in cell.runs if run.directory}
+        packed = [_packed(sweep, run) for run_hash, run in runs.items() if run_hash not in taken]
+        if ended := [one for one in packed if one is not None]:
+            found[name] = ended
+        taken |= runs.keys()
     return found
 
 
-def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
-    """Yield a run in packed form; nothing if it has no record (it has not ended) or no recipe."""
+def _packed(sweep: Sweep, run: CellRun) -> PackedRun | None:
+    """Return a run in packed form; None if it has no record (it has not ended) or no recipe."""
     folder = sweep.folder(run)
     record = read_record(folder) if folder else None
     if folder is None or record is None or not (folder / RECIPE).is_file():
-        return
+        return None
     files = {name: record.files[name] for name in CHECKED if name in record.files}
     record = record.model_copy(update={"files": files, "message": _relative(record.message, sweep)})
     assessment = sweep.assessment(run)
@@ -143,7 +143,7 @@ def _packed(sweep: Sweep, run: CellRun) -> Iterator[PackedRun]:
         assessment = assessment.model_copy(update={"model": run.directory, "asked": asked})
     sft = tuned_beside(folder) / SFT
     tuning = load_tuning(sft).model_copy(update={"model": run.directory}) if sft.is_file() else None
-    yield PackedRun(
+    return PackedRun(
         directory=run.directory,
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
         metrics=(folder / METRICS).read_text(encoding="utf-8") if (folder / METRICS).is_file() else "",
@@ -188,7 +188,7 @@ def readme(summary: Summary) -> str:
     ]
     for kind, found in verdict_counts(summary.claims).items():
         verdicts = ", ".join(f"{number} {escaped(verdict)}" for verdict, number in found.items())
-        lines.append(f"{f'{kind} claims'.strip().capitalize()}: {verdicts}.")
+        lines.append(f"{f'{escaped(kind)} claims'.strip().capitalize()}: {verdicts}.")
     lines.append("")
     if table := _glance(summary):
         lines += [f"## {table.title}", "", markdown(table), ""]

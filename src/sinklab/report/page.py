@@ -37,7 +37,7 @@ from sinklab.report import charts, theme
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.charts import Figure
 from sinklab.report.collect import collect
-from sinklab.report.data import Assessed, ReportData, ReportedRun
+from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.explorer import explorers
 from sinklab.report.figures import figures
 from sinklab.report.leaderboard import leaderboard
@@ -106,11 +106,11 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         *drawn,
     ]
     answers = {
-        f"answers-{number}": answers_table(one.document, f"answers-{number}", _of(data, one))
+        f"answers-{number}": answers_table(one.document, f"answers-{number}", data.of_model(one))
         for number, one in enumerate(data.assessed)
     }
     every_change = [
-        assessment_table(one.document, f"All changes{_of(data, one)}", f"assessment-{number}")
+        assessment_table(one.document, f"All changes{data.of_model(one)}", f"assessment-{number}")
         for number, one in enumerate(data.assessed)
     ]
     tables = [*([cells_table(data)] if data.cells else []), *suite_tables(data), *answers.values()]
@@ -183,10 +183,6 @@ def lead(data: ReportData) -> list[str]:
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
     measured = answer(data.measured[0][1]) if alone else []
     return [*measured, *said, *(headline(data)[:1] if alone else headline(data))]
-
-
-def _of(data: ReportData, one: Assessed) -> str:
-    return f": {one.name}" if len(data.assessed) > 1 else ""
 
 
 def _anchors(parts: Sequence[Figure | Table | ExperimentGroup]) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each
 from sinklab.models.layer_kinds import ranges_text
-from sinklab.report.data import ReportData
+from sinklab.report.data import ReportData, rates_by_eps
 from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
 from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers, table_of
 
@@ -166,7 +166,7 @@ def _positions(m: Measurement) -> Table:
     the sequence is excluded from the highest: few queries see these positions, and a position's own query dominates.
     """
     shown, half = min(POSITIONS, m.length), m.length // 2
-    rates = m.sink_rates or {f"{m.eps:g}": m.sink_rate}
+    rates = rates_by_eps(m)
     biases = m.sink_rates_bias or {f"{m.eps:g}": m.sink_rate_bias}
     visible = m.sink_rates_visible or ({f"{m.eps:g}": m.sink_rate_visible} if m.sink_rate_visible else {})
     columns: list[tuple[TableColumn, Sequence[float], float | None]] = [
@@ -191,7 +191,7 @@ def _by_length(m: Measurement) -> Table | None:
         return None
     thresholds = next(iter(m.sink_rate_by_length.values()))
     heads = [*names("T"), *numbers(".2f", *(f"eps {eps}" for eps in thresholds))]
-    whole = m.sink_rates or {f"{m.eps:g}": m.sink_rate}
+    whole = rates_by_eps(m)
     lengths = {**m.sink_rate_by_length, str(m.length): whole}
     rows = [[length, *(rate[0] for rate in rates.values())] for length, rates in lengths.items()]
     return Table("Sink rate of position 1 by length (%)", heads, rows)

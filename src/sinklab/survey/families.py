@@ -42,10 +42,6 @@ class Families:
     request: Request
     outcome: Outcome
 
-    def published(self, model: OpenModel) -> float | None:
-        """Return the published Sink_1 of a model, percent; None if the paper has none for these settings."""
-        return published(model, self.request)
-
     def document(self) -> dict[str, Any]:
         """Return the content of families.json."""
         return {
@@ -55,7 +51,7 @@ class Families:
         }
 
     def _entry(self, model: OpenModel) -> dict[str, Any]:
-        measurement, printed = self.outcome.measured[model.id], self.published(model)
+        measurement, printed = self.outcome.measured[model.id], published(model, self.request)
         return {
             "family": model.family,
             "parameters": model.parameters,

@@ -235,7 +235,8 @@ def measure_domains(
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     if folder is None or not folder.is_dir():
-        raise InputError(f"--by-domain needs --text FOLDER, a folder of .jsonl or .txt files; got {folder}")
+        got = "" if folder is None else f"; got {folder}"
+        raise InputError(f"--by-domain needs --text FOLDER, a folder of .jsonl or .txt files{got}")
     if request.options.inputs != "natural":
         raise InputError(f"--by-domain measures text: remove --inputs {request.options.inputs}")
     check_name(model)

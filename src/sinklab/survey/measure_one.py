@@ -266,7 +266,8 @@ def _annotated(
     notes = [*loaded, *conversations.notes()]
     folder = text if request.options.inputs == "natural" and text is not None and text.is_dir() else None
     if folder is not None and len(files := text_files(folder)) > 1:
-        notes.append(f"the sequences alternate between the {len(files)} files of {text}")
+        how = "are drawn from" if request.drawn_text else "alternate between"
+        notes.append(f"the sequences {how} the {len(files)} files of {text}")
     if measurement.sequences < request.sequences:
         shared = f"the pieces of the text are divided among {SHARES} draws"
         why = shared if request.drawn_text else "the text has no more sequences of this length"
