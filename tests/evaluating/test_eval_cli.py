@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import Run, on_one_line
 from hellaswag_files import hellaswag_file, read_records, sheep_items
+from tiny_models import text_file
 from trained_run import trained_run
 
 from sinklab.evaluating.evaluate_model import evaluate_model
@@ -129,6 +130,19 @@ def test_what_is_scored_is_kept_and_other_settings_are_refused(made: Made, run: 
     assert "with other settings (limit of hellaswag is 4 there and 5 now)" in err
     assert (directory / "evaluation.json").read_bytes() == before
     assert load_scores(directory / "evaluation.json").tasks["hellaswag"].items == 4
+
+
+def test_a_sink_on_one_text_is_not_returned_for_another(made: Made, run: Run, tmp_path: Path) -> None:
+    directory, file = made
+    first, other = text_file(tmp_path / "first.jsonl"), text_file(tmp_path / "other.jsonl", seed=3)
+    call = ("eval", directory, "--tasks", "hellaswag", "--data", file, "--limit", 4)
+    assert run(*call, "--text", first)[0] == 0
+    status, _, err = run(*call, "--text", first)
+    assert (status, "hellaswag: 4 items (kept)" in err) == (0, True)
+    for options, now in ((("--text", other), other), ((), "task")):
+        status, _, err = on_one_line(run)(*call, *options)
+        assert status == 2
+        assert f"with other settings (text of hellaswag is {first} there and {now} now)" in err
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_every_model_has_its_sink_and_its_accuracy(folder: Run) -> None:
             measured = json.loads((place / "measurement.json").read_text())
             assert one["values"]["sink_1"] == measured["sink_rate"][0]
     page = Path("out/report.html").read_text()
-    assert f"Accuracy, by likelihood per character against {SINK_1}" in page
+    assert f"Accuracy, by likelihood per character versus {SINK_1}" in page
 
 
 def test_models_that_are_there_are_kept_and_another_file_of_items_is_refused(folder: Run) -> None:

@@ -68,7 +68,13 @@ def test_a_malformed_line_is_named(line: str, said: str, tmp_path: Path) -> None
 
 
 def test_a_file_without_items_or_that_is_no_gzip_is_refused(tmp_path: Path) -> None:
-    for name, content, said in (("a.jsonl", b"\n", "has no items"), ("b.jsonl.gz", b"text", "cannot read")):
+    damaged = bytearray(gzip.compress(b"text"))
+    damaged[10] = 255  # a block of a type that does not exist
+    for name, content, said in (
+        ("a.jsonl", b"\n", "has no items"),
+        ("b.jsonl.gz", b"text", "cannot read"),
+        ("c.jsonl.gz", damaged, "cannot read"),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=said):
             read_hellaswag(tmp_path / name)

@@ -72,6 +72,13 @@ def test_tables_start_like_embeddings_and_a_value_gate_like_a_linear_layer() -> 
         assert started.unique().numel() == started.numel()
 
 
+def test_a_gate_on_narrow_values_starts_like_a_linear_layer_of_their_width() -> None:
+    gated = start("torch", gate="value", heads=16, projection={"kind": "latent", "value_width": 2})
+    for name in ("weight", "bias"):
+        started = torch.cat([block.get_parameter(f"attention.value_gate.{name}").flatten() for block in gated.blocks])
+        assert 8**-0.5 < started.abs().max() <= 2**-0.5
+
+
 @pytest.mark.parametrize(
     "model",
     [

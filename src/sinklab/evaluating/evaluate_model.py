@@ -123,7 +123,8 @@ def _resumed(
     before, now = ({f"{key} of the model": value for key, value in one.asked.items()} for one in (earlier, new))
     for task in chosen:
         if scores := earlier.tasks.get(task.name):
-            wanted = {"limit": request.limit, "seed": request.seed, "data": task.sha256 or task.data}
+            text = "task" if request.text is None else str(request.text)
+            wanted = {"limit": request.limit, "seed": request.seed, "data": task.sha256 or task.data, "text": text}
             before |= {f"{key} of {task.name}": value for key, value in scores.settings.items()}
             now |= {f"{key} of {task.name}": value for key, value in wanted.items()}
     check_request(ledger.path, "an evaluation", before, now)

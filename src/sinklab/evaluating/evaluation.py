@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_gzip
@@ -113,8 +113,9 @@ class TaskScores(ReadDocument):
 
     @property
     def settings(self) -> dict[str, object]:
-        """Settings that affect the scores, except the model."""
-        return {"limit": self.limit, "seed": self.seed, "data": self.sha256 or self.data}
+        """Settings that affect the scores and the sink, except the model."""
+        text = "task" if self.sink is None else self.sink.text
+        return {"limit": self.limit, "seed": self.seed, "data": self.sha256 or self.data, "text": text}
 
 
 class DownstreamScores(VersionedDocument):
@@ -162,7 +163,7 @@ def load_scores(path: Path) -> DownstreamScores:
     """
     try:
         return DownstreamScores.model_validate(parse_json(path.read_text("utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as an evaluation ({error}): choose another --out") from error
 
 

@@ -153,7 +153,8 @@ class Attention(nn.Module):
         """Return a bool mask (B or 1, L) of queries that see only their own key; None if `output` does not need it."""
         if not self.marks_alone:
             return None
-        return sees_itself_alone(self.core.mask_of_batch(places.documents_BL), queries, k_BGSD.shape[2], k_BGSD.device)
+        mask = self.core.mask_of_batch(places.documents_BL, places.padding_B)
+        return sees_itself_alone(mask, queries, k_BGSD.shape[2], k_BGSD.device)
 
     def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
         """Compute the update of the residual stream from the core's output, the layer's input and its values."""

@@ -14,7 +14,8 @@ in `initial`, as biases with `start` and attention operations do, or a separate 
 `declared` is the scheme of the paper (2410.10781) and its code. `torch` is PyTorch's `reset_parameters` of nn.Linear
 (kaiming_uniform with a = sqrt(5)) and nn.Embedding. The published models probably used `torch`: with several devices,
 the library pinned by the paper's code discards the declared weights. PyTorch has no scheme for the last two rows and
-learned positions: lookup tables are treated like nn.Embedding, the value gate like nn.Linear of head dimension d.
+learned positions: lookup tables are treated like nn.Embedding, the value gate like nn.Linear with d, the dimension of a
+value, as d_in.
 
 q, k and v are one matrix here, as are both halves of a gated feed-forward; d_in is the same as for separate matrices.
 """
@@ -77,7 +78,7 @@ def _declared(name: str, d_in: int, config: ModelConfig) -> Law:
 def _torch(name: str, d_in: int, config: ModelConfig) -> Law:
     if name in TABLES:
         return _normal(1.0)
-    return _uniform(1 / math.sqrt(config.head_width if name.endswith("gate.bias") else d_in))
+    return _uniform(1 / math.sqrt(config.value_width if name.endswith("gate.bias") else d_in))
 
 
 def _constant(value: float) -> Law:

@@ -64,8 +64,8 @@ class DynamicTanh(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
         self.alpha = nn.Parameter(torch.empty(1))
 
-    def forward(self, x_BLE: Tensor) -> Tensor:
-        return self.weight * torch.tanh(self.alpha * x_BLE) + self.bias
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * torch.tanh(self.alpha * x) + self.bias
 
 
 class RmsNorm(nn.RMSNorm):
@@ -109,8 +109,8 @@ class SingleGainNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(1))
 
-    def forward(self, x_BLE: Tensor) -> Tensor:
-        return F.rms_norm(x_BLE, x_BLE.shape[-1:], eps=self.eps) * self.weight
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
 
 
 class HeadNorm(nn.RMSNorm):
@@ -158,8 +158,8 @@ class LowRankGate(nn.Module):
         return y_BLE * torch.sigmoid(self.up(F.silu(self.down(y_BLE))))
 
 
-class GatedRmsNorm(RmsNorm):
-    """RMSNorm followed by a low-rank gate: GatedNorm."""
+class _Gated(nn.Module):
+    """Mixin: a norm followed by a low-rank gate."""
 
     gate: LowRankGate
 
@@ -167,31 +167,20 @@ class GatedRmsNorm(RmsNorm):
         return self.gate(super().forward(x))
 
 
-class GatedSingleGainNorm(SingleGainNorm):
+class GatedRmsNorm(_Gated, RmsNorm):
+    """RMSNorm followed by a low-rank gate: GatedNorm."""
+
+
+class GatedSingleGainNorm(_Gated, SingleGainNorm):
     """RMSNorm with a scalar weight, followed by a low-rank gate."""
 
-    gate: LowRankGate
 
-    def forward(self, x_BLE: Tensor) -> Tensor:
-        return self.gate(super().forward(x_BLE))
-
-
-class GatedLayerNorm(nn.LayerNorm):
+class GatedLayerNorm(_Gated, nn.LayerNorm):  # type: ignore[override]  # which names x input
     """LayerNorm followed by a low-rank gate."""
 
-    gate: LowRankGate
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self.gate(super().forward(input))
-
-
-class GatedDynamicTanh(DynamicTanh):
+class GatedDynamicTanh(_Gated, DynamicTanh):
     """Dynamic tanh followed by a low-rank gate: GatedDyT of 2601.22966."""
-
-    gate: LowRankGate
-
-    def forward(self, x_BLE: Tensor) -> Tensor:
-        return self.gate(super().forward(x_BLE))
 
 
 def build_norm(config: NormConfig, width: int) -> nn.Module:

@@ -101,10 +101,14 @@ Position = Annotated[
 ]
 
 
+def frequencies(width: int, theta: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return theta^(-2i / width), the angle per position of each pair of channels, (width / 2,)."""
+    return theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
+
+
 def sinusoid(length: int, width: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return sinusoidal embeddings (length, width) of positions from 0 on: sines in even, cosines in odd columns."""
-    frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
-    angle_TC = torch.arange(length, device=device, dtype=dtype)[:, None] * frequency
+    angle_TC = torch.arange(length, device=device, dtype=dtype)[:, None] * frequencies(width, theta, device, dtype)
     return torch.stack((angle_TC.sin(), angle_TC.cos()), dim=-1).flatten(1)
 
 
@@ -210,11 +214,10 @@ def rotary_tables(
         padding_B: number of padding positions per row, subtracted from the positions; the tables are then
             (B, 1, T, D / 2).
     """
-    frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
     position = torch.arange(first, first + length, device=device, dtype=dtype)
     if padding_B is not None:
         position = (position - padding_B[:, None])[:, None]
-    angle = position[..., None] * frequency
+    angle = position[..., None] * frequencies(width, theta, device, dtype)
     return angle.cos(), angle.sin()
 
 

@@ -18,8 +18,6 @@ from sinklab.models.families import FFN_WIDTHS, first_named
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from sinklab.model.config import ModelConfig
-
 
 LARGEST = 16  # maximum sequences per batch: larger batches are not faster, and progress is shown per batch
 TOKENS = 2**13  # maximum tokens per batch: more tokens are not faster either
@@ -57,11 +55,6 @@ class Sizes:
         recorded = 6 * self.layers * self.heads  # sums, alpha, and alpha in float64
         square = FLOAT * self.matrices + self.masks
         return length * (FLOAT * (activations + recorded) + length * square)
-
-
-def sizes_of_run(config: "ModelConfig") -> Sizes:
-    """Return the tensor sizes of a sinklab transformer, from its config."""
-    return Sizes(config.width, config.ffn_width, config.layers, config.heads)
 
 
 def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: bool, logits: bool) -> Sizes:
@@ -142,11 +135,12 @@ def _limit() -> int | None:
 
 
 def _of_control_group() -> int | None:
+    limit = _limit()
+    if limit is None:
+        return None
     try:
-        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        used = int((CGROUP / "memory.current").read_text())
         statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    if limit == "max":
-        return None
-    return max(0, int(limit) - int(used) + int(statistics.get("inactive_file", 0)))  # cached files can be evicted
+    return max(0, limit - used + int(statistics.get("inactive_file", 0)))  # cached files can be evicted

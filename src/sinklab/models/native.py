@@ -17,12 +17,12 @@ from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.loss import next_token_loss
-from sinklab.model.position import Absolute, Learnable, Rotary, rotate, rotate_first
+from sinklab.model.position import Absolute, Learnable, Rotary, frequencies, rotate, rotate_first
 from sinklab.model.transformer import Transformer
 from sinklab.models.families import family_of
 from sinklab.models.hooks import hooked
 from sinklab.models.layer_kinds import LayerKinds
-from sinklab.models.memory_budget import Sizes, sizes_of_run
+from sinklab.models.memory_budget import Sizes
 
 
 def attention_cores(model: nn.Module) -> list[AttentionCore]:
@@ -116,7 +116,8 @@ class NativeAdapter:
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:
         """Return the tensor sizes of a forward pass, from the model's config; the arguments have no effect."""
-        return sizes_of_run(self.module.config)
+        config = self.module.config
+        return Sizes(config.width, config.ffn_width, config.layers, config.heads)
 
     def notes(self) -> list[str]:
         """Return an empty list: the recipe fully specifies the model."""
@@ -129,9 +130,8 @@ class NativeAdapter:
         return "under its prefix mask queries see later tokens, which a KV cache does not contain"
 
     def depends_on_length(self, short: int, long: int) -> bool:
-        """Return True if the short sequence is shorter than the prefix of a prefix mask."""
-        mask = self.module.config.attention.mask
-        return mask.kind == "prefix" and short < min(mask.length, long)
+        """Return False: only under a prefix mask, which `inseparable` refuses, do tokens see later ones."""
+        return False
 
     def fixed_positions(self) -> str | None:
         """Return why keys cannot be rotated with absolute or learnable positional embeddings; None for others."""
@@ -217,9 +217,8 @@ def shift_rope(config: ModelConfig) -> ShiftRope | None:
     theta, key_width, width = config.position.theta, config.key_width, config.rotary_width
 
     def shift(x_BHLD: Tensor, by_L: Tensor) -> Tensor:
-        dtype: Any = accumulate_dtype(x_BHLD.dtype)
-        frequency = theta ** (-torch.arange(0, width, 2, device=x_BHLD.device, dtype=dtype) / width)
-        angle_LC = by_L.to(x_BHLD.device, dtype)[:, None] * frequency
+        dtype = accumulate_dtype(x_BHLD.dtype)
+        angle_LC = by_L.to(x_BHLD.device, dtype)[:, None] * frequencies(width, theta, x_BHLD.device, dtype)
         cos_L1C, sin_L1C = angle_LC.cos()[:, None], angle_LC.sin()[:, None]
         if config.latent is None:
             return rotate_first(x_BHLD.unflatten(-1, (-1, key_width)), cos_L1C, sin_L1C).flatten(-2)

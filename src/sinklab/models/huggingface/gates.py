@@ -141,9 +141,6 @@ def watched_gates(
 ) -> AbstractContextManager[None]:
     """Call `receive` with the gates of `layouts` in every forward pass of the `with` block (see `Adapter.gated`)."""
     return hooked(
-        one.linear.register_forward_hook(partial(_read_gates, receive, index, one)) for index, one in layouts.items()
+        one.linear.register_forward_hook(lambda *call, n=n, one=one: receive(n, one.read(call[-1])))
+        for n, one in layouts.items()
     )
-
-
-def _read_gates(receive: Callable[[int, Tensor], None], index: int, layout: GateLayout, *call: Any) -> None:
-    receive(index, layout.read(call[-1]))

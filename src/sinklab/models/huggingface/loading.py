@@ -250,11 +250,14 @@ def load_pretrained_tokenizer(name: str, loading: Loading = AS_IT_IS) -> "PreTra
     """Load the tokenizer of a model, without its weights.
 
     Raises:
-        InputError: if the model does not exist, or its tokenizer cannot be loaded.
+        InputError: if the model does not exist, or its config or tokenizer cannot be loaded.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig
 
-    return _find(name, loading).read("tokenizer", AutoTokenizer.from_pretrained)
+    register()
+    source = _find(name, loading)
+    config = source.read("config", AutoConfig.from_pretrained) if source.gguf is None else None
+    return _tokenizer(source, config, loading.subfolder)
 
 
 def check_name(name_or_dir: str) -> None:

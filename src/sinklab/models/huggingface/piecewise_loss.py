@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.model.loss import IGNORED
 from sinklab.models.huggingface.anatomy import bodies
 from sinklab.models.memory_budget import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
@@ -68,7 +69,7 @@ def targets(tokens_BT: Tensor, real_BT: Tensor) -> Tensor:
 
 
 def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
-    """Return the cross-entropy, in float32 nats, summed over all targets that are not IGNORED.
+    """Return the cross-entropy in nats, summed over all targets that are not IGNORED, in float32 (float64 for float64).
 
     It is computed in chunks of rows, which avoid a float32 copy of all logits and on a CPU fit into the cache.
     """
@@ -76,7 +77,8 @@ def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
     rows = max(1, (LOGITS_AT_ONCE_CUDA if logits_NV.is_cuda else LOGITS_IN_CACHE) // logits_NV.shape[1])
     total = 0.0
     for some_NV, wanted_n in zip(logits_NV.split(rows), wanted_N.split(rows), strict=True):
-        total += float(F.cross_entropy(some_NV.float(), wanted_n, ignore_index=IGNORED, reduction="sum"))
+        exact_NV = some_NV.to(accumulate_dtype(some_NV.dtype))
+        total += float(F.cross_entropy(exact_NV, wanted_n, ignore_index=IGNORED, reduction="sum"))
     return total
 
 
