@@ -34,7 +34,7 @@ INSTEAD = {
     "FOLDER": "domains",
     "DIR": "made",
     "12.3": "2.3",
-    "--lengths 512": "--lengths 16",
+    "--lengths 512,1024": "--lengths 8,16",
     "train.steps=500": "train.steps=2",
     "train.steps=1500": "train.steps=2",
     "train.steps=6000": "train.steps=3",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from conftest import Run, on_one_line
 from made_assessment import assessment
 from tiny_gguf import needed
@@ -287,6 +288,22 @@ def test_a_part_that_the_attention_does_not_allow_is_skipped_and_said(run: Run, 
     status, _, err = on_one_line(run)("assess", directory, "--text", text, *SMALL, "--parts", "heads")
     assert status == 2
     assert "the part `heads` cannot be run: " in err
+
+
+def test_a_part_that_turns_out_not_to_apply_is_skipped_or_refused_if_it_was_named(run: Run, tmp_path: Path) -> None:
+    model, text = tiny_model(tmp_path / "gpt2"), text_file(tmp_path / "text.jsonl", 40)
+    dead: Any = hf.AutoModelForCausalLM.from_pretrained(model)
+    for block in dead.transformer.h:
+        block.mlp.c_fc.bias.data.fill_(-1e4)  # GELU gives zero, so that no weight of the down map has a gradient
+    dead.save_pretrained(model)
+    call = (str(model), text, AssessOptions(parts=("heads", "writer"), sequences=2, length=16))
+    found = assess(*call, out=tmp_path / "a", where_possible=True)
+    assert list(found.results) == ["heads"]
+    assert found.skipped["writer"].startswith("no weight was found by which the feed-forward part of block ")
+    assert load_assessment(tmp_path / "a" / "assessment.json") == found
+    named = ("--parts", "writer", "--sequences", 2, "--length", 16)
+    status, _, err = on_one_line(run)("assess", model, "--text", text, *named)
+    assert (status, "the part `writer` cannot be run: no weight was found" in err) == (2, True)
 
 
 def _differential(folder: Path) -> tuple[Path, Path]:

@@ -1,13 +1,16 @@
 """What the heads of Hugging Face models do with their sink, from eager attention matrices and the values they weigh."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from details_reference import captured
-from families import family_tokens, pair_of
+from families import GROUPED, family_tokens, pair_of
 
 from sinklab.assessing.parts.heads import assess_heads, kind_of
+from sinklab.models.adapter import adapt
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
 CHECKED = [
@@ -50,6 +53,18 @@ def test_what_a_head_does_is_that_of_eager_matrices_and_values(family: str) -> N
         assert (role.share, role.value_norm, role.output_share) == pytest.approx((share, value, given), rel=1e-4)
         assert role.effective_rank == pytest.approx(effective, rel=1e-3)
         assert role.kind == kind_of(share, value, given, effective / v.shape[-1])
+
+
+def test_a_rank_is_low_relative_to_the_heads_width_in_its_own_layer() -> None:
+    torch.manual_seed(0)
+    wider: dict[str, Any] = {"global_head_dim": 16, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
+    config = hf.Gemma4TextConfig(**GROUPED, **wider, layer_types=["sliding_attention", "full_attention"])
+    found = assess_heads(adapt(hf.Gemma4ForCausalLM(config).eval()), family_tokens()[:2, :3], lambda: None)
+    for role in found.heads:
+        share = role.effective_rank / {1: 8, 2: 16}[role.layer]
+        assert role.kind == kind_of(role.share, role.value_norm, role.output_share, share)
+    broadcast = [role for role in found.heads if role.kind == "broadcast"]
+    assert max(role.effective_rank for role in broadcast) > 0.25 * 8
 
 
 def test_a_sink_logit_is_the_sink_and_has_no_value() -> None:

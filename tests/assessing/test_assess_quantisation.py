@@ -1,28 +1,38 @@
 """The quantiser by hand and against PyTorch's, and what it leaves alone."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
-from assessed import small, some_tokens
+from assessed import ASSESSED, small, some_tokens
 from closeness import assert_close
+from families import GROUPED
 
 from sinklab.assessing.parts.quantisation import (
     LinearMap,
+    Quantisation,
     assess_quantisation,
     linear_maps,
     on_grid,
     outliers_by_block,
-    quantised,
+    quantised_inputs,
     quantised_weight,
+    quantised_weights,
     watched_maxima,
 )
 from sinklab.assessing.reading import PairedReader
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
 TOKENS, OTHERS = some_tokens(2, 16), some_tokens(3, 12)[2:]
+
+
+@contextmanager
+def quantised(maps: list[LinearMap], weights: Any, activations: Any, maxima: Any, spared: int) -> Iterator[None]:
+    with quantised_weights(maps, weights) as exact, quantised_inputs(maps, exact, activations, maxima, spared):
+        yield
 
 
 def by_hand(row: list[float], steps: int) -> list[float]:
@@ -64,7 +74,7 @@ def test_a_last_group_of_weights_may_be_shorter() -> None:
 @torch.no_grad()
 def test_a_map_computes_what_its_quantised_parts_give(activations: Any, spared: int) -> None:
     linear = torch.nn.Linear(32, 5).double()
-    maps = [LinearMap(linear, transposed=False)]
+    maps = [LinearMap(linear, False, block=linear)]
     x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     other = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     before, plain = linear.weight.detach().clone(), linear(x)
@@ -93,7 +103,7 @@ def test_one_input_of_several_maps_is_rounded_for_each_by_its_own_scale_and_anew
     activations: Any,
 ) -> None:
     linears: list[torch.nn.Module] = [torch.nn.Linear(32, 5) for _ in range(4)]
-    maps = [LinearMap(linear, transposed=False) for linear in linears]
+    maps = [LinearMap(linear, False, block=linear) for linear in linears]
     x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(2))
     maxima = dict(zip(linears, map(torch.tensor, (1.0, 1.0, 2.0, 2.0)), strict=True))
 
@@ -198,3 +208,35 @@ def test_opt_is_quantised_although_it_flattens_its_sequences() -> None:
     other = assess_quantisation(one, TOKENS[1:], OTHERS, 1, lambda: None)
     for both, *each in zip(assessed.settings, alone.settings, other.settings, strict=True):
         assert both.without_sink.loss == pytest.approx(sum(row.without_sink.loss for row in each) / 2)
+
+
+class Routed(torch.nn.Module):
+    """Experts as linear layers that read the tokens routed to them, as in code of model repositories."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.linears = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x_RE: torch.Tensor, chosen_RK: torch.Tensor, weights_RK: torch.Tensor) -> torch.Tensor:
+        out_RE = torch.zeros_like(x_RE)
+        for number, linear in enumerate(self.linears):
+            rows, places = (chosen_RK == number).nonzero(as_tuple=True)
+            out_RE.index_add_(0, rows, linear(x_RE[rows]) * weights_RK[rows, places, None])
+        return out_RE
+
+
+def test_models_with_experts_are_refused() -> None:
+    torch.manual_seed(0)
+    model: Any = hf.MixtralForCausalLM(hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)).eval()
+    one = HuggingFaceAdapter(model)
+    assert "several linear layers in one tensor (mlp.experts.gate_up_proj)" in str(Quantisation.refusal(one, None))  # type: ignore[arg-type]
+    for layer in model.model.layers:
+        layer.mlp.experts = Routed(GROUPED["hidden_size"], 4)
+    with torch.no_grad():
+        one.hidden(TOKENS)
+    assert "reads only some of the tokens" in str(Quantisation.refusal(one, None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variant", ASSESSED)
+def test_own_models_are_not_refused(variant: str) -> None:
+    assert Quantisation.refusal(small(variant), None) is None  # type: ignore[arg-type]

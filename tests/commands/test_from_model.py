@@ -66,6 +66,14 @@ def test_every_field_is_an_option() -> None:
     assert called(*options) == Outer(inner=Inner(kind="two", loss=False), count=4, sizes=(2, 3), pair=(5, 6), share=0.5)
 
 
+def test_a_repeatable_whole_number_takes_comma_separated_lists() -> None:
+    assert called("--size", "2,3", "--size", 5) == Outer(sizes=(2, 3, 5))
+    with pytest.raises(InputError, match=r"^--size 2,3\.5,x: expected whole numbers, such as 2 or 2,3$"):
+        called("--size", "2,3.5", "--size", "x")
+    with pytest.raises(InputError, match=r"^--size 1: Input should be greater than or equal to 2$"):
+        called("--size", "2,1")
+
+
 def test_help_choices_defaults_and_panels_are_those_of_the_fields() -> None:
     lines = {line.split()[1]: line for line in shown().splitlines() if "--" in line}
     assert "x<=" not in shown()
@@ -118,6 +126,15 @@ def test_an_error_of_a_validator_keeps_its_sentence() -> None:
 def test_what_is_not_valid_is_named_by_its_option(values: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=f"^{said}"):
         Outer(**values)  # type: ignore[arg-type]
+
+
+def test_a_missing_value_is_named_without_the_others() -> None:
+    class Needs(CommandSettings, frozen=True):
+        batch_size: int
+        count: int = 3
+
+    with pytest.raises(InputError, match=r"^--batch-size: Field required$"):
+        Needs(count=4)  # type: ignore[call-arg]
 
 
 def test_settings_are_written_and_read_by_themselves() -> None:

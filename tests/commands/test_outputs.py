@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from report_fixtures import make_lab, make_measurement, make_run
 from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
+from sinklab.files import write_json
 from sinklab.models.huggingface import loading
 from sinklab.report import write_report
 
@@ -37,6 +39,22 @@ def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(loading, "load_pretrained", load)
+
+
+def test_a_file_has_the_permissions_of_the_umask_or_of_the_file_that_it_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "result.json"
+    before = os.umask(0o077)
+    try:
+        write_json(path, 1)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    write_json(path, 2)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o664)
+    write_json(path, 3)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o664
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_a_report_replaces_a_report_and_no_other_file(run: Run, tmp_path: Path) -> None:

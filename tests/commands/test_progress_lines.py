@@ -49,7 +49,13 @@ def survey(console: Console, clock: Clock) -> Callable[[int], Any]:
 def data(console: Console, clock: Clock) -> Callable[[int], Any]:
     board = DataBoard(console, clock)
     board("tokens", 0, 100 * 10**6)
-    return lambda second: board("tokens", second * 10**6, 100 * 10**6)
+    board.counted(0)
+
+    def move(second: int) -> None:
+        board.counted(second * 500)
+        board("tokens", second * 10**6, 100 * 10**6)
+
+    return move
 
 
 def run(console: Console, clock: Clock) -> Callable[[int], Any]:
@@ -63,7 +69,7 @@ def run(console: Console, clock: Clock) -> Callable[[int], Any]:
         (steps, "measuring: 10 of 100"),
         (requests, "arc_easy: 10 of 100"),
         (survey, "gpt2: 10 of 100"),
-        (data, "preparing tokens: 10 of 100 MB"),
+        (data, "preparing tokens: 10 of 100 MB, 500 tokens/s"),
         (run, "tiny-0: step 10/100"),
     ],
 )

@@ -1,6 +1,7 @@
 """`sinklab reproduce` of experiments on existing models: what it leaves, what it refuses, and that it goes on."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,23 @@ def test_the_papers_models_stand_on_the_page_and_in_the_terminal_as_rows_of_thei
         assert "LLaMA3-8B Base" in shown
         assert "99.02" in shown
         assert "98.85" not in shown  # of a chat model, which is no cell here
+
+
+def test_the_command_shown_for_an_experiment_prints_its_plan(run: Run) -> None:
+    given = {"MODEL": "gpt2", "FILE": "text.jsonl", "FOLDER": "texts"}
+    text_file(Path("texts/one.jsonl"))
+    status, out, err = run("experiments", "polypythias", "smollm2_checkpoints", "table_1", "figure_9", "mine.yaml")
+    assert status == 0, err
+    shown = re.findall(r"sinklab (reproduce .+ --dry-run)", out)
+    assert [line.split()[1:-2] for line in shown if "--model" not in line] == [
+        ["polypythias", "--text"],
+        ["smollm2_checkpoints", "--text"],
+    ]
+    assert len(shown) == 5
+    for line in shown:
+        status, out, err = run(*(given.get(word, word) for word in line.split()))
+        assert status == 0, err
+        assert "tokens are read" in out
 
 
 def test_several_are_measured_into_a_folder_each(run: Run) -> None:

@@ -18,7 +18,7 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.records import Batch
 from sinklab.report.result_tables import measurement_tables
 from sinklab.survey.families import Size
-from sinklab.tables import Table, TableCell, TableColumn, markdown, names
+from sinklab.tables import Table, TableCell, TableColumn, markdown, names, number_text
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -36,10 +36,9 @@ def large(length: int = 64) -> Measurement:
     norms = torch.ones(4, 2, length)
     norms[..., 0] = 12345.678
     prefixes = [alpha[..., :16], alpha[..., :32]]
-    batch = Batch(
-        alpha, alpha[..., 0], norms, norms[1:], norms[1:], torch.tensor(12.0), 99, prefixes=prefixes, visible_ABHT=alpha
-    )
-    totals.add(batch)
+    recorded = {"importance_BHT": alpha, "visible_BHT": alpha, "bias_BH": alpha[..., 0], "hidden_BT": norms}
+    recorded |= {"key_norm_BT": norms[1:], "value_norm_BT": norms[1:]}
+    totals.add(Batch(recorded, torch.ones(2, length, dtype=torch.bool), torch.tensor(12.0), 99, prefixes))
     return measurement_from(
         totals, Cost(0.5, 1.0), Options(model_name="m", bos=True), proxy=False, backend="sdpa", dtype="float32"
     )
@@ -65,6 +64,21 @@ def test_the_sizes_of_the_families_are_not_cut(width: int) -> None:
     for number in ("92.47", "407.92", "206.28", "77.00"):
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", narrow)
     assert max(map(len, narrow.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [
+        (-0.001, ",.2f", "0.00"),
+        (-0.001, "+,.2f", "0.00"),
+        (-0.0, ".1e", "0.0e+00"),
+        (0.006, "+,.2f", "+0.01"),
+        (-0.006, ",.2f", "-0.01"),
+        (-1e-5, ".1e", "-1.0e-05"),
+    ],
+)
+def test_a_number_that_is_rounded_to_zero_has_no_sign(value: float, form: str, text: str) -> None:
+    assert number_text(value, form) == text
 
 
 def test_what_does_not_fit_stands_below_with_the_names_once_more() -> None:

@@ -26,6 +26,7 @@ def assess(
     *,
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
+    where_possible: bool = False,
     observe: Observer = ignore,
 ) -> Assessment:
     """Assess the cost and benefit of the sink in one model.
@@ -35,10 +36,12 @@ def assess(
         text: a .txt or .jsonl file or a folder of them, read as one stream; None for the validation text of a run.
         out: directory of assessment.json, written after every part; a repeated call resumes the assessment, and may
             add parts.
+        where_possible: whether to skip requested parts that cannot be run on the model, instead of raising an error.
 
     Raises:
         InputError: before anything is written, if a model, text or option is unusable, a requested part does not apply
-            to the model, or `out` has an assessment with other settings.
+            to the model, or `out` has an assessment with other settings; later, if a requested part turns out not to
+            apply.
         HeldError: if another process writes an assessment to `out`.
         UnsavedError: if a result cannot be saved; the error contains the assessment so far.
         SinklabError: if the model computes a loss or KL divergence that is not finite; finished parts are kept.
@@ -53,40 +56,43 @@ def assess(
         next(documents(str(text)))
     elif not is_run(model):
         raise InputError(f"--text is needed: {model} is not a run, so it has no validation text")
+    skips = where_possible or not options.parts
     with ledger.locked():
-        return _assess(model, text, options, loading, ledger, observe)
+        source = AssessText(open_separable(model, loading), text)
+        settings = settings_for(source.model, options)
+        jobs, skipped = _jobs(source, settings, options, skips)
+        found = _resumed(ledger, _new(source, text, settings, options))
+
+        def skip(part: str, why: str) -> None:
+            nonlocal found
+            found = found.model_copy(update={"skipped": {**found.skipped, part: why}})
+            ledger.save(found)
+
+        def run(part: str, progress: StepProgress) -> str:
+            nonlocal found
+            progress.begin(jobs[part].passes, f"reading {jobs[part].passes} sequences")
+            start = time.perf_counter()
+            try:
+                done = jobs[part].run(progress.advance)
+            except InputError as error:
+                if not skips:
+                    raise _cannot_be_run(part, str(error)) from error
+                skip(part, str(error))
+                return f"skipped ({error})"
+            found = found.with_result(done, round(time.perf_counter() - start, 1))
+            ledger.save(found)
+            return ""
+
+        for part, why in skipped.items():
+            if part not in found.results:
+                skip(part, why)
+                observe(JobEvent("skipped", part, text=why))
+        run_steps([JobStep(part, partial(run, part), "" if part in found.results else None) for part in jobs], observe)
+        return found
 
 
-def _assess(
-    model: str,
-    text: Path | None,
-    options: AssessOptions,
-    loading: Loading,
-    ledger: Ledger[Assessment],
-    observe: Observer,
-) -> Assessment:
-    source = AssessText(open_separable(model, loading), text)
-    settings = settings_for(source.model, options)
-    jobs, skipped = _jobs(source, settings, options)
-    found = _resumed(ledger, _new(source, text, settings, options))
-    skipped = {part: why for part, why in skipped.items() if part not in found.results}
-    if skipped:
-        found = found.model_copy(update={"skipped": {**found.skipped, **skipped}})
-        ledger.save(found)
-    for part, why in skipped.items():
-        observe(JobEvent("skipped", part, text=why))
-
-    def run(part: str, progress: StepProgress) -> str:
-        nonlocal found
-        progress.begin(jobs[part].passes, f"reading {jobs[part].passes} sequences")
-        start = time.perf_counter()
-        done = jobs[part].run(progress.advance)
-        found = found.with_result(done, round(time.perf_counter() - start, 1))
-        ledger.save(found)
-        return ""
-
-    run_steps([JobStep(part, partial(run, part), "" if part in found.results else None) for part in jobs], observe)
-    return found
+def _cannot_be_run(part: str, why: str) -> InputError:
+    return InputError(f"the part `{part}` cannot be run: {why}")
 
 
 def open_separable(name: str, loading: Loading) -> Model:
@@ -132,12 +138,15 @@ def _resumed(ledger: Ledger[Assessment], new: Assessment) -> Assessment:
 
 
 def _jobs(
-    text: AssessText, settings: AssessSettings, options: AssessOptions
+    text: AssessText, settings: AssessSettings, options: AssessOptions, skips: bool
 ) -> tuple[dict[str, PartJob], dict[str, str]]:
     """Return the jobs of the parts that can be run on the model, and the reason for each skipped part, by name.
 
+    Args:
+        skips: whether to skip parts that cannot be run, instead of raising an error.
+
     Raises:
-        InputError: if a part requested by name cannot be run, or the text cannot be read or is too short (for a part
+        InputError: if a part cannot be run and is not skipped, or the text cannot be read or is too short (for a part
             without `long_text`).
     """
     jobs: dict[str, PartJob] = {}
@@ -153,8 +162,8 @@ def _jobs(
                 if not part.long_text:
                     raise
                 why = str(error)
-        if options.parts and not options.where_possible:
-            raise InputError(f"the part `{name}` cannot be run: {why}")
+        if not skips:
+            raise _cannot_be_run(name, why)
         skipped[name] = why
     return jobs, skipped
 

@@ -47,11 +47,7 @@ def _names(given: object) -> object:
 
 
 class AssessOptions(CommandSettings, frozen=True):
-    """Settings of an assessment; a setting that is None or empty has a default that depends on the model.
-
-    Attributes:
-        where_possible: whether to skip requested parts that cannot be run on the model, instead of raising an error.
-    """
+    """Settings of an assessment; a setting that is None or empty has a default that depends on the model."""
 
     panel = MEASURED
 
@@ -112,7 +108,6 @@ class AssessOptions(CommandSettings, frozen=True):
         description="Number of sequences on which kv_cache and budgets test each KV head separately.",
     )
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Random seed for random keys and heads.")
-    where_possible: bool = Field(default=False, exclude=True)
 
     @property
     def sizes(self) -> DefaultSizes:

@@ -279,15 +279,9 @@ def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
 
 
 def key_heads(adapter: Adapter) -> KeyHeads:
-    """Return all KV heads of a model, found by a forward pass on two tokens."""
-    found: set[tuple[int, int]] = set()
-
-    def watch(layer: LayerCall) -> None:
-        found.update((layer.index, head) for head in range(1, layer.call.k_BGTD.shape[1] + 1))
-
-    with evaluating(adapter.module), intercept(adapter, observe=watch):
-        adapter.hidden(torch.tensor([[1, 0]], device=adapter.device))
-    return frozenset(found)
+    """Return all KV heads of a model."""
+    calls = probe(adapter)
+    return frozenset((call.index, head) for call in calls for head in range(1, call.call.k_BGTD.shape[1] + 1))
 
 
 def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
@@ -297,11 +291,32 @@ def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
     return torch.tensor(chosen, device=layer.call.k_BGTD.device)
 
 
-def refused(adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output) -> str | None:
-    """Return the reason why an intervention cannot be applied, tested on four tokens; None if it can."""
+def probe(
+    adapter: Adapter,
+    edit: Edit | None = None,
+    compute: Compute = LayerCall.output,
+    surgery: AbstractContextManager[object] | None = None,
+) -> list[LayerCall]:
+    """Run the model on four tokens under the interventions of `PairedReader.under`; return the edited attention calls.
+
+    Raises:
+        InputError: if an intervention cannot be applied.
+    """
+    calls: list[LayerCall] = []
+
+    def watch(layer: LayerCall) -> Tensor:
+        calls.append(layer)
+        return compute(layer)
+
+    with evaluating(adapter.module), surgery or nullcontext(), changed_attention(adapter, edit, watch):
+        adapter.hidden(torch.tensor([[1, 0, 1, 0]], device=adapter.device))
+    return calls
+
+
+def refused(adapter: Adapter, **interventions: Any) -> str | None:
+    """Return the reason why the interventions of `probe` cannot be applied; None if they can."""
     try:
-        with evaluating(adapter.module), changed_attention(adapter, edit, compute):
-            adapter.hidden(torch.tensor([[1, 0, 1, 0]], device=adapter.device))
+        probe(adapter, **interventions)
     except InputError as error:
         return str(error)
     return None

@@ -66,12 +66,12 @@ def _status(app: typer.Typer) -> int:
     except Exception as error:
         if is_out_of_memory(error):
             _say_error(f"{_OUT_OF_MEMORY} ({str(error).strip() or type(error).__name__})")
-            return 2
+            return 1
         if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
             raise
         message = error.format_message()  # type: ignore[attr-defined]  # empty after a help text
         if message and _is_first():  # all processes have the same command line
-            _say_error(f"{message} See --help.")
+            _say_error(f"{message}{'' if message[-1] in '.?' else '.'} See --help.")
         return 2
     return status if isinstance(status, int) else 0
 
@@ -88,7 +88,7 @@ def _is_first() -> bool:
 def _say_error(message: str) -> None:
     console = stderr()
     console.print("error:", style="bold red", end=" ")
-    console.print(message, **PLAIN)
+    console.print(message.replace("Value error, ", ""), **PLAIN)  # pydantic's prefix, in our messages and in typer's
 
 
 def say_on(console: Console, message: str) -> None:

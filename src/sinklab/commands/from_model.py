@@ -24,7 +24,7 @@ from sinklab.settings import PANELS, CommandSettings, flag_of, option_name
 REQUIRED = inspect.Parameter.empty
 
 
-METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
+METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH", list[int]: "N,.."}
 """Placeholders of option values in the help, by type; for other types (choices), typer shows its own."""
 
 
@@ -196,10 +196,28 @@ def _option(kind: type[CommandSettings], name: str, value: Any) -> inspect.Param
         annotation, value = list[(get_args(element) or (element,))[0]], None
     elif annotation is bool:
         value = False
-    panel, metavar = flag.panel or kind.panel, flag.metavar or METAVARS.get(_element(annotation))
-    option = typer.Option(option_name(kind, name), metavar=metavar, help=field.description, rich_help_panel=panel)
+    names, panel, callback = option_name(kind, name), flag.panel or kind.panel, None
+    metavar = flag.metavar or METAVARS.get(annotation) or METAVARS.get(_element(annotation))
+    if annotation == list[int]:
+        annotation, callback = list[str], _whole_numbers(names)
+    option = typer.Option(names, metavar=metavar, help=field.description, rich_help_panel=panel, callback=callback)
     hint = Annotated[annotation if value is not None else annotation | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
+
+
+def _whole_numbers(option: str) -> Callable[[Any], Any]:
+    """Return a callback that parses the values of a repeatable option: ["2", "3,4"] -> [2, 3, 4].
+
+    It raises InputError for a value that is neither a whole number nor a comma-separated list of them.
+    """
+
+    def parse(given: Any) -> Any:
+        try:
+            return given and [int(part) for part in ",".join(given).split(",")]
+        except ValueError:
+            raise InputError(f"{option} {','.join(given)}: expected whole numbers, such as 2 or 2,3") from None
+
+    return parse
 
 
 def _is_nested(annotation: Any) -> TypeGuard[type[CommandSettings]]:

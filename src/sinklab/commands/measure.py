@@ -112,12 +112,8 @@ def measure(
     with keeping_what_is_finished() if resumes else nullcontext():
         if name is None and dry_run:
             measurements.sizes_command(family or [], models_dir, given)
-        elif name is None:
-            measurements.families_command(family or [], models_dir, given)
-        elif by_domain:
-            measurements.domains_command(name, given)
-        elif over_steps:
-            measurements.checkpoints_command(name, revisions, given)
+        elif name is None or by_domain or over_steps:
+            measurements.many_command(name, family or [], models_dir, by_domain, revisions, given)
         else:
             measurements.model_command(name, given, tables)
 

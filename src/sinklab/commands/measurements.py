@@ -151,29 +151,35 @@ def model_command(model: str, given: Invocation, tables: Sequence[str] = ()) -> 
     given.finish(measurement, results.print_measurement)
 
 
-def domains_command(model: str, given: Invocation) -> None:
-    """Measure one model on every file of a folder of texts, print and save the measurements.
-
-    Raises:
-        InputError: if there is no folder of texts; see also `measure_domains`.
-        SinklabError: if a domain could not be measured; the other domains are printed and, with --out, saved.
-    """
-    total = len(domain_files(given.text)) if given.text is not None and given.text.is_dir() else 0
-    given.survey("domains", total, partial(measure_domains, model), partial(results.print_survey, DomainsDocument))
-
-
-def checkpoints_command(model: str, revisions: Sequence[str], given: Invocation) -> None:
-    """Measure checkpoints of one model, print and save the measurements.
+def many_command(
+    model: str | None,
+    names: Sequence[str],
+    models_dir: Path | None,
+    by_domain: bool,
+    revisions: Sequence[str],
+    given: Invocation,
+) -> None:
+    """Measure one model on every file of a folder of texts, or its checkpoints, or families; print and save all.
 
     Args:
+        model: the model; None measures the paper's models of the families `names`.
         revisions: revisions on the hub; empty for all checkpoints in a folder or run.
 
     Raises:
-        InputError: see `measure_checkpoints`.
-        SinklabError: if a checkpoint could not be measured; the others are printed and, with --out, saved.
+        InputError: see `measure_families`, `measure_domains` and `measure_checkpoints`.
+        SinklabError: if a measurement failed; the others are printed and, with --out, saved.
     """
-    total, measured = len(saved_models(model, revisions)), partial(measure_checkpoints, model, revisions)
-    given.survey("checkpoints", total, measured, partial(results.print_survey, CheckpointsDocument))
+    if model is None:
+        given = replace(given, out=given.out or FAMILIES_OUT)
+        what, total, kind = "models", len(models_of(names)), FamiliesDocument
+        measured = partial(measure_families, names, models_dir=models_dir)
+    elif by_domain:
+        total = len(domain_files(given.text)) if given.text is not None and given.text.is_dir() else 0
+        what, measured, kind = "domains", partial(measure_domains, model), DomainsDocument
+    else:
+        what, total, kind = "checkpoints", len(saved_models(model, revisions)), CheckpointsDocument
+        measured = partial(measure_checkpoints, model, revisions)
+    given.survey(what, total, measured, partial(results.print_survey, kind))
 
 
 def compare_command(models: Sequence[str], given: Invocation) -> None:
@@ -215,15 +221,3 @@ def sizes_command(names: Sequence[str], models_dir: Path | None, given: Invocati
     dtype, device = given.loading.dtype, given.loading.device
     found = sizes(names, given.request, models_dir=models_dir, dtype=dtype, device=device)
     print_result(given.as_json, lambda: sizes_document(found), partial(results.print_sizes, found, dtype))
-
-
-def families_command(names: Sequence[str], models_dir: Path | None, given: Invocation) -> None:
-    """Measure the paper's models of the named families, print and save the measurements.
-
-    Raises:
-        InputError: see `measure_families`.
-        SinklabError: if a model could not be measured; the other models are printed and saved.
-    """
-    given = replace(given, out=given.out or FAMILIES_OUT)
-    measured = partial(measure_families, names, models_dir=models_dir)
-    given.survey("models", len(models_of(names)), measured, partial(results.print_survey, FamiliesDocument))

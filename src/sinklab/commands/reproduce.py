@@ -1,5 +1,6 @@
 """`sinklab lab`, `experiments` and `reproduce` on the command line."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -85,10 +86,22 @@ def experiments(
         if not names:
             print_experiments(found, out)
             return
-        for one in found:
-            print_experiment(one, out)
+        for name, one in zip(names, found, strict=True):
+            print_experiment(one, _plan_command(name), out)
 
     print_result(as_json, lambda: [one.document() for one in found], show)
+
+
+def _plan_command(name: str) -> str:
+    """Return the command that prints the plan of an experiment, with placeholders for its model and text."""
+    from sinklab.experiments.shipped import load_experiment
+
+    experiment, given = load_experiment(name), ["--dry-run"]
+    if experiment.requests:
+        given = ["--text", "FOLDER" if experiment.each == "domain" else "FILE", *given]
+    if experiment.requests and not any(cell.models for cell in experiment.requests.values()):
+        given = ["--model", "MODEL", *given]
+    return shlex.join(["sinklab", "reproduce", name, *given])
 
 
 @with_options

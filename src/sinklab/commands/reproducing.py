@@ -292,8 +292,8 @@ def _assess_run(run: store.Unassessed, observe: Observer) -> None:
             f"{path} was made on a text other than the run's own and is not replaced: move it away and run the same "
             "command again to assess the run for its experiment"
         )
-    options = AssessOptions(parts=tuple(run.parts), where_possible=True)
-    assess(str(run.directory), None, options, out=run.directory, observe=observe)
+    options = AssessOptions(parts=tuple(run.parts))
+    assess(str(run.directory), None, options, out=run.directory, where_possible=True, observe=observe)
 
 
 def _summarised(manifests: Mapping[str, store.SweepManifest], out: Path) -> Summary:

@@ -49,13 +49,12 @@ class SftDataset:
     Attributes:
         trained, held_out: tokenized training and held-out conversations.
         tokens_NT: tokens of the sink metric, (N, T).
-        tuning: content of sft.json before the first update, with all settings.
+        tuning: content of sft.json before the first update; all settings are in `tuning.asked`.
     """
 
     model: Model
     trained: list[TokenizedChat]
     held_out: list[TokenizedChat]
-    settings: TuneSettings
     tokens_NT: Tensor
     tuning: Tuning
 
@@ -98,7 +97,7 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
         notes=notes,
         versions={name: version(name) for name in LIBRARIES},
     )
-    return SftDataset(opened, trained, held_out, settings, tokens_NT, tuning)
+    return SftDataset(opened, trained, held_out, tokens_NT, tuning)
 
 
 def open_trainable(name: str, loading: Loading) -> Model:

@@ -82,13 +82,9 @@ class TuneRecord(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write metrics.jsonl and updates.jsonl, and mark the checkpoint as complete."""
-        self.write()
-        mark_complete(Path(cast(str, args.output_dir)), state.global_step)
-
-    def write(self) -> None:
-        """Write all rows so far to metrics.jsonl and updates.jsonl."""
         write_rows(self._folder / UPDATES, self.updates)
         write_rows(self._folder / METRICS, self.evaluations)
+        mark_complete(Path(cast(str, args.output_dir)), state.global_step)
 
     def _add_update(self, step: int, logs: dict[str, Any]) -> None:
         made = TuneUpdate(step=step, loss=logs["loss"], grad_norm=logs["grad_norm"], lr=logs["learning_rate"])
@@ -160,7 +156,7 @@ def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], b
     model: Any = dataset.model.module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers' warning about an option that trl sets
-        config = _config(dataset.settings, folder, model.device, begins)
+        config = _config(dataset.tuning.asked, folder, model.device, begins)
     made = Tuner(
         model,
         config,

@@ -129,7 +129,7 @@ def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], o
     discard_torn(folder)
     updates, evaluations, exit_status = _update(data, out, observe)
     last = newest(folder)
-    done = last is not None and last[0] == data.settings.steps
+    done = last is not None and last[0] == data.tuning.asked.steps
     found = found.model_copy(
         update={
             "base": evaluations[0] if evaluations else None,
@@ -151,18 +151,18 @@ def _update(data: SftDataset, out: Path, observe: Observer) -> tuple[list[TuneUp
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.tuning.trainer import TuneRecord, tuner
 
-    steps, checkpoint = data.settings.steps, newest(out / CHECKPOINTS)
+    settings, checkpoint = data.tuning.asked, newest(out / CHECKPOINTS)
     step, place = checkpoint or (0, None)
     updates = [row for row in read_rows(out / UPDATES, TuneUpdate) if row.step <= step]
     evaluations = [row for row in read_rows(out / METRICS, TuneEvaluation) if row.step <= step and place]
-    if step == steps:
+    if step == settings.steps:
         return updates, evaluations, 0
-    sink = SinkCallback(data.tokens_NT, eps=data.settings.eps)
+    sink = SinkCallback(data.tokens_NT, eps=settings.eps)
     with stop_on_signals() as should_stop:
         progress = StepProgress("updates", observe)
         record = TuneRecord(out, updates, evaluations, sink, should_stop, progress)
-        progress.note(f"continues after {step} of {steps} updates" if step else f"{steps} updates")
-        progress.begin(steps, done=step)
+        progress.note(f"continues after {step} of {settings.steps} updates" if step else f"{settings.steps} updates")
+        progress.begin(settings.steps, done=step)
         made = tuner(data, out / CHECKPOINTS, [sink, record], begins=place is None)
         try:
             made.train(resume_from_checkpoint=str(place) if place else None)

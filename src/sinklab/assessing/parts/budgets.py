@@ -110,7 +110,7 @@ class Budgets(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        return refused(adapter, RestrictedHeads(2, 1, frozenset({(1, 1)})))
+        return refused(adapter, edit=RestrictedHeads(2, 1, frozenset({(1, 1)})))
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:

@@ -59,7 +59,7 @@ class Eviction(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        return refused(adapter, HeavyHitters(2))
+        return refused(adapter, edit=HeavyHitters(2))
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:

@@ -64,7 +64,7 @@ class Heads(AssessPart):
 
     Attributes:
         sink: "bias" if the model has a bias key or sink logit, else the first position.
-        width: dimension V of a head's values and output in the first attention layer, taken for all layers.
+        width: dimension V of a head's values and output in the first attention layer; other layers may have another.
         heads: role of every query head.
         counts: number of heads of each kind; kinds without heads are left out.
     """
@@ -184,7 +184,6 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
     """
     reader, watch = PairedReader(adapter, tokens_NT, step), _Watch()
     reader.observed(compute=watch)
-    width = watch.layers[1].gram_HVV.shape[-1]
     roles = []
     for number, sums in sorted(watch.layers.items()):
         for head in range(len(sums.share_H)):
@@ -192,7 +191,7 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
             value, other, added, output = (float(x[head]) for x in values)
             share = float(sums.share_H[head]) / len(tokens_NT)
             value_norm, output_share = value / max(other, 1e-30), added / max(output, 1e-30)
-            rank = effective_rank(sums.gram_HVV[head])
+            rank, width = effective_rank(sums.gram_HVV[head]), sums.gram_HVV.shape[-1]
             roles.append(
                 HeadRole(
                     layer=number,
@@ -207,7 +206,7 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
     return Heads(
         **reader.result_fields(),
         sink="bias" if watch.bias else "first position",
-        width=width,
+        width=watch.layers[1].gram_HVV.shape[-1],
         heads=roles,
         counts=dict(Counter(role.kind for role in roles)),
     )

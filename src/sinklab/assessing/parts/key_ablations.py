@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.parts.heads import Heads
 from sinklab.assessing.plan import AssessSettings
-from sinklab.assessing.reading import PairedReader, Step, changed_attention, refused
+from sinklab.assessing.reading import PairedReader, Step, probe
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.attention.operations.call import Call
@@ -88,12 +89,12 @@ class KeyAblations(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        return refused(adapter, compute=lambda layer: layer.weighted(*layer.scores()))
+        return Heads.refusal(adapter, settings)
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT = text.sequences(settings.sequences, settings.length)
-        kinds = 4 if has_bias(text.model.adapter, tokens_NT) else 3
+        kinds = 4 if has_bias(text.model.adapter) else 3
         run = partial(ablate_keys, text.model.adapter, tokens_NT, settings.sink_tokens, SHIFTS, settings.seed)
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
@@ -311,7 +312,7 @@ def ablate_keys(
     """
     reader = PairedReader(adapter, tokens_NT, step)
     others: tuple[Keys, ...] = ("sink", "recent", "random")
-    kinds: tuple[Keys, ...] = ("bias", *others) if has_bias(adapter, tokens_NT) else others
+    kinds: tuple[Keys, ...] = ("bias", *others) if has_bias(adapter) else others
     shares = _Shares([SelectedKeys(keys, sink_keys, seed) for keys in kinds])
     reader.observed(compute=shares)
     found = [
@@ -336,14 +337,6 @@ def _ablated(reader: PairedReader, selection: SelectedKeys, share: float, shifts
     )
 
 
-def has_bias(adapter: Adapter, tokens_NT: Tensor) -> bool:
-    """Return whether any attention layer has a bias key or a sink logit, tested on two tokens."""
-    found: list[bool] = []
-
-    def watch(layer: LayerCall) -> Tensor:
-        found.append(layer.call.has_bias)
-        return layer.output()
-
-    with torch.no_grad(), changed_attention(adapter, compute=watch):
-        adapter.hidden(tokens_NT[:1, :2].to(adapter.device))
-    return any(found)
+def has_bias(adapter: Adapter) -> bool:
+    """Return whether any attention layer has a bias key or a sink logit."""
+    return any(layer.call.has_bias for layer in probe(adapter))

@@ -10,8 +10,9 @@ Numbers are rounded to a grid and remain floats:
 
 The maximum is over the values of one scale: the calibration sequences (static), a sequence (dynamic) or a token for
 activations; an output channel or a group within a row for weights. Only the linear layers of the blocks are quantised.
-Embedding, head, norms, the products inside attention and experts that are fused into one tensor keep their precision;
-SmoothQuant (2211.10438) quantises the products as well.
+Embedding, head, norms and the products inside attention keep their precision; SmoothQuant (2211.10438) quantises the
+products as well. Models with experts are refused: transformers fuses experts into one tensor, whose inner inputs are
+not seen from outside, and single experts read only some of the tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
-from sinklab.assessing.reading import PairedReader, Step
+from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import kurtosis
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, hooked, residual_stream, token_norms
@@ -126,6 +128,14 @@ class Quantisation(AssessPart):
     outliers: list[Outliers]
 
     @classmethod
+    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        for block in adapter.blocks:
+            for name, weight in block.named_parameters():
+                if weight.ndim > 2 and min(weight.shape[-2:]) > 1:
+                    return f"its blocks have several linear layers in one tensor ({name}), which cannot be quantised"
+        return refused(adapter, surgery=watched_maxima(linear_maps(adapter.blocks), 0))
+
+    @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         calibrated = min(settings.sequences, CALIBRATED)
         tokens_NT, calibration_NT = text.split(settings.sequences, calibrated, settings.length)
@@ -177,6 +187,9 @@ def assess_quantisation(
     Args:
         calibration_NT: further sequences, from which static scales are computed.
         sink_tokens: number of first tokens that form the sink, in addition to learned leading tokens.
+
+    Raises:
+        InputError: if a linear layer reads only some of the tokens.
     """
     spared = adapter.leading + sink_tokens
     maps = linear_maps(adapter.blocks)
@@ -255,12 +268,12 @@ class LinearMap:
 
     Attributes:
         transposed: whether the output channels are the columns of the weight, as in GPT-2.
-        block: block that contains the layer, from whose input (B, T) is read; None if the layer's inputs are (B, T, I).
+        block: block that contains the layer, from whose input (B, T) is read.
     """
 
     module: nn.Module
     transposed: bool
-    block: nn.Module | None = None
+    block: nn.Module
 
     @property
     def weight(self) -> Tensor:
@@ -279,15 +292,13 @@ class LinearMap:
 
 
 def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
-    """List the linear layers of the blocks in order: `nn.Linear` and GPT-2's `Conv1D`; fused experts are neither."""
-    found = []
-    for block in blocks:
-        for module in block.modules():
-            if isinstance(module, nn.Linear):
-                found.append(LinearMap(module, False, block))
-            elif type(module).__name__ == "Conv1D":
-                found.append(LinearMap(module, True, block))
-    return found
+    """List the linear layers of the blocks in order: `nn.Linear` and GPT-2's `Conv1D`."""
+    return [
+        LinearMap(module, not isinstance(module, nn.Linear), block)
+        for block in blocks
+        for module in block.modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    ]
 
 
 @contextmanager
@@ -304,15 +315,6 @@ def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
 
     with shape.watched(maps), hooked(one.module.register_forward_pre_hook(entering) for one in maps):
         yield found
-
-
-@contextmanager
-def quantised(
-    maps: Sequence[LinearMap], weights: Weights, activations: Activations, maxima: Maxima, spared: int
-) -> Iterator[None]:
-    """Quantise weights and inputs of the layers in the `with` block (`quantised_weights`, `quantised_inputs`)."""
-    with quantised_weights(maps, weights) as exact, quantised_inputs(maps, exact, activations, maxima, spared):
-        yield
 
 
 @contextmanager
@@ -400,11 +402,17 @@ class _SequenceShape:
 
     def watched(self, maps: Sequence[LinearMap]) -> AbstractContextManager[None]:
         """Record the shape from the input of each block, in the `with` block."""
-        blocks = dict.fromkeys(one.block for one in maps if one.block is not None)
+        blocks = dict.fromkeys(one.block for one in maps)
         return hooked(block.register_forward_pre_hook(self._read, with_kwargs=True) for block in blocks)
 
     def unflattened(self, x: Tensor) -> Tensor:
-        """Reshape (B T, I) to (B, T, I)."""
+        """Reshape (B T, I) to (B, T, I).
+
+        Raises:
+            InputError: if x has another number of rows.
+        """
+        if x.ndim == 2 and len(x) != self._shape.numel():
+            raise InputError("a linear layer of its blocks, such as an expert, reads only some of the tokens")
         return x.unflatten(0, self._shape) if x.ndim == 2 else x
 
     def _read(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

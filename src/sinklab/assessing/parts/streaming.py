@@ -78,7 +78,7 @@ class Streaming(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        return refused(adapter, RollingCache(2, 1, in_cache=settings.positions == "cache"))
+        return refused(adapter, edit=RollingCache(2, 1, in_cache=settings.positions == "cache"))
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:

@@ -39,6 +39,7 @@ from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, P
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, first_importance
 from sinklab.attention.layer_call import LayerCall
+from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, hidden_states, hooked, residual_stream
 from sinklab.models.intercept import intercept
@@ -315,7 +316,11 @@ def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int
 
 
 def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
-    """Measure what writes the largest activation of the first position, and the loss with these writers zeroed."""
+    """Measure what writes the largest activation of the first position, and the loss with these writers zeroed.
+
+    Raises:
+        InputError: if no weight is found that writes it.
+    """
     tokens_N1, S = tokens_NT[:, :1], adapter.leading + tokens_NT.shape[1]
     parts = [feed_forward(block) for block in adapter.blocks]
     x_ME = _first_position(adapter, tokens_N1).mean(1)
@@ -340,6 +345,11 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
     part = parts[ffn_layer - 1]
     assert part is not None
     maps, out_E = down_maps(adapter, part, tokens_N1, channel)
+    if not maps or not out_E[channel]:
+        raise InputError(
+            f"no weight was found by which the feed-forward part of block {ffn_layer}, which adds most, writes channel "
+            f"{channel} of the first position: its gradients, or its output there, are zero"
+        )
     behind = sign * added / float(out_E[channel])
     neurons, experts = _neurons(maps, behind, sign), _experts(maps, behind, sign)
     by_name = {one.name: one for one in maps}

@@ -47,8 +47,8 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
     console.print(said, highlight=False)
 
 
-def print_experiment(one: ListedExperiment, console: Console) -> None:
-    """Print one experiment in full: question, cells, claims, and time per scale."""
+def print_experiment(one: ListedExperiment, plan: str, console: Console) -> None:
+    """Print one experiment in full: question, cells, claims, time per scale, and the command that prints its plan."""
     console.print(Text(printable(f"{one.id}: {one.title}"), style="bold"))
     for text in filter(None, (one.question, one.source and f"After {one.source}")):
         console.print(Text(printable(text)))
@@ -66,8 +66,7 @@ def print_experiment(one: ListedExperiment, console: Console) -> None:
         runs = f"{cost.cells} cells of {one.seeds} seed{'s' * (one.seeds != 1)}, {cost.claims} claims"
         console.print(f"{scale}: {_time_here(one, scale, jobs)} ({runs})", highlight=False)
     _print_estimates([one], jobs, console)
-    given = "--dry-run" if one.scales else "--text FILE --dry-run, with --model MODEL unless its models are fixed"
-    console.print(Text(printable(f"Plan of each cell: sinklab reproduce {one.id} {given}")), soft_wrap=True)
+    console.print(Text(printable(f"Plan of each cell: {plan}")), soft_wrap=True)
     console.print()
 
 

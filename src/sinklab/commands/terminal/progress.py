@@ -275,7 +275,7 @@ class DataBoard(Board):
 
     def counted(self, tokens: int) -> None:
         """Update the tokens per second from the number written so far; passed to `prepare` as callback `counted`."""
-        now = time.monotonic()
+        now = self.clock()
         if self._start is None:
             self._start = now, tokens
         elif now > self._start[0]:
