@@ -15,7 +15,7 @@ import pytest
 from sinklab.data.config import DataConfig
 from sinklab.data.prepare import prepare, prepared
 from sinklab.data.shards import TokenDataset, TokenFile, dtype_for
-from sinklab.data.sources.corpora import documents, fingerprint
+from sinklab.data.sources.corpora import Fingerprint, documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError, SinklabError
 
@@ -79,7 +79,10 @@ def test_the_document_nearest_to_the_threshold_fills_an_empty_shard(source: str,
 def test_the_manifest_describes_the_text(source: str, tmp_path: Path):
     data = prepare(source, "train:300", tmp_path / "out")
     manifest = data.manifest
-    assert manifest.text_sha256 == fingerprint(documents(source))
+    text = Fingerprint()
+    for document in documents(source):
+        text.add(document)
+    assert manifest.text_sha256 == text.hexdigest()
     assert manifest.text_bytes == sum(len(text.encode()) for text in TEXTS)
     assert (manifest.train.tokens, manifest.valid.tokens) == (len(data.train), len(data.valid))
     assert (data.vocab_size, data.eos_id, data.bos_id) == (300, 0, 1)
@@ -114,11 +117,13 @@ def test_text_can_be_limited(tmp_path: Path):
     assert 99_990 < data.manifest.text_bytes <= 100_000
 
 
-def test_progress_counts_the_text_of_both_stages(source: str, tmp_path: Path):
-    seen: list[tuple[str, int, int | None]] = []
-    prepare(source, "train:300", tmp_path / "out", progress=lambda *stage: seen.append(stage))
-    assert {stage for stage, _, _ in seen} == {"tokenizer", "tokens"}
-    assert seen[-1][1] == sum(len(text.encode()) for text in TEXTS)
+def test_progress_counts_the_bytes_of_both_stages(tmp_path: Path):
+    texts = [f"Grüße, {text}" for text in TEXTS]
+    done: dict[str, int] = {}
+    source = rows_file(tmp_path / "text.jsonl", texts)
+    prepare(source, "train:300", tmp_path / "out", progress=lambda stage, size, _: done.update({stage: size}))
+    total = sum(len(text.encode()) for text in texts)
+    assert done == {"tokenizer": total, "tokens": total}
 
 
 @pytest.mark.parametrize("name", ["train.bin", "valid.bin"])
@@ -130,19 +135,18 @@ def test_a_flipped_bit_is_reported_with_a_remedy(source: str, tmp_path: Path, na
     (out / name).write_bytes(content)
     with pytest.raises(SinklabError, match=rf"{name} is corrupted.*Delete the folder.*sinklab data prepare"):
         TokenDataset.open(out)
-    TokenDataset.open(out, verify=False)
 
 
 @pytest.mark.parametrize("name", ["train.bin", "valid.bin"])
-def test_a_truncated_or_missing_shard_is_reported_without_checksums(source: str, tmp_path: Path, name: str):
+def test_a_truncated_or_missing_shard_is_reported(source: str, tmp_path: Path, name: str):
     out = tmp_path / "out"
     prepare(source, "train:300", out)
     (out / name).write_bytes((out / name).read_bytes()[:-2])
     with pytest.raises(SinklabError, match=rf"{name} has .* bytes where .* Delete the folder"):
-        TokenDataset.open(out, verify=False)
+        TokenDataset.open(out)
     (out / name).unlink()
     with pytest.raises(SinklabError, match=rf"{name} is missing.*Delete the folder"):
-        TokenDataset.open(out, verify=False)
+        TokenDataset.open(out)
 
 
 def test_a_replaced_tokenizer_is_reported(source: str, tmp_path: Path):
@@ -159,6 +163,12 @@ def test_damaged_and_missing_manifests_have_different_errors(source: str, tmp_pa
     with pytest.raises(SinklabError, match=r"data\.json is damaged.*Delete the folder"):
         TokenDataset.open(tmp_path / "out")
     with pytest.raises(InputError, match=r"no prepared data.*sinklab data prepare"):
+        TokenDataset.open(tmp_path)
+
+
+def test_a_manifest_that_cannot_be_read_is_reported(tmp_path: Path):
+    (tmp_path / "data.json").symlink_to("/proc/self/mem")  # a file that even root cannot read
+    with pytest.raises(SinklabError, match=r"data\.json cannot be read: .*Delete the folder"):
         TokenDataset.open(tmp_path)
 
 

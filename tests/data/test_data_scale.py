@@ -95,10 +95,10 @@ def test_ids_equal_those_of_the_tokenizers_library(name: str, data_dir: Path, bp
     assert tokenizer.encode_batch([]) == []
 
 
-def test_tokenizers_encodes_where_fastokens_cannot(tmp_path: Path):
+def test_tokenizers_encodes_where_fastokens_cannot():
     request = parse("synthetic:bigram_backcopy:length=32,documents=8")
     assert request is not None
-    tokenizer = word_tokenizer(request, tmp_path)
+    tokenizer = word_tokenizer(request)
     assert tokenizer.encode_flat.__name__ == "exact"
     words = list(tokenizer.backend.get_vocab())[:3]
     assert tokenizer.encode_batch([" ".join(words), ""]) == [[tokenizer.backend.token_to_id(w) for w in words], []]
@@ -227,6 +227,12 @@ def test_a_dry_run_writes_nothing_and_is_close_to_the_result(
     found = estimate(settings_of(str(corpus), bpe, mix=mix, token_limit=4_000))
     assert [(a.name, a.taken) for a in found.amounts] == [("law", 1000), ("code", 3000)]
     assert (found.tokens, found.shard_bytes) == (4_000, 8_000)
+
+
+def test_the_size_of_a_synthetic_source_is_estimated_without_the_hub():
+    source = "synthetic:bigram_backcopy:length=32,documents=8"
+    assert estimate(settings_of(source, "words", token_limit=100)).shard_bytes == 200
+    assert estimate(settings_of(source, "words")).tokens is None
 
 
 # Interruptions

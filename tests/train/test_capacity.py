@@ -6,9 +6,10 @@ import pytest
 import torch
 from conftest import Run, on_one_line
 
+from sinklab.data.prepare import prepare
 from sinklab.errors import InputError
 from sinklab.train import planning
-from sinklab.train.planning import check_fits, memory_estimate
+from sinklab.train.planning import check_fits, memory_estimate, sized
 from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.world import ALONE, World
 
@@ -63,6 +64,31 @@ def test_a_model_beyond_the_memory_is_not_built_to_be_estimated(
         check_fits(recipe(*sizes), ALONE)
 
 
+def test_each_kind_of_layer_of_a_hybrid_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = recipe("model.layers=8", "model.mixer={kind: gated_delta, heads: 16, key_width: 64, value_width: 128}")
+    estimate = memory_estimate(wanted, torch.device("cpu"))
+    has(monkeypatch, estimate.weights + estimate.gradients)
+    with pytest.raises(InputError, match="by estimate"):
+        check_fits(wanted, ALONE)
+
+
+def test_prepared_text_is_planned_with_its_vocabulary_and_not_that_of_an_ignored_tokenizer(tmp_path: Path) -> None:
+    source = "synthetic:bigram_backcopy:length=65,documents=20"
+    prepare(source, "words", tmp_path)
+    asked = load_recipe("tiny", [f"data.source={tmp_path}", "data.tokenizer=train:1024"])
+    size = sized(asked, torch.device("cpu"), lambda: pytest.fail("prepared again")).model.vocab_size
+    assert size == 69
+
+
+def test_recomputation_is_advised_only_if_it_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, advised in (("none", True), ("blocks", False)):
+        wanted = recipe("model.layers=64", "train.batch_size=512", f"train.recompute={kind}")
+        has(monkeypatch, memory_estimate(wanted, torch.device("cpu")).total - 1)
+        with pytest.raises(InputError, match="for its activations") as refused:
+            check_fits(wanted, ALONE)
+        assert ("train.recompute" in str(refused.value)) == advised
+
+
 def test_the_default_recipe_is_refused_before_its_text_is_prepared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, 24 * 2**30)
     Path("defaults.yaml").write_text("train: {device: cpu}")
@@ -77,7 +103,7 @@ def test_with_anyway_a_failed_allocation_is_reported_in_a_sentence(run: Run) -> 
     sets += ["data.tokenizer=words", "data.bos=false", "train.device=cpu"]
     settings = [arg for value in sets for arg in ("--set", value)]
     status, _, err = on_one_line(run)("train", "tiny", "--anyway", *settings, "--out", "run")
-    assert status == 2
+    assert status == 1
     assert "out of memory: use a smaller model" in err
     assert "Traceback" not in err
     assert not Path("run").exists()

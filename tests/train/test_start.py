@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from conftest import Run, on_one_line
 from same_run import assert_same_run
 from tiny_gguf import as_gguf, llama, needed
 from tiny_models import text_file, tiny_model
+from torch import Tensor
 from trained_run import trained_run
 from transformers import AutoModelForCausalLM
 
 from sinklab.data.prepare import prepared
 from sinklab.errors import InputError
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory.run import open_run
+from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe, load_recipe
 from sinklab.train.start import begin, load_start, started
@@ -143,6 +145,51 @@ def test_a_run_directory_can_be_a_start(tmp_path: Path) -> None:
     expected = theirs.weights["blocks.0.attention.out.weight"] * 2
     assert torch.equal(ours.get_parameter("blocks.0.attention.out.weight"), expected)
     assert trainer.train().status == "done"
+
+
+def continued(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> tuple[Tensor, Tensor, list[str]]:
+    """Logits of a run with large weights and of the model that starts from it, and the new tensors of the latter."""
+    directory, _ = trained_run(folder, {}, there)
+    before = load_run(directory).model
+    with torch.no_grad():
+        for parameter in before.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))))
+    start = replace(load_start(str(directory)), weights=before.state_dict())
+    recipe = started(build_recipe({"model": {"init_from": str(directory), **here}, "metric": {"length": 8}}))
+    made = Transformer(recipe.model.model_copy(update={"init_sha256": start.sha256()})).eval()
+    new = begin(made, start, directory / "tokenizer.json")
+    with torch.no_grad():
+        return before(some_tokens(16) % 250), made(some_tokens(16) % 250), new
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ({"attention": {"bias": "k"}}, {"attention": {"bias": "k"}}),
+        ({"attention": {"bias": "k"}}, {"attention": {"bias": "kv"}}),
+        ({"pattern": {"every": 2, "bias": "k"}}, {"pattern": {"every": 2, "bias": "k"}}),
+        ({"attention": {"bias": "v"}}, {"attention": {"bias": "v"}, "gate": "value"}),
+        ({"attention": {"bias": "kv"}}, {"attention": {"bias": "kv"}, "gate": "value"}),
+        ({"norm": {"eps": 0.1}}, {"norm": {"gate_rank": 3}}),
+        ({"norm": {"placement": "sandwich", "head_norm": True}}, {"norm": {"gate_rank": 3}, "gate": "head"}),
+        ({"position": {"kind": "rotary", "theta": 7.0}}, {"position": "rotary"}),
+    ],
+)
+def test_a_continued_run_has_its_outputs_bit_for_bit(
+    there: dict[str, Any], here: dict[str, Any], tmp_path: Path
+) -> None:
+    expected, found, _ = continued(tmp_path, there, here)
+    assert torch.equal(found, expected)
+
+
+def test_a_value_gate_before_a_norm_of_heads_changes_the_outputs_by_the_norms_eps(tmp_path: Path) -> None:
+    expected, found, _ = continued(tmp_path, {"norm": {"head_norm": True, "eps": 1e-8}}, {"gate": "value"})
+    assert_close(found, expected, 1e-4)
+
+
+def test_norms_that_a_run_lacks_can_be_added(tmp_path: Path) -> None:
+    *_, new = continued(tmp_path, {}, {"norm": {"qk_norm": True}})
+    assert new == [f"blocks.{i}.attention.{part}_norm.weight" for i in (0, 1) for part in ("k", "q")]
 
 
 def test_the_hash_covers_the_weights_of_a_start_and_not_their_path(checkpoint: Path, tmp_path: Path) -> None:

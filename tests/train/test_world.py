@@ -1,5 +1,6 @@
 """Initialisation of several processes: their timeout, and their card."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 import torch.distributed as dist
 from commands import call_together
 
-from sinklab.train.world import PATIENCE, World, own_card
+from sinklab.errors import LostProcessError
+from sinklab.train.world import PATIENCE, World, joined_world, own_card
 
 
 def patience(world: World, out: Path) -> None:
@@ -19,6 +21,19 @@ def test_processes_wait_longer_than_pytorchs_half_hour_for_prepared_text(tmp_pat
     assert call_together(patience, 2, tmp_path) == [0, 0]
     assert {path.read_text() for path in tmp_path.iterdir()} == {str(PATIENCE)}
     assert dist.distributed_c10d.default_pg_timeout < PATIENCE
+
+
+def test_a_port_in_use_ends_the_process_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LostProcessError, match=f"process 0 of 2 failed.*{port}"), joined_world():
+            pass
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,11 @@ from pydantic import ValidationError
 
 from sinklab.data.building import JOURNAL, Builder
 from sinklab.data.config import DataConfig
-from sinklab.data.shards import MANIFEST, Manifest, Settings, TokenDataset, is_prepared
+from sinklab.data.shards import MANIFEST, Manifest, Settings, TokenDataset, is_prepared, read_manifest
 from sinklab.data.sources.corpora import identity
+from sinklab.data.sources.textfiles import expanded
 from sinklab.data.texts import RequestedText, StageProgress, tokenizer_of
+from sinklab.data.tokenizers import trained_size
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import cache_folder, is_at, is_full, sha256_of, write_json, write_text
 
@@ -87,7 +89,7 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
     Raises:
         InputError, SinklabError: see `prepare` and `TokenDataset.open`.
     """
-    folder = Path(config.source).expanduser()
+    folder = expanded(config.source)
     if is_prepared(folder):
         return TokenDataset.open(folder)
     settings = _settings(config)
@@ -103,18 +105,30 @@ def find_prepared(config: DataConfig, cache: Path | None = None) -> TokenDataset
     Raises:
         InputError, SinklabError: see `TokenDataset.open`; also if there is no such source.
     """
-    folder = Path(config.source).expanduser()
+    folder = expanded(config.source)
     if not is_prepared(folder):
         folder = _in_cache(_settings(config), cache)
     return TokenDataset.open(folder) if is_prepared(folder) else None
 
 
+def known_vocabulary(config: DataConfig) -> int | None:
+    """Return the vocabulary size of a recipe's data if it is known before it is prepared, else None.
+
+    It is that of a source that is prepared data, else SIZE of a tokenizer `train:SIZE`, an upper bound.
+
+    Raises:
+        SinklabError: if the data.json of prepared data is damaged.
+    """
+    folder = expanded(config.source)
+    return read_manifest(folder).vocab_size if is_prepared(folder) else trained_size(config.tokenizer)
+
+
 def _settings(config: DataConfig) -> Settings:
-    if is_prepared(Path(config.source).expanduser()):
+    if is_prepared(expanded(config.source)):
         raise InputError(
             f"source {config.source} is already prepared: use it as data.source, or pass the original text"
         )
-    path = Path(config.tokenizer).expanduser()
+    path = expanded(config.tokenizer)
     path = path / "tokenizer.json" if path.is_dir() else path
     tokens = sha256_of(path) if path.is_file() else config.tokenizer
     digest = hashlib.sha256(json.dumps([identity(config.source), tokens]).encode()).hexdigest()

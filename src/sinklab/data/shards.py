@@ -175,9 +175,7 @@ class TokenFile:
         return status.st_mtime_ns, status.st_ctime_ns
 
     def _unreadable(self, error: OSError) -> SinklabError:
-        return SinklabError(
-            f"{self.path} cannot be read: {error.strerror or error}. Make it readable, or: {self._remedy}"
-        )
+        return _unreadable(self.path, error, self._remedy)
 
 
 class TokenDataset:
@@ -203,19 +201,15 @@ class TokenDataset:
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @classmethod
-    def open(cls, directory: Path, verify: bool = True) -> "TokenDataset":
-        """Open a prepared directory.
-
-        Args:
-            directory: directory written by `prepare`.
-            verify: verify the SHA-256 of the token files and tokenizer.json; the token files' sizes are always checked.
+    def open(cls, directory: Path) -> "TokenDataset":
+        """Open a directory written by `prepare`, and verify the SHA-256 of the token files and tokenizer.json.
 
         Raises:
             InputError: if there is no prepared data.
             SinklabError: if a file is missing, unreadable, of another size or changed, or data.json is damaged; the
                 message names the file and the remedy.
         """
-        manifest = _manifest(directory)
+        manifest = read_manifest(directory)
         dtype, remedy = DTYPES[manifest.dtype], _remedy(directory, manifest)
         train, valid = (
             TokenFile(directory / shard.file, dtype, shard.tokens, shard.sha256, remedy)
@@ -224,16 +218,14 @@ class TokenDataset:
         tokenizer = directory / "tokenizer.json"
         if not tokenizer.is_file():
             raise SinklabError(f"{tokenizer} is missing. {remedy}")
-        if verify:
-            train.verify()
-            valid.verify()
-            try:
-                found = sha256_of(tokenizer)
-            except OSError as error:
-                reason = error.strerror or error
-                raise SinklabError(f"{tokenizer} cannot be read: {reason}. Make it readable, or: {remedy}") from error
-            if found != manifest.tokenizer_sha256:
-                raise SinklabError(f"{tokenizer} is corrupted: its checksum is not the one recorded. {remedy}")
+        train.verify()
+        valid.verify()
+        try:
+            found = sha256_of(tokenizer)
+        except OSError as error:
+            raise _unreadable(tokenizer, error, remedy) from error
+        if found != manifest.tokenizer_sha256:
+            raise SinklabError(f"{tokenizer} is corrupted: its checksum is not the one recorded. {remedy}")
         return cls(directory, manifest, train, valid)
 
 
@@ -247,19 +239,26 @@ def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def _manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> Manifest:
+    """Read the data.json of a prepared directory; raises as `TokenDataset.open`."""
     path = directory / MANIFEST
     try:
         return Manifest.model_validate_json(path.read_bytes())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(
             f"{directory} contains no prepared data (there is no {MANIFEST}): "
             f"run sinklab data prepare SOURCE --tokenizer NAME --out {directory}"
         ) from error
+    except OSError as error:
+        raise _unreadable(path, error, _remedy(directory, None)) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise SinklabError(f"{path} is damaged ({where}: {first['msg']}). {_remedy(directory, None)}") from error
+
+
+def _unreadable(path: Path, error: OSError, remedy: str) -> SinklabError:
+    return SinklabError(f"{path} cannot be read: {error.strerror or error}. Make it readable, or: {remedy}")
 
 
 def _remedy(directory: Path, manifest: Manifest | None) -> str:

@@ -20,7 +20,7 @@ from sinklab.data.shards import DTYPES, Settings, dtype_for
 from sinklab.data.sources.corpora import cut, documents, total_bytes
 from sinklab.data.sources.hub import PREFIX, hub_documents, hub_files
 from sinklab.data.sources.synthetic import parse, word_tokenizer
-from sinklab.data.sources.textfiles import read_documents, text_files
+from sinklab.data.sources.textfiles import expanded, read_documents, text_files
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
 from sinklab.errors import InputError
 
@@ -33,9 +33,9 @@ BPE_SAMPLE_BYTES = 8 * 2**20
 """Approximate size of the sample on which a tokenizer is trained, bytes; smaller texts are used whole."""
 
 StageProgress = Callable[[str, int, int | None], None]
-"""Callback that receives the stage, the amount of text done, and the size of the text in bytes (None if unknown).
+"""Callback that receives the stage, the amount of text done, and the size of the text (None if unknown), in bytes.
 
-The stages are "tokenizer" (training, amount in characters) and "tokens" (encoding, amount in bytes).
+The stages are "tokenizer" (training) and "tokens" (encoding).
 """
 
 
@@ -69,7 +69,7 @@ class Stream:
             yield from hub_documents(self.source, files=list(self.files))
         else:
             for file in self.files:
-                yield from read_documents(Path(self.source).expanduser() / file)
+                yield from read_documents(expanded(self.source) / file)
 
     def tokens_per_byte(self, tokenizer: Tokenizer) -> float:
         """Estimate the tokens per byte of this stream from a sample at its start.
@@ -100,7 +100,7 @@ def streams(source: str, mix: Mix) -> list[Stream]:
         InputError: if the source is no folder or hub dataset with text files, or domains with a weight have no file
             (all of them, if the mix renormalises the weights).
     """
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     sizes: dict[str, int | None]
     if source.startswith(PREFIX):
         sizes = dict.fromkeys(hub_files(source))
@@ -212,14 +212,18 @@ def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress
     """
     if (folder / "tokenizer_config.json").is_file():  # written last, so the tokenizer is complete
         return load_tokenizer(str(folder))
-    if request := parse(settings.source):
-        return word_tokenizer(request, folder)
     size = trained_size(settings.tokenizer)
     if size is not None:
         return train_bpe(_sample(text, progress), size, folder)
-    tokenizer = load_tokenizer(settings.tokenizer)
+    tokenizer = _given_tokenizer(settings)
     tokenizer.save(folder)
     return tokenizer
+
+
+def _given_tokenizer(settings: Settings) -> Tokenizer:
+    """Load the tokenizer of the settings, or build that of a synthetic source."""
+    request = parse(settings.source)
+    return load_tokenizer(settings.tokenizer) if request is None else word_tokenizer(request)
 
 
 def _sample(text: RequestedText, progress: StageProgress) -> Iterator[str]:
@@ -228,7 +232,7 @@ def _sample(text: RequestedText, progress: StageProgress) -> Iterator[str]:
     every = 1 if total is None else max(1, math.ceil(total / BPE_SAMPLE_BYTES))
     done = taken = 0
     for index, (_, document) in enumerate(text.named_documents()):
-        done += len(document)
+        done += len(document.encode())
         if index % every:
             continue
         taken += len(document)
@@ -287,7 +291,7 @@ def estimate(settings: Settings) -> Estimate:
             f"tokenizer {settings.tokenizer} is trained on the text, so its tokens cannot be estimated: "
             "use the tokenizer of a model, or a folder with tokenizer.json"
         )
-    tokenizer = load_tokenizer(settings.tokenizer)
+    tokenizer = _given_tokenizer(settings)
     text = RequestedText(settings)
     rates = [stream.tokens_per_byte(tokenizer) for stream in text.streams]
     sizes = [stream.size for stream in text.streams] if settings.mix else [text.total_bytes]

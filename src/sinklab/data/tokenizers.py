@@ -10,19 +10,19 @@ RAYON_NUM_THREADS threads.
 encoded in pieces, cut between words where no token changes.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sinklab.data.sources.textfiles import expanded
 from sinklab.errors import InputError
-from sinklab.files import write_json, write_text
+from sinklab.files import parse_json, write_json, write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -39,7 +39,7 @@ EncodeBatch = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
 PIECE = 2**19  # characters; shorter documents are encoded whole
 AT_ONCE = 8  # pieces encoded in a batch
 AROUND = 2**10  # characters on both sides of a cut that are encoded to check it
-TRIES = 32  # maximum number of cuts tried after the first
+TRIES = 33  # maximum number of cuts tried
 
 PROBES = (
     "",
@@ -128,7 +128,7 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     Raises:
         InputError: if the tokenizer cannot be found, downloaded, read or converted, or has no EOS token.
     """
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     if path.is_file():
         return _read(path, source=name_or_path)
     if not path.is_dir():
@@ -201,9 +201,13 @@ def _special_tokens(folder: Path) -> dict[str, str]:
         if not path.is_file():
             continue
         try:
-            entries: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            entries = parse_json(path.read_text(encoding="utf-8"))
+            if not isinstance(entries, dict):
+                raise ValueError("it is not an object")
         except ValueError as error:
             raise InputError(f"{path} is not valid JSON: {error}") from error
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from error
         for key in ("eos_token", "bos_token"):
             token = entries.get(key)
             token = token.get("content") if isinstance(token, dict) else token
@@ -297,7 +301,7 @@ def pieces(
     while len(text) - start > size:
         second_half = start + size - size // 2
         found = re.finditer(r"[A-Za-z0-9](?= [A-Za-z])", text[second_half : start + size])
-        for cut in (second_half + one.end() for one in islice(found, TRIES + 1)):
+        for cut in (second_half + one.end() for one in islice(found, TRIES)):
             if changes_nothing(text[max(start, cut - AROUND) : cut], text[cut : cut + AROUND]):
                 break
         else:

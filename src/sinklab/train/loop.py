@@ -41,13 +41,10 @@ class StepReport:
 
     Attributes:
         step: number of updates done.
-        loss: after an update the newest known training loss (`Updater.update`), after an evaluation the validation
-            loss; nats per token.
         row: line of the evaluation in metrics.jsonl; None after an update.
     """
 
     step: int
-    loss: float
     row: dict[str, Any] | None = None
 
 
@@ -163,9 +160,9 @@ class Trainer:
             self._evaluate()
         while state.step < options.steps:
             self._look()
-            loss = self._update()
+            self._update()
             last = state.step == options.steps
-            self.watch(StepReport(state.step, loss))
+            self.watch(StepReport(state.step))
             if state.step % options.eval_every == 0 or last:
                 self._evaluate()
             if state.step % options.save_every == 0 or last:
@@ -216,7 +213,7 @@ class Trainer:
             self.world.only_first(lambda: self._history.add(row))
             if self._is_regular:  # else kept: an extended run has no evaluation at this step
                 self.state.loss_sum, self.state.loss_count = 0.0, 0
-            self.watch(StepReport(self.state.step, row["valid_loss"], row))
+            self.watch(StepReport(self.state.step, row))
         self._speed.begin(self.state.step, self.updater.batches.waited)
 
     @property

@@ -1,8 +1,6 @@
 """Optimisers and learning-rate schedules."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -49,30 +47,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
         rest = [parameter for parameter in model.parameters() if id(parameter) not in names]
         self.parts = [_muon(hidden, config), _adamw(rest, config)]
         super().__init__([{"params": hidden}, {"params": rest}], {"lr": config.lr})
-        self._share()
-
-    def _share(self) -> None:
         self.param_groups = [group for part in self.parts for group in part.param_groups]
         for part in self.parts:
             part.state = self.state
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter; return the result of `closure`, or None without one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]  # no closure
+        """Update every parameter."""
         for part in self.parts:
             part.step()
-        return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimiser state that `state_dict` returned."""
-        super().load_state_dict(state_dict)
-        for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.param_groups = [group]
-        self._share()
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

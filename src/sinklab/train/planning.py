@@ -29,19 +29,18 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinklab.attention.query_blocks import CHUNK
-from sinklab.data.prepare import prepared
+from sinklab.data.prepare import known_vocabulary, prepared
 from sinklab.data.shards import TokenDataset
-from sinklab.data.tokenizers import trained_size
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.loss import WHOLE, rows_per_chunk
 from sinklab.model.transformer import Transformer
 from sinklab.model.values import NoValueResidual
 from sinklab.models.memory_budget import total_bytes
-from sinklab.train.config import Muon, OptimConfig, Sgd
+from sinklab.train.config import Muon, OptimConfig, Sgd, TrainConfig
 from sinklab.train.directory.run import resolved_precision
 from sinklab.train.flops import Flops, model_flops, peak_flops, shape_of
 from sinklab.train.optim import hidden_matrices
@@ -88,19 +87,14 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
     model = shape_of(config)
     sharded = processes > 1 and train.parallel == "fsdp"
     share = processes if sharded else 1
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = _size(model)
     mine = train.batch_size // processes
     sequences = min(train.micro_batch or mine, mine)
     bf16 = train.precision == "bf16"
     positions = sequences * (config.context + model.leading)
-    counted = [
-        (number, *_saved(kind, bf16, layers=1))
-        for kind, number in Counter(map(config.of_layer, config.attention_layers)).items()
-    ]
-    outside = max(per_position.outside for *_, per_position in counted) * positions
-    if linear := config.layers - len(config.attention_layers):
-        counted.append((linear, *_saved(config, bf16, layers=2)))
-    blocks = [(number, fixed + per_position.inside * positions) for number, fixed, per_position in counted]
+    counted = [(kind.layers, number, *_saved(kind, bf16)) for kind, number in _kinds(config)]
+    outside = max(per_position.outside for layers, *_, per_position in counted if layers == 1) * positions
+    blocks = [(number, fixed + per_position.inside * positions) for _, number, fixed, per_position in counted]
     inside, block = sum(number * size for number, size in blocks), max(size for _, size in blocks)
     recomputed = 0.0
     if train.recompute == "blocks":
@@ -117,13 +111,21 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
     )
 
 
-def _saved(config: ModelConfig, bf16: bool, layers: int) -> tuple[float, _Saved]:
+def _kinds(config: ModelConfig) -> list[tuple[ModelConfig, int]]:
+    """Return a small model for each kind of layer, which is its first layer, and the number of layers of this kind."""
+    attention = Counter(map(config.of_layer, config.attention_layers)).items()
+    kinds = [(kind.model_copy(update={"layers": 1}), number) for kind, number in attention]
+    if linear := config.layers - len(config.attention_layers):
+        # If the first layer is linear, there are no first-layer values for value residuals.
+        kinds.append((config.model_copy(update={"layers": 2, "value_residual": NoValueResidual()}), linear))
+    return kinds
+
+
+def _saved(config: ModelConfig, bf16: bool) -> tuple[float, _Saved]:
     """Measure the bytes that autograd saves: a constant inside the first block, and the bytes per position."""
-    lengths = LENGTHS if layers == 1 else (CHUNK, 2 * CHUNK)  # linear layers save activations per chunk
+    lengths = LENGTHS if config.layers == 1 else (CHUNK, 2 * CHUNK)  # linear layers save activations per chunk
     lengths = lengths if config.context >= max(lengths) else (config.context // 2, config.context)
-    # If the first layer is linear, there are no first-layer values for value residuals.
-    short = {"layers": layers, "vocab_size": 2} | ({} if layers == 1 else {"value_residual": NoValueResidual()})
-    model = Transformer(config.model_copy(update=short))
+    model = Transformer(config.model_copy(update={"vocab_size": 2}))
     first, second = (_saved_at(model, length, bf16) for length in lengths)
     slope = _Saved(*((more - less) / (lengths[1] - lengths[0]) for less, more in zip(first, second, strict=True)))
     return max(0.0, first.inside - slope.inside * (lengths[0] + model.leading)), slope
@@ -174,7 +176,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _optimizer_bytes(model: Transformer, config: OptimConfig) -> int:
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = _size(model)
     if isinstance(config, Sgd):
         return FLOAT32 * parameters if config.momentum else 0
     matrices = sum(p.numel() for p in hidden_matrices(model)) if isinstance(config, Muon) else 0
@@ -216,18 +218,20 @@ def check_fits(recipe: Recipe, world: World) -> None:
     share = world.size if world.size > 1 and recipe.train.parallel == "fsdp" else 1
     weights = 2 * FLOAT32 * _parameters(recipe.model) // share
     if weights > have:  # the estimate builds one layer, which must fit
-        raise _refusal(f"at least {weights / MB:,.0f} MB for its weights and gradients", have, device, "weights")
+        needs = f"at least {weights / MB:,.0f} MB for its weights and gradients"
+        raise _refusal(recipe.train, needs, have, device, "weights")
     estimate = memory_estimate(recipe, device, world.size)
     if estimate.total > have:
         largest, size = max(asdict(estimate).items(), key=lambda part: part[1])
         needs = f"{estimate.total / MB:,.0f} MB by estimate, {size / MB:,.0f} of them for its {largest},"
-        raise _refusal(needs, have, device, largest)
+        raise _refusal(recipe.train, needs, have, device, largest)
 
 
-def _refusal(needs: str, have: int, device: torch.device, largest: str) -> InputError:
+def _refusal(train: TrainConfig, needs: str, have: int, device: torch.device, largest: str) -> InputError:
     of_the_model = largest in ("weights", "gradients", "optimizer")
     smaller = "model.width, model.layers or vocabulary" if of_the_model else "train.micro_batch or model.context"
-    smaller += ", or train.recompute to blocks (if it is none)" if largest == "activations" else ""
+    if largest == "activations" and train.recompute == "none":
+        smaller += ", or train.recompute to blocks"
     return InputError(
         f"a process needs {needs} and has {have / MB:,.0f} MB ({device}): set a smaller {smaller} "
         "(--dry-run prints each part), or pass --anyway to skip this check"
@@ -235,14 +239,18 @@ def _refusal(needs: str, have: int, device: torch.device, largest: str) -> Input
 
 
 def _parameters(config: ModelConfig) -> int:
-    """Extrapolate the number of parameters from models of one and two layers, as if all further layers were the same.
+    """Count the parameters, without those of value residuals, from a small model for each kind of layer.
 
     Building all layers is slow, even on the meta device.
     """
-    one, two = (
-        sum(p.numel() for p in shape_of(config.model_copy(update={"layers": layers})).parameters()) for layers in (1, 2)
-    )
-    return one + (config.layers - 1) * (two - one)
+    models = [(shape_of(kind), number) for kind, number in _kinds(config)]
+    outside = max(_size(model) - _size(model.blocks) for model, _ in models)
+    return outside + sum(number * _size(model.blocks[0]) for model, number in models)
+
+
+def _size(module: nn.Module) -> int:
+    """Return the number of a module's parameters."""
+    return sum(p.numel() for p in module.parameters())
 
 
 @dataclass(frozen=True)
@@ -296,7 +304,7 @@ def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> Trainin
     peak = train.peak_flops or peak_flops(device)
     return TrainingPlan(
         name=recipe.name,
-        parameters=sum(p.numel() for p in shape_of(config).parameters()),
+        parameters=_size(shape_of(config)),
         steps=train.steps,
         tokens=train.steps * train.batch_size * config.context,
         tokens_per_step=train.batch_size * config.context,
@@ -312,12 +320,15 @@ def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> Trainin
 def sized(recipe: Recipe, device: torch.device, prepare: Callable[[], TokenDataset]) -> Recipe:
     """Return the recipe with its vocabulary size and precision set.
 
-    The vocabulary size is `model.vocab_size`, else SIZE of the tokenizer `train:SIZE`, else that of the prepared data.
+    The vocabulary size is `model.vocab_size`, else `known_vocabulary`, else that of the data that `prepare` returns.
 
     Args:
         prepare: function that prepares the data; called only if the vocabulary size is not known without it.
+
+    Raises:
+        SinklabError: if the source is prepared data, and damaged.
     """
-    size = recipe.model.vocab_size or trained_size(recipe.data.tokenizer) or prepare().vocab_size
+    size = recipe.model.vocab_size or known_vocabulary(recipe.data) or prepare().vocab_size
     model = recipe.model.model_copy(update={"vocab_size": size})
     train = recipe.train.model_copy(update={"precision": resolved_precision(recipe.train.precision, device)})
     return recipe.model_copy(update={"model": model, "train": train})

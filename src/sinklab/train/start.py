@@ -7,12 +7,14 @@ Tensors that the checkpoint lacks are new. If possible, they are initialised suc
 
     sink logit              `model.attention.bias.start`, default -12: at most 6e-6 of a row
     key of k and kv biases  likewise: a learned number added to the logit
-    output and value gates  sigmoid(0) = 1/2 everywhere, and twice the output projection: exactly the same outputs
+    output and value gates  sigmoid(0) = 1/2 everywhere, and twice the output projection: exactly the same outputs; for
+                            a value gate also half the v or kv bias, and with head_norm, which rescales, not twice
     value of v, kv biases   zero
     gates behind norms      sigmoid(0) = 1/2 everywhere, and twice the weight of the norm: exactly the same outputs
     projected embeddings    both matrices are the identity: exactly the same outputs
 
-Other changes alter the initial outputs, such as a sink token, another operation, a V-scale gate or additional norms.
+Other changes alter the initial outputs, such as a sink token, another operation, a V-scale gate, additional norms, or a
+value gate with a K bias of fixed value.
 """
 
 import hashlib
@@ -35,21 +37,14 @@ from sinklab.schema import leaves
 from sinklab.train.directory.run import RECIPE, load_run
 from sinklab.train.recipe import Recipe, build_recipe
 
-OPEN = (
-    "layers",
-    "width",
-    "heads",
-    "kv_heads",
-    "ffn_width",
-    "vocab_size",
-    "context",
-    "position",
-    "norm",
-    "mixer",
-    "pattern",
-    "projection",
-)
-"""Keys of `model` that default to the checkpoint's values; only context, pattern and kind of position may differ."""
+OPEN = ("layers", "width", "heads", "kv_heads", "ffn_width", "vocab_size", "context")
+OPEN += ("position", "norm", "mixer", "pattern", "projection")
+"""Keys of `model` that default to the checkpoint's values; only those in `FREE` and the kind of position may differ.
+
+A given `norm`, `position`, `mixer` or `projection` has the checkpoint's values for the keys that it lacks.
+"""
+
+FREE = ("context", "pattern", "norm.alpha", "norm.qk_norm", "norm.head_norm", "norm.gate_rank")
 
 GATE_BEHIND_NORM = ".gate.up.weight"
 
@@ -128,8 +123,9 @@ def _tokenizer(name: str, loaded: Any) -> Tokenizer:
 def started(recipe: Recipe) -> Recipe:
     """Return the recipe with the values that its initial checkpoint determines, where it does not set them.
 
-    These are the keys in `OPEN`, the hash of the weights, the tokenizer, and `start` of biases that have it. A recipe
-    without an initial checkpoint, or with `model.init_sha256`, is returned unchanged.
+    These are the keys in `OPEN`, the hash of the weights, the tokenizer, and `start` of biases that have it, except if
+    the checkpoint has the key of a k or kv bias without an offset. A recipe without an initial checkpoint, or with
+    `model.init_sha256`, is returned unchanged.
 
     Raises:
         InputError: if the checkpoint is unusable, or keys that must be equal differ from the recipe's.
@@ -140,17 +136,18 @@ def started(recipe: Recipe) -> Recipe:
         return recipe
     start, sha256 = _without_weights(name)
     _check_sizes(recipe, start)
-    given = recipe.model.model_fields_set
-    model: dict[str, Any] = {key: start.model[key] for key in OPEN if key in start.model and key not in given}
-    model["init_sha256"] = sha256
+    has_pattern = "pattern" in recipe.model.model_fields_set
+    theirs = {key: start.model[key] for key in OPEN if key in start.model and not (key == "pattern" and has_pattern)}
+    defaults = {"model": theirs, "data": {"tokenizer": start.tokenizer.source}}
+    found: dict[str, Any] = {"init_sha256": sha256}
     operation, own = recipe.model.attention.operation, recipe.model.pattern
     for part, bias in (("attention", recipe.model.attention.bias), ("pattern", None if own is None else own.bias)):
-        if bias is not None and bias.may_start and bias.starts_at is None and operation.has_logits:
-            model[part] = {"bias": {"start": ASIDE}}
-    overlay: dict[str, Any] = {"model": model}
-    if "tokenizer" not in recipe.data.model_fields_set:
-        overlay["data"] = {"tokenizer": start.tokenizer.source}
-    return build_recipe(recipe.model_dump(mode="json", exclude_unset=True), overlay, origin=f"the recipe on {name}")
+        before = (start.model.get(part) or {}).get("bias") or {}
+        has_key = before.get("kind") in ("k", "kv") and before["start"] is None  # an offset would alter its logit
+        if bias is not None and bias.may_start and bias.starts_at is None and operation.has_logits and not has_key:
+            found[part] = {"bias": {"start": ASIDE}}
+    given = recipe.model_dump(mode="json", exclude_unset=True)
+    return build_recipe(defaults, given, {"model": found}, origin=f"the recipe on {name}")
 
 
 @cache
@@ -161,14 +158,13 @@ def _without_weights(name: str) -> tuple[Start, str]:
 
 
 def _check_sizes(recipe: Recipe, start: Start) -> None:
-    """Raise InputError if keys in `OPEN` differ, except context, pattern and another kind of position."""
+    """Raise InputError if keys in `OPEN` differ, except those in `FREE` and another kind of position."""
     given = recipe.model.model_dump(mode="json", exclude_unset=True)
-    theirs = leaves({key: start.model[key] for key in OPEN if key in start.model and key != "context"})
+    theirs = leaves({key: start.model[key] for key in OPEN if key in start.model})
     ours = leaves({key: given[key] for key in OPEN if key in given})
-    differ = [key for key in ours if key in theirs and ours[key] != theirs[key]]
+    differ = [key for key in ours if key in theirs and ours[key] != theirs[key] and not key.startswith(FREE)]
     if "position.kind" in differ:  # another positional encoding is an intervention
         differ = [key for key in differ if not key.startswith("position.")]
-    differ = [key for key in differ if not key.startswith("pattern.")]  # so are patterns of masks, biases, positions
     if "kv_heads" in differ and {ours["kv_heads"], theirs["kv_heads"]} == {None, theirs.get("heads")}:
         differ.remove("kv_heads")
     if differ:
@@ -227,8 +223,10 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
         block, _, rest = name.partition(".attention.")
         if rest in ("output_gate.linear.weight", "value_gate.weight", "value_gate.bias"):
             own[name].zero_()
-            if rest != "value_gate.bias":
+            if rest == "output_gate.linear.weight" or (rest == "value_gate.weight" and not model.config.norm.head_norm):
                 own[f"{block}.attention.out.weight"].mul_(2)
+            if rest == "value_gate.weight" and (value := f"{block}.attention.core.bias.value") in own:
+                own[value].div_(2)  # the gate does not scale it
         elif rest == "core.bias.value":
             own[name].zero_()
         elif name in ("embedding_map.weight", "head_map.weight"):

@@ -73,14 +73,6 @@ class World:
         share = batch_size // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
-    def sum(self, *numbers: float) -> list[float]:
-        """Sum each number over all processes in float64; the sums are identical on all processes."""
-        if self.size == 1:
-            return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(total)
-        return total.tolist()
-
     def sum_on_device(self, numbers: Tensor) -> Tensor:
         """All-reduce (sum) a tensor over all processes on its device; `numbers` may be overwritten."""
         if self.size > 1:
@@ -89,7 +81,7 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Return True if `flag` is True on any process."""
-        return self.sum(float(flag))[0] > 0
+        return flag if self.size == 1 else bool(self.sum_on_device(torch.tensor(int(flag))))
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0 and return its result on all processes.
@@ -172,26 +164,16 @@ def joined_world() -> Iterator[World]:
 
     Raises:
         InputError: if the environment has no valid ranks or no valid address of rank 0.
-        LostProcessError: if another process is lost, or this one fails unexpectedly.
+        LostProcessError: if the processes cannot connect, another one is lost, or this one fails unexpectedly.
     """
     world = _world_of_environment()
     if world.size == 1:
         yield ALONE
         return
-    cuda = torch.cuda.is_available() and dist.is_nccl_available()
     try:
-        # In a thread: the main thread handles signals while it waits in Python, but not while it waits in C++.
-        backend, card = ("cpu:gloo,cuda:nccl", own_card(world)) if cuda else ("gloo", None)
-        join = functools.partial(dist.init_process_group, backend, timeout=PATIENCE, device_id=card)
-        ThreadPoolExecutor(1).submit(join).result()
-    except ValueError as error:
-        raise InputError(
-            f"WORLD_SIZE is {world.size} but the environment has no valid address of rank 0 ({error}): start the "
-            "processes with torchrun, or unset WORLD_SIZE"
-        ) from error
-    try:
+        _join(world)
         yield world
-        world.sum(0.0)  # barrier: no process exits before all are done
+        world.any(False)  # barrier: no process exits before all are done
     except SinklabError:
         raise
     except Exception as error:
@@ -201,6 +183,20 @@ def joined_world() -> Iterator[World]:
         raise LostProcessError(
             f"process {world.rank} of {world.size} failed or lost another one ({error}). "
             "Run the same command again to continue from the newest checkpoint."
+        ) from error
+
+
+def _join(world: World) -> None:
+    cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    backend, card = ("cpu:gloo,cuda:nccl", own_card(world)) if cuda else ("gloo", None)
+    join = functools.partial(dist.init_process_group, backend, timeout=PATIENCE, device_id=card)
+    try:
+        # In a thread: the main thread handles signals while it waits in Python, but not while it waits in C++.
+        ThreadPoolExecutor(1).submit(join).result()
+    except ValueError as error:
+        raise InputError(
+            f"WORLD_SIZE is {world.size} but the environment has no valid address of rank 0 ({error}): start the "
+            "processes with torchrun, or unset WORLD_SIZE"
         ) from error
 
 

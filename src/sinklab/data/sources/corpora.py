@@ -23,7 +23,7 @@ from typing import Self
 
 from sinklab.data.sources.hub import PREFIX, hub_documents
 from sinklab.data.sources.synthetic import VERSION, parse, synthetic_documents
-from sinklab.data.sources.textfiles import Render, plain_conversation, read_documents, text_files
+from sinklab.data.sources.textfiles import Render, expanded, plain_conversation, read_documents, text_files
 from sinklab.errors import InputError
 
 CORPORA = ("stdlib", "site-packages")
@@ -64,14 +64,6 @@ class Fingerprint:
         return other
 
 
-def fingerprint(documents: Iterable[str]) -> str:
-    """Compute the SHA-256 of the documents in order (hexadecimal)."""
-    total = Fingerprint()
-    for document in documents:
-        total.add(document)
-    return total.hexdigest()
-
-
 def documents(source: str, *, limit_bytes: int | None = None, render: Render = plain_conversation) -> Iterator[str]:
     """Yield the non-empty documents of a source in a fixed order.
 
@@ -104,7 +96,7 @@ def total_bytes(source: str) -> int | None:
         return sum(entry.size for entry in entries(names))
     if source.startswith(PREFIX) or parse(source):
         return None
-    return sum(path.stat().st_size for path in text_files(Path(source).expanduser()))
+    return sum(path.stat().st_size for path in text_files(expanded(source)))
 
 
 def identity(source: str) -> str:
@@ -123,7 +115,7 @@ def identity(source: str) -> str:
     elif request := parse(source):
         state = [source, VERSION, repr(request)]
     else:
-        files = text_files(Path(source).expanduser())
+        files = text_files(expanded(source))
         state = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
@@ -136,7 +128,7 @@ def _all_documents(source: str, render: Render) -> Iterator[str]:
     elif request := parse(source):
         yield from synthetic_documents(request)
     else:
-        for path in text_files(Path(source).expanduser()):
+        for path in text_files(expanded(source)):
             yield from read_documents(path, render)
 
 

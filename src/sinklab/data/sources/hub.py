@@ -2,10 +2,9 @@
 
 import importlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from sinklab.data.sources.textfiles import Render, plain_conversation, row_text
+from sinklab.data.sources.textfiles import Render, expanded, plain_conversation, row_text
 from sinklab.errors import InputError
 from sinklab.extras import install_command
 
@@ -58,7 +57,7 @@ def hub_files(source: str) -> list[str]:
         InputError: if the dataset cannot be listed, or has no such file.
     """
     name, _, split = _parts(source)
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     try:
         if folder.is_dir():
             found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

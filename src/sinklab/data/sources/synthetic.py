@@ -19,7 +19,6 @@ would not contribute to an average, as a sink instead of BOS.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -140,8 +139,8 @@ def synthetic_documents(request: SyntheticTask) -> Iterator[str]:
         yield " ".join(words[row])
 
 
-def word_tokenizer(request: SyntheticTask, out: Path) -> "Tokenizer":
-    """Build the word tokenizer of a synthetic task (EOS 0, BOS 1, then the words) and save it in the folder `out`."""
+def word_tokenizer(request: SyntheticTask) -> "Tokenizer":
+    """Build the word tokenizer of a synthetic task: EOS 0, BOS 1, then the words."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
 
@@ -152,6 +151,4 @@ def word_tokenizer(request: SyntheticTask, out: Path) -> "Tokenizer":
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens([EOS, BOS])
     backend.encode_special_tokens = True
-    tokenizer = Tokenizer(backend, WORDS, eos_id=0, bos_id=1)
-    tokenizer.save(out)
-    return tokenizer
+    return Tokenizer(backend, WORDS, eos_id=0, bos_id=1)

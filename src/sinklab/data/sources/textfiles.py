@@ -1,12 +1,13 @@
 """Read the documents of .txt and .jsonl files as a stream. Errors name the file and the line.
 
 - .jsonl: each row is a document: its `text`, or its rendered `messages` (role and content), by default one per line.
-- .txt: a line `<|endoftext|>` ends a document. Text before the first such line, or without one, is also split at blank
-  lines after 8,192 characters, at the latest after 65,536, so that a book can be split into training and validation.
+- .txt: a line `<|endoftext|>` ends a document. A file without such a line is split at blank lines after 8,192
+  characters, at the latest after 65,536, so that a book can be split into training and validation.
 
 Rows and pieces without text are skipped.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,14 @@ SUFFIXES = (".txt", ".jsonl")
 _SEPARATOR = "<|endoftext|>"
 _PIECE = 8 * 1024  # characters after which a blank line ends a document
 _LONGEST = 8 * _PIECE  # characters after which the end of any line ends it; maximum characters read of a line
+
+
+def expanded(name: str) -> Path:
+    """Return the path of a name that may begin with `~` or `~USER`; unchanged if there is no such home directory.
+
+    `Path.expanduser` would raise a RuntimeError.
+    """
+    return Path(os.path.expanduser(name))
 
 
 def text_files(path: Path) -> list[Path]:
@@ -62,21 +71,22 @@ def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[
     with _readable(path) as file:
         jsonl = path.suffix.lower() == ".jsonl"
         texts = (row_text(row, where, render) for row, where in _rows(file, path))
-        for text in texts if jsonl else (piece for piece, _ in _txt_pieces(file)):
+        for text in texts if jsonl else _txt_documents(file):
             if text.strip():
                 yield text
 
 
 def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the pieces of a .txt file, split as in `read_documents`, each with True if it ends a document.
+    """Yield the pieces of a .txt file, each with True if it ends a document.
 
-    A piece ends a document if a separator or the end of the file follows it. Empty pieces are included.
+    A piece ends a document if a separator or the end of the file follows it. Text before the first separator is split
+    as if there were none, so that a long file is read no further than needed. Empty pieces are included.
 
     Raises:
         InputError: if the file cannot be read, or is not UTF-8.
     """
     with _readable(path) as file:
-        yield from _txt_pieces(file)
+        yield from _txt_pieces(file, separated=False)
 
 
 @contextmanager
@@ -143,10 +153,15 @@ def _rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
         yield row, where
 
 
-def _txt_pieces(file: TextIO) -> Iterator[tuple[str, bool]]:
+def _txt_documents(file: TextIO) -> Iterator[str]:
+    separated = any(line.strip() == _SEPARATOR for line in iter(lambda: file.readline(_LONGEST), ""))
+    file.seek(0)
+    return (piece for piece, _ in _txt_pieces(file, separated))
+
+
+def _txt_pieces(file: TextIO, separated: bool) -> Iterator[tuple[str, bool]]:
     lines: list[str] = []
     length = 0
-    separated = False
     while line := file.readline(_LONGEST):
         ends = line.strip() == _SEPARATOR
         separated = separated or ends

@@ -125,7 +125,7 @@ def find_checkpoint(
     for checkpoint in reversed(_checkpoints(folder)):
         if at_most is not None and step_of(checkpoint) > at_most:
             continue
-        reason = defect(checkpoint, model, run_hash)
+        reason = _defect(checkpoint, model, run_hash)
         if reason is None:
             return checkpoint
         if not checkpoint.is_dir():  # removed by the training process after a newer save
@@ -259,7 +259,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def defect(checkpoint: Path, model: nn.Module, run_hash: Hashes | None) -> str | None:
+def _defect(checkpoint: Path, model: nn.Module, run_hash: Hashes | None) -> str | None:
     """Describe the first defect of a checkpoint, such as "has lost state.json"; None if the checkpoint is valid."""
     try:
         return _wrong_file(checkpoint) or _wrong_state(checkpoint, run_hash) or _wrong_tensor(checkpoint, model)

@@ -280,7 +280,10 @@ def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int |
         InputError: if the longer run has a different learning rate at a step that is already done.
     """
     steps, longer = _steps(directory), recipe.train.steps
-    if steps is None or steps >= longer or with_steps(recipe, steps).content_hash(data) != found:
+    if steps is None or steps >= longer:
+        return None
+    shorter = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
+    if shorter.content_hash(data) != found:
         return None
     reached = max(steps_saved(directory / "checkpoints"), default=0)
     for step in range(min(reached + 1, steps)):  # metrics contain the learning rate of the next update
@@ -292,11 +295,6 @@ def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int |
                 "cannot be extended. Choose another --out, or schedule.shape flat for runs to be extended"
             )
     return steps
-
-
-def with_steps(recipe: Recipe, steps: int) -> Recipe:
-    """Copy the recipe with a different number of steps."""
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
 
 
 def _extend(run: Run) -> None:
