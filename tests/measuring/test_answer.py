@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from made_measurement import made_measurement
-from own_models import VOCABULARY, own_model
+from own_models import SIZES, VOCABULARY, own_model, own_tokens
 
 from sinklab.measuring.answer import answer
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
 
 LARGE_MODEL = Path(__file__).parents[2] / "results" / "models" / "SmolLM2-135M-Instruct"
 LONG = 40
@@ -59,8 +61,15 @@ def test_the_adjectives_have_the_thresholds_of_the_documentation() -> None:
 def test_a_sink_on_the_learned_bias_is_named_beside_the_first_token() -> None:
     found = measured(sink_rate=rates(at_1=0.4), sink_rate_bias=62.0, importance_bias=np.ones((3, 4)))
     assert answer(found)[0] == (
-        "Moderate sink on the bias or sink logit: 62 % of heads at eps 0.3; most heads of every layer; 0.4 % on BOS."
+        "Moderate sink on the bias, sink logit or stick-breaking's rest: 62 % of heads at eps 0.3; most heads of every "
+        "layer; 0.4 % on BOS."
     )
+
+
+def test_the_rest_of_stick_breaking_is_not_called_a_bias_alone() -> None:
+    attention = {"operation": {"kind": "stick_breaking"}}
+    model = Transformer(ModelConfig.model_validate({**SIZES, "layers": 1, "attention": attention}))
+    assert "on the bias, sink logit or stick-breaking's rest" in answer(measure(model, own_tokens()))[0]
 
 
 def test_a_sink_on_a_later_position_is_not_taken_for_none() -> None:
@@ -88,7 +97,7 @@ def test_native_variants_have_an_answer(variant: str) -> None:
     tokens = torch.randint(VOCABULARY, (3, 16), generator=torch.Generator().manual_seed(1))
     found = measure(own_model(variant), tokens, eps=(0.3, 0.1), details=True)
     sink, beside = answer(found)
-    named = {"sink token": "the sink token or registers", "key bias": "the bias or sink logit"}
+    named = {"sink token": "the sink token or registers", "key bias": "the bias, sink logit or stick-breaking's rest"}
     assert (" of heads (proxy scores) at eps 0.3" if found.proxy else " of heads at eps 0.3") in sink
     assert any(name in sink for name in named.values()) == (variant in named)
     assert named.get(variant, "") in sink

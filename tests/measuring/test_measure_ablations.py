@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from families import FAMILIES, LENGTH, alibi_once, family_tokens, hooks_on, pair_of
 from hidden_keys_reference import scores_without_first_keys
 from measure_reference import eager_reference
-from own_models import own_model, own_tokens
+from own_models import SIZES, own_model, own_tokens
 from rich.console import Console
 from trained_run import trained_run
 from transformers import AutoModelForCausalLM
@@ -22,6 +22,8 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
 from sinklab.measuring.surgery import zeroed
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
 
@@ -204,6 +206,7 @@ def test_what_cannot_be_ablated_is_refused_before_anything_is_measured(name: str
 
 def test_padded_sequences_are_not_ablated() -> None:
     mask = torch.ones_like(family_tokens())
+    mask[1, :2] = 0
     with pytest.raises(InputError, match="without padding"):
         sinklab.measure(pair_of("llama")[0], family_tokens(), attention_mask=mask, ablate=["zero_massive"])
 
@@ -281,3 +284,27 @@ def test_an_ablation_without_a_loss_is_refused_before_a_model_is_loaded() -> Non
         measure_model(
             "nowhere", None, Request(options=Options(inputs="random", loss=False), study=Study(ablate=("mask_first",)))
         )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_remaining_activation_has_the_position_of_its_token_behind_learned_ones(count: int) -> None:
+    attention = {"bias": {"kind": "sink_token", "count": count}}
+    model = Transformer(ModelConfig.model_validate({**SIZES, "layers": 2, "attention": attention}), seed=3)
+
+    def put(column: int, value: float) -> Any:
+        def leaving(_: Any, __: Any, hidden_BTC: torch.Tensor) -> torch.Tensor:
+            hidden_BTC[:, column, 5] = value
+            return hidden_BTC
+
+        return leaving
+
+    model.blocks[1].register_forward_hook(put(count + 1, -4000.0))  # at the second token
+    with model.blocks[1].register_forward_hook(put(0, 9000.0)):  # at the first learned one
+        removed, once = sinklab.measure(model, own_tokens(), ablate=["zero_massive", "zero_massive:1"]).ablations or []
+    learned = "the learned sink token" if count == 1 else "register 1 of 3"
+    assert removed.what.startswith(f"dimension 5 at {learned} is zeroed")
+    assert "-4,000.0 (dimension 5 at position 2 after layer 2" in removed.sentences[1]
+    assert "9,000.0 (dimension 5 at a learned token before the sequence after layer 2" in once.sentences[1]
+    for one, position in ((removed.largest_after, 2), (removed.largest_before, 1 - count)):
+        assert one is not None
+        assert one.position == position

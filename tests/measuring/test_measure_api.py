@@ -34,9 +34,9 @@ def test_measure_takes_a_model_and_tokens(model: Any) -> None:
 
 
 def test_measure_still_holds_its_modules(model: Any) -> None:
-    from sinklab.measuring.metrics import percent
+    from sinklab.measuring.metrics import first_to_rest
 
-    assert percent(torch.tensor(1), 4).item() == 25
+    assert first_to_rest(torch.tensor([[6.0, 2.0, 4.0]])).item() == 2
     assert sinklab.measure(model, TOKENS).layers == 3
 
 

@@ -261,5 +261,13 @@ def test_nan_in_the_weights_is_an_error_that_names_the_layer() -> None:
     model, _ = pair_of("llama")
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight.fill_(torch.nan)
-    with pytest.raises(SinklabError, match="in layer 2"):
+    with pytest.raises(SinklabError, match="in attention layer 2"):
+        measure(model, family_tokens())
+
+
+def test_a_loss_that_is_not_finite_is_an_error_with_what_to_do() -> None:
+    model, _ = pair_of("llama")
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.inf
+    with pytest.raises(SinklabError, match=r"^the loss is NaN or infinite.*--dtype float32"):
         measure(model, family_tokens())

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from closeness import assert_close
 from families import GROUPED, SMALL, hooks_on, pair_of
-from own_models import SIZES, own_tokens
+from own_models import SIZES, own_model, own_tokens
 from torch import Tensor
 
 from sinklab.errors import InputError
@@ -203,3 +203,10 @@ def test_quantised_weights_padding_and_short_sequences_are_refused() -> None:
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(InputError, match=r"quantised \(bitsandbytes\)"):
         measure(model, tokens, gradients=True)
+
+
+def test_sequences_without_a_target_after_the_prefix_are_refused() -> None:
+    model, tokens = own_model("prefix"), own_tokens()  # a prefix of three tokens
+    with pytest.raises(InputError, match="gradients need sequences of at least 4 tokens"):
+        measure(model, tokens[:, :3], gradients=True)
+    assert measure(model, tokens[:, :4], gradients=True).gradient_norm is not None

@@ -11,6 +11,7 @@ from hidden_keys_reference import scores_without_first_keys
 from measure_reference import eager_reference
 from own_models import own_tokens
 
+from sinklab.errors import SinklabError
 from sinklab.measuring.api import measure
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
@@ -132,3 +133,15 @@ def test_the_first_keys_are_hidden_in_the_attention_of_hybrids(name: str) -> Non
     nats = -logits.log_softmax(-1)[:, 2:-1].gather(2, tokens[:, 3:, None])
     [ablation] = measure(model, tokens, ablate=["mask_first:2"]).ablations or []
     assert_close(ablation.loss_after, nats.mean())
+
+
+def test_nan_is_located_by_the_number_of_the_attention_layer_or_of_the_block() -> None:
+    for place, said in (
+        ("qkv", r"importance values .* in attention layer 2,"),
+        ("out", "hidden states .* in layer 4,"),
+    ):
+        model: Any = own_hybrid(2)
+        with torch.no_grad():
+            getattr(model.blocks[3].attention, place).weight.fill_(torch.nan)
+        with pytest.raises(SinklabError, match=said):
+            measure(model, own_tokens())

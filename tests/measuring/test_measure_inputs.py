@@ -48,6 +48,15 @@ def test_too_little_text_says_how_much_is_usable_and_what_to_do(tmp_path: Path) 
         natural_tokens(text, _letters, sequences=9, length=4)
 
 
+def test_a_folder_of_documents_and_plain_text_does_not_count_pieces_as_documents(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "a.jsonl", "abcdef")
+    (tmp_path / "b.txt").write_text("ghijklmnopqr")
+    with pytest.raises(InputError, match=r"are needed: 4 pieces have 4 tokens of text; lower --sequences to 4"):
+        natural_tokens(tmp_path, _letters, sequences=9, length=4)
+    with pytest.raises(InputError, match=r"gives no sequence: it does not have 70 tokens of text"):
+        drawn_text(tmp_path, _letters, sequences=9, length=70, draw=0)
+
+
 def test_draws_of_text_are_disjoint_and_from_all_pieces_of_every_document(tmp_path: Path) -> None:
     pieces = [f"{number:03}" for number in range(65)]
     text = _jsonl(tmp_path / "a.jsonl", "".join(pieces[:30]), "no", "".join(pieces[30:]) + "xx")

@@ -27,10 +27,12 @@ def _causal_attention(*shape: int, seed: int) -> torch.Tensor:
 def _batch(importance_NLHT: torch.Tensor, valid_NT: torch.Tensor | None = None, loss: float = 0.0) -> Batch:
     N, L, _, T = importance_NLHT.shape
     norms = torch.ones(L, N, T)
-    return Batch(importance_NLHT.transpose(0, 1), None, None, norms, norms, torch.tensor(loss), N * (T - 1), valid_NT)
+    recorded = {"importance_BHT": importance_NLHT.transpose(0, 1), "key_norm_BT": norms, "value_norm_BT": norms}
+    valid_NT = torch.ones(N, T, dtype=torch.bool) if valid_NT is None else valid_NT
+    return Batch(recorded, valid_NT, torch.tensor(loss), N * (T - 1))
 
 
-def _sink_rate(importance_NLHT: torch.Tensor, eps: float) -> list[float]:
+def _sink_rate(importance_NLHT: torch.Tensor, eps: float) -> list[float] | None:
     totals = Accumulator((eps,), importance_NLHT.shape[-1])
     totals.add(_batch(importance_NLHT))
     return totals.sink_rate()
@@ -57,7 +59,7 @@ def test_streaming_in_batches_gives_what_all_at_once_gives(
     totals = Accumulator((0.3,), shape[-1])
     for start in range(0, shape[0], batch):
         totals.add(_batch(alpha[start : start + batch]))
-    mean = totals.mean("importance values")
+    mean = totals.mean("importance_BHT")
     assert mean is not None
     assert totals.sink_rate() == pytest.approx(sink_rate_by_loops(alpha, 0.3), abs=1e-12)
     assert totals.uniform_ratio() == pytest.approx(uniform_ratio_by_loops(alpha), rel=1e-6)
@@ -88,7 +90,7 @@ def test_a_position_that_only_some_sequences_have_is_averaged_over_those() -> No
     totals = Accumulator((0.3,), 3)
     totals.add(_batch(alpha, valid))
     assert totals.sink_rate() == [100, 100, 100]
-    mean = totals.mean("importance values")
+    mean = totals.mean("importance_BHT")
     assert mean is not None
     assert mean.flatten().tolist() == [0.5, 0.5, 0.5]
 
@@ -128,7 +130,7 @@ def test_a_batch_that_a_full_card_cannot_hand_over_is_not_half_counted(monkeypat
     totals, batch = Accumulator((0.3,), 4), _batch(torch.full((2, 3, 1, 4), 0.5))
 
     def full(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        if tensor is batch.value_ABT:
+        if tensor is batch.recorded["value_norm_BT"]:
             raise torch.OutOfMemoryError("out of memory")
         return tensor
 
@@ -144,7 +146,7 @@ def test_a_batch_that_a_full_card_cannot_hand_over_is_not_half_counted(monkeypat
 def test_nan_is_an_error_that_names_the_layer() -> None:
     alpha = torch.full((2, 3, 1, 4), 0.1)
     alpha[1, 1, 0, 2] = torch.nan
-    with pytest.raises(SinklabError, match="importance values contain NaN or infinity in layer 2"):
+    with pytest.raises(SinklabError, match="importance values contain NaN or infinity in attention layer 2"):
         Accumulator((0.3,), 4).add(_batch(alpha))
 
 

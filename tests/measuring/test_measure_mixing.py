@@ -134,7 +134,7 @@ def test_what_cannot_spread_is_refused() -> None:
         with pytest.raises(InputError, match=r"same token there.*use another position, or more sequences"):
             measure(model, alike, perturb=4)
     with pytest.raises(InputError, match="without padding"):
-        measure(model, tokens, perturb=4, attention_mask=torch.ones_like(tokens))
+        measure(model, tokens, perturb=4, attention_mask=(torch.arange(tokens.shape[1]) > 0).expand_as(tokens))
 
 
 def test_the_hash_of_a_request_is_that_of_before_there_were_perturbations() -> None:

@@ -193,7 +193,7 @@ def test_a_model_with_nan_is_an_error_that_names_the_layer() -> None:
     model = own_model("softmax")
     with torch.no_grad():
         model.get_parameter("blocks.1.attention.qkv.weight").fill_(torch.nan)
-    with pytest.raises(SinklabError, match="in layer 2"):
+    with pytest.raises(SinklabError, match="in attention layer 2"):
         measure(model, own_tokens())
 
 

@@ -211,3 +211,25 @@ def test_nothing_to_repeat_is_refused() -> None:
     for tokens, length in (([], 8), ([3], 1)):
         with pytest.raises(InputError, match="pass at least one token"):
             check_propositions(_ours("none"), tokens, length)
+
+
+def test_a_mask_without_padding_changes_nothing() -> None:
+    tokens = repeated_tokens(40, sequences=2, length=9)
+    for model in (_ours("rotary"), pair_of("llama")[0]):
+        plain, masked = (
+            sinklab.measure(model, tokens, inputs="repeat", ablate=["mask_first:1"], attention_mask=mask)
+            for mask in (None, torch.ones_like(tokens))
+        )
+        assert plain.propositions is not None
+        assert masked.propositions == plain.propositions
+        assert (masked.ablations, masked.notes) == (plain.ablations, plain.notes)
+        assert (masked.importance == plain.importance).all()
+
+
+def test_a_model_whose_blocks_are_not_found_is_measured_without_the_check() -> None:
+    model: Any = pair_of("llama")[0]
+    model.model.layers = torch.nn.Sequential(*model.model.layers)
+    measured = sinklab.measure(model, repeated_tokens(40, sequences=2, length=9), inputs="repeat")
+    assert (measured.hidden_norm_ratio, measured.propositions) == (None, None)
+    [note] = measured.notes
+    assert "were not checked: it is not known which of the paper's propositions" in note

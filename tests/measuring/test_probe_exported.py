@@ -9,12 +9,14 @@ import torch
 import transformers as hf
 from closeness import assert_close
 from exported_models import shaken_run, some_tokens, tokenizer_in
+from own_models import own_model, own_tokens
 from torch import Tensor
 
 import sinklab
 from sinklab.errors import SinklabError
 from sinklab.export.directory import write_directory
 from sinklab.interventions import VARIANTS
+from sinklab.measuring.mask_coverage import View
 from sinklab.model.huggingface import SinklabConfig, SinklabForCausalLM
 
 HOW: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -194,3 +196,13 @@ def test_a_cache_of_an_exported_model_is_followed_or_refused(tokenizer: Path) ->
     past = model(tokens_BT[:, :6], use_cache=True).past_key_values
     with sinklab.probe(model), pytest.raises(SinklabError, match="before the first call"):
         model(tokens_BT[:, 6:], past_key_values=past)
+
+
+@torch.no_grad()
+def test_the_view_of_several_passes_is_the_widest_of_one() -> None:
+    config = own_model("prefix").config  # a prefix of three tokens
+    model = SinklabForCausalLM(SinklabConfig(config.model_dump(mode="json"))).eval()
+    with sinklab.probe(model) as watch:
+        for length in (2, 9, 1):
+            model(own_tokens()[:, -length:])
+    assert [layer.view for layer in watch.layers] == [View("prefix", 3)] * 2

@@ -107,6 +107,27 @@ def test_an_assistant_and_beams_that_the_model_asks_for_are_refused_too(model: A
 
 
 @torch.no_grad()
+def test_a_model_measured_from_its_own_matrices_generates_without_a_cache() -> None:
+    torch.manual_seed(0)
+    config = hf.BloomConfig(vocab_size=24, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.4)
+    bloom: Any = hf.BloomForCausalLM(config).eval()
+    how = {**HOW, "attention_mask": torch.ones_like(PROMPTS), "do_sample": True, "num_return_sequences": 8, "top_k": 0}
+    with sinklab.probe(bloom) as watch:
+        with pytest.raises(SinklabError, match=r"requires whole sequences.*generate with use_cache=False"):
+            bloom.generate(PROMPTS, **how)
+        text_BT = bloom.generate(PROMPTS, **how, use_cache=False)
+        assert bloom(PROMPTS, use_cache=False).past_key_values is None
+        assert bloom(PROMPTS).past_key_values is not None
+    rows = read_of(text_BT, PROMPTS.shape[1])
+    assert len({len(row) for row in rows}) > 1
+    with sinklab.probe(bloom) as again:
+        for row in [*rows, *PROMPTS, *PROMPTS]:
+            bloom(row[None])
+    for one, other in zip(watch.layers, again.layers, strict=True):
+        assert_close(one.importance_BHT, other.importance_BHT)
+
+
+@torch.no_grad()
 def test_beams_are_measured_by_reading_what_was_returned(model: Any) -> None:
     text_BT = model.generate(PROMPTS, max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None)
     with sinklab.probe(model) as watch:

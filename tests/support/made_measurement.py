@@ -16,9 +16,9 @@ def made_measurement(bias: bool = False, name: str = "a model", length: int = T)
     totals = Accumulator((0.3,), length)
     alpha = torch.rand(L, N, H, length, generator=generator)
     norms = torch.rand(L + 1, N, length, generator=generator) + 1
-    totals.add(
-        Batch(alpha, alpha[..., 0] if bias else None, norms, norms[1:], norms[1:], torch.tensor(12.0), N * (length - 1))
-    )
+    recorded = {"importance_BHT": alpha, "key_norm_BT": norms[1:], "value_norm_BT": norms[1:], "hidden_BT": norms}
+    recorded |= {"bias_BH": alpha[..., 0]} if bias else {}
+    totals.add(Batch(recorded, torch.ones(N, length, dtype=torch.bool), torch.tensor(12.0), N * (length - 1)))
     return measurement_from(
         totals, Cost(0.5, 100.0), Options(model_name=name, bos=True), proxy=False, backend="sdpa", dtype="float32"
     )

@@ -29,15 +29,15 @@ class MassiveActivation(Part):
 
     Attributes:
         layer: number of the block, 1-based; the activation is in the residual stream after it.
-        position: position of the token, 1-based, without padding; learned tokens before the sequence are counted in an
-            `Ablation` and excluded from a `Measurement`.
+        position: position of the token, 1-based, without padding; 0, -1, .. are the learned sink token or registers,
+            from the last, which are included in an `Ablation` only.
         dimension: dimension of the residual stream, 0-based.
         value: signed value of the activation; 0 if it is not finite.
         ratio_to_median: |value| divided by the median |activation| of the sequence after that block; 0 if that is 0.
     """
 
     layer: int = Field(ge=1)
-    position: int = Field(ge=1)
+    position: int
     dimension: int = Field(ge=0)
     value: FiniteFloat
     ratio_to_median: FiniteFloat

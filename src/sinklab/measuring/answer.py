@@ -81,7 +81,7 @@ def _places(m: Measurement) -> list[_Place]:
     found = [position(1, "BOS" if m.bos else "the first token")]
     if m.sink_rate_bias is not None and m.importance_bias is not None:
         token = m.norm_ratio_sink_token is not None or m.importance_registers is not None
-        name = "the sink token or registers" if token else "the bias or sink logit"
+        name = "the sink token or registers" if token else "the bias, sink logit or stick-breaking's rest"
         found.append(_Place(name, m.sink_rate_bias, m.importance_bias > m.eps))
     if later := highest_rate([None, *rates[1:]]):
         found.append(position(later[0], f"position {later[0]}"))

@@ -46,8 +46,8 @@ def measure(
     Args:
         model: a Hugging Face causal language model or a sinklab transformer, also an exported one.
         tokens: token ids (sequences, length): a tensor on any device, an array, or lists of numbers.
-        attention_mask: 1 at real tokens, 0 at padding on the left or right; not supported for sinklab transformers,
-            exported or not.
+        attention_mask: 1 at real tokens, 0 at padding on the left or right. Padding is not supported for sinklab
+            transformers, exported or not.
         eps: attention threshold of the sink rate, in (0, 1); if several are passed, the first is the main one.
         lengths: increasing lengths below that of the sequences; the sink rate is also measured on the sequences
             truncated to each. Padding is not supported.
@@ -64,11 +64,11 @@ def measure(
         gradients: also measure the gradient norm of the loss at the attention input, by layer and position, and R_GS
             (gradients.py): one extra forward and backward pass per batch. Padding is not supported.
         ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "zero_massive:LAYER" (ablations.py);
-            not together with `attention_mask`.
-        perturb: 1-based position whose token is replaced to measure how far the effect spreads (mixing.py); not
-            together with `attention_mask`.
+            padding is not supported.
+        perturb: 1-based position whose token is replaced to measure how far the effect spreads (mixing.py); padding is
+            not supported.
         model_name: model name, stored with the result.
-        inputs: kind of input tokens, stored with the result. With "repeat" and without `attention_mask`, the paper's
+        inputs: kind of input tokens, stored with the result. With "repeat" and without padding, the paper's
             propositions are checked too (propositions.py).
         bos: whether position 1 is a special token. By default True if every sequence begins with the `bos_token_id` of
             the model's config; False for a sinklab transformer that is not exported.
@@ -85,13 +85,15 @@ def measure(
     tokens_NT = token_matrix(tokens)
     check_shape(tokens_NT)
     mask_NT = None if attention_mask is None else token_matrix(attention_mask, "the entries of attention_mask")
+    if mask_NT is not None and mask_NT.shape == tokens_NT.shape and bool(mask_NT.all()):
+        mask_NT = None  # no padding
     options = Options(
         eps=thresholds(eps),
-        lengths=tuple(lengths),
+        lengths=cast(tuple[int, ...], lengths),
         batch_size=batch_size,
         loss=loss,
         details=details,
-        maps=tuple(maps),
+        maps=cast(tuple[tuple[int, int], ...], maps),
         explore=explore,
         gradients=gradients,
         model_name=model_name,
@@ -106,8 +108,8 @@ def measure(
             )
         if study.ablate or study.perturb is not None:
             raise InputError(
-                "`ablate` and `perturb` do not support attention_mask: pass sequences without padding and no mask, or "
-                "leave out `ablate` and `perturb`"
+                "`ablate` and `perturb` do not support padding: pass sequences without padding, or leave out `ablate` "
+                "and `perturb`"
             )
     with measured_in_turn(model):
         if mask_NT is not None:

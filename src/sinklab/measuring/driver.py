@@ -18,7 +18,7 @@ from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.activations import largest_activations, strongest
 from sinklab.measuring.batches import Batches, costing
 from sinklab.measuring.explored import explore, explored_heads
-from sinklab.measuring.gradients import check_gradients, gradient_fields, gradient_norms
+from sinklab.measuring.gradients import check_gradients, gradient_norms, gradient_sink
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import LayerRecord, batch_of, native_records
@@ -138,8 +138,8 @@ def measure(
     if options.gradients:
         first, size = options.first_target, options.batch_size
         norm_LT, halved = gradient_norms(adapter, tokens_NT, first_target=first, batch_size=size)
-        added = gradient_fields(norm_LT) | {"notes": [*measurement.notes, *halved]}
-        measurement = measurement.model_copy(update=added)
+        added = {"gradient_norm_ratio": gradient_sink(norm_LT), "gradient_norm": norm_LT.float().numpy()}
+        measurement = measurement.model_copy(update=added | {"notes": [*measurement.notes, *halved]})
     if not options.explore:
         return measurement
     found = explore(adapter, tokens_NT[0, mask_NT[0].bool()], explored, partial(_recording, adapter, ()))

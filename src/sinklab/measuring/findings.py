@@ -26,8 +26,7 @@ class Ablation(Part):
             the following fields are None in older files.
         sink_max_position_before, sink_max_position_after: position of the highest sink rate, 1-based.
         largest_before, largest_after: for zero_massive, the activation with the largest ratio to its block's median in
-            the first sequence, without and with the ablation; learned tokens before the sequence count as positions.
-            None for other ablations.
+            the first sequence and its learned tokens, without and with the ablation. None for other ablations.
         still_massive: for zero_massive, whether `largest_after` is massive (`MassiveActivation.is_massive`).
     """
 
@@ -66,10 +65,11 @@ class Ablation(Part):
             verdict = "no massive activation remains"
         else:
             verdict = "no activation was massive before (above 100 and 1,000 times the median)"
+        where = f"position {after.position}" if after.position > 0 else "a learned token before the sequence"
         return [
             self.what,
-            f"the largest remaining activation is {after.value:,.1f} (dimension {after.dimension} at position "
-            f"{after.position} after layer {after.layer}, {after.ratio_to_median:,.0f} times the median): {verdict}",
+            f"the largest remaining activation is {after.value:,.1f} (dimension {after.dimension} at {where} "
+            f"after layer {after.layer}, {after.ratio_to_median:,.0f} times the median): {verdict}",
         ]
 
 

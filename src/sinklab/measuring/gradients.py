@@ -12,7 +12,6 @@ attention even if another part of the block uses the same norm output. The model
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +35,17 @@ def check_gradients(adapter: Adapter, length: int, padded: bool) -> None:
     """Check, before the measurement, that gradients can be computed.
 
     Raises:
-        InputError: if sequences are shorter than `FEWEST` tokens or padded, or `Adapter.attention_inputs` does not
-            support the model.
+        InputError: if sequences are shorter than `FEWEST` tokens, without targets after a prefix, or padded, or
+            `Adapter.attention_inputs` does not support the model.
     """
     if padded:
         raise InputError("gradients are measured on sequences without padding: remove the padded sequences")
-    if length < FEWEST:
-        raise InputError(f"gradients need sequences of at least {FEWEST} tokens: the last one has no target")
+    fewest = max(FEWEST, adapter.first_target)
+    if length < fewest:
+        raise InputError(
+            f"gradients need sequences of at least {fewest} tokens: the last one has no target, nor have those within "
+            "a prefix mask"
+        )
     with adapter.attention_inputs(lambda _, x_BTE: x_BTE):
         pass
 
@@ -97,8 +100,8 @@ def gradient_norms(
     broken = (~norm_LT.isfinite().all(1)).nonzero()
     if len(broken):
         raise SinklabError(
-            f"the gradients contain NaN or infinity in layer {int(broken[0]) + 1}, caused by the model or its dtype: "
-            "load the model in float32 (--dtype float32)"
+            f"the gradients contain NaN or infinity in attention layer {int(broken[0]) + 1}, caused by the model or "
+            "its dtype: load the model in float32 (--dtype float32)"
         )
     return norm_LT, batches.notes()
 
@@ -106,11 +109,6 @@ def gradient_norms(
 def gradient_sink(norm_LT: Tensor) -> list[float]:
     """Compute R_GS of every layer from gradient norms: position 1 over the mean of 2 .. 32 (2 .. T - 1 for T <= 32)."""
     return first_to_rest(norm_LT[:, : min(COMPARED, norm_LT.shape[1] - 1)]).tolist()
-
-
-def gradient_fields(norm_LT: Tensor) -> dict[str, Any]:
-    """Return the fields `gradient_norm_ratio` and `gradient_norm` of a measurement."""
-    return {"gradient_norm_ratio": gradient_sink(norm_LT), "gradient_norm": norm_LT.float().numpy()}
 
 
 @contextmanager

@@ -137,7 +137,8 @@ class _Cutter:
     Attributes:
         body: number of tokens of a sequence, without the prefix.
         everything: cut all sequences of a document, not only the first; of a very long document, only its beginning.
-        documents: number of documents read so far; pieces of .txt files are not counted.
+        documents: number of documents read so far.
+        pieces: whether pieces of .txt files were read, which are not counted.
     """
 
     encode: Encode
@@ -145,10 +146,11 @@ class _Cutter:
     render: Render
     everything: bool = False
     documents: int = 0
+    pieces: bool = False
 
     def too_few(self, text: Path, found: int, sequences: int) -> InputError:
         """Build the error for a text with fewer sequences than requested."""
-        usable = f"of its {self.documents} documents" if self.documents else "pieces"
+        usable = f"of its {self.documents} documents" if self.documents and not self.pieces else "pieces"
         less = f"lower --sequences to {found}, " if found else ""
         return InputError(
             f"{text} gives {found} usable sequences, and {sequences} are needed: {found} {usable} have "
@@ -157,7 +159,8 @@ class _Cutter:
 
     def none_long_enough(self, text: Path) -> InputError:
         """Build the error for a text that is too short for one sequence."""
-        of = f"none of its {self.documents} documents has" if self.documents else "it does not have"
+        counted = self.documents and not self.pieces
+        of = f"none of its {self.documents} documents has" if counted else "it does not have"
         return InputError(f"{text} gives no sequence: {of} {self.body} tokens of text; use a longer text")
 
     def sequences(self, text: Path) -> Iterator[Sequence[int]]:
@@ -204,6 +207,7 @@ class _Cutter:
         return self.encode(document)
 
     def _of_pieces(self, pieces: Iterator[tuple[str, bool]]) -> Iterator[Sequence[int]]:
+        self.pieces = True
         held, enough = "", 0
         for text, ends in pieces:
             held += text

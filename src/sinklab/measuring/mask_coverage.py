@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sinklab.attention.importance import over_visible
-from sinklab.measuring.metrics import stacked
 from sinklab.models.layer_kinds import layers_text
 
 
@@ -60,18 +59,6 @@ def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:
     if bool(beyond.any()):
         return View("prefix", int(beyond.nonzero().max()) + 1)
     return View("part", most)
-
-
-def visible_layers(alphas: Sequence[Tensor], visible: Sequence[Tensor | None]) -> Tensor | None:
-    """Stack the means over the queries that may see each key (A, B, H, T); None if they equal alpha in every layer.
-
-    Args:
-        alphas: alpha (B, H, T) by layer.
-        visible: mean over the queries that may see each key, by layer; None in a layer where it equals alpha.
-    """
-    if all(one is None for one in visible):
-        return None
-    return stacked([alpha if one is None else one for alpha, one in zip(alphas, visible, strict=True)])
 
 
 def joined(views: Iterable[View | None]) -> View | None:

@@ -109,7 +109,7 @@ class Measurement(WithArrays):
         ablations: loss and sinks under each ablation (ablations.py); None unless requested.
         mixing: how far the effect of replacing one token spreads (mixing.py); None unless requested.
         propositions: check of the paper's propositions on repeated tokens (propositions.py); None for other inputs,
-            with an attention mask, or if the notes give another reason.
+            with padding, or if the notes give another reason.
         explored: attention maps of one sequence (explored.py); None unless requested.
         scores: downstream task scores in percent; None if the model was not evaluated.
         importance: alpha, mean over sequences (L, H, T).

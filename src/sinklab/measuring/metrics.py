@@ -37,7 +37,7 @@ def uniform_ratio_of_means(importance_LHT: np.ndarray) -> list[float]:
     return (importance_LHT.mean((0, 1), dtype=np.float64) / uniform_T).tolist()
 
 
-def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor | None = None) -> Tensor:
+def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor) -> Tensor:
     """Count the (sequence, layer, head) triples with alpha_k > eps by position: counts_T.
 
     Sink_k is the fraction of such triples; the counts of several batches can be added.
@@ -45,15 +45,9 @@ def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor | None = Non
     Args:
         importance_LNHT: alpha per sequence.
         eps: threshold; alpha must be strictly above it.
-        valid_NT: bool, False at positions past a sequence's end; None without padding.
+        valid_NT: bool, False at positions past a sequence's end.
     """
-    above_LNHT = importance_LNHT > eps
-    return (above_LNHT if valid_NT is None else above_LNHT & valid_NT[:, None]).sum((0, 1, 2))
-
-
-def percent(hits: Tensor, total: Tensor | int) -> Tensor:
-    """Return 100 * hits / total in float64."""
-    return 100 * hits.double() / total
+    return ((importance_LNHT > eps) & valid_NT[:, None]).sum((0, 1, 2))
 
 
 def first_to_rest(norm_LT: Tensor) -> Tensor:

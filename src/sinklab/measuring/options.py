@@ -1,7 +1,7 @@
 """Settings of a measurement, as command-line options and as Python objects."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from numbers import Integral, Real
 from operator import index
@@ -23,7 +23,10 @@ def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
         InputError: if there is no threshold, or one is not a number in (0, 1).
     """
     given: Any = eps
-    several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    try:
+        several = (given,) if isinstance(given, str) else tuple(given)
+    except TypeError:  # a number, or an array without axes
+        several = (given,)
     if not several:
         raise InputError("eps is empty; expected one or more shares of attention, such as 0.3")
     for one in several:
@@ -55,20 +58,22 @@ def parse_eps(given: Any) -> tuple[float, ...]:
     return thresholds(tuple(found))
 
 
-def parse_maps(given: Iterable[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+def parse_maps(given: Any) -> tuple[tuple[int, ...], ...]:
     """Parse the values of --map to (layer, head): "3.1" is layer 3, head 1. Pairs of numbers are kept.
 
     Raises:
-        InputError: if a text is not LAYER.HEAD with 1-based numbers.
-        TypeError: if another value is not a sequence of whole numbers.
+        InputError: if a text is not LAYER.HEAD with 1-based numbers, or another value is not a list of whole numbers.
     """
     maps = []
-    for one in given:
-        if isinstance(one, str):
-            if not (found := re.fullmatch(r"([1-9]\d*)\.([1-9]\d*)", one)):
-                raise InputError(f"--map {one}: expected LAYER.HEAD, both counted from 1, such as 3.1")
-            one = (int(found[1]), int(found[2]))
-        maps.append(tuple(map(index, one)))
+    try:
+        for one in given:
+            if isinstance(one, str):
+                if not (found := re.fullmatch(r"([1-9]\d*)\.([1-9]\d*)", one)):
+                    raise InputError(f"--map {one}: expected LAYER.HEAD, both counted from 1, such as 3.1")
+                one = (int(found[1]), int(found[2]))
+            maps.append(tuple(map(index, one)))
+    except TypeError:
+        raise InputError(f"maps is {given!r}; expected pairs of whole numbers, such as [(3, 1)]") from None
     return tuple(maps)
 
 
@@ -135,8 +140,11 @@ class Options(CommandSettings, frozen=True):
 
     @field_validator("lengths", mode="before")
     @classmethod
-    def _are_whole_numbers(cls, lengths: Iterable[Any]) -> tuple[int, ...]:
-        return tuple(map(index, lengths))
+    def _are_whole_numbers(cls, lengths: Any) -> tuple[int, ...]:
+        try:
+            return tuple(map(index, lengths))
+        except TypeError:
+            raise InputError(f"lengths is {lengths!r}; expected whole numbers, such as [16, 32]") from None
 
     @field_validator("inputs", mode="before")
     @classmethod

@@ -1,8 +1,9 @@
 """Per-layer records of a forward pass, their recording in native models, and the batch for the accumulator."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Window, WrappedMask
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.device import on_host
-from sinklab.measuring.mask_coverage import View, view_of, visible_layers
+from sinklab.measuring.mask_coverage import View, view_of
 from sinklab.measuring.metrics import stacked
 from sinklab.measuring.statistics.collecting import BatchDetails, DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
@@ -24,83 +25,79 @@ from sinklab.models.native import NativeAdapter
 class LayerRecord:
     """Importance and norms of one attention layer; index 0 is the first real token of each sequence.
 
+    A tensor of a new field is joined, stacked, moved and averaged over sequences like the others: by position if its
+    name ends in T, with 0 past the sequence end.
+
     Attributes:
         importance_BHT: importance alpha of each key, float32 (float64 for a float64 model); 0 past the sequence end.
+        key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over KV heads.
         bias_BH: alpha of the added bias, sink logit, sink token or all registers together, or of the attention that
             stick-breaking leaves over, which is added to that of registers; None if the layer has none of these.
-        key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over KV heads.
-        prefixes: alpha (B, H, length) of the sequences truncated to each requested length, in the order of the lengths.
         visible_BHT: alpha averaged only over the queries that may see each key; None if it equals alpha.
-        view: how the mask limits visible keys; None if `visible_BHT` is None.
         row_sums_BH: sum of the raw scores of a row, mean over real queries; None if rows sum to one.
         registers_BHN: alpha of each register; None with fewer than two.
         window_start_BH: mean attention to the first key of a query's sliding window, over the queries that no longer
             see position 1; None without such queries, with learned tokens before the sequence, and for Hugging Face
             models.
+        view: how the mask limits visible keys; None if `visible_BHT` is None.
+        prefixes: alpha (B, H, length) of the sequences truncated to each requested length, in the order of the lengths.
     """
 
     importance_BHT: Tensor
-    bias_BH: Tensor | None
     key_norm_BT: Tensor
     value_norm_BT: Tensor
-    prefixes: tuple[Tensor, ...] = ()
+    bias_BH: Tensor | None = None
     visible_BHT: Tensor | None = None
-    view: View | None = None
     row_sums_BH: Tensor | None = None
     registers_BHN: Tensor | None = None
     window_start_BH: Tensor | None = None
+    view: View | None = None
+    prefixes: tuple[Tensor, ...] = ()
+
+
+def combined(records: Sequence[LayerRecord], combine: Callable[[list[Tensor]], Tensor]) -> dict[str, Any]:
+    """Combine the tensors of each field of `LayerRecord` over the records that have one; fields of none are left out.
+
+    In a record without `visible_BHT`, it is its `importance_BHT`.
+    """
+    names = [one.name for one in fields(LayerRecord)]
+    found = {name: [x for one in records if isinstance(x := getattr(one, name), Tensor)] for name in names}
+    if found["visible_BHT"]:
+        found["visible_BHT"] = [one.importance_BHT if one.visible_BHT is None else one.visible_BHT for one in records]
+    prefixes = tuple(combine(list(parts)) for parts in zip(*(one.prefixes for one in records), strict=True))
+    return {name: combine(parts) for name, parts in found.items() if parts} | {"prefixes": prefixes}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Importance, norms and loss of one forward pass; index 0 is the first real token of each sequence.
-
-    A attention layers; M = number of blocks + 1 (before the first block and after each block).
+    """Records and loss of one forward pass; index 0 is the first real token of each sequence.
 
     Attributes:
-        importance_ABHT: alpha per sequence.
-        bias_ABH: see `LayerRecord`, for the layers that have a bias; None without such layers.
-        hidden_MBT: l2 norm of the residual stream before the first block and after every block; None if blocks cannot
-            be read.
-        key_ABT: l2 norm of the keys, mean over KV heads.
-        value_ABT: l2 norm of the values, mean over KV heads.
+        recorded: tensors (layers or places, B, ...) by name: those of `LayerRecord`, over the attention layers that
+            have them; hidden_BT, the l2 norm of the residual stream before the first block and after every block,
+            unless blocks cannot be read; leading_B, the same at the sink token or first register, if there is one;
+            before_BT, for a post-norm sinklab transformer, the l2 norm of the input of each norm, two per block.
+        valid_BT: bool, False past the end of a sequence.
         loss: sum of the loss over the batch's targets, nats (float64 scalar).
         targets: number of targets; 0 if the loss was skipped.
-        valid_BT: bool, False past the end of a sequence; None if all sequences have T tokens.
-        row_sums_ABH: sum of the raw scores of a row, mean over real queries; None if rows sum to one.
-        prefixes: alpha (A, B, H, length) of the sequences truncated to each of the accumulator's lengths.
-        details: statistics of `--details`; None without this option.
-        visible_ABHT: alpha averaged only over the queries that may see each key; None if equal in every layer.
+        prefixes: alpha (layers, B, H, length) of the sequences truncated to each of the accumulator's lengths.
         views: how the mask limits visible keys, by layer (mask_coverage.py).
-        registers_ABHN: alpha of each register; None with fewer than two.
-        window_start_ABH: see `LayerRecord`, for the layers that have it; None without such layers.
-        leading_MB: l2 norm of the residual stream at the sink token or first register; None without one.
-        before_MBT: for a post-norm sinklab transformer, l2 norm of the input of each norm, two per block; else None.
+        details: statistics of `--details`; None without this option.
     """
 
-    importance_ABHT: Tensor
-    bias_ABH: Tensor | None
-    hidden_MBT: Tensor | None
-    key_ABT: Tensor
-    value_ABT: Tensor
+    recorded: Mapping[str, Tensor]
+    valid_BT: Tensor
     loss: Tensor
     targets: int
-    valid_BT: Tensor | None = None
-    row_sums_ABH: Tensor | None = None
     prefixes: Sequence[Tensor] = ()
-    details: BatchDetails | None = None
-    visible_ABHT: Tensor | None = None
     views: Sequence[View | None] = ()
-    registers_ABHN: Tensor | None = None
-    window_start_ABH: Tensor | None = None
-    leading_MB: Tensor | None = None
-    before_MBT: Tensor | None = None
+    details: BatchDetails | None = None
 
     def on_cpu(self) -> "Batch":
         """Return a copy on the CPU, with one synchronisation per GPU; `details` stays on its device."""
-        tensors = {one.name: x for one in fields(self) if isinstance(x := getattr(self, one.name), Tensor)}
-        copies = on_host([*tensors.values(), *self.prefixes])
-        return replace(self, **dict(zip(tensors, copies, strict=False)), prefixes=copies[len(tensors) :])
+        valid_BT, loss, *rest = on_host([self.valid_BT, self.loss, *self.recorded.values(), *self.prefixes])
+        recorded, prefixes = dict(zip(self.recorded, rest, strict=False)), rest[len(self.recorded) :]
+        return replace(self, recorded=recorded, valid_BT=valid_BT, loss=loss, prefixes=prefixes)
 
 
 def batch_of(
@@ -123,32 +120,15 @@ def batch_of(
         leading: number of learned tokens before the sequence.
         before: for a post-norm model, l2 norms (B, T) of the input of each norm, including padding and learned tokens.
     """
-
-    def of_some(parts: Iterable[Tensor | None]) -> Tensor | None:
-        known = [part for part in parts if part is not None]
-        return stacked(known) if known else None
-
-    return Batch(
-        importance_ABHT=stacked([layer.importance_BHT for layer in layers]),
-        bias_ABH=of_some(layer.bias_BH for layer in layers),
-        registers_ABHN=of_some(layer.registers_BHN for layer in layers),
-        hidden_MBT=of_some(real.align(norm_BT) for norm_BT in hidden),
-        key_ABT=stacked([layer.key_norm_BT for layer in layers]),
-        value_ABT=stacked([layer.value_norm_BT for layer in layers]),
-        loss=loss[0],
-        targets=loss[1],
-        valid_BT=real.valid_BR,
-        row_sums_ABH=of_some(layer.row_sums_BH for layer in layers),
-        prefixes=[stacked(list(parts)) for parts in zip(*(layer.prefixes for layer in layers), strict=True)],
-        details=details,
-        visible_ABHT=visible_layers(
-            [layer.importance_BHT for layer in layers], [layer.visible_BHT for layer in layers]
-        ),
-        views=[layer.view for layer in layers],
-        window_start_ABH=of_some(layer.window_start_BH for layer in layers),
-        leading_MB=of_some(norm_BT[:, 0] for norm_BT in hidden if leading),
-        before_MBT=of_some(real.align(norm_BT) for norm_BT in before),
-    )
+    recorded = combined(layers, stacked)
+    prefixes = recorded.pop("prefixes")
+    places = {
+        "hidden_BT": [real.align(norm_BT) for norm_BT in hidden],
+        "leading_B": [norm_BT[:, 0] for norm_BT in hidden if leading],
+        "before_BT": [real.align(norm_BT) for norm_BT in before],
+    }
+    recorded |= {name: stacked(parts) for name, parts in places.items() if parts}
+    return Batch(recorded, real.valid_BR, *loss, prefixes, [layer.view for layer in layers], details)
 
 
 class NativeRecords:
@@ -184,15 +164,15 @@ class NativeRecords:
         self.layers.append(
             LayerRecord(
                 importance_BHT=alpha.positions_BHT,
-                bias_BH=alpha.bias_BH,
                 key_norm_BT=key_BT,
                 value_norm_BT=value_BT,
-                prefixes=tuple(cut),
+                bias_BH=alpha.bias_BH,
                 visible_BHT=alpha.visible_BHT,
-                view=view,
                 row_sums_BH=alpha.row_sums_BH,
                 registers_BHN=alpha.registers_BHN,
                 window_start_BH=_window_start(layer),
+                view=view,
+                prefixes=tuple(cut),
             )
         )
         if self._details is not None:

@@ -129,14 +129,14 @@ class LayerTotals:
             bias_BH = registers_BHN.sum(-1) if bias_BH is None else registers_BHN.sum(-1) + bias_BH
         return LayerRecord(
             importance_BHT,
-            bias_BH,
             real.align(torch.cat(self._key_norms, -1)),
             real.align(torch.cat(self._value_norms, -1)),
-            self.prefixes,
-            visible_BHT,
-            view,
+            bias_BH=bias_BH,
+            visible_BHT=visible_BHT,
             row_sums_BH=None if self._row_sums_BH is None else self._row_sums_BH / count_B[:, None],
             registers_BHN=registers_BHN if self._leading > 1 else None,
+            view=view,
+            prefixes=self.prefixes,
         )
 
 
@@ -244,11 +244,6 @@ class CallRecords(Recorder):
             return
         arguments = self._signature.bind_partial(*args, **kwargs).arguments
         self._entering_sequences(arguments)
-        tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
-        mask_BT = arguments.get("attention_mask")
-        self._seen += tokens.shape[1]
-        ones_BT = torch.ones(len(tokens), self._seen, device=tokens.device)
-        self._real = self._real_tokens(ones_BT if mask_BT is None else mask_BT)
         self._calls, self._running, self._cached = 0, True, arguments.get("past_key_values") is not None
 
     def leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:

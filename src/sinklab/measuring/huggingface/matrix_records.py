@@ -7,6 +7,7 @@ cache. Recording costs O(T^2) memory and the time of eager attention; the report
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from sinklab.attention.importance import Rows, importance_from_sums, unpadded_importance
 from sinklab.attention.masks import CAUSAL, Mask, Window, visible_queries
 from sinklab.attention.query_blocks import Block, accumulate_dtype
-from sinklab.attention.real_tokens import RealTokens, real_tokens
+from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.mask_coverage import View, seen_over
@@ -35,6 +36,7 @@ class MatrixRecords(Recorder):
     ) -> None:
         super().__init__(model, attention_layers(model.config), lengths, details)
         self.backends = {"eager"}
+        self._drops_cache = False  # the caller's `use_cache`
         self._records: list[LayerRecord] = []
         self._importance: list[Tensor] = []
         self._visible: list[tuple[Tensor | None, View | None]] = []
@@ -53,12 +55,10 @@ class MatrixRecords(Recorder):
         if arguments.get("past_key_values") is not None:
             raise SinklabError(
                 f"a {self._model.config.model_type!r} model is measured from the attention matrices it returns, which "
-                "requires whole sequences: call the model without past_key_values, and generate outside the probe"
+                "requires whole sequences: call the model without past_key_values, and generate with use_cache=False"
             )
-        tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
-        mask_BT = arguments.get("attention_mask")
-        self._begin(arguments.get("input_ids"), self._records)
-        self._real = real_tokens(torch.ones(tokens.shape[:2]) if mask_BT is None else mask_BT)
+        self._entering_sequences(arguments)
+        self._drops_cache = arguments.get("use_cache") is False
         return args, kwargs | {"output_attentions": True, "use_cache": True, "return_dict": True}
 
     def _matrix(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
@@ -83,9 +83,9 @@ class MatrixRecords(Recorder):
                 return (*output[:place], part.new_empty(0), *output[place + 1 :])
         return None
 
-    def _leaving(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+    def _leaving(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         if self._paused:
-            return
+            return None
         cache, real = getattr(output, "past_key_values", None), self._real
         stored = getattr(cache, "layers", [])
         if real is None or not len(self._importance) == len(stored) == self._expected:
@@ -102,16 +102,18 @@ class MatrixRecords(Recorder):
             self._records = [
                 LayerRecord(
                     importance,
-                    None,
                     real.align(token_norms(kept.keys).mean(1)),
                     real.align(token_norms(kept.values).mean(1)),
-                    prefixes,
-                    *visible,
+                    visible_BHT=visible_BHT,
+                    view=view,
+                    prefixes=prefixes,
                 )
-                for importance, visible, prefixes, kept in zip(
+                for importance, (visible_BHT, view), prefixes, kept in zip(
                     self._importance, self._visible, self._prefixes, stored, strict=True
                 )
             ]
+        self._whole = True
+        return replace(output, past_key_values=None) if self._drops_cache else None
 
 
 @torch.no_grad()

@@ -75,8 +75,8 @@ def probe(
 
     The sequences of several passes are concatenated as in one batch. A pass that continues from a KV cache, or repeats
     the sequences of the last pass with tokens appended, extends their records. Records, a few numbers per layer, head
-    and token, are kept until `clear()` is called. A model measured by matrix_records.py supports neither a KV cache nor
-    `generate` in a probe.
+    and token, are kept until `clear()` is called. A model measured by matrix_records.py supports no KV cache: call
+    `generate` with `use_cache=False`.
 
     The model, its configs and its hooks are restored afterwards, also after an exception. Padding, passed as
     `attention_mask` of shape (sequences, positions), is excluded; so are positions after the end of a sequence inside

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
-from sinklab.measuring.records import LayerRecord
+from sinklab.measuring.mask_coverage import joined
+from sinklab.measuring.records import LayerRecord, combined
 from sinklab.measuring.statistics.collecting import DetailsCollector
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class Recorder(ABC):
 
         Raises:
             SinklabError: if the cache does not hold exactly the tokens seen so far.
+            InputError: if the attention mask is not a padding mask.
         """
         cache, tokens_BT = arguments.get("past_key_values"), arguments.get("input_ids")
         kept = 0 if cache is None else int(cache.get_seq_length())
@@ -147,13 +149,15 @@ class Recorder(ABC):
             )
         self._generated.read(tokens_BT, continued=bool(kept))
         self._whole = False
-
-    def _real_tokens(self, mask_BT: Tensor) -> RealTokens:
-        ended_BT = self._generated.ended()
-        if ended_BT is None:
-            return real_tokens(mask_BT)
-        ended_BT = F.pad(ended_BT, (mask_BT.shape[-1] - ended_BT.shape[1], 0))  # where generation started from a cache
-        return real_tokens((mask_BT != 0) & ~ended_BT.to(mask_BT.device))
+        given = arguments["inputs_embeds"] if tokens_BT is None else tokens_BT
+        self._seen += given.shape[1]
+        mask_BT = arguments.get("attention_mask")
+        if mask_BT is None:
+            mask_BT = torch.ones(len(given), self._seen, device=given.device)
+        if (ended_BT := self._generated.ended()) is not None:
+            ended_BT = F.pad(ended_BT, (mask_BT.shape[-1] - ended_BT.shape[1], 0))  # generation started from a cache
+            mask_BT = (mask_BT != 0) & ~ended_BT.to(mask_BT.device)
+        self._real = real_tokens(mask_BT)
 
     @contextmanager
     def generating(self, ends: Collection[int]) -> Iterator[None]:
@@ -189,25 +193,8 @@ def _continued(before_BT: Tensor | None, now_BT: Tensor | None) -> bool:
 
 
 def _joined(parts: Sequence[LayerRecord]) -> LayerRecord:
-    longest = max(part.importance_BHT.shape[-1] for part in parts)
+    def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+        longest = max(x.shape[-1] for x in tensors)
+        return torch.cat([F.pad(x, (0, longest - x.shape[-1])) for x in tensors])
 
-    def lengthened(x: Tensor) -> Tensor:
-        return F.pad(x, (0, longest - x.shape[-1]))
-
-    def of_some(name: str) -> Tensor | None:
-        known = [x for part in parts if (x := getattr(part, name)) is not None]
-        return torch.cat(known) if known else None
-
-    visible = [(part, part.visible_BHT) for part in parts]  # None for short sequences that fit into a window
-    view = next((part.view for part in parts if part.view is not None), None)
-    return LayerRecord(
-        torch.cat([lengthened(part.importance_BHT) for part in parts]),
-        of_some("bias_BH"),
-        torch.cat([lengthened(part.key_norm_BT) for part in parts]),
-        torch.cat([lengthened(part.value_norm_BT) for part in parts]),
-        tuple(torch.cat(prefixes) for prefixes in zip(*(part.prefixes for part in parts), strict=True)),
-        torch.cat([lengthened(part.importance_BHT if x is None else x) for part, x in visible]) if view else None,
-        view,
-        of_some("row_sums_BH"),
-        of_some("registers_BHN"),
-    )
+    return LayerRecord(**combined(parts, end_to_end), view=joined(part.view for part in parts))

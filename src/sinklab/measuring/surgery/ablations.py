@@ -25,7 +25,6 @@ from sinklab.measuring.findings import Ablation
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks, zeroed
-from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.hooks import evaluating
 
@@ -112,17 +111,11 @@ def measure_ablations(
     return found
 
 
-def _first_and_top(found: Sequence[MassiveActivation]) -> tuple[MassiveActivation, MassiveActivation]:
-    """Return two of `found`: the first at the position and channel of the strongest, and the strongest."""
-    top = strongest(found)[0]
-    return next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension)), top
-
-
 def _largest_by_block(model: LanguageModel, tokens_T: Tensor) -> list[MassiveActivation]:
     adapter = adapt(model)
     with evaluating(model), largest_activations(residual_blocks(model)) as found:
         adapter.run(tokens_T[None].to(adapter.device))
-    return found
+    return [one.model_copy(update={"position": one.position - adapter.leading}) for one in found]
 
 
 def plan_ablation(name: str, model: LanguageModel, tokens_NT: Tensor, bos_tokens: int = 0) -> Plan:
@@ -137,7 +130,7 @@ def plan_ablation(name: str, model: LanguageModel, tokens_NT: Tensor, bos_tokens
         SinklabError: if the blocks of the model cannot be found.
     """
     hidden = check_ablation(name, tokens_NT.shape[1])
-    first_target = model.config.first_target if isinstance(model, Transformer) else 2
+    first_target = adapt(model).first_target
     if hidden:
         keys = "the first key is" if hidden == 1 else f"the first {hidden} keys are"
         return Plan(
@@ -180,21 +173,21 @@ def check_ablation(name: str, length: int) -> int:
 
 def _zero_massive(name: str, model: LanguageModel, tokens_T: Tensor, first_target: int) -> Plan:
     found = _largest_by_block(model, tokens_T)
-    (one, top), layers = _first_and_top(found), len(found)
+    top, layers = strongest(found)[0], len(found)
+    one = next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension))
     _, alone, number = name.partition(":")
     first, last = (int(number), int(number)) if alone else (one.layer, layers)
     if not 1 <= first <= layers:
         raise InputError(f"{name}: the model has layers 1 to {layers}")
-    leading = model.leading if isinstance(model, Transformer) else 0
-    position = one.position - leading
-    learned = "the learned sink token" if leading == 1 else f"register {one.position} of {leading}"
-    where = f"position {position}" if position > 0 else learned
+    leading = adapt(model).leading
+    learned = "the learned sink token" if leading == 1 else f"register {one.position + leading} of {leading}"
+    where = f"position {one.position}" if one.position > 0 else learned
     after = f"layer {first} alone" if alone else f"layers {first} to {last}" if first < last else f"layer {first}"
     return Plan(
         name,
         f"dimension {one.dimension} at {where} is zeroed after {after} "
         f"(it was {top.value:,.1f} after layer {top.layer}, {top.ratio_to_median:,.0f} times the median)",
-        zeroed(model, first, position, one.dimension, last),
+        zeroed(model, first, one.position, one.dimension, last),
         first_target=first_target,
         largest=top,
     )

@@ -38,7 +38,7 @@ from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.families import ROTARY_CLASS, SINK_LOGITS, family_of
 from sinklab.models.hooks import evaluating, hidden_states, hooked
-from sinklab.models.huggingface.anatomy import input_device, quantisation
+from sinklab.models.huggingface.anatomy import attention_layers, decoder_blocks, input_device, quantisation
 from sinklab.models.intercept import intercept
 from sinklab.models.memory_budget import FLOAT, SHARE, free_bytes
 
@@ -163,7 +163,6 @@ def check_propositions(model: LanguageModel, token: int | Sequence[int], length:
     Raises:
         InputError: if there are no tokens, `length` is below 2, or it is not known which proposition covers the model
             (`position_kind`).
-        SinklabError: if the blocks of the model cannot be found.
     """
     ids = [token] if isinstance(token, int) else list(token)
     if not ids or length < 2:
@@ -204,8 +203,7 @@ def position_kind(model: LanguageModel) -> PositionKind:
 
     Raises:
         InputError: if the layers do not all have the same causal softmax attention without biases, sink logits or sink
-            tokens, or the positional embedding of a Hugging Face model is not recognised.
-        SinklabError: if the blocks of the model cannot be found.
+            tokens, or the blocks or the positional embedding of a Hugging Face model are not recognised.
     """
     if isinstance(model, Transformer):
         alike, *others = model.config.layer_kinds
@@ -214,21 +212,19 @@ def position_kind(model: LanguageModel) -> PositionKind:
         plain = attention.operation == Softmax() and attention.bias.kind == "none" and attention.mask == CausalMask()
         if not plain or not everywhere:
             raise InputError(
-                "the paper's propositions require causal softmax attention without biases or sink tokens in every layer"
+                "the paper's propositions require causal softmax attention without biases or sink tokens, the same in "
+                "every layer"
             )
         return alike.position.kind
-    from sinklab.models.huggingface.anatomy import attention_layers
-    from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
-
     kind = model.config.model_type
-    if attention_layers(model.config) == len(residual_blocks(model)):
+    if attention_layers(model.config) == len(decoder_blocks(model)):
         if learned_positions(model) is not None:
             return "learnable"
         if family_of(model).alibi:
             return "alibi"
         rotary = any(type(part).__name__.endswith(ROTARY_CLASS) for part in model.modules())
         sink_logits = any(hasattr(part, SINK_LOGITS) for part in model.modules())
-        if rotary and not sink_logits and HuggingFaceAdapter(model).dispatches:
+        if rotary and not sink_logits and adapt(model).dispatches:
             return "rotary"
     raise InputError(
         f"it is not known which of the paper's propositions covers a {kind!r} model: the check requires attention "
