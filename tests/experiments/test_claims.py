@@ -73,6 +73,8 @@ def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_pa
         ({"check": None}, "set check, or same_as"),
         ({"check": {"is": "absent", "cell": "sigmoid", "value": "valid_loss"}}, "absent requires a sink rate"),
         ({"check": {**LESS, "value": "kurtosis", "absent": True}}, "absent requires a sink rate"),
+        ({"check": {**LESS, "value": "gate_closed", "absent": True}}, "absent requires a sink rate"),
+        ({"check": {"is": "absent", "cell": "sigmoid", "value": "sink_growth"}}, "absent requires a sink rate"),
         ({"check": {**LESS, "by": 1, "times": 2}}, "not both"),
         ({"check": {"is": "all", "of": [{"is": "absent", "cell": "sigmoid"}]}}, "at least 2"),
         ({"changed": "later"}, "changed"),

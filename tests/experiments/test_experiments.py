@@ -105,7 +105,7 @@ def test_an_experiment_that_is_named_is_listed_in_full(run: Run, tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("sigmoid: sigmoid", "sigmoid: sigmod"), "cells.sigmoid: Value error, unknown variant 'sigmod'"),
+        (("sigmoid: sigmoid", "sigmoid: sigmod"), "cells.sigmoid: unknown variant 'sigmod'"),
         (("cell: sigmoid", "cell: other"), "claim learns uses cell 'other', which does not exist"),
         (("sigmoid: sigmoid", "a/b: sigmoid"), "'a/b' cannot name a cell or change: use a folder name"),
         (("title:", "titel:"), "titel"),

@@ -70,7 +70,11 @@ def test_a_matrix_has_a_row_per_cell_and_a_column_per_combination() -> None:
     [
         ({"cells": {"text": {"inputs": "natural"}}, "base": {}}, "changes apply to trained cells only"),
         ({"changes": {"decay": {}}}, "each axis needs named values"),
+        ({"changes": {"decay": ["small", "large"]}}, "each axis needs named values"),
+        ({"changes": {"decay": {0.5: SMALL}}}, "names that are text"),
+        ({"cells": {1: {}}}, "names that are text"),
         ({"changes": {"decay": {"a/b": SMALL}}}, "without /"),
+        ({"changes": {"decay": {"a+b": SMALL}}}, "cannot name a change"),
         ({"baseline": "softmax"}, "baseline 'softmax' is not a cell"),
     ],
 )

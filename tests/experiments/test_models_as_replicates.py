@@ -145,6 +145,13 @@ def test_cells_whose_replicates_cannot_be_compared_are_refused(cells: dict[str, 
         Experiment.model_validate({"id": "mine", "title": "Mine", "cells": sized})
 
 
+def test_a_model_with_the_revision_of_the_cell_and_without_one_is_named_twice() -> None:
+    cells = {"a": {"inputs": "random", "models": ["org/x@r", "org/x"], "revision": "r"}}
+    experiment = Experiment.model_validate({"id": "mine", "title": "Mine", "cells": cells})
+    with pytest.raises(InputError, match="org/x@r is repeated"):
+        passes_of(experiment, subjects_of(experiment, (), None))
+
+
 def test_models_that_an_experiment_does_not_take_are_refused() -> None:
     with pytest.raises(InputError, match="has a fixed list of models: remove --model a"):
         of_given_models(load_experiment("outlier_safe"), ("a", "b"))

@@ -183,6 +183,19 @@ def test_a_run_that_was_edited_is_named_and_not_trained_again(run: Run) -> None:
     assert summary_of(Path("runs/tiny"))["cells"]["gate"]["runs"][0]["edited"] == ["recipe.yaml"]
 
 
+def test_a_finished_run_that_has_lost_its_metrics_is_named_and_the_others_are_summarised(run: Run) -> None:
+    assert run("reproduce", "other.yaml", *OPTIONS)[0] == 0
+    (directory,) = Path("runs/tiny").glob("gate-*")
+    (directory / "metrics.jsonl").unlink()
+    status, _, err = run("reproduce", "other.yaml", *OPTIONS)
+    assert status == 0
+    assert f"{directory} was changed after its run ended (metrics.jsonl)" in err
+    cells = summary_of(Path("runs/tiny"))["cells"]
+    assert [cells[name]["seeds"] for name in ("softmax", "gate")] == [1, 0]
+    assert cells["gate"]["runs"][0]["status"] == "unfinished"
+    assert "restore it, or remove the directory to train the run again" in cells["gate"]["runs"][0]["message"]
+
+
 def test_a_lock_that_nobody_holds_keeps_nobody_out(run: Run) -> None:
     assert run("reproduce", "other.yaml", *OPTIONS)[0] == 0
     (directory,) = Path("runs/tiny").glob("gate-*")
@@ -206,6 +219,11 @@ def damaged_question(out: Path) -> None:
     (out / "asked" / "mine.json").write_text("{")
 
 
+def incomplete_question(out: Path) -> None:
+    (out / "asked").mkdir()
+    (out / "asked" / "mine.json").write_text('{"schema": 1, "scale": "tiny"}')
+
+
 def nothing(out: Path) -> None:
     pass
 
@@ -225,6 +243,7 @@ def nothing(out: Path) -> None:
         (["mine.yaml"], not_ours, "was not written by sinklab"),
         (["mine.yaml"], newer, "has schema 4"),
         (["mine.yaml"], damaged_question, "asked/mine.json cannot be read"),
+        (["mine.yaml"], incomplete_question, "asked/mine.json cannot be read (experiment: Field required)"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(run: Run, args: list[str], prepare: Any, said: str) -> None:

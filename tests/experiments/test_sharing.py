@@ -17,7 +17,7 @@ from sweeps import planned_run, write_experiment
 from sinklab.experiments.documents import SUMMARY, read_record
 from sinklab.experiments.sweep import engine as scheduling
 from sinklab.experiments.sweep.engine import Event, PlannedRun, train_all
-from sinklab.experiments.sweep.engines.local import LocalEngine
+from sinklab.experiments.sweep.engines.local import LocalEngine, cores_here, shares
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.signals import PreemptedError
 from sinklab.train.directory.lock import lock_run
@@ -126,6 +126,14 @@ def test_a_run_whose_process_has_died_is_taken_up(tmp_path: Path) -> None:
     ended = train_all(runs, engine, lambda event: None)
     assert engine.trained == ["b", "a"]
     assert ended["a"].kind == "done"
+
+
+def test_more_runs_than_cores_divide_the_cores_of_this_process_not_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64 * cores_here())
+    assert {share.threads for share in shares(2 * cores_here())} == {1}
 
 
 def test_a_failure_does_not_keep_the_others_from_being_trained(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_an_experiment_uses_its_own_seeds_only() -> None:
     assert summary.cells["softmax"].seeds == 10
     own = summary.cells["softmax"].of_seeds(summary.experiments["made_up"].seeds)
     assert own.values["sink_1"].seeds == [50.0] * 5
+    assert (own.seeds, own.sink_rate, own.valid_loss, own.hidden_norm_ratio_max) == (5, [], None, None)
 
 
 def test_a_claim_carries_who_stated_it_when_and_what_was_changed() -> None:

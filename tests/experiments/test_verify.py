@@ -104,6 +104,17 @@ def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "summary.json is missing"), ("{", "summary.json cannot be read"), ('{"cells": 1}', "cells")],
+)
+def test_a_summary_that_is_missing_or_damaged_is_a_problem(packed: Path, text: str | None, said: str) -> None:
+    (packed / "summary.json").write_text(text) if text else (packed / "summary.json").unlink()
+    checks = verify_packed(packed)
+    assert said in problems(checks)
+    assert [one.name for one in checks][-1] == "verdicts judged again"
+
+
 def test_numbers_of_a_cell_may_differ_by_rounding_and_no_more(packed: Path) -> None:
     summary = json.loads((packed / "summary.json").read_text())
     values = summary["cells"]["softmax"]["values"]["valid_loss"]
@@ -137,11 +148,12 @@ def test_what_was_trained_on_another_text_cannot_be_trained_again(packed: Path) 
     assert "its text, text.jsonl, differs on this machine" in found
 
 
-def test_on_another_processor_losses_are_held_to_a_tolerance_that_is_said(packed: Path) -> None:
-    edit_lines(packed / "mine" / "runs.jsonl", lambda row: row["environment"].update(processor="an abacus"))
+@pytest.mark.parametrize("key", ["processor", "device"])
+def test_on_another_processor_losses_are_held_to_a_tolerance_that_is_said(packed: Path, key: str) -> None:
+    edit_lines(packed / "mine" / "runs.jsonl", lambda row: row["environment"].update({key: "an abacus"}))
     checks = verify_packed(packed, retrain=1)
     assert not problems(checks)
-    assert "processor an abacus there" in checks[-1].notes[0]
+    assert f"{key} an abacus there" in checks[-1].notes[0]
     assert "the last by 15%" in checks[-1].notes[0]
 
 
@@ -161,6 +173,22 @@ def test_what_holds_no_packed_results_is_refused(run: Run, tmp_path: Path) -> No
     status, _, err = run("verify", tmp_path / "nowhere")
     assert status == 2
     assert "is not a folder" in err
+
+
+def test_a_dry_run_recognises_packed_runs_before_the_text_is_prepared(
+    packed: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "empty"))
+    asked = ("reproduce", "mine.yaml", *OPTIONS, "--packed", packed, "--seeds", 3, "--dry-run")
+    status, out, err = run(*asked, "--json")
+    ahead = json.loads(out)
+    assert status == 0, err
+    assert (ahead["runs"], ahead["missing"]) == (9, 3)
+    assert [cell["done"] for cell in ahead["cells"]] == [2, 2, 2]
+    _, out, _ = run(*asked)
+    assert "finished runs are recognised by their recipes, as the text is not prepared here" in " ".join(out.split())
+    _, out, _ = run(*asked, "--steps", 2, "--json")
+    assert json.loads(out)["missing"] == 9
 
 
 def test_packed_results_are_continued(packed: Path, run: Run) -> None:

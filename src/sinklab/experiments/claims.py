@@ -58,9 +58,9 @@ class _OneCell(Part):
         return (self.cell,)
 
 
-def _require_rate(name: str, what: str) -> None:
-    if quantity(name).unit != "%":
-        raise ValueError(f"{what} requires a sink rate in percent, such as sink_1, and {name} is not one")
+def _require_rate(name: str) -> None:
+    if not quantity(name).is_sink_rate:
+        raise ValueError(f"absent requires a sink rate in percent, such as sink_1, and {name} is not one")
 
 
 class Within(_OneCell, _Bounds):
@@ -83,7 +83,7 @@ class SinkAbsent(_OneCell, QuantityClaim):
 
     @model_validator(mode="after")
     def _of_a_rate(self) -> Self:
-        _require_rate(self.value, "absent")
+        _require_rate(self.value)
         return self
 
 
@@ -113,7 +113,7 @@ class Differs(_Bounds):
         if self.by is not None and self.times is not None:
             raise ValueError("set by or times, not both")
         if self.absent:
-            _require_rate(self.value, "absent")
+            _require_rate(self.value)
         return self
 
     @property

@@ -122,13 +122,15 @@ def _kind_of_cell(said: Any) -> Literal["trained", "measured"]:
     return "measured" if isinstance(said, MeasuredCell) or (isinstance(said, dict) and "inputs" in said) else "trained"
 
 
-def _is_default(part: Part, name: str) -> bool:
-    return getattr(part, name) == type(part).model_fields[name].get_default(call_default_factory=True)
-
-
 def _is_a_folder(name: str) -> str:
     if not name or name.startswith(".") or "/" in name:
         raise ValueError(f"{name!r} cannot name a cell or change: use a folder name without / or a leading dot")
+    return name
+
+
+def _is_a_value(name: str) -> str:
+    if GRID in name:
+        raise ValueError(f"{name!r} cannot name a change: {GRID} separates cell and values in the names of a grid")
     return name
 
 
@@ -185,6 +187,7 @@ class MeasuredCell(Part):
 
 
 CellName = Annotated[str, AfterValidator(_is_a_folder)]
+ValueName = Annotated[CellName, AfterValidator(_is_a_value)]
 Overlays = Annotated[list[dict[str, Any]], BeforeValidator(_overlays)]
 Cell = Annotated[
     Annotated[list[dict[str, Any]], Tag("trained")] | Annotated[MeasuredCell, Tag("measured")],
@@ -246,7 +249,7 @@ class Experiment(Part):
     source: str = ""
     base: dict[Scale, str] = Field(default_factory=dict)
     cells: dict[CellName, Cell] = Field(min_length=1)
-    changes: dict[str, dict[CellName, Overlays]] = Field(default_factory=dict)
+    changes: dict[str, dict[ValueName, Overlays]] = Field(default_factory=dict)
     baseline: str = ""
     adapted: dict[Scale, tuple[Adaptation, ...]] = Field(default_factory=dict)
     each: Literal["domain", "model"] | None = None
@@ -275,11 +278,12 @@ class Experiment(Part):
         """Replace the cells of a grid by their product with `changes`; a dumped grid already contains the product."""
         if not isinstance(said, dict) or not said.get("changes"):
             return said
-        cells, axes = said.get("cells"), said["changes"]
-        if not isinstance(cells, dict) or not isinstance(axes, dict) or not all(axes.values()):
+        cells, axes = said.get("cells", {}), said["changes"]
+        named = [cells, axes, *(axes.values() if isinstance(axes, dict) else ())]
+        if not all(isinstance(one, dict) and set(map(type, one)) == {str} for one in named):
             raise ValueError(
-                "cells and changes must be mappings, and each axis needs named values, such as "
-                "changes: {decay: {small: .., large: ..}}"
+                "cells and changes must be mappings with names that are text (quote numbers), and each axis needs "
+                "named values, such as changes: {decay: {small: .., large: ..}}"
             )
         combined = {
             GRID + GRID.join(values): [axes[axis][one] for axis, one in zip(axes, values, strict=True)]
@@ -305,7 +309,12 @@ class Experiment(Part):
             raise ValueError(
                 f"cell {next(iter(self.requests))!r} is measured and {other!r} trained: use two experiments"
             )
-        given = {name for part in (self, *self.claims) for name in part.model_fields_set if not _is_default(part, name)}
+        given = {
+            name
+            for part in (self, *self.claims)
+            for name in part.model_fields_set
+            if getattr(part, name) != type(part).model_fields[name].get_default(call_default_factory=True)
+        }
         if wrong := sorted(given & (ONLY_TRAINED if self.requests else ONLY_MEASURED)):
             raise ValueError(
                 f"{wrong[0]} applies to {'training' if self.requests else 'existing models'}, and the cells are "

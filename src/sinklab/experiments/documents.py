@@ -90,7 +90,7 @@ class CellRun(ReadDocument):
         hash: hash of the run, or of the settings of the measurement.
         directory: directory of the run or measurement, relative to that of the summary; empty if there is none yet.
         status: done, failed, or unfinished.
-        message: reason for the failure; empty without one.
+        message: reason for the failure or, of a finished run listed as unfinished, for the lack of values; else empty.
         values: values by quantity (`quantities.py`); missing values are omitted.
         never: step quantities whose threshold was never reached.
         edited: names of result files that were modified or removed after the run had ended.
@@ -194,22 +194,13 @@ class CellSummary(ReadDocument):
         return sum(run.status == status for run in self.runs)
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
-        """Return a copy of the cell with the runs and `values` of these seeds only, and without `sink_rate`.
-
-        The other medians, such as `valid_loss`, remain those of all seeds.
-        """
+        """Return the cell with the runs and `values` of these seeds only; the other medians are unknown then."""
         runs = [run for run in self.runs if run.seed in seeds]
         if len(runs) == len(self.runs):
             return self
         values = {name: one for name in self.values if (one := estimated(runs, name))}
-        return self.model_copy(
-            update={
-                "runs": runs,
-                "values": values,
-                "seeds": sum(run.status == "done" for run in runs),
-                "sink_rate": [],  # the rates of a single run are not stored
-            }
-        )
+        done = sum(run.status == "done" for run in runs)
+        return CellSummary(seeds=done, change=self.change, values=values, runs=runs)
 
 
 def estimated(runs: Sequence[CellRun], name: str) -> CellEstimate | None:
@@ -423,14 +414,15 @@ def read_record(directory: Path) -> RunRecord | None:
         return RunRecord.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} cannot be read ({_first_line(error)}): if it is damaged or of another schema version, "
+            f"{path} cannot be read ({first_line(error)}): if it is damaged or of another schema version, "
             "remove it to record the run again"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message; for a ValidationError, the first field and what is wrong with it."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

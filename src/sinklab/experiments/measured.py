@@ -167,7 +167,7 @@ def measure_experiment(
     loaded = _OneAtATime(passes, loading)
     texts = {path: identity(str(path)) for one in passes if (path := one.text) is not None}
     items = [
-        _item(one, number, texts.get(one.text) if one.text else None, loaded, _task_of(one, tasks), out)
+        _item(one, number, texts.get(one.text) if one.text else None, loaded, tasks, out)
         for model in chosen
         for number, one in sorted(((number, one) for one, number in asked.values()), key=lambda pair: pair[0])
         if one.model(number) == model
@@ -185,15 +185,11 @@ def measure_experiment(
     return measure_all(items, result_of, out, SUMMARY, observe, prepare=prepare)
 
 
-def _task_of(one: Pass, tasks: Mapping[str, ChosenTask]) -> TaskOfCell | None:
-    """Return the downstream task that a pass evaluates in addition to the measurement; None without a task."""
-    return None if one.task is None else TaskOfCell(tasks[one.task.name], one.task.items)
-
-
 def _item(
-    one: Pass, replicate: int, source: str | None, loaded: "_OneAtATime", task: TaskOfCell | None, out: Path
+    one: Pass, replicate: int, source: str | None, loaded: "_OneAtATime", tasks: Mapping[str, ChosenTask], out: Path
 ) -> Item:
     request, folder, chosen = one.request(one.draw(replicate)), one.folder(replicate), one.model(replicate)
+    task = None if one.task is None else TaskOfCell(tasks[one.task.name], one.task.items)
 
     def measure(progress: Progress) -> Measurement:
         model = loaded.get(one, replicate)

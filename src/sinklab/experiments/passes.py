@@ -243,9 +243,9 @@ def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]
 
 def _models_of(cell: MeasuredCell, subject: Subject) -> dict[str, ModelChoice]:
     """Return the models on which a cell is measured, by folder name."""
-    given = cell.models or (subject.models[cell.model],)
-    choices = {str(choice): choice for one in given for choice in [model_choice(one, cell)]}
-    return {label.replace("/", "_"): choices[full] for label, full in labels(list(choices)).items()}
+    choices = [model_choice(one, cell) for one in cell.models or (subject.models[cell.model],)]
+    named = labels([str(choice) for choice in choices])  # raises InputError for duplicates
+    return {label.replace("/", "_"): choice for label, choice in zip(named, choices, strict=True)}
 
 
 def enumerated(names: Sequence[str]) -> str:

@@ -117,6 +117,11 @@ class Quantity:
     decimals: int
     once: bool = False
 
+    @property
+    def is_sink_rate(self) -> bool:
+        """True for a percentage of triples, pairs or sequences with a sink, which every evaluation records."""
+        return self.unit == "%" and self.name.startswith("sink_") and self.name != "sink_growth"
+
 
 _SINK = re.compile(r"sink_([1-9]\d*)(_visible)?")
 _FIRST = re.compile(r"sink_first_([1-9]\d*)")
@@ -178,7 +183,7 @@ def quantity(name: str) -> Quantity:
         return _NAMED[name]
     if found := _FIRST.fullmatch(name):
         return Quantity(name, f"Sink rate of the first {found[1]} tokens", "%", 1)
-    if found := _RANGE.fullmatch(name):
+    if (found := _RANGE.fullmatch(name)) and int(found[1]) <= int(found[2]):
         return Quantity(name, f"Sink rate of tokens {found[1]} to {found[2]}", "%", 1)
     if found := _SINK.fullmatch(name):
         return Quantity(name, f"Sink_{found[1]}{' (visible queries)' if found[2] else ''}", "%", 1)
@@ -236,8 +241,7 @@ class RunNumbers:
         Args:
             at_step: average the last three evaluations up to this step (the value is None if the run ended earlier);
                 default: the end of the run. Ignored for single numbers, such as steps, and for `sink_growth`.
-            eps: threshold of the sink rate, one of `BESIDE`, for `sink_1`, `sink_1_visible` and `sink_bias`; default:
-                the recipe's.
+            eps: threshold of the sink rate, one of `BESIDE`, for the rates of `AT_EPS`; default: the recipe's.
         """
         if name in self.measured:
             return self.measured[name]
@@ -317,11 +321,7 @@ def _crossing(name: str) -> _Crossing | None:
 def _of_reading(reading: Evaluation, name: str, eps: str | None = None) -> float | None:
     """Return the value of a quantity at an evaluation; None if it was not measured or is not finite."""
     if eps is not None:
-        at_eps = {
-            "sink_1": reading.sink_rate_eps,
-            "sink_1_visible": reading.sink_rate_visible_eps or reading.sink_rate_eps,
-            "sink_bias": reading.sink_rate_bias_eps,
-        }.get(name)
+        at_eps = AT_EPS[name](reading) if name in AT_EPS else None
         return at_eps.get(eps) if at_eps else None
     if found := _FIRST.fullmatch(name):
         return _sum_of(reading.sink_rate[: int(found[1])])
@@ -337,6 +337,13 @@ def _of_reading(reading: Evaluation, name: str, eps: str | None = None) -> float
         return rates[position - 1] if position <= len(rates) else None
     return _RECORDED[name](reading) if name in _RECORDED else None
 
+
+AT_EPS: Mapping[str, Callable[[Evaluation], Mapping[str, float | None] | None]] = {
+    "sink_1": lambda one: one.sink_rate_eps,
+    "sink_1_visible": lambda one: one.sink_rate_visible_eps or one.sink_rate_eps,
+    "sink_bias": lambda one: one.sink_rate_bias_eps,
+}
+"""Sink rates that evaluations record at several thresholds (`BESIDE`), by name."""
 
 _RECORDED: Mapping[str, Callable[[Evaluation], float | None]] = {
     "sink_bias": lambda one: one.sink_rate_bias,

@@ -45,6 +45,13 @@ class CellResults:
         return replace(self, runs=runs, numbers=numbers, failed=sum(run.status == "failed" for run in runs))
 
 
+NO_METRICS = "its metrics.jsonl is missing or empty (restore it, or remove the directory to train the run again)"
+
+
+class NoMetricsError(SinklabError):
+    """A finished run has no metrics."""
+
+
 def read_numbers(directory: Path) -> RunNumbers:
     """Read the quantities of a finished run.
 
@@ -53,15 +60,18 @@ def read_numbers(directory: Path) -> RunNumbers:
 
     Raises:
         InputError: if one of these files cannot be read or is damaged.
-        SinklabError: if the run has not finished, has diverged, or has no metrics.
+        NoMetricsError: if the run has finished and has no metrics.
+        SinklabError: if the run has not finished, or has diverged.
     """
     record, history = read_record(directory), read_history(directory / "metrics.jsonl")
     done = record.status == "done" if record else (directory / "measurement.json").exists()
-    if not done or not history:
+    if not done:
         raise SinklabError(
-            f"the run in {directory} has no numbers: it has not finished (run the same command again to continue it), "
-            "has diverged, or its metrics.jsonl is missing or empty (restore it, or remove the run to train it again)"
+            f"the run in {directory} has no numbers: it has not finished (run the same command again to continue it) "
+            "or has diverged"
         )
+    if not history:
+        raise NoMetricsError(f"the run in {directory} has no numbers: {NO_METRICS}")
     recipe = load_recipe(str(directory / "recipe.yaml"))
     seconds = record.seconds if record else round(seconds_spent(history), 1)
     return RunNumbers(

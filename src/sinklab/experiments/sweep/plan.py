@@ -54,10 +54,6 @@ class SweepCell:
     seeds: Sequence[int]
     may_diverge: bool
 
-    def of_seed(self, seed: int) -> Recipe:
-        """Return the recipe with another seed."""
-        return self.recipe.model_copy(update={"seed": seed})
-
 
 @dataclass(frozen=True)
 class SweepPlan:
@@ -204,7 +200,7 @@ def place_sweep(
     for name, seed in plan.order:
         cell = plan.cells[name]
         dataset = data[data_key(cell.recipe)]
-        recipe = resolve(cell.of_seed(seed), dataset)
+        recipe = resolve(cell.recipe.model_copy(update={"seed": seed}), dataset)
         run_hash = hashes[name, seed] = recipe.content_hash(dataset.fingerprint)
         if run_hash not in runs:
             directory = found.get(run_hash) or out / f"{name}-{run_hash}"

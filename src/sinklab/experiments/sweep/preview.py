@@ -5,8 +5,9 @@ The cost of a run is counted in FLOPs (`train/flops.py`): three forward passes p
 sequence, and two per sequence of the sink metric.
 """
 
+import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,14 +21,15 @@ from sinklab.data.shards import TokenDataset
 from sinklab.data.tokenizers import trained_size
 from sinklab.device import pick_device
 from sinklab.errors import SinklabError
-from sinklab.experiments.documents import read_record, record_of
+from sinklab.experiments.documents import RunRecord, read_record, record_of
 from sinklab.experiments.sweep.plan import SweepPlan, data_key, place_sweep
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.schema import leaves
 from sinklab.train.directory.run import resolved_precision
 from sinklab.train.flops import FORWARD_AND_BACKWARD, model_flops
 from sinklab.train.optim import build_optimizer
-from sinklab.train.recipe import Recipe, load_recipe
+from sinklab.train.recipe import MANNER, Recipe, load_recipe
 
 TIMED_S = 1.0  # seconds of timed updates
 MATRICES_S = 0.3
@@ -39,6 +41,7 @@ SOURCES = {
     "updates": "estimated from some updates timed on this machine",
     "products": "at the speed of matmuls on this machine, which no run reaches",
 }
+BY_RECIPE = "; finished runs are recognised by their recipes, as the text is not prepared here"
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class Preview:
         engine: name of the execution engine.
         jobs: number of concurrent runs; None if the cluster decides.
         hours: estimated hours for the missing runs, with `jobs` concurrent runs; None for a cluster.
-        estimated: phrase on how the hours were estimated (`Pace.said`); empty if the throughput is unknown.
+        estimated: phrase on how the hours were estimated (`Pace.said`), and on runs that only their recipes identify;
+            empty if the throughput is unknown.
     """
 
     cells: Sequence[CellPreview]
@@ -114,7 +118,8 @@ def preview(
 ) -> Preview:
     """Find the finished runs of a plan and estimate the hours of the missing runs.
 
-    No data is prepared: runs without prepared data count as missing.
+    No data is prepared. If the data of a cell has not been prepared here, its finished runs are recognised by their
+    recipes alone; they are trained again if the text of this machine turns out to differ.
 
     Args:
         out: directory of the sweep.
@@ -131,20 +136,25 @@ def preview(
     order = tuple((name, seed) for name, seed in plan.order if name in known)
     placed = place_sweep(SweepPlan(known, order), data, out, found)
     done = {run.hash for run in placed.runs if record_of(run.directory, run.hash) is not None}
+    ended = {pair for pair, run_hash in placed.hashes.items() if run_hash in done}
+    unknown = {(name, seed): _key(plan.cells[name].recipe, seed) for name, seed in plan.order if name not in known}
+    if unknown:  # a record may be that of a shorter run, which the run in its directory extends
+        recorded = {_key(recipe, record.seed) for record, recipe in _read_runs(found.values()) if record.hash in found}
+        ended |= {pair for pair, key in unknown.items() if key in recorded}
     first: dict[str, str] = {}
     cells, left, runs = [], 0.0, {(_identity(plan, name), seed): name for name, seed in reversed(plan.order)}
     missing = 0
     for name, cell in plan.cells.items():
-        ended = [seed for seed in cell.seeds if placed.hashes.get((name, seed)) in done]
-        own = sum(runs[_identity(plan, name), seed] == name for seed in cell.seeds if seed not in ended)
+        missed = [seed for seed in cell.seeds if (name, seed) not in ended]
+        own = sum(runs[_identity(plan, name), seed] == name for seed in missed)
         hours = None if pace is None else pace.seconds(cell.recipe) / 3600
         missing, left = missing + own, left + own * (hours or 0.0)
         same_as = first.setdefault(_identity(plan, name), name)
-        cells.append(
-            CellPreview(name, cell.change, len(cell.seeds), len(ended), hours, "" if same_as == name else same_as)
-        )
+        seeds, other = len(cell.seeds), "" if same_as == name else same_as
+        cells.append(CellPreview(name, cell.change, seeds, seeds - len(missed), hours, other))
     whole = None if pace is None or jobs is None else left / max(1, min(jobs, missing))
-    return Preview(cells, len(runs), missing, engine, jobs, whole, "" if pace is None else pace.said)
+    estimated = "" if pace is None else f"{pace.said}{BY_RECIPE if ended & unknown.keys() else ''}"
+    return Preview(cells, len(runs), missing, engine, jobs, whole, estimated)
 
 
 def _identity(plan: SweepPlan, name: str) -> str:
@@ -162,6 +172,15 @@ def _prepared_data(plan: SweepPlan) -> dict[str, TokenDataset]:
         if dataset is not None:
             found[key] = dataset
     return found
+
+
+def _key(recipe: Recipe, seed: int) -> str:
+    """Return a key of a run that is the same for the recipe of its cell and its own, which `resolve` has completed."""
+    auto = recipe.train.precision == "auto"
+    precision = resolved_precision("auto", pick_device(recipe.train.device)) if auto else recipe.train.precision
+    said = recipe.model_dump(mode="json", exclude={"name": True, "seed": True, "train": {*MANNER, "precision"}})
+    kept = {key: value for key, value in leaves(said).items() if not key.endswith(("vocab_size", "eos_id"))}
+    return json.dumps([seed, precision, kept], sort_keys=True)
 
 
 def operations(recipe: Recipe, like: Recipe | None = None) -> float:
@@ -205,16 +224,23 @@ def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
 
     Unreadable runs are skipped, and runs of other machines are included.
     """
-    found = []
+    found = [
+        _of_sequence(recipe) * recipe.train.steps * recipe.train.batch_size / record.seconds
+        for record, recipe in _read_runs(directories)
+        if record.status == "done" and record.seconds
+    ]
+    return Pace(median(found), "runs") if found else None
+
+
+def _read_runs(directories: Iterable[Path]) -> Iterator[tuple[RunRecord, Recipe]]:
+    """Yield record and recipe of the runs that have both; unreadable ones are skipped."""
     for directory in directories:
         try:
             record, recipe = read_record(directory), load_recipe(str(directory / "recipe.yaml"))
         except SinklabError:
             continue
-        if record is not None and record.status == "done" and record.seconds:
-            updates = recipe.train.steps * recipe.train.batch_size
-            found.append(_of_sequence(recipe) * updates / record.seconds)
-    return Pace(median(found), "runs") if found else None
+        if record is not None:
+            yield record, recipe
 
 
 def _timed(base: Recipe) -> Pace:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Scale, quantities_of
 from sinklab.experiments.definition import ONLY_MEASURED, Experiment
-from sinklab.experiments.documents import CellRun, Summary, edited, record_of
+from sinklab.experiments.documents import CellRun, Summary, edited, first_line, record_of
 from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.results import CellResults, named_values, read_numbers
+from sinklab.experiments.results import NO_METRICS, CellResults, NoMetricsError, named_values, read_numbers
 from sinklab.experiments.summary import at_scale, summarise
 from sinklab.experiments.sweep.plan import PlannedSweep, Question
 from sinklab.files import parse_json, write_json
@@ -116,11 +116,10 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
     for path in sorted((out / MANIFESTS).glob("*.json")):
         try:
             manifest = SweepManifest.model_validate(parse_json(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, ValidationError) as error:
-            first = str(error).splitlines()[0]
+        except (OSError, ValueError) as error:
             raise InputError(
-                f"{path} cannot be read ({first}): if it is damaged or of another version of sinklab, remove it and "
-                "run that experiment again, or choose another --out"
+                f"{path} cannot be read ({first_line(error)}): if it is damaged or of another version of sinklab, "
+                "remove it and run that experiment again, or choose another --out"
             ) from error
         found[manifest.experiment.id] = manifest
     return found
@@ -201,9 +200,11 @@ def _progress(directory: Path) -> tuple[bool, bool, int]:
 def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, CellResults]:
     """Read the results of all cells of the manifests, by name of the cell, from the runs in and below a directory.
 
+    A finished run without metrics is listed as unfinished, with a message.
+
     Raises:
         InputError: if a file of a run is damaged.
-        SinklabError: if an env.json is damaged, or a finished run has no metrics.
+        SinklabError: if an env.json is damaged.
     """
     found = found_runs(out)
     wanted = tuple(dict.fromkeys([*NUMBERS, *(name for one in manifests.values() for name in _quantities(one))]))
@@ -261,7 +262,10 @@ def _read(
     )
     if record.status == "failed":
         return run, None
-    numbers = read_numbers(directory)
+    try:
+        numbers = read_numbers(directory)
+    except NoMetricsError:
+        return run.model_copy(update={"status": "unfinished", "message": NO_METRICS}), None
     values, never = named_values(numbers, wanted)
     return run.model_copy(update={"values": values, "never": never}), numbers
 

@@ -12,7 +12,7 @@ import torch
 
 from sinklab.data.prepare import prepared
 from sinklab.errors import InputError, SinklabError
-from sinklab.experiments.documents import SUMMARY, RunRecord, Summary, edited, read_record
+from sinklab.experiments.documents import SUMMARY, RunRecord, Summary, edited, first_line, read_record
 from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.experiments.sweep.packed import CHECKSUMS, read_checksums, unpack
 from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_manifests, summary_of
@@ -26,7 +26,7 @@ from sinklab.train.recipe import load_recipe
 BEGUN = "begun"
 """Key of env.json with the start time of the run, UTC in ISO format."""
 
-SAME_NUMBERS = ("processor", "torch", "python", "threads", "compiles_loss")
+SAME_NUMBERS = ("processor", "device", "torch", "python", "threads", "compiles_loss")
 """Keys of env.json that must be equal for a retrained run to match bit for bit."""
 
 ROUNDING = 1e-9
@@ -73,7 +73,6 @@ def verify_packed(
 
     Raises:
         InputError: if `top` contains no packed sweep, or packed runs, checksums or manifests cannot be read.
-        OSError, ValueError: if summary.json is missing or invalid.
     """
     checks = [_check_files(top)]
     with TemporaryDirectory(prefix="sinklab-") as folder:
@@ -124,8 +123,13 @@ def _check_runs(runs: dict[str, Path]) -> Verified:
 def _check_verdicts(top: Path, files: Path) -> Verified:
     """Compare the cells and claims of summary.json with those recomputed from the unpacked runs and the manifests."""
     now = summary_of(read_manifests(top), files)
-    before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
-    check = Verified("verdicts judged again", len(before.claims))
+    check = Verified("verdicts judged again")
+    try:
+        before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        check.problems.append(f"{SUMMARY} cannot be read ({first_line(error)})")
+        return check
+    check.checked = len(before.claims)
     judged = {(one.experiment, one.id): one for one in now.claims}
     for claim in before.claims:
         again = judged.pop((claim.experiment, claim.id), None)
@@ -203,7 +207,7 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     here = read_environment(again)
     differing = [key for key in SAME_NUMBERS if before.get(key) != here.get(key)]
     if not differing:
-        return list(_different_bits(old, new)), "the same processor, versions and threads, compared bit for bit"
+        return list(_different_bits(old, new)), "the same processor, device, versions and threads, compared bit for bit"
     said = ", ".join(f"{key} {before.get(key)} there and {here.get(key)} here" for key in differing)
     return list(_too_far_apart(old, new)), (
         f"{said}: the first validation loss after step 0 may differ by {FIRST_LOSS:.1%}, the last by {LAST_LOSS:.0%}"

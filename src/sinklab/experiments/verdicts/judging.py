@@ -26,11 +26,11 @@ from sinklab.experiments.claims import (
 from sinklab.experiments.definition import PAPER_SCALES, Experiment
 from sinklab.experiments.documents import ExperimentSummary, JudgedClaim, Verdict
 from sinklab.experiments.paper import Published
-from sinklab.experiments.quantities import BESIDE, quantity
+from sinklab.experiments.quantities import AT_EPS, BESIDE, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, seed_by_seed
 from sinklab.experiments.verdicts.five_seeds import detectable
-from sinklab.experiments.verdicts.kinds import AT_EPS, Finding, Runs, put_to
+from sinklab.experiments.verdicts.kinds import Finding, Runs, put_to
 from sinklab.experiments.verdicts.wording import by_seed, number, plural, unit
 
 GROWN = 2.0
@@ -160,8 +160,8 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
     Also None if the check uses no rate of `AT_EPS`, or also another percentage, a step or a position.
     """
     names = set(quantities_of(check))
-    others = {name for name in names - AT_EPS if quantity(name).unit in ("%", "steps")}
-    if not names & AT_EPS or others or any(isinstance(part, StandsAt) for part in parts_of(check)):
+    others = {name for name in names - AT_EPS.keys() if quantity(name).unit in ("%", "steps")}
+    if not names & AT_EPS.keys() or others or any(isinstance(part, StandsAt) for part in parts_of(check)):
         return None
     verdict, _, count = _judged(check, runs)
     return verdict if count else None

@@ -18,7 +18,7 @@ from sinklab.experiments.claims import (
     Within,
 )
 from sinklab.experiments.documents import ReplicateKind
-from sinklab.experiments.quantities import NO_SINK, RunNumbers, quantity
+from sinklab.experiments.quantities import AT_EPS, NO_SINK, RunNumbers, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import pairs_against, seed_by_seed, separated
 from sinklab.experiments.verdicts.wording import (
@@ -27,13 +27,9 @@ from sinklab.experiments.verdicts.wording import (
     counted,
     difference,
     number,
-    overlapping,
     step_unit,
     unit,
 )
-
-AT_EPS = {"sink_1", "sink_1_visible", "sink_bias"}
-"""Sink rates that are recorded at several thresholds."""
 
 Values = Mapping[str, Mapping[int, float]]
 """Values of a check's quantity by cell and seed."""
@@ -161,10 +157,14 @@ def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
     a, b = list(cell.values()), list(than.values())
     high, low = (a, b) if greater else (b, a)
     holds = True if separated(high, low) else False if separated(low, high) else None
-    opposed, pairs = f"{check.cell} is not {'above' if greater else 'below'} {check.than}", len(a) * len(b)
+
+    def opposing(below: Sequence[float], more: str = "") -> str:
+        opposed = f"{check.cell} is not {'above' if greater else 'below'} {check.than}{more}"
+        return f"In {pairs_against(high, below)} of {len(a) * len(b)} pairs of {runs.noun}s, {opposed}."
+
     said = [
         by_seed({check.cell: a, check.than: b}, of, runs.noun),
-        overlapping(pairs_against(high, low), pairs, runs.noun, opposed),
+        opposing(low),
         difference([cell[seed] - than[seed] for seed in cell if seed in than], of, runs.noun),
     ]
     sizes: list[bool] = []
@@ -172,7 +172,7 @@ def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
         moved = [value + (check.by or 0.0) if check.times is None else value * check.times for value in low]
         sizes.append(separated(high, moved))
         size = f"{check.by:g}{step_unit(of)}" if check.by else f"a factor of {check.times:g}"
-        said.append(overlapping(pairs_against(high, moved), pairs, runs.noun, f"{opposed} by more than {size}"))
+        said.append(opposing(moved, f" by more than {size}"))
     if check.at_least is not None or check.at_most is not None:
         held = [_keeps(value, check.at_least, check.at_most) for value in a]
         sizes.append(seed_by_seed(held) is True)

@@ -66,17 +66,6 @@ def counted(held: Sequence[bool], noun: ReplicateKind) -> str:
     return f"{kept} of {n} {noun}s (95 % CI: {100 * low:.0f} to {100 * high:.0f} % of all {noun}s)"
 
 
-def overlapping(against: int, pairs: int, noun: ReplicateKind, opposed: str) -> str:
-    """Return a sentence with the number of pairs of seeds that oppose a claim.
-
-    Example: `In 2 of 25 pairs of seeds, k_biases is not below softmax.`
-
-    Args:
-        opposed: clause that is true of the opposing pairs.
-    """
-    return f"In {against} of {pairs} pairs of {noun}s, {opposed}."
-
-
 def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:
     """Format the bounds on a quantity: `at least 10 %`, `at least 10 and at most 20 %`."""
     said = [f"at least {at_least:g}"] if at_least is not None else []

@@ -40,16 +40,16 @@ class MachineShare:
 def shares(jobs: int) -> list[MachineShare]:
     """Split the cores and GPUs of this machine into `jobs` shares.
 
-    The cores are disjoint if there is at least one per share; else the shares are not pinned and have
-    max(1, cores of the machine / jobs) threads each. A share has at most OMP_NUM_THREADS threads.
+    The cores are those on which this process may run. They are disjoint if there is at least one per share; else the
+    shares are not pinned and have max(1, cores / jobs) threads each. A share has at most OMP_NUM_THREADS threads.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     said = os.environ.get("OMP_NUM_THREADS", "")
-    most = int(said) if said.isdecimal() and int(said) else os.cpu_count() or 1
+    most = int(said) if said.isdecimal() and int(said) else cores_here()
     if 0 < jobs <= len(cores):
         mine = [frozenset(cores[job::jobs]) for job in range(jobs)]
         return [MachineShare(one, min(most, len(one)), cards) for one, cards in zip(mine, _cards(jobs), strict=True)]
-    threads = min(most, max(1, (os.cpu_count() or 1) // jobs))
+    threads = min(most, max(1, cores_here() // jobs))
     return [MachineShare(None, threads, cards) for cards in _cards(jobs)]
 
 
