@@ -3,7 +3,8 @@
     python -m benchmarks.model_pages results/models/SmolLM2-135M-Instruct results/models/gemma-3-270m
 
 Prints Markdown. A folder has measurement.json (natural text), and may have measurements in `no_bos/`, `random/` and
-`repeat/`, and `assess/assessment.json`. Losses are nats per token; "±" is the standard error that the assessment has.
+`repeat/`, and assessments of the same sequences in `assess/` and `assess_heads/`. Losses are nats per token; "±" is the
+standard error that the assessment has.
 """
 
 import argparse
@@ -13,9 +14,12 @@ from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
 from sinklab.assessing.part import AssessPart, Effect
+from sinklab.assessing.parts.budgets import Budgets
+from sinklab.assessing.parts.eviction import Eviction
 from sinklab.assessing.parts.heads import Heads
 from sinklab.assessing.parts.key_ablations import KeyAblations
 from sinklab.assessing.parts.kv_cache import KVCache
+from sinklab.assessing.parts.pruning import Pruning
 from sinklab.assessing.parts.quantisation import STATIC, Quantisation
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.parts.writer import WEIGHT, Writer
@@ -102,6 +106,23 @@ def head_rows(part: Heads) -> Rows:
     return {"heads by role": ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))}
 
 
+def eviction_rows(part: Eviction) -> Rows:
+    smallest = min(one.budget for one in part.policies)
+    return {f"{smallest} keys kept: {one.policy}": added(part, one) for one in part.policies if one.budget == smallest}
+
+
+def pruning_rows(part: Pruning) -> Rows:
+    return {f"a tenth of the heads removed: {one.order}": added(part, one) for one in part.orders if one.share == 0.1}
+
+
+def budget_rows(part: Budgets) -> Rows:
+    return {
+        f"all keys for a quarter of the KV heads: {one.policy}": added(part, one)
+        for one in part.policies
+        if one.full == 0.25
+    }
+
+
 def writer_rows(part: Writer) -> Rows:
     zeroed = {one.what: one for one in part.zeroed}
     return {
@@ -116,7 +137,10 @@ KINDS: Mapping[type[AssessPart], Callable[..., Rows]] = {
     Quantisation: quantisation_rows,
     KVCache: cache_rows,
     KeyAblations: ablation_rows,
+    Eviction: eviction_rows,
     Heads: head_rows,
+    Pruning: pruning_rows,
+    Budgets: budget_rows,
     Writer: writer_rows,
 }
 
@@ -138,8 +162,11 @@ def table(folders: list[Path]) -> list[str]:
     """The lines of the table, a column per folder."""
     columns = []
     for folder in folders:
-        path = folder / "assess" / ASSESSMENT
-        columns.append(measured_rows(folder) | (assessed_rows(load_assessment(path)) if path.is_file() else {}))
+        paths = [folder / name / ASSESSMENT for name in ("assess", "assess_heads")]
+        rows = measured_rows(folder)
+        for path in filter(Path.is_file, paths):
+            rows |= assessed_rows(load_assessment(path))
+        columns.append(rows)
     names = dict.fromkeys(name for rows in columns for name in rows)
     lines = [["", *(folder.name for folder in folders)], ["---"] * (len(folders) + 1)]
     lines += [[name, *(rows.get(name, NONE) for rows in columns)] for name in names]

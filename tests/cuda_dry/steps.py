@@ -100,7 +100,7 @@ def phases(overlay: Any, data: Any, out: Path) -> dict[str, Any]:
     """The events of a variant by phase."""
     found: dict[str, Any] = {}
     values = parse_yaml(recipe_text("60m"))
-    importance._seen_by.cache_clear()
+    importance.seen_by.cache_clear()
     try:
         with card():
             with noted(found, "build"):
