@@ -44,7 +44,7 @@ class Model:
     """A model with its tokenizer.
 
     Attributes:
-        name: name as entered by the user.
+        name: name or path passed to `open_model`.
         module: sinklab's Transformer, or a Hugging Face model.
         loading: dtype, device and other options with which the model was loaded.
         tokenizer: sinklab's tokenizer, or a Hugging Face tokenizer.

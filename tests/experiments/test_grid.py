@@ -74,7 +74,7 @@ def test_a_matrix_has_a_row_per_cell_and_a_column_per_combination() -> None:
         ({"changes": {"decay": {0.5: SMALL}}}, "names that are text"),
         ({"cells": {1: {}}}, "names that are text"),
         ({"changes": {"decay": {"a/b": SMALL}}}, "without /"),
-        ({"changes": {"decay": {"a+b": SMALL}}}, "cannot name a change"),
+        ({"changes": {"decay": {"a+b": SMALL}}}, "cannot name a value in changes"),
         ({"baseline": "softmax"}, "baseline 'softmax' is not a cell"),
     ],
 )

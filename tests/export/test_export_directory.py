@@ -161,4 +161,4 @@ def test_padding_cannot_be_measured_of_an_exported_model(natural: tuple[Path, Pa
     sinklab.register()
     model = AutoModelForCausalLM.from_pretrained(export_run(natural[0], tmp_path / "hf").directory)
     with pytest.raises(InputError, match="leave out attention_mask"):
-        sinklab.measure(model, torch.ones(2, 8, dtype=torch.long), attention_mask=torch.ones(2, 8).long())
+        sinklab.measure(model, torch.ones(2, 8, dtype=torch.long), attention_mask=torch.ones(2, 8).long().tril(6))

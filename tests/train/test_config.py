@@ -37,7 +37,7 @@ def test_the_shipped_recipes_are_valid(path: Path) -> None:
 
 def test_the_continued_recipe_needs_a_checkpoint_or_null() -> None:
     with pytest.raises(
-        InputError, match=r"continued needs model\.init_from: add --set model\.init_from=VALUE, or null"
+        InputError, match=r"continued needs a value for model\.init_from: add --set model\.init_from=VALUE"
     ):
         load_recipe("continued", ["data.source=text.jsonl"])
     assert load_recipe("continued", ["model.init_from=null"]).model.init_from is None

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from sinklab.compiling import can_compile
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
@@ -75,6 +76,22 @@ def test_the_replay_of_a_diverged_step_names_the_first_tensor_that_is_not_finite
     assert found.first_not_finite is not None
     assert found.first_not_finite.startswith(("output of", "gradient of", "the loss"))
     json.dumps(found.document(), allow_nan=False)
+
+
+@pytest.mark.slow
+def test_the_replay_of_a_compiled_loss_names_the_same_tensor(
+    dataset: TokenDataset, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if not can_compile():
+        pytest.skip("torch.compile needs a C++ compiler and Python's headers on a CPU")
+    named = []
+    for name in ("off", "loss"):
+        wanted = recipe(**DIVERGING, train={"eval_every": 100, "compile": name})
+        with pytest.raises(SinklabError, match="diverged at step 2"):
+            Trainer(open_run(wanted, dataset, tmp_path / name)).train()
+        named.append(replay(existing_run(wanted, dataset, tmp_path / name), 2).first_not_finite)
+    assert named[0] == named[1]
+    assert "torch/_dynamo" not in capfd.readouterr().err  # its warnings are of no use to who trains
 
 
 def test_a_replay_finds_a_damaged_weight(dataset: TokenDataset, tmp_path: Path) -> None:

@@ -147,6 +147,9 @@ def test_a_run_directory_can_be_a_start(tmp_path: Path) -> None:
     assert trainer.train().status == "done"
 
 
+LEARNED_REST = {"operation": {"kind": "stick_breaking", "rest": "learned"}}
+
+
 def continued(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> tuple[Tensor, Tensor, list[str]]:
     """Logits of a run with large weights and of the model that starts from it, and the new tensors of the latter."""
     directory, _ = trained_run(folder, {}, there)
@@ -170,6 +173,7 @@ def continued(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> tupl
         ({"pattern": {"every": 2, "bias": "k"}}, {"pattern": {"every": 2, "bias": "k"}}),
         ({"attention": {"bias": "v"}}, {"attention": {"bias": "v"}, "gate": "value"}),
         ({"attention": {"bias": "kv"}}, {"attention": {"bias": "kv"}, "gate": "value"}),
+        ({"attention": LEARNED_REST}, {"attention": LEARNED_REST, "gate": "value"}),
         ({"norm": {"eps": 0.1}}, {"norm": {"gate_rank": 3}}),
         ({"norm": {"placement": "sandwich", "head_norm": True}}, {"norm": {"gate_rank": 3}, "gate": "head"}),
         ({"position": {"kind": "rotary", "theta": 7.0}}, {"position": "rotary"}),

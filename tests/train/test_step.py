@@ -10,6 +10,7 @@ import pytest
 import torch
 from closeness import assert_close
 from torch import Tensor
+from torch._inductor import config as inductor_config
 
 from sinklab.commands.terminal.progress import describe
 from sinklab.compiling import can_compile, compiled
@@ -23,7 +24,7 @@ from sinklab.model.transformer import Transformer
 from sinklab.train.directory.environment import read_environment
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import open_run
-from sinklab.train.loop import Trainer
+from sinklab.train.loop import RunOutcome, Trainer
 from sinklab.train.parallelize import compile_blocks
 from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.update import FiniteCheck
@@ -224,13 +225,13 @@ def test_the_compiled_loss_gives_the_same_gradients(name: str, traced: Callable[
 def test_a_recipe_with_a_compiled_loss_trains_uncompiled_without_a_compiler(
     dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     torch._dynamo.reset()
     can_compile.cache_clear()
     try:
-        for name in ("off", "loss"):
-            Trainer(open_run(recipe(train={"compile": name}), dataset, tmp_path / name)).train()
+        with inductor_config.patch({"cpp.cxx": (None, str(tmp_path / "no-compiler"))}):
+            for name in ("off", "loss"):
+                Trainer(open_run(recipe(train={"compile": name}), dataset, tmp_path / name)).train()
     finally:
         can_compile.cache_clear()
     rows = [losses_of(tmp_path / name) for name in ("off", "loss")]
@@ -239,15 +240,17 @@ def test_a_recipe_with_a_compiled_loss_trains_uncompiled_without_a_compiler(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_compile(), reason="torch.compile needs a C++ compiler and Python's headers on a CPU")
 def test_a_run_with_a_compiled_loss_resumes_exactly_and_is_evaluated_uncompiled(
     dataset: TokenDataset, tmp_path: Path
 ) -> None:
+    if not can_compile():  # which compiles: not at collection
+        pytest.skip("torch.compile needs a C++ compiler and Python's headers on a CPU")
     for name in ("off", "loss"):
         Trainer(open_run(recipe(train={"compile": name}), dataset, tmp_path / name)).train()
     run = open_run(recipe(train={"compile": "loss"}), dataset, tmp_path / "resumed")
-    halted = Trainer(run, should_stop=lambda: halted.state.step >= 5)
-    assert halted.train().status == "stopped"
+    steps: list[int] = []
+    halted = Trainer(run, watch=lambda report: steps.append(report.step), should_stop=lambda: 5 in steps)
+    assert halted.train() == RunOutcome("stopped", 5)
     Trainer(run).train()
     plain, ours, again = (losses_of(tmp_path / name) for name in ("off", "loss", "resumed"))
     assert plain[0] == ours[0]  # the untrained model

@@ -85,7 +85,7 @@ class Assessment(ReadDocument):
         return done
 
     def with_result(self, done: AssessPart, seconds: float) -> "Assessment":
-        """Return a copy that also contains the result and run time of a part."""
+        """Return a copy that also contains the result and run time of a part, which is then not listed as skipped."""
         results = {**self.results, done.name: done}
         ordered = {name: results[name] for name in PARTS if name in results}
         skipped = {name: why for name, why in self.skipped.items() if name != done.name}

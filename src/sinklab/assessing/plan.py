@@ -128,7 +128,8 @@ class AssessOptions(CommandSettings, frozen=True):
     def _is_of_groups(cls, residual: int) -> int:
         if residual % CACHE_GROUP:
             raise InputError(
-                f"--residual {residual}: keys are rounded in groups of {CACHE_GROUP} tokens; use a multiple of this"
+                f"--residual {residual}: keys are quantised in groups of {CACHE_GROUP} tokens; use a multiple of "
+                f"{CACHE_GROUP}"
             )
         return residual
 
@@ -191,8 +192,8 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
         )
     if options.residual >= length:
         raise InputError(
-            f"--residual {options.residual}: the sequences have {length} tokens, so that no key would be rounded: set "
-            f"--residual below {length}, or a longer --length"
+            f"--residual {options.residual}: the sequences have {length} tokens, so that no key would be quantised: "
+            f"set --residual below {length}, or a longer --length"
         )
     decided = {
         "sequences": options.sequences or max(1, options.sizes.tokens // length),

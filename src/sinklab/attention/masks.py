@@ -1,4 +1,4 @@
-"""Attention masks, as functions in FlexAttention's signature, and counts of visible keys.
+"""Attention masks, as functions like FlexAttention's `mask_mod`, and counts of keys per query and of queries per key.
 
 Positions are absolute key positions, 0-based: with S keys and T queries, query t is at position S - T + t. In addition
 to the mask function (`allowed`), a mask provides for a block of queries the range of keys that some of them may see

@@ -1,4 +1,4 @@
-"""Score functions, applied to a raw score z = q.k * scale before the exponential, in FlexAttention's signature.
+"""Score functions, applied to a raw score z = q.k * scale before the exponential, like FlexAttention's `score_mod`.
 
 A score function maps (z, batch, head, query position, key position, *tensors) to a logit. Every backend uses the
 same function: indices are broadcastable tensors (blocks) or scalars (FlexAttention). Tensors are passed explicitly so

@@ -192,11 +192,11 @@ def compare_command(models: Sequence[str], given: Invocation) -> None:
 
 
 def parity_command(model: str, backends: Sequence[str], given: Invocation) -> None:
-    """Compare the logits and sinks of a model's attention backends, and print a table.
+    """Compare the logits and sinks of a model's attention backends, and print the comparison.
 
     Raises:
         InputError: see `compare_backends`.
-        SinklabError: if a backend differs from eager attention or drops the sink; the table has been printed.
+        SinklabError: if a backend differs from eager attention or drops the sink; the comparison has been printed.
     """
     with JobProgress(given.console, phase=f"reading {model} and the text") as observe:
         found = compare_backends(

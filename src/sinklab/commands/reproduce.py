@@ -93,7 +93,10 @@ def experiments(
 
 
 def _plan_command(name: str) -> str:
-    """Return the command that prints the plan of an experiment, with placeholders for its model and text."""
+    """Return the command that prints the plan of an experiment.
+
+    For an experiment on existing models it has placeholders for the text and, unless the cells name models, the model.
+    """
     from sinklab.experiments.shipped import load_experiment
 
     experiment, given = load_experiment(name), ["--dry-run"]

@@ -130,7 +130,10 @@ def _is_a_folder(name: str) -> str:
 
 def _is_a_value(name: str) -> str:
     if GRID in name:
-        raise ValueError(f"{name!r} cannot name a change: {GRID} separates cell and values in the names of a grid")
+        raise ValueError(
+            f"{name!r} cannot name a value in changes: it contains {GRID}, which separates cell and values in the "
+            f"names of a grid's cells (CELL{GRID}VALUE)"
+        )
     return name
 
 

@@ -77,7 +77,10 @@ def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
     if revision and Path(name).expanduser().is_dir():
         folder = Path(name).expanduser() / revision
         if not folder.is_dir():
-            raise InputError(f"{name} has no folder {revision}, which is the revision that the experiment measures")
+            raise InputError(
+                f"{name} has no folder {revision}: the revision of a local model is a folder in its directory; use a "
+                "directory with this folder, or another revision"
+            )
         name, revision = str(folder), ""
     return ModelChoice(name, revision, cell.subfolder or "")
 

@@ -164,7 +164,7 @@ class _Cutter:
         return InputError(f"{text} gives no sequence: {of} {self.body} tokens of text; use a longer text")
 
     def sequences(self, text: Path) -> Iterator[Sequence[int]]:
-        """Yield the sequences of a file or corpus, or of the files of a folder in turn."""
+        """Yield the sequences of a file or another source of documents; from a folder, one from each file in turn."""
         here = text.expanduser()
         if not here.exists():
             yield from self._of_documents(documents(str(text), render=self.render))

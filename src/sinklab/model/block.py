@@ -129,7 +129,7 @@ class Attention(nn.Module):
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
         """Return the attention core's arguments after q, k and v: document IDs, gates, padding; no trailing Nones.
 
-        The gates are cumulative log forget gates, which are appended to `past`, or logits of query weights.
+        The gates are cumulative log forget gates, which are appended to `past`, or logits of a weight per query.
         """
         gates_BLH = None
         if self.forget_gate is not None:
@@ -138,7 +138,7 @@ class Attention(nn.Module):
         elif self.weight_gate is not None:
             gates_BLH = self.weight_gate(x_BLE)
         beside = (places.documents_BL, gates_BLH, places.padding_B)
-        given = max((number for number, one in enumerate(beside, start=1) if one is not None), default=0)
+        given = max([0, *(number for number, one in enumerate(beside, start=1) if one is not None)])
         return beside[:given]
 
     def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:

@@ -219,7 +219,10 @@ def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
 
 
 def _assessed(sweep: Sweep, runs: Sequence[CellRun]) -> list[tuple[TableColumn, ScoreOf]]:
-    """Return the columns of the numbers in comparable assessments of the runs; empty without such assessments."""
+    """Return the columns with numbers of assessments, each with the function that scores a cell.
+
+    Only the largest group of runs assessed with the same text and settings is scored. Empty if no run is assessed.
+    """
     found = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
     numbers = {run_hash: assessment.numbers() for run_hash, assessment in found.items()}
 

@@ -85,7 +85,10 @@ def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
 
 
 def _manifests(sweep: Sweep) -> list[Path]:
-    """List the manifests of the experiments in the summary; the directory may have others, such as of another text."""
+    """Return the paths of the manifests of the experiments in the summary.
+
+    The folder may also have manifests of earlier calls with another scale, text or number of steps.
+    """
     found = sorted((sweep.top / MANIFESTS).glob("*.json"))
     return [path for path in found if path.stem in sweep.summary.experiments]
 

@@ -126,7 +126,8 @@ class ExperimentGroup:
 
     Attributes:
         key: anchor of the group.
-        folded: whether the group is collapsed at first: experiments not run, if there are several experiments.
+        folded: whether the group is initially collapsed; True only for the experiments not run, and only if the page
+            has more than one experiment.
     """
 
     key: str

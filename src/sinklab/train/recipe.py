@@ -147,7 +147,9 @@ def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin
         raise InputError(f"{origin} is not a valid recipe:\n  {error}") from error
     missing = [key for key, value in leaves(merged).items() if value == MUST_BE_SET]
     if missing:
-        raise InputError(f"{origin} needs {missing[0]}: add --set {missing[0]}=VALUE, or null to disable it")
+        raise InputError(
+            f"{origin} needs a value for {missing[0]}: add --set {missing[0]}=VALUE, or set it in the recipe"
+        )
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:

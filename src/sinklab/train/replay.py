@@ -78,7 +78,7 @@ def replay(run: Run, step: int) -> Replay:
         updater.update()
     updater.settle()
     with _observed(updater.model) as found:
-        mean, norm = updater.gradient()
+        mean, norm = updater.gradient(hooked=True)
     loss = mean.item()
     if not found.forward and not math.isfinite(loss):
         found.forward.append("the loss")

@@ -8,7 +8,8 @@ Tensors that the checkpoint lacks are new. If possible, they are initialised suc
     sink logit              `model.attention.bias.start`, default -12: at most 6e-6 of a row
     key of k and kv biases  likewise: a learned number added to the logit
     output and value gates  sigmoid(0) = 1/2 everywhere, and twice the output projection: exactly the same outputs; for
-                            a value gate also half the v or kv bias, and with head_norm, which rescales, not twice
+                            a value gate also half the v or kv bias and the learned rest of stick-breaking, and with
+                            head_norm, which rescales, not twice
     value of v, kv biases   zero
     gates behind norms      sigmoid(0) = 1/2 everywhere, and twice the weight of the norm: exactly the same outputs
     projected embeddings    both matrices are the identity: exactly the same outputs
@@ -191,8 +192,8 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
     """
     if model.config.init_sha256 is None:
         raise InputError(
-            f"model.init_from {start.name}: the recipe has no model.init_sha256, which `sinklab train` sets: use the "
-            "recipe.yaml of a run directory"
+            f"model.init_from {start.name}: the recipe has no model.init_sha256, the hash of these weights: set it "
+            "with `sinklab.train.start.started`, as `sinklab train` does"
         )
     if model.config.init_sha256 != start.sha256():
         raise InputError(
@@ -225,8 +226,10 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
             own[name].zero_()
             if rest == "output_gate.linear.weight" or (rest == "value_gate.weight" and not model.config.norm.head_norm):
                 own[f"{block}.attention.out.weight"].mul_(2)
-            if rest == "value_gate.weight" and (value := f"{block}.attention.core.bias.value") in own:
-                own[value].div_(2)  # the gate does not scale it
+            if rest == "value_gate.weight":
+                for value in ("bias.value", "learned.value"):  # the gate does not scale them
+                    if (key := f"{block}.attention.core.{value}") in own:
+                        own[key].div_(2)
         elif rest == "core.bias.value":
             own[name].zero_()
         elif name in ("embedding_map.weight", "head_map.weight"):

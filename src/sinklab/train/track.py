@@ -157,7 +157,7 @@ class _TensorBoard:
 
 
 def _identity(path: Path) -> tuple[str, bool]:
-    """Return the W&B id of the run from the file at `path`, else a new one; and True if it existed before."""
+    """Return the run's W&B id and True if the file at `path` has one, else a new id, written to the file, and False."""
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))["wandb"]["id"], True
     identity = secrets.token_hex(8)

@@ -11,7 +11,7 @@ device (`found_inf`), for this and all later updates, and the host reads the num
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,8 +68,8 @@ class Updater:
         with self.autocast():  # FSDP needs a forward pass
             self._shared = share(self.model, self.recipe.losses, self.recipe.train.parallel, world)
         self.compiles_loss = compiles_loss(self.recipe.train.compile, self.device, world)
-        if self.compiles_loss:
-            self._shared = replace(self._shared, losses=compiled(self._shared.losses, dynamic=False))
+        losses = self._shared.losses
+        self._training_losses = compiled(losses, dynamic=False) if self.compiles_loss else losses
         self.optimizer = build_optimizer(self.model, self.recipe.optim)
         late = self.device.type == "cuda" and isinstance(self.optimizer, torch.optim.AdamW)
         self.finite = FiniteCheck(self.optimizer, world, late)
@@ -134,8 +134,11 @@ class Updater:
             self.optimizer.zero_grad(set_to_none=True)
             raise
 
-    def gradient(self) -> tuple[Tensor, Tensor]:
+    def gradient(self, hooked: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the gradients of the mean loss (auxiliary losses included) over the global batch, in `.grad`.
+
+        Args:
+            hooked: whether modules have hooks, which a compiled loss ignores; the loss is then not compiled.
 
         Returns:
             The mean cross-entropy over this process's rows, nats per token, and the global gradient norm before
@@ -143,12 +146,13 @@ class Updater:
         """
         tokens_BT = self.batches.batch(self.state.step)
         parts = tokens_BT.split(self.recipe.train.micro_batch or len(tokens_BT))
+        losses_of = self._shared.losses if hooked else self._training_losses
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, part in enumerate(parts, 1):
             apart = contextlib.nullcontext() if number == len(parts) else self._shared.apart()
             with apart, float32_matmul(self.recipe.train.float32_matmul, self.device):
                 with self.autocast():
-                    losses = self._shared.losses(part) * (len(part) / len(tokens_BT))
+                    losses = losses_of(part) * (len(part) / len(tokens_BT))
                 losses.sum().backward()
             total += losses[0].detach()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -265,7 +269,10 @@ def _refuse(step: int, numbers: list[float]) -> list[float]:
 
 
 def _begin_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Copy numbers to the CPU asynchronously; return the copy and the event after which it is valid."""
+    """Start to copy numbers from the GPU to the CPU; return the copy and the event after which it is valid.
+
+    Numbers on the CPU are returned as they are, with None.
+    """
     if not numbers.is_cuda:
         return numbers, None
     host = torch.empty_like(numbers, device="cpu", pin_memory=True)

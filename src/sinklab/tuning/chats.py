@@ -230,7 +230,7 @@ def first_tokens(chats: Sequence[TokenizedChat], sequences: int, length: int) ->
     long_enough = [chat.ids[:length] for chat in chats if len(chat.ids) >= length][:sequences]
     if not long_enough:
         raise InputError(
-            f"none of the {len(chats)} held-out conversations has the {length} tokens of the sink metric: set a "
-            "smaller --sink-length, more --held-out, or another text as --text FILE"
+            f"none of the {len(chats)} held-out conversations has the {length} tokens that the sink metric needs: "
+            "lower --sink-length, raise --held-out, or pass a text for it as --text FILE"
         )
     return torch.tensor(long_enough)

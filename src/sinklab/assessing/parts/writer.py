@@ -13,16 +13,16 @@ Within the feed-forward part that adds most up to the block with the largest |x|
 
     a_j W_down[c, j] g,      g = feed-forward / (output of the part in c)
 
-where g is 1, or the factor that a norm after the part applies to c. The down map W_down is identified without names:
-the gradient of that output with respect to W_down is non-zero in row c only. a_j is that gradient, which includes the
-routing weight within an expert. The addition of an expert is the sum over its neurons.
+where g is 1, or the factor that a norm after the part applies to c. The down projection W_down is identified without
+names: the gradient of that output with respect to W_down is non-zero in row c only. a_j is that gradient, which
+includes the routing weight within an expert. The addition of an expert is the sum over its neurons.
 
 The single weight W_down[c, j]: j is chosen among the 8 neurons with the largest additions so that |x_c| after that
 block is smallest without it (later blocks often subtract x_c again in any case). `super_weight` is True if the
 public code of super weights selects the same weight (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c the
-largest |output| of the down map, j its largest |input|. In addition the neuron, the expert (super experts,
-2507.23279, are removed by zeroing their down map) and the part's output at the first position (2510.06477, section
-3.3) are zeroed, and as a control the largest weight of the down map to another channel.
+largest |output| of the down projection, j its largest |input|. In addition the neuron, the expert (super experts,
+2507.23279, are removed by zeroing their down projection) and the part's output at the first position (2510.06477,
+section 3.3) are zeroed, and as a control the largest weight of the down projection to another channel.
 """
 
 import re
@@ -62,11 +62,11 @@ class BlockWrites(ReadDocument):
 
 
 class NeuronWrites(ReadDocument):
-    """Addition of one neuron of the feed-forward part to channel c at the first position.
+    """Addition of one neuron of the feed-forward part to channel c at the first position, mean over sequences.
 
     Attributes:
-        name: parameter name of the down map W_down within the part.
-        expert: 0-based index of the expert in the down map; None without a leading expert axis.
+        name: parameter name of the down projection W_down within the feed-forward part.
+        expert: 0-based index of the expert in W_down; None without a leading expert axis.
         neuron: 0-based index j of the neuron.
         activation: activation a_j of the neuron.
         weight: W_down[c, j].
@@ -82,7 +82,7 @@ class NeuronWrites(ReadDocument):
 
 
 class ExpertWrites(ReadDocument):
-    """Addition of one expert (0-based) of the down map `name` to channel c at the first position."""
+    """Addition of one expert (0-based) of the down projection `name` to channel c at the first position."""
 
     name: str
     expert: int
@@ -125,7 +125,7 @@ class Writer(AssessPart):
         neurons: the (up to 8) neurons of this feed-forward part with the largest additions.
         weight: neuron whose weight W_down[c, j] is the single weight.
         super_weight: whether the rule of the public super-weight code selects the same weight; None with experts or
-            several down maps.
+            several down projections.
         zeroed: losses with nothing zeroed, then with each writer and the control zeroed.
     """
 
@@ -260,7 +260,7 @@ def zeroed_entries(weight: Tensor, index: tuple[Any, ...]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DownMap:
-    """A down map: weights of a feed-forward part that write to the residual stream.
+    """A down projection: weights of a feed-forward part that write to the residual stream.
 
     Attributes:
         name: parameter name within the feed-forward part.
@@ -288,7 +288,7 @@ class DownMap:
 
 
 def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int) -> tuple[list[DownMap], Tensor]:
-    """Return the down maps of a feed-forward part, and the part's output (E,) at the first position, mean over N."""
+    """Return the down projections of a feed-forward part, and its output (E,) at the first position, mean over N."""
     outputs: list[Tensor] = []
     weights = {name: weight for name, weight in part.named_parameters() if weight.ndim > 1}
     asked = {name: weight.requires_grad for name, weight in weights.items()}
@@ -405,7 +405,7 @@ def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:
 
 
 def _neurons(maps: Sequence[DownMap], behind: float, sign: int) -> list[NeuronWrites]:
-    """Return the neurons of all down maps with the largest additions, largest first."""
+    """Return the neurons of all down projections with the largest additions, largest first."""
     found = []
     for one in maps:
         adds = behind * (one.activation * one.written).float()

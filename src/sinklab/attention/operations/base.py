@@ -40,7 +40,7 @@ class OperationPart(Kind, ABC):
 
     @property
     def only_values(self) -> bool:
-        """True if the output is a weighted sum of the values of the keys and of a bias."""
+        """True if the output is a weighted sum of values and nothing else; the value of a bias key is one of them."""
         return True
 
     @property
@@ -78,9 +78,9 @@ class OperationPart(Kind, ABC):
         return None
 
     def weight_gate(self, width: int, heads: int) -> nn.Module | None:
-        """Build the module that maps the attention input (B, L, width) to logits of query weights (B, L, heads).
+        """Build the module that maps the attention input (B, L, width) to logits (B, L, heads) of a weight per query.
 
-        None for operations without such weights.
+        None for operations without such weights (`weighs`).
         """
         return None
 

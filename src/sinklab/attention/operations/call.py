@@ -38,7 +38,7 @@ class Call:
         logit_H: sink logit, used instead of q.k_s; None without one.
         value_HV: value of the bias key, or a V bias if there is no bias key; None means zero.
         learned: learned parameters of the operation; None without parameters.
-        weight_BTH: logits of the query weights (`OperationPart.weight_gate`); None for operations without them.
+        weight_BTH: logits of a weight per query (`OperationPart.weight_gate`); None for operations without one.
         scale: factor of q.k; None means 1 / sqrt(D), the only value that kernels and stick-breaking support.
     """
 

@@ -177,7 +177,8 @@ def entries(names: list[str]) -> list[InstalledText]:
     found = {entry.name: entry for name in names for entry in _below(name)}
     if not found:
         raise InputError(
-            f"this Python ({sys.prefix}) has no readable sources for {'+'.join(names)}: pass a .txt or .jsonl file"
+            f"the Python installation in {sys.prefix} has no files of {'+'.join(names)}: use another source, such as "
+            "a .txt or .jsonl file"
         )
     return sorted(found.values(), key=lambda entry: hashlib.sha256(entry.name.encode()).digest())
 

@@ -175,7 +175,7 @@ def _prepared_data(plan: SweepPlan) -> dict[str, TokenDataset]:
 
 
 def _key(recipe: Recipe, seed: int) -> str:
-    """Return a key of a run that is the same for the recipe of its cell and its own, which `resolve` has completed."""
+    """Return a key of a run, from recipe and seed, that is the same before and after `resolve` completes the recipe."""
     auto = recipe.train.precision == "auto"
     precision = resolved_precision("auto", pick_device(recipe.train.device)) if auto else recipe.train.precision
     said = recipe.model_dump(mode="json", exclude={"name": True, "seed": True, "train": {*MANNER, "precision"}})

@@ -106,7 +106,10 @@ def measure_with_study(
         passes += 0 if study.perturb is None else MIXING_PASSES
         measurement = measure(adapter, tokens_NT, options, progress=reached)
         if plans and measurement.loss is None:
-            raise InputError("ablations report the change in loss: measure with the loss, on sequences with targets")
+            raise InputError(
+                "ablations report the change in loss, and there is no loss: measure with the loss, on sequences of 2 "
+                "tokens or more that are longer than the prefix of a prefix mask, if any"
+            )
         found: dict[str, Any] = {}
         if plans:
             found["ablations"] = measure_ablations(model, tokens_NT, plans, measurement, remeasure)

@@ -69,8 +69,8 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
     for number, module in enumerate(found, 1):
         if not any(inputs.get(module) is output for output in norms):
             raise InputError(
-                f"gradients are defined at the norm before attention, and attention layer {number} of this "
-                f"{model.config.model_type!r} model has none: leave out the gradients"
+                "gradients are defined at the output of the norm before attention, and the input of attention layer "
+                f"{number} of this {model.config.model_type!r} model is not a norm's output: leave out the gradients"
             )
     return found
 

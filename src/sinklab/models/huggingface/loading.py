@@ -144,7 +144,7 @@ class _Source:
     """Location of a model's files.
 
     Attributes:
-        name: model name as entered by the user.
+        name: model directory, .gguf file or hub name, for messages.
         place: folder or hub name passed to transformers.
         options: from_pretrained arguments.
         gguf: the GGUF file; None for other formats.
@@ -339,7 +339,7 @@ def tokenizer_options(name: str, place: str, options: Mapping[str, Any], subfold
     Without tokenizer files, transformers would silently create an empty tokenizer.
 
     Args:
-        name: model name as entered by the user.
+        name: model directory, .gguf file or hub name, for messages.
         place: local folder of the weights, or hub name.
         options: from_pretrained arguments for the weights.
         subfolder: subfolder that contains the weights; None for the top.
