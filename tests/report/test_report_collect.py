@@ -122,6 +122,18 @@ def test_cells_that_share_a_pass_have_the_numbers_of_their_own_threshold_and_len
     assert [row[place] for row in rows] == ["0.1", "0.1", "0.3", "0.3", "0.1"]
 
 
+def test_a_cell_named_like_the_inputs_of_a_shared_pass_has_its_own_numbers(tmp_path: Path) -> None:
+    model, text = str(tiny_model(tmp_path / "gpt2")), text_file(tmp_path / "text.jsonl")
+    cells = {
+        "natural": {"inputs": "natural", "eps": 0.3, "length": 8, "sequences": 6},
+        "long": {"inputs": "natural", "eps": 0.1, "length": 16, "sequences": 6},
+    }
+    experiment = Experiment.model_validate({"id": "mine", "title": "Mine", "cells": cells, "claims": []})
+    summary = measure_experiment(experiment, [model], text, 2, out=tmp_path / "out").summary()
+    rates = {row.cell: row.sink_first.mean for row in cell_rows(collect([tmp_path / "out"])) if row.sink_first}
+    assert rates == {**{name: cell.sink_rate[0] for name, cell in summary.cells.items()}, "pass natural": 0.0}
+
+
 def test_measurements_with_different_thresholds_are_told_apart(tmp_path: Path) -> None:
     def with_eps(name: str, eps: float, rates: dict[str, list[float]] | None = None) -> Path:
         one = Measurement.load(make_measurement(tmp_path / name, model=name))

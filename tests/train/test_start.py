@@ -170,6 +170,7 @@ def continued(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> tupl
     [
         ({"attention": {"bias": "k"}}, {"attention": {"bias": "k"}}),
         ({"attention": {"bias": "k"}}, {"attention": {"bias": "kv"}}),
+        ({"attention": {"bias": "k"}}, {"attention": {"bias": "k"}, "pattern": {"every": 2, "bias": "k"}}),
         ({"pattern": {"every": 2, "bias": "k"}}, {"pattern": {"every": 2, "bias": "k"}}),
         ({"attention": {"bias": "v"}}, {"attention": {"bias": "v"}, "gate": "value"}),
         ({"attention": {"bias": "kv"}}, {"attention": {"bias": "kv"}, "gate": "value"}),

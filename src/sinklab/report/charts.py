@@ -227,6 +227,7 @@ def dots(
     decimals: int,
     varied: str | None = None,
     *,
+    replicate: str = "seed",
     width: Width = 420,
     label_width: int = 150,
 ) -> Drawing:
@@ -243,6 +244,7 @@ def dots(
         decimals: number of decimals of the median in the tooltips; values of single seeds have one more.
         varied: quantity by which the cells are ordered from left to right, with connected medians; None draws each
             cell as a row.
+        replicate: noun for a point in its tooltip: seed, draw or model.
         label_width: width in pixels above which the name of a cell is broken into lines.
     """
     upright, seeds = varied is not None, _apart(seeds)
@@ -293,7 +295,7 @@ def dots(
         else:  # points stay in the inner two thirds of their row, away from those of the next
             point = point.encode(yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[-1.5 * most, 1.5 * most])))
         value = ("value", "value", f",.{decimals + 1}f")
-        layers.append(said(placed(point, "value"), ("seed", "replicate", "d"), value, ("run", "run", "")))
+        layers.append(said(placed(point, "value"), ("seed", replicate, "d"), value, ("run", "run", "")))
     most_seeds = max(Counter(row["cell"] for row in seeds).values(), default=1)  # below each other in a row
     row_height = max(_listed_height([*labels], label_width), SEED_HEIGHT * (most_seeds + 1))
     rows = {"seeds": seeds, "middles": middles, "paper": paper}

@@ -120,7 +120,10 @@ def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[st
     if not paths and not summary.cells and not any(top.rglob(ASSESSMENT)):
         raise InputError(f"nothing to report in {top}: looked there and in the folders below it for {LOOKED_FOR}.")
     cells = {} if several else summary.cells
-    return [_read_run(path, top, cells, cell_of.get(path)) for path in paths], cells
+    runs = [_read_run(path, top, cells, cell_of.get(path)) for path in paths]
+    # The pass of several cells is named after its inputs, as may be a cell with another eps or length.
+    clash = [not run.trained and uses[run.path] > 1 and run.cell in cells for run in runs]
+    return [replace(run, cell=f"pass {run.cell}") if one else run for run, one in zip(runs, clash, strict=True)], cells
 
 
 def _has(folder: Path, name: str) -> bool:

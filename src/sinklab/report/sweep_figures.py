@@ -131,7 +131,8 @@ def _numbers(
         printed = {cell: experiment.published.get(cell, {}).get(shown.name) for cell in labels}
         paper = [{"cell": cell, "value": value} for cell, value in printed.items() if value is not None]
         axis = _values_axis(_title(shown), shown.unit in ("%", "steps"))
-        drawn.append(dots(labels, seeds, middles, paper, axis, shown.decimals, varied, width=width))
+        kind = experiment.replicate
+        drawn.append(dots(labels, seeds, middles, paper, axis, shown.decimals, varied, replicate=kind, width=width))
     if not drawn:
         return None
     if experiment.replicate == "seed":

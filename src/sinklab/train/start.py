@@ -143,7 +143,7 @@ def started(recipe: Recipe) -> Recipe:
     found: dict[str, Any] = {"init_sha256": sha256}
     operation, own = recipe.model.attention.operation, recipe.model.pattern
     for part, bias in (("attention", recipe.model.attention.bias), ("pattern", None if own is None else own.bias)):
-        before = (start.model.get(part) or {}).get("bias") or {}
+        before = (start.model.get(part) or {}).get("bias") or (start.model.get("attention") or {}).get("bias") or {}
         has_key = before.get("kind") in ("k", "kv") and before["start"] is None  # an offset would alter its logit
         if bias is not None and bias.may_start and bias.starts_at is None and operation.has_logits and not has_key:
             found[part] = {"bias": {"start": ASIDE}}
