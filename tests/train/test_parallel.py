@@ -196,8 +196,8 @@ def plant_nan(world: World, args: list[str], moment: str, folder: Path) -> None:
         else:
             gradient = trainer.updater.gradient
 
-            def spoiled() -> tuple[torch.Tensor, torch.Tensor]:
-                loss, _ = gradient()
+            def spoiled(hooked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+                loss, _ = gradient(hooked)
                 assert parameter.grad is not None
                 parameter.grad.mul_(torch.nan)
                 return loss, torch.tensor(torch.nan)
