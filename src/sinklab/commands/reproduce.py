@@ -169,7 +169,7 @@ def reproduce(
 def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
     """Return the named experiments without duplicates; all must train models, or all must measure existing models.
 
-    The name `all` stands for the shipped experiments that train models at the scale; those that fine-tune their runs
+    The name `all` selects the shipped experiments that train models at the scale; those that fine-tune their runs
     are included only if conversations are passed (--data).
 
     Raises:

@@ -3,7 +3,7 @@
     value zeroed   o_t - sum over selected s of A_ts v_s
     hidden         the selected keys are masked; a normalised row is normalised over the other keys
     spread         A_ts of the selected keys is divided equally among the other keys of the row (cf. 2410.10781)
-    shifted        z_ts + d for the selected keys, before the similarity; d = -inf stands for hidden
+    shifted        z_ts + d for the selected keys, before the similarity; d = -inf hides them
 
 The keys selected for each query:
 
