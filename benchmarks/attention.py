@@ -33,7 +33,6 @@ from sinklab.model.block import DecoderBlock, LinearBlock, Places
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
 from sinklab.model.mixer import GatedDelta
-from sinklab.model.values import FirstValues
 
 SHAPES = {64: (32, 4, 32), 2048: (1, 8, 64), 8192: (1, 8, 64)}  # length -> batch, heads, head width
 
@@ -137,7 +136,7 @@ def layer_forward_and_backward(
     x, gradient = (torch.randn(batch, tokens, heads * width, generator=generator).to(dtype) for _ in range(2))
     first = torch.randn(batch, heads, tokens, width, generator=generator).to(dtype).requires_grad_()
     mixes = config.value_residual.kind != "none"
-    places = Places(first=FirstValues(first) if mixes else None)
+    places = Places(first=[first] if mixes else None)
     wanted = [x.requires_grad_(), *block.parameters(), *([first] if mixes else [])]
 
     def step() -> None:

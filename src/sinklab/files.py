@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,10 +42,6 @@ def written_aside(path: Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         aside.touch(exist_ok=False)
-    except OSError as error:
-        remedy = "Free some space, or choose" if error.errno in FULL else "Choose"
-        raise SinklabError(f"cannot write {path}: {error.strerror}. {remedy} another output path.") from error
-    try:
         yield aside
         with aside.open("rb") as file:
             os.fsync(file.fileno())
@@ -59,7 +55,8 @@ def written_aside(path: Path) -> Iterator[Path]:
             f"{remedy} another output path."
         ) from error
     finally:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # its folder may be a file
+            aside.unlink(missing_ok=True)
 
 
 def beside(target: Path) -> Path:

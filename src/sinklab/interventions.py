@@ -5,13 +5,12 @@ The rows of the catalogue are read from the recipe's JSON schema. A variant is a
 a multiple of 8; their windows of 8 tokens have an effect in contexts above 8.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from sinklab.attention.config import Choice, examples_of, kinds_of
-from sinklab.schema import Kind
+from sinklab.schema import Kind, NeutralExample
 from sinklab.train.recipe import Schema, members, recipe_schema
 
 Overlay = Mapping[str, Any]
@@ -28,21 +27,6 @@ class Variant:
 
     overlay: Overlay
     may_diverge: bool = False
-
-
-@dataclass(frozen=True)
-class Neutral:
-    """A value at which an intervention is bit-identical to a baseline.
-
-    Attributes:
-        value: the value as text, shown in the catalogue.
-        overlay: recipe values that set the intervention to this value.
-        against: recipe values of the baseline that differ from the base recipe.
-    """
-
-    value: str
-    overlay: Overlay
-    against: Overlay = dataclasses.field(default_factory=dict)
 
 
 def _model(**parts: Any) -> Variant:
@@ -130,49 +114,46 @@ VARIANTS: dict[str, Variant] = {
     "sgd": Variant({"optim": {"name": "sgd", "lr": 0.1, "nesterov": True}}),
     "muon": Variant({"optim": {"name": "muon", "lr": 3e-3}}),
     "outlier_safe": Variant(
-        {
-            "model": {"norm": {"kind": "rmsnorm_single"}, "embedding": "projected"},
-            "optim": {"name": "muon", "lr": 3e-3},
-        }
+        {"model": {"norm": {"kind": "rmsnorm_single"}, "embedding": "projected"}, "optim": {"name": "muon", "lr": 3e-3}}
     ),
     "schedule_flat": Variant({"schedule": {"shape": "flat"}}),
     "schedule_wsd": Variant({"schedule": {"shape": "wsd"}}),
 }
 
-NEUTRAL: dict[str, Neutral] = {
+NEUTRAL: dict[str, NeutralExample] = {
     **{
-        _attention_key(choice, key, kind): Neutral(
+        _attention_key(choice, key, kind): NeutralExample(
             one.said,
             _attention(choice, kind.chosen(one.values)),
-            against={} if one.against is None else _attention(choice, kind.chosen(one.against)),
+            None if one.against is None else _attention(choice, kind.chosen(one.against)),
         )
         for choice in CHOICES
         for kind in kinds_of(choice)
         for key, one in kind.neutral.items()
     },
-    "model.attention.operation.start (forgetting)": Neutral(
+    "model.attention.operation.start (forgetting)": NeutralExample(
         "1000, with optim.clip null",
         {**_attention("operation", {"kind": "forgetting", "start": 1000.0}), **_UNCLIPPED},
         against=_UNCLIPPED,
     ),
-    "model.head_outputs": Neutral(
+    "model.head_outputs": NeutralExample(
         "concat, or sum with one head", {"model": {"heads": 1, "head_outputs": "sum"}}, against={"model": {"heads": 1}}
     ),
-    "model.value_residual.first (fixed)": Neutral(
+    "model.value_residual.first (fixed)": NeutralExample(
         "0, with own 1", {"model": {"value_residual": {"kind": "fixed", "first": 0.0, "own": 1.0}}}
     ),
-    "schedule.decay_fraction": Neutral("0", {"schedule": {"shape": "wsd", "decay_fraction": 0.0}}),
-    "schedule.min_lr": Neutral("optim.lr", {"schedule": {"shape": "cosine", "min_lr": 3e-3}}),
-    "model.pattern.every": Neutral(
+    "schedule.decay_fraction": NeutralExample("0", {"schedule": {"shape": "wsd", "decay_fraction": 0.0}}),
+    "schedule.min_lr": NeutralExample("optim.lr", {"schedule": {"shape": "cosine", "min_lr": 3e-3}}),
+    "model.pattern.every": NeutralExample(
         "1, with the mask of model.attention", {"model": {"pattern": {"every": 1, "mask": "causal"}}}
     ),
-    "model.mixer.every (gated_delta)": Neutral("1", {"model": {"mixer": {"kind": "gated_delta", "every": 1}}}),
-    "losses.hidden_z.weight": Neutral("0", {"losses": {"hidden_z": {"weight": 0.0}}}),
-    "losses.tweo.weight": Neutral("0", {"losses": {"tweo": {"weight": 0.0}}}),
-    "model.mixer.every (kimi_delta)": Neutral("1", {"model": {"mixer": {"kind": "kimi_delta", "every": 1}}}),
-    "optim.clip": Neutral("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
+    "model.mixer.every (gated_delta)": NeutralExample("1", {"model": {"mixer": {"kind": "gated_delta", "every": 1}}}),
+    "losses.hidden_z.weight": NeutralExample("0", {"losses": {"hidden_z": {"weight": 0.0}}}),
+    "losses.tweo.weight": NeutralExample("0", {"losses": {"tweo": {"weight": 0.0}}}),
+    "model.mixer.every (kimi_delta)": NeutralExample("1", {"model": {"mixer": {"kind": "kimi_delta", "every": 1}}}),
+    "optim.clip": NeutralExample("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
 }
-"""Neutral values by dotted key; for a key of a union, its kind follows in brackets, as in `key (kind)`."""
+"""Neutral values (recipe values) by dotted key; for a key of a union, its kind follows in brackets: `key (kind)`."""
 
 ROOTS = ("model", "data", "losses", "optim", "schedule")
 
@@ -238,11 +219,6 @@ def catalogue() -> list[Intervention]:
     return [row for row in rows if not any(f"{row.key}.".startswith(f"{key}.") for key in NOT_INTERVENTIONS)]
 
 
-def kinds() -> set[str]:
-    """Return the `kind` values of all unions in the catalogue."""
-    return {row.kind for row in catalogue() if row.kind is not None}
-
-
 def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator[Intervention]:
     """List the rows of a field of the recipe's schema and of its nested fields.
 
@@ -266,7 +242,7 @@ def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator
         return
     if not parts:
         known = NEUTRAL.get(f"{key} ({kind})") or NEUTRAL.get(key)
-        neutral = known.value if known is not None else default if baseline else ""
+        neutral = known.said if known is not None else default if baseline else ""
         yield Intervention(key, kind, values, default, neutral, field.get("description", ""))
     elif len(types) > 1:
         explanation = field.get("description") or _first_paragraph(parts[0])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,10 @@ from sinklab.models.huggingface.loading import (
     check_name,
     check_revision,
     load_pretrained,
+    name_in_results,
     pick_dtype,
 )
 from sinklab.models.huggingface.rendering import Conversations
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "recipe.yaml", "*.py")
 TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json")
@@ -43,7 +41,7 @@ class Model:
     """A model with its tokenizer.
 
     Attributes:
-        name: name or path passed to `open_model`.
+        name: name or path passed to `open_model`, with the subfolder of a model on the hub.
         module: sinklab's Transformer, or a Hugging Face model.
         loading: dtype, device and other options with which the model was loaded.
         tokenizer: sinklab's tokenizer, or a Hugging Face tokenizer.
@@ -121,14 +119,12 @@ def open_model(
     *,
     step: int | None = None,
     as_transformers: bool = False,
-    check: "Callable[[PreTrainedTokenizerBase], None] | None" = None,
 ) -> Model:
     """Load a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model on the hub.
 
     Args:
         step: checkpoint step of a run; default: the newest. Not used with `as_transformers`.
         as_transformers: load the newest checkpoint of a run as a Hugging Face model, as `sinklab export` writes it.
-        check: called with the tokenizer before the weights of a Hugging Face model are read.
 
     Raises:
         InputError: if the model does not exist or cannot be loaded, or a revision is requested for a local model.
@@ -137,14 +133,14 @@ def open_model(
     check_name(name)
     check_revision(name, loading.revision)
     if not is_run(name):
-        return _pretrained(name, name, loading, check)
+        return _pretrained(name_in_results(name, loading.subfolder), name, loading)
     if not as_transformers:
         return _run(name, loading, step)
     from sinklab.export.directory import export_run
 
     with tempfile.TemporaryDirectory() as folder:
         exported = export_run(Path(name), Path(folder) / "model")
-        return replace(_pretrained(name, str(exported.directory), loading, check), step=exported.step)
+        return replace(_pretrained(name, str(exported.directory), loading), step=exported.step)
 
 
 def is_run(name: str) -> bool:
@@ -172,13 +168,11 @@ def model_files(place: Path) -> str | None:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
-def _pretrained(
-    name: str, place: str, loading: Loading, check: "Callable[[PreTrainedTokenizerBase], None] | None"
-) -> Model:
+def _pretrained(name: str, place: str, loading: Loading) -> Model:
     """Load the Hugging Face model at `place`."""
     from sinklab.models.huggingface.anatomy import vocabulary_size
 
-    loaded = load_pretrained(place, loading, check)
+    loaded = load_pretrained(place, loading)
     special = tuple(default_prefix(loaded.tokenizer))
     prefix = torch.tensor(special, dtype=torch.long)
 

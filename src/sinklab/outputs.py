@@ -5,19 +5,18 @@ measurement.npz by the name of an array, pages and charts by a marker text.
 """
 
 import json
-import os
 import tempfile
-import zipfile
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from sinklab.errors import InputError
 
 REPORT = "report.html"
-REPORT_MARK = '<p class="kicker">sinklab report</p>'  # in the first MIB bytes
-CHART_MARK = b"drawn by sinklab"  # in the last TAIL bytes
-MIB, TAIL = 2**20, 2**8
+TABLE, CHART = "table", "chart"
+REPORT_MARK = '<p class="kicker">sinklab report</p>'
+CHART_MARK = b"drawn by sinklab"
+MARKS = {REPORT: REPORT_MARK.encode(), CHART: CHART_MARK, "measurement.npz": b"importance.npy"}
+MIB = 2**20  # marks are searched for in the first and the last MiB of a file
 
 RUN = "recipe.yaml"
 MEASUREMENT = ("measurement.json", "measurement.npz")
@@ -40,8 +39,6 @@ TABLES = {  # first columns of each table
     "layers": ("layer", "importance_first"),
 }
 
-IsOurs = Callable[[Path], bool]
-
 
 def check_results(folder: Path, names: Sequence[str]) -> None:
     """Check that a folder is writable and that existing files with these names were written by sinklab.
@@ -57,53 +54,47 @@ def check_results(folder: Path, names: Sequence[str]) -> None:
     _check_writable(folder)
     if (folder / RUN).exists() and set(names) & set(MEASUREMENT):
         raise InputError(f"{folder} is a run directory, where the run saves its own measurement: choose another --out")
-    check_files(folder, names)
+    for name in names:
+        check_file(folder / name, TABLE if name.endswith((".csv", ".parquet")) else name)
 
 
-def check_files(folder: Path, names: Sequence[str]) -> None:
-    """Check that existing files with these names were written by sinklab or are empty.
+def check_file(path: Path, kind: str) -> None:
+    """Check that `path` does not exist, or is empty or a file of this kind written by sinklab.
 
     Args:
-        names: file names as in `check_results`.
+        kind: a key of KEYS or MARKS, or TABLE (CSV or Parquet).
 
     Raises:
-        InputError: if a file was not written by sinklab, is not a regular file or cannot be read; the message names it.
+        InputError: if the path is another file, not a regular file, or cannot be read; the message names it.
     """
-    for name in names:
-        _check_ours(folder / name, _recognition(name))
+    target = target_of(path)
+    try:
+        ours = not target.exists() or not target.stat().st_size or _is_ours(target, kind)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}. Choose another --out") from error
+    if not ours:
+        raise InputError(
+            f"{path} exists and was not written by sinklab as a file of this kind, so it is not replaced: choose "
+            "another --out, or move it away"
+        )
 
 
-def _recognition(name: str) -> IsOurs:
-    if name in KEYS:
-        return partial(_has_keys, KEYS[name])
-    return {REPORT: _is_page, "measurement.npz": _is_arrays}.get(name) or _is_table
-
-
-def check_report(path: Path) -> None:
-    """Check that `path` does not exist, or is empty or a report written by sinklab.
-
-    Raises:
-        InputError: if the path is another file, not a regular file, or cannot be read.
-    """
-    _check_ours(path, _is_page)
-
-
-def check_table(path: Path) -> None:
-    """Check that `path` does not exist, or is empty or a table written by sinklab (CSV or Parquet).
-
-    Raises:
-        InputError: if the path is another file, not a regular file, or cannot be read.
-    """
-    _check_ours(path, _is_table)
-
-
-def check_chart(path: Path) -> None:
-    """Check that `path` does not exist, or is empty or a chart written by sinklab.
-
-    Raises:
-        InputError: if the path is another file, not a regular file, or cannot be read.
-    """
-    _check_ours(path, _is_chart)
+def _is_ours(path: Path, kind: str) -> bool:
+    if kind in KEYS:
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(document, dict) and KEYS[kind] <= document.keys()
+    with path.open("rb") as file:
+        start = file.read(MIB)
+        file.seek(max(0, path.stat().st_size - MIB))
+        end = file.read()
+    if kind in MARKS:
+        return MARKS[kind] in start or MARKS[kind] in end
+    headers = [[name.encode() for name in names] for names in TABLES.values()]
+    is_parquet = end.endswith(b"PAR1") and any(all(name in end for name in names) for names in headers)
+    return is_parquet or start.startswith(tuple(b",".join(names) for names in headers))
 
 
 def target_of(path: Path) -> Path:
@@ -122,27 +113,12 @@ def target_of(path: Path) -> Path:
     return target
 
 
-def _check_ours(path: Path, is_ours: IsOurs) -> None:
-    target = target_of(path)
-    try:
-        ours = not target.exists() or not target.stat().st_size or is_ours(target)
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}. Choose another --out") from error
-    if not ours:
-        raise InputError(
-            f"{path} exists and was not written by sinklab as a file of this kind, so it is not replaced: choose "
-            "another --out, or move it away"
-        )
-
-
 def _check_writable(folder: Path) -> None:
     made: list[Path] = []
     try:
         made += [parent for parent in (folder, *folder.parents) if not parent.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".sinklab", dir=folder)
-        os.close(handle)
-        Path(name).unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         no_folder = isinstance(error, FileExistsError | NotADirectoryError)
         why = "it, or a folder above it, is a file" if no_folder else error.strerror or error
@@ -157,40 +133,3 @@ def _kind(path: Path) -> str:
     if path.is_dir():
         return "a folder"
     return "a pipe" if path.is_fifo() else "a socket" if path.is_socket() else "a device"
-
-
-def _is_page(path: Path) -> bool:
-    with path.open("rb") as file:
-        return REPORT_MARK.encode() in file.read(MIB)
-
-
-def _is_chart(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL))
-        return CHART_MARK in file.read()
-
-
-def _is_arrays(path: Path) -> bool:
-    try:
-        with zipfile.ZipFile(path) as file:
-            return "importance.npy" in file.namelist()
-    except (zipfile.BadZipFile, ValueError):
-        return False
-
-
-def _is_table(path: Path) -> bool:
-    tables = [[name.encode() for name in names] for names in TABLES.values()]
-    with path.open("rb") as file:
-        if file.readline(MIB).startswith(tuple(b",".join(names) for names in tables)):
-            return True
-        file.seek(max(0, path.stat().st_size - MIB))
-        end = file.read()  # a Parquet file has its schema at the end
-    return end.endswith(b"PAR1") and any(all(name in end for name in names) for names in tables)
-
-
-def _has_keys(keys: set[str], path: Path) -> bool:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and keys <= document.keys()

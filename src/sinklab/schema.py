@@ -47,12 +47,12 @@ class Example:
 
 @dataclass(frozen=True)
 class NeutralExample:
-    """Field values of a kind at which the model is bit-identical to a baseline.
+    """Values of a kind's fields, or of a recipe, at which the model is bit-identical to a baseline.
 
     Attributes:
         said: description of the values in the catalogue.
-        values: field values of the kind.
-        against: field values of the kind in the baseline; None if the baseline is the base recipe.
+        values: values of the kind's fields, or recipe values.
+        against: the same of the baseline; None if the baseline is the base recipe.
     """
 
     said: str

@@ -1,6 +1,7 @@
 """Rolling caches and eviction in one pass give what a cache gives token by token."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from closeness import assert_close
 from streaming_reference import Policy, first_and_recent, heavy_hitters, streamed
 
 from sinklab.assessing.parts import eviction
-from sinklab.assessing.parts.eviction import HeavyHitters, RandomKeys
+from sinklab.assessing.parts.eviction import keep_heavy_hitters, keep_random_keys
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.attention.layer_call import LayerCall
@@ -50,7 +51,12 @@ def test_positions_in_the_cache_are_others_than_those_in_the_text() -> None:
 @pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token", "differential v2"])
 @pytest.mark.parametrize(("budget", "barred"), [(6, 0), (6, 2), (2, 0), (3, 1)])
 def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int, barred: int) -> None:
-    compare(small(variant), HeavyHitters(budget, barred), heavy_hitters(budget, barred), in_cache=False)
+    compare(
+        small(variant),
+        partial(keep_heavy_hitters, budget=budget, barred=barred),
+        heavy_hitters(budget, barred),
+        in_cache=False,
+    )
 
 
 @pytest.mark.parametrize("variant", ["grouped keys", "k biases"])
@@ -58,13 +64,14 @@ def test_where_all_attention_was_on_evicted_keys_heavy_hitters_are_computed_anew
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eviction, "LEAST_SHARE", 2.0)
-    compare(small(variant), HeavyHitters(6, 2), heavy_hitters(6, 2), in_cache=False)
+    compare(small(variant), partial(keep_heavy_hitters, budget=6, barred=2), heavy_hitters(6, 2), in_cache=False)
 
 
 def test_a_cache_as_long_as_the_text_gives_the_ordinary_loss() -> None:
     reader = PairedReader(small(), some_tokens())
     before = reader.unchanged.effect()
-    for edit in (RollingCache(20, 0), RollingCache(20, 4), HeavyHitters(20), RandomKeys(20, seed=1)):
+    policies = (partial(keep_heavy_hitters, budget=20), partial(keep_random_keys, budget=20, seed=1))
+    for edit in (RollingCache(20, 0), RollingCache(20, 4), *policies):
         after = reader.under(edit).effect()
         assert after.loss == pytest.approx(before.loss, rel=1e-9)
         assert after.kl == pytest.approx(0, abs=1e-9)
@@ -75,7 +82,7 @@ def test_random_keys_keep_the_budget_and_never_take_a_key_back() -> None:
 
     def watch(layer: LayerCall) -> LayerCall:
         one_hot = torch.eye(layer.length, dtype=layer.value_BGSV.dtype).expand(*layer.value_BGSV.shape[:2], -1, -1)
-        seen.append(replace(RandomKeys(6, seed=3)(layer), value_BGSV=one_hot).output() > 0)
+        seen.append(replace(keep_random_keys(layer, 6, seed=3), value_BGSV=one_hot).output() > 0)
         return layer
 
     under(small(), watch, some_tokens())

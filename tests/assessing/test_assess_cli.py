@@ -254,7 +254,7 @@ def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
     ("options", "said"),
     [
         (("--cache", 25, "--stream-length", 24), "fewer than the cache holds"),
-        (("--cache", 1), "a cache must hold 2 keys or more"),
+        (("--cache", 1), "--cache 1: Input should be greater than or equal to 2"),
         (("--keep", 8, "--cache", 8), "the smallest cache holds 8 keys; keep fewer, or set a larger --cache"),
         (("--length", 999), "exceeds the context"),
         (("--stream-length", 100), "cannot read beyond 64 tokens"),
@@ -263,7 +263,7 @@ def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
             ("--parts", "length"),
             "the part `length` cannot be run: its learned positional embeddings end at 64",
         ),
-        (("--parts", "streaming,sinks"), "'sinks' is unknown"),
+        (("--parts", "streaming,sinks"), "unknown part 'sinks'"),
         (("--length", 64, "--sequences", 2, "--parts", "heads,quantisation", "--stream-length", 64), "pass more text"),
     ],
 )

@@ -1,5 +1,6 @@
 """Models of Hugging Face taken apart, put together again, and streamed."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from families import GROUPED, SMALL
 from foreign_streaming_reference import streamed_llama
 from streaming_reference import first_and_recent
 
-from sinklab.assessing.parts.eviction import HeavyHitters
+from sinklab.assessing.parts.eviction import keep_heavy_hitters
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.export.directory import write_directory
@@ -103,7 +104,7 @@ def test_learned_positions_are_fixed_and_end() -> None:
 def test_a_whole_cache_changes_nothing(name: str) -> None:
     reader = PairedReader(HuggingFaceAdapter(made(name)), some_tokens(vocabulary=64))
     before = reader.unchanged.effect()
-    for edit in (RollingCache(20, 0), RollingCache(20, 3, in_cache=False), HeavyHitters(20)):
+    for edit in (RollingCache(20, 0), RollingCache(20, 3, in_cache=False), partial(keep_heavy_hitters, budget=20)):
         assert reader.under(edit).effect().loss == pytest.approx(before.loss, rel=1e-5)
 
 

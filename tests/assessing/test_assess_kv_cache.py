@@ -173,7 +173,7 @@ def test_a_residual_that_cannot_be_is_refused() -> None:
     assert "cannot be edited" in str(why)
     why = KVCache.refusal(small(attention={"mask": {"kind": "prefix", "length": 3}}), recent)  # type: ignore[arg-type]
     assert "its queries attend to later keys" in str(why)
-    with pytest.raises(InputError, match="--residual 20: keys are quantised in groups of 32 tokens"):
+    with pytest.raises(InputError, match="--residual 20: Input should be a multiple of 32"):
         AssessOptions(residual=20)
     model = SimpleNamespace(adapter=small(), name="one")
     with pytest.raises(InputError, match="--residual 32: the sequences have 32 tokens, so that no key would be"):

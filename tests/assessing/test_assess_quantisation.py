@@ -178,7 +178,9 @@ def test_outliers_are_counted_by_block() -> None:
 
 def test_quantising_nothing_changes_nothing() -> None:
     one = small()
-    effect = PairedReader(one, TOKENS).under(surgery=quantised([], "int8 per channel", "full", {}, 0)).effect()
+    reader = PairedReader(one, TOKENS)
+    with quantised([], "int8 per channel", "full", {}, 0):
+        effect = reader.under().effect()
     assert effect.kl == pytest.approx(0, abs=1e-12)
 
 
@@ -229,7 +231,9 @@ def test_models_with_experts_are_refused() -> None:
     torch.manual_seed(0)
     model: Any = hf.MixtralForCausalLM(hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)).eval()
     one = HuggingFaceAdapter(model)
-    assert "several linear layers in one tensor (mlp.experts.gate_up_proj)" in str(Quantisation.refusal(one, None))  # type: ignore[arg-type]
+    assert "more than two axes (mlp.experts.gate_up_proj)" in str(Quantisation.refusal(one, None))  # type: ignore[arg-type]
+    model.model.layers[0].mlp.experts = torch.nn.Conv1d(4, 4, 3)
+    assert "a convolution over channels" in str(Quantisation.refusal(one, None))  # type: ignore[arg-type]
     for layer in model.model.layers:
         layer.mlp.experts = Routed(GROUPED["hidden_size"], 4)
     with torch.no_grad():

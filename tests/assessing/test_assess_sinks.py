@@ -1,6 +1,7 @@
 """What is done to the sink, to controls, and what heads do with it, against matrices by hand."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,15 +10,7 @@ from assessed import small, some_tokens
 from closeness import assert_close
 
 from sinklab.assessing.parts.heads import assess_heads, effective_rank, kind_of
-from sinklab.assessing.parts.key_ablations import (
-    HiddenKeys,
-    Keys,
-    SelectedKeys,
-    ShiftedLogits,
-    SpreadShares,
-    ZeroedValues,
-    ablate_keys,
-)
+from sinklab.assessing.parts.key_ablations import Keys, SelectedKeys, ablate_keys
 from sinklab.assessing.reading import changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
@@ -71,12 +64,12 @@ def selected(seen: Seen, selection: SelectedKeys) -> torch.Tensor:
 def test_softmax_rows_are_changed_as_the_formulas_say(keys: Keys, count: int) -> None:
     selection = SelectedKeys(keys, count, seed=3)
     one = small()
-    for change in (HiddenKeys, ZeroedValues, SpreadShares):
-        seen = Seen(one, change(selection))
+    for change in ("hidden", "value_zeroed", "spread"):
+        seen = Seen(one, getattr(selection, change))
         chosen, scores = selected(seen, selection), seen.logits().softmax(-1)
-        if change is HiddenKeys:
+        if change == "hidden":
             scores = seen.logits().masked_fill(chosen, -torch.inf).softmax(-1)
-        elif change is ZeroedValues:
+        elif change == "value_zeroed":
             scores = scores.masked_fill(chosen, 0)
         else:
             spread = torch.zeros_like(scores)
@@ -89,7 +82,7 @@ def test_softmax_rows_are_changed_as_the_formulas_say(keys: Keys, count: int) ->
                         spread[:, h, t, s] = scores[:, h, t, s] + taken / len(others)
             scores = spread
         assert_close(seen.out, scores @ seen.v, 1e-9)
-    seen = Seen(one, ShiftedLogits(selection, 1.5))
+    seen = Seen(one, partial(selection.shifted, by=1.5))
     assert_close(seen.out, (seen.logits() + 1.5 * selected(seen, selection)).softmax(-1) @ seen.v, 1e-9)
 
 
@@ -106,16 +99,16 @@ def test_random_keys_lie_between_the_first_and_the_query() -> None:
 def test_a_bias_is_hidden_shifted_and_spread(variant: str) -> None:
     one, selection = small(variant), SelectedKeys("bias")
     for by in (0.0, -2.0, 3.0):
-        seen = Seen(one, ShiftedLogits(selection, by))
+        seen = Seen(one, partial(selection.shifted, by=by))
         bias = _bias_logits(one, seen) + by
         whole = torch.cat((bias[..., None], seen.logits()), -1).softmax(-1)
         assert_close(seen.out, whole[..., 1:] @ seen.v, 1e-9)
-    hidden = Seen(one, HiddenKeys(selection))
+    hidden = Seen(one, selection.hidden)
     assert_close(hidden.out, hidden.logits().softmax(-1) @ hidden.v, 1e-9)
-    zeroed = Seen(one, ZeroedValues(selection))
+    zeroed = Seen(one, selection.value_zeroed)
     whole = torch.cat((_bias_logits(one, zeroed)[..., None], zeroed.logits()), -1).softmax(-1)
     assert_close(zeroed.out, whole[..., 1:] @ zeroed.v, 1e-9)
-    spread = Seen(one, SpreadShares(selection))
+    spread = Seen(one, selection.spread)
     seen_by = torch.arange(1, spread.q.shape[2] + 1)[:, None]
     scores = whole[..., 1:] + whole[..., :1] / seen_by * torch.ones_like(whole[..., 1:]).tril()
     assert_close(spread.out, scores @ spread.v, 1e-9)
@@ -132,7 +125,7 @@ def _bias_logits(one: NativeAdapter, seen: Seen) -> torch.Tensor:
 def test_a_sigmoid_loses_a_hidden_key_and_shares_nothing() -> None:
     selection = SelectedKeys("sink")
     one = small("sigmoid")
-    hidden, zeroed = (Seen(one, change(selection)) for change in (HiddenKeys, ZeroedValues))
+    hidden, zeroed = (Seen(one, change) for change in (selection.hidden, selection.value_zeroed))
     assert_close(hidden.out, zeroed.out, 1e-9)
     chosen = selected(hidden, selection)
     assert_close(hidden.out, hidden.logits().sigmoid().masked_fill(chosen, 0) @ hidden.v, 1e-9)

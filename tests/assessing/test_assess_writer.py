@@ -89,7 +89,7 @@ def test_the_neurons_of_a_run_add_up_to_its_feed_forward_part(norms: str, varian
     assert feed_forward(one.blocks[found.ffn_layer - 1]) is part
     (here,), out = down_maps(one, part, tokens[:, :1], found.channel)
     assert here.name == "down.weight"
-    assert float((here.activation * here.written).sum()) == pytest.approx(float(out[found.channel]))
+    assert float((here.activation * here.by_channel[found.channel]).sum()) == pytest.approx(float(out[found.channel]))
     g = found.blocks[found.ffn_layer - 1].feed_forward / float(out[found.channel])
     assert (g == pytest.approx(1, rel=1e-4)) == (norms == "pre")
 

@@ -8,6 +8,7 @@ from sinklab.attention import masks
 from sinklab.attention.importance import score_rows, sum_rows
 from sinklab.attention.operations.two_pass import DEFICIT, EXCESS
 from sinklab.attention.primitive import Backend, attend, attend_output
+from sinklab.attention.query_blocks import ScoreMatrix
 from sinklab.attention.scores import Score, compose, log_elu_plus_one, log_magnitude, log_relu, log_sigmoid, softcap
 
 MASKS = {
@@ -49,7 +50,7 @@ def outcome(
     backend: Backend, qkv: tuple[Tensor, Tensor, Tensor], score: Score | None, mask: masks.Mask
 ) -> tuple[Tensor, ...]:
     """out, lse and the gradients of a loss that uses both."""
-    out, lse = attend(*qkv, score=score, mask=mask, backend=backend)
+    out, lse = attend(ScoreMatrix(*qkv[:2], mask, score), qkv[2], backend)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     loss = (out * weight).sum() + (lse.clamp(min=-50) * weight[..., 0]).sum()
     return out.detach(), lse.detach(), *torch.autograd.grad(loss, qkv)
@@ -78,14 +79,15 @@ def test_sdpa_equals_eager_where_it_applies(shape: str, mask: str) -> None:
 
 
 def test_sdpa_refuses_what_it_cannot_compute() -> None:
+    q, k, v = tensors(SHAPES["one_block"])
     with pytest.raises(ValueError, match="use backend auto, chunked or eager"):
-        attend(*tensors(SHAPES["one_block"]), score=log_sigmoid(), backend="sdpa")
+        attend(ScoreMatrix(q, k, score=log_sigmoid()), v, "sdpa")
 
 
 @pytest.mark.parametrize("score", SCORES)
 def test_chunked_gradients_pass_gradcheck(score: str) -> None:
     qkv = tensors((1, 2, 1, 9, 9), width=2)
-    assert torch.autograd.gradcheck(lambda *x: attend(*x, score=SCORES[score], backend="chunked"), qkv)
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(ScoreMatrix(q, k, score=SCORES[score]), v, "chunked"), qkv)
 
 
 def test_tensors_of_a_score_function_get_gradients() -> None:
@@ -93,8 +95,9 @@ def test_tensors_of_a_score_function_get_gradients() -> None:
         table = torch.randn(4, 45, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
         frozen = torch.full((4,), 0.5, dtype=torch.float64)
         score = Score(lambda z, b, h, q, k, t, f: z * f[h] + t[h, q - k], (table, frozen))
+        q, k, v = tensors(SHAPES["grouped"])
         return *outcome(backend, tensors(SHAPES["grouped"]), score, masks.CAUSAL), *torch.autograd.grad(
-            attend(*tensors(SHAPES["grouped"]), score=score, backend=backend)[0].square().sum(), [table]
+            attend(ScoreMatrix(q, k, score=score), v, backend)[0].square().sum(), [table]
         )
 
     for ours, reference in zip(outcome_with_table("chunked"), outcome_with_table("eager"), strict=True):
@@ -117,9 +120,9 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_nan(backend: Backend) -> No
 def test_column_sums_equal_those_of_the_matrix(mask: str, score: str) -> None:
     q, k, _ = tensors(SHAPES["grouped"])
     identity = torch.eye(45, dtype=torch.float64).expand(2, 2, -1, -1)
-    matrix = attend(q, k, identity, score=SCORES[score], mask=MASKS[mask], backend="eager")[0]
-    expected = matrix.tril().sum(-2)
-    sums = sum_rows(score_rows(q, k, mask=MASKS[mask], score=SCORES[score]), q, 45, MASKS[mask])
+    matrix = ScoreMatrix(q, k, MASKS[mask], SCORES[score])
+    expected = attend(matrix, identity, "eager")[0].tril().sum(-2)
+    sums = sum_rows(score_rows(matrix), q, 45, MASKS[mask])
     torch.testing.assert_close(sums.keys_BHS, expected, rtol=0, atol=1e-10)
 
 
@@ -130,7 +133,7 @@ def test_column_sums_leave_out_queries_that_do_not_count_and_share_with_a_bias()
     z = (q @ k.repeat_interleave(2, 1).mT) / 6**0.5
     z = z.masked_fill(~torch.ones(45, 45, dtype=torch.bool).tril(), -torch.inf)
     scores = torch.softmax(torch.cat([bias[..., None], z], -1), -1) * counted[:, None, :, None]
-    sums = sum_rows(score_rows(q, k, bias_logits_BHT=bias), q, 45, masks.CAUSAL, counted)
+    sums = sum_rows(score_rows(ScoreMatrix(q, k), bias), q, 45, masks.CAUSAL, counted)
     torch.testing.assert_close(sums.keys_BHS, scores[..., 1:].sum(-2), rtol=0, atol=1e-10)
     torch.testing.assert_close(sums.bias_BH, scores[..., 0].sum(-1), rtol=0, atol=1e-10)
 
@@ -156,11 +159,11 @@ def test_row_sums_out_of_range_equal_eager_as_well(score: Score, size: float) ->
 
 def test_output_without_lse_is_the_same() -> None:
     q, k, v = tensors((1, 2, 1, 300, 300))
-    fused, plain = attend_output(q, k, v[..., :6]), attend(q, k, v[..., :6], backend="eager")[0]
+    fused, plain = attend_output(ScoreMatrix(q, k), v[..., :6]), attend(ScoreMatrix(q, k), v[..., :6], "eager")[0]
     torch.testing.assert_close(fused, plain, rtol=0, atol=1e-10)
 
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:
     q, k, v = tensors(SHAPES["one_block"])
     with pytest.raises(ValueError, match="do not match"):
-        attend(q[:, :3], k[:, :2], v[:, :2])
+        attend(ScoreMatrix(q[:, :3], k[:, :2]), v[:, :2])

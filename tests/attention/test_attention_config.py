@@ -13,16 +13,19 @@ from sinklab.attention.core import AttentionCore
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window of nothing": ({"mask": {"kind": "window", "width": 0}}, "greater than or equal to 1"),
-    "p-norm on a kernel": (
-        {"operation": {"kind": "identity", "normalised": True, "p": 2}},
-        "do not support a p-norm: leave p out",
-    ),
+    "p-norm on a kernel": ({"operation": {"kind": "identity", "normalised": True, "p": 2}}, "Extra inputs are not"),
     "p-norm that does not divide": ({"operation": {"kind": "sigmoid", "p": 2}}, "set normalised to true"),
-    "softcap on a kernel": ({"operation": {"kind": "mlp"}, "softcap": 5}, "a kernel without logits; leave softcap out"),
-    "sink logit on a kernel": ({"operation": {"kind": "elu_kernel"}, "bias": {"kind": "sink_logit"}}, "use bias kv"),
+    "softcap on a kernel": (
+        {"operation": {"kind": "mlp"}, "softcap": 5},
+        "softcap acts on logits",
+    ),
+    "sink logit on a kernel": (
+        {"operation": {"kind": "elu_kernel"}, "bias": {"kind": "sink_logit"}},
+        "acts on logits",
+    ),
     "a start on a kernel": (
         {"operation": {"kind": "elu_kernel"}, "bias": {"kind": "kv", "start": 0}},
-        "without logits: leave start out",
+        "bias.start acts on logits",
     ),
     "K biases without a row sum": ({"operation": {"kind": "sigmoid"}, "bias": {"kind": "k"}}, "change nothing"),
     "fixed value of norm 0": (

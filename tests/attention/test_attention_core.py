@@ -4,8 +4,10 @@ import ast
 import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import independent_attention
+import independent_core
 import pytest
 import torch
 from attention_cases import (
@@ -29,14 +31,12 @@ from attention_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from independent_core import formula
 from torch import Tensor
 
-from sinklab.attention import reference
 from sinklab.attention.chunked import chunked_attend
-from sinklab.attention.config import AttentionConfig
+from sinklab.attention.config import AttentionConfig, kinds_of
 from sinklab.attention.core import AttentionCore
-from sinklab.attention.operations.base import LogSimilarity, Normalisation
-from sinklab.attention.operations.call import Call
 
 
 def pairs(others: Iterable[str], chosen: Callable[[str, str], bool]) -> list[tuple[str, str]]:
@@ -131,22 +131,17 @@ def test_scores_are_computed_twice_only_for_a_normaliser_or_a_second_softmax(
     assert len(calls) == (0 if otherwise else 1 + twice)
 
 
-def test_an_operation_without_a_reference_is_none() -> None:
-    class Unproven(LogSimilarity):
-        kind: Literal["unproven"] = "unproven"
-
-        def normalisation(self, call: Call) -> Normalisation:
-            return Normalisation()
-
-    with pytest.raises(TypeError, match=r"abstract method .?reference"):
-        Unproven()  # type: ignore[abstract]
+def test_every_operation_is_held_against_a_formula() -> None:
+    kinds = {kind.model_fields["kind"].default for kind in kinds_of("operation")}
+    assert kinds == {values["kind"] for values in OPERATIONS.values()}
 
 
-def test_references_share_no_code_with_what_they_are_held_against() -> None:
-    tree = ast.parse(Path(reference.__file__).read_text(encoding="utf-8"))
-    taken = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    ours = {name for name in taken if getattr(getattr(reference, name), "__module__", "").startswith("sinklab")}
-    assert ours == {"BiasParameters", "Mask", "Score"}  # of which only tensors and closed formulas are used
+def test_formulas_share_no_code_with_what_they_are_held_against() -> None:
+    for module in (independent_core, independent_attention):
+        tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+        froms = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        assert not [name for name in froms + names if name.startswith("sinklab")]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -186,7 +181,7 @@ def test_importance_of_the_first_key_counts_its_own_query() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_proxy_is_announced_where_scores_do_not_sum_to_one(operation: str) -> None:
     core = core_of(config_of(operation, "none", "causal"))
-    sums_BHT = core.reference(*qkv(core=core), *arguments(core))[1].sum(-1)
+    sums_BHT = formula(core, *qkv(core=core), *arguments(core))[1].sum(-1)
     assert core.proxy == bool((sums_BHT - 1).abs().max() > 1e-9)
 
 

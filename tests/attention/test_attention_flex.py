@@ -18,6 +18,7 @@ from attention_cases import (
 from sinklab.attention import flex as flex_backend
 from sinklab.attention import masks
 from sinklab.attention.primitive import attend
+from sinklab.attention.query_blocks import ScoreMatrix
 from sinklab.attention.scores import (
     Score,
     compose,
@@ -61,9 +62,7 @@ def test_flex_forward_equals_eager(score: str, mask: str) -> None:
     q, k, v = (x.detach().float() for x in qkv())
     function = scores()[score]
     with torch.no_grad():
-        flex, eager = (
-            attend(q, k, v, score=function, mask=MASKS[mask], backend=backend) for backend in ("flex", "eager")
-        )
+        flex, eager = (attend(ScoreMatrix(q, k, MASKS[mask], function), v, backend) for backend in ("flex", "eager"))
     for ours, reference in zip(flex, eager, strict=True):
         torch.testing.assert_close(ours, reference.to(ours.dtype), rtol=1e-4, atol=1e-4)
 
@@ -91,8 +90,9 @@ def test_the_blocks_of_a_document_mask_are_found_once_for_all_layers() -> None:
 
 
 def test_flex_says_that_it_does_not_train_on_a_cpu() -> None:
+    q, k, v = qkv()
     with pytest.raises(ValueError, match="trains on CUDA only"):
-        attend(*qkv(), backend="flex")
+        attend(ScoreMatrix(q, k), v, "flex")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's compiled kernel and its gradients need CUDA")

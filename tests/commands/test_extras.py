@@ -1,11 +1,10 @@
-"""The command that installs an extra works where it is read: in a checkout, of a wheel, of a wheel that is gone."""
+"""The command that installs an extra names its packages, as sinklab itself is on no index."""
 
-import json
 import re
 import shlex
 import sys
 import tomllib
-from importlib.metadata import PathDistribution
+from importlib.metadata import PackageNotFoundError, PathDistribution
 from pathlib import Path
 
 import pytest
@@ -32,30 +31,21 @@ def checkout() -> Path:
     return ROOT
 
 
-def installed(folder: Path, **direct_url: object) -> PathDistribution:
-    folder.mkdir()
-    (folder / "METADATA").write_text(METADATA)
-    if direct_url:
-        (folder / "direct_url.json").write_text(json.dumps(direct_url))
-    return PathDistribution(folder)
+def test_the_packages_of_an_extra_are_named(tmp_path: Path) -> None:
+    (tmp_path / "METADATA").write_text(METADATA)
+    found = PathDistribution(tmp_path)
+    for extra, needed in {"gguf": ["gguf>=0.19", "accelerate>=1.10"], "sft": ["trl<2,>=1.16"]}.items():
+        assert shlex.split(install_command(extra, found)) == [*PIP, *needed]
 
 
-def test_of_a_checkout_the_checkout_is_named(tmp_path: Path) -> None:
-    place = tmp_path / "my checkout"
-    place.mkdir()
-    found = installed(tmp_path / "info", url=place.as_uri(), dir_info={"editable": True})
-    assert shlex.split(install_command("gguf", found)) == [*PIP, "-e", f"{place}[gguf]"]
+def test_a_source_that_is_not_installed_is_installed_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
 
-
-def test_of_a_wheel_the_packages_are_named(tmp_path: Path) -> None:
-    packages = {"gguf": ["gguf>=0.19", "accelerate>=1.10"], "sft": ["trl<2,>=1.16"]}
-    wheel = {"url": "file:///tmp/sinklab-0.1.0-py3-none-any.whl", "archive_info": {}}
-    folder = {"url": (tmp_path / "gone").as_uri(), "dir_info": {"editable": True}}
-    source = {"url": "https://example.org/sinklab.git", "vcs_info": {"vcs": "git", "commit_id": "0"}}
-    for number, place in enumerate(({}, wheel, folder, source)):
-        found = installed(tmp_path / f"info{number}", **place)
-        for extra, needed in packages.items():
-            assert shlex.split(install_command(extra, found)) == [*PIP, *needed]
+    monkeypatch.setattr(extras, "distribution", missing)
+    command, _, where = install_command("gguf").partition(" in the ")
+    assert shlex.split(command) == [*PIP, "-e", ".[gguf]"]
+    assert where == "checkout of sinklab"
 
 
 def test_every_extra_that_is_named_exists_and_no_index_is_promised(checkout: Path) -> None:

@@ -7,7 +7,7 @@ import typer
 from pydantic import Field, field_validator
 from typer.testing import CliRunner
 
-from sinklab.commands.from_model import Only, with_options
+from sinklab.commands.from_model import Only, PanelCommand, with_options
 from sinklab.errors import InputError
 from sinklab.settings import INPUT, CommandSettings, Flag, Several
 
@@ -50,7 +50,7 @@ def called(*arguments: object, default: Outer | None = None, only: Only | None =
 def shown() -> str:
     app = typer.Typer()
 
-    @app.command()
+    @app.command(cls=PanelCommand)
     @with_options
     def command(settings: Outer) -> None: ...
 
@@ -95,9 +95,11 @@ def test_bounds_are_checked_though_they_are_not_shown() -> None:
     def command(*, seeds: Annotated[int, typer.Option(min=1)] = 1) -> None: ...
 
     app = typer.Typer()
-    app.command()(with_options(command))
-    with pytest.raises(InputError, match=r"^--seeds 0: Input should be greater than or equal to 1$"):
+    app.command(cls=PanelCommand)(with_options(command))
+    with pytest.raises(typer.BadParameter, match="Input should be greater than or equal to 1") as refused:
         app(["--seeds", "0"], standalone_mode=False)
+    assert refused.value.format_message().startswith("Invalid value for '--seeds'")
+    assert "x>=" not in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
 
 
 def test_a_command_may_have_some_of_the_fields_and_defaults_of_its_own() -> None:

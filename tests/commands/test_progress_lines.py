@@ -87,23 +87,23 @@ def test_a_line_is_printed_every_ten_seconds_and_no_more(
 
 
 def silent_job(console: Console, clock: Clock) -> Any:
-    return JobProgress(console, phase="reading gpt2 and the text", clock=clock).lines
+    return JobProgress(console, phase="reading gpt2 and the text", clock=clock)
 
 
 def silent_step(console: Console, clock: Clock) -> Any:
     progress = JobProgress(console, clock=clock)
     progress(JobEvent("started", "gpt2"))
-    return progress.lines
+    return progress
 
 
 def silent_data(console: Console, clock: Clock) -> Any:
-    return DataBoard(console, clock).lines
+    return DataBoard(console, clock)
 
 
 def silent_runs(console: Console, clock: Clock) -> Any:
     board = RunBoard(console, {"tiny-0": 100}, clock)
     board.watch(Event("tiny-0", "ready", 40))
-    return board.lines
+    return board
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_after_its_first_events_a_step_is_where_they_left_it() -> None:
     clock.now = 8.0
     StepProgress("measuring", progress).reach(3, 100)
     clock.now = 20.0
-    progress.lines.beat()
+    progress.beat()
     assert printed.getvalue() == "measuring: 3 of 100, 12 s so far\n"
 
 

@@ -96,7 +96,7 @@ def test_the_fingerprint_depends_on_the_contents_and_not_the_path(source: str, t
     there = prepare(moved, "train:300", tmp_path / "there")
     other = prepare(source, "train:301", tmp_path / "other")
     assert here.fingerprint == there.fingerprint != other.fingerprint
-    assert TokenDataset.open(tmp_path / "here").fingerprint == here.fingerprint
+    assert TokenDataset(tmp_path / "here").fingerprint == here.fingerprint
 
 
 def test_large_vocabularies_have_wider_ids():
@@ -134,7 +134,7 @@ def test_a_flipped_bit_is_reported_with_a_remedy(source: str, tmp_path: Path, na
     content[len(content) // 2] ^= 1
     (out / name).write_bytes(content)
     with pytest.raises(SinklabError, match=rf"{name} is corrupted.*Delete the folder.*sinklab data prepare"):
-        TokenDataset.open(out)
+        TokenDataset(out)
 
 
 @pytest.mark.parametrize("name", ["train.bin", "valid.bin"])
@@ -143,10 +143,10 @@ def test_a_truncated_or_missing_shard_is_reported(source: str, tmp_path: Path, n
     prepare(source, "train:300", out)
     (out / name).write_bytes((out / name).read_bytes()[:-2])
     with pytest.raises(SinklabError, match=rf"{name} has .* bytes where .* Delete the folder"):
-        TokenDataset.open(out)
+        TokenDataset(out)
     (out / name).unlink()
     with pytest.raises(SinklabError, match=rf"{name} is missing.*Delete the folder"):
-        TokenDataset.open(out)
+        TokenDataset(out)
 
 
 def test_a_replaced_tokenizer_is_reported(source: str, tmp_path: Path):
@@ -154,22 +154,22 @@ def test_a_replaced_tokenizer_is_reported(source: str, tmp_path: Path):
     prepare(source, "train:301", tmp_path / "other")
     (tmp_path / "other" / "tokenizer.json").replace(tmp_path / "out" / "tokenizer.json")
     with pytest.raises(SinklabError, match=r"tokenizer\.json is corrupted"):
-        TokenDataset.open(tmp_path / "out")
+        TokenDataset(tmp_path / "out")
 
 
 def test_damaged_and_missing_manifests_have_different_errors(source: str, tmp_path: Path):
     prepare(source, "train:300", tmp_path / "out")
     (tmp_path / "out" / "data.json").write_text('{"schema_version": 1', encoding="utf-8")
     with pytest.raises(SinklabError, match=r"data\.json is damaged.*Delete the folder"):
-        TokenDataset.open(tmp_path / "out")
+        TokenDataset(tmp_path / "out")
     with pytest.raises(InputError, match=r"no prepared data.*sinklab data prepare"):
-        TokenDataset.open(tmp_path)
+        TokenDataset(tmp_path)
 
 
 def test_a_manifest_that_cannot_be_read_is_reported(tmp_path: Path):
     (tmp_path / "data.json").symlink_to("/proc/self/mem")  # a file that even root cannot read
     with pytest.raises(SinklabError, match=r"data\.json cannot be read: .*Delete the folder"):
-        TokenDataset.open(tmp_path)
+        TokenDataset(tmp_path)
 
 
 def test_finished_data_is_used_again_and_other_settings_do_not_overwrite_it(source: str, tmp_path: Path):

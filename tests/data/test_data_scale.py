@@ -206,7 +206,7 @@ def test_a_limit_on_tokens_is_exact_and_the_last_document_ends_with_eos(
 ):
     data = prepare(str(corpus), bpe, tmp_path / "out", valid_fraction=0.3, token_limit=limit)
     assert len(data.train) + len(data.valid) == limit
-    assert {int(data.train[-1]), int(data.valid[-1])} == {data.eos_id}
+    assert {int(data.train[-1:][0]), int(data.valid[-1:][0])} == {data.eos_id}
     whole = prepare(str(corpus), bpe, tmp_path / "whole", valid_fraction=0.3)
     assert np.array_equal(data.train[:-1], whole.train[: len(data.train) - 1])
 
@@ -309,19 +309,19 @@ def test_an_error_far_into_the_text_keeps_the_finished_parts(
     corpus: Path, bpe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     out = tmp_path / "out"
-    whole = building.SplitWriter.add
+    append = building._GrowingShard.append
     parts: Iterator[int] = iter(range(100))
 
-    def full_disk(self: building.SplitWriter, *arrays: np.ndarray) -> None:
-        if next(parts) == 2:
+    def full_disk(self: building._GrowingShard, *arrays: np.ndarray) -> None:
+        if next(parts) == 2 * 2:  # of each part, one call for training and one for validation
             raise OSError(28, "No space left on device")
-        whole(self, *arrays)
+        append(self, *arrays)
 
-    monkeypatch.setattr(building.SplitWriter, "add", full_disk)
+    monkeypatch.setattr(building._GrowingShard, "append", full_disk)
     with pytest.raises(SinklabError, match=r"No space left on device.*Finished parts are kept"):
         prepare(str(corpus), bpe, out)
     assert (out / "partial" / "journal.jsonl").read_bytes().count(b"\n") == 2
-    monkeypatch.setattr(building.SplitWriter, "add", whole)
+    monkeypatch.setattr(building._GrowingShard, "append", append)
     prepare(str(corpus), bpe, out)
     prepare(str(corpus), bpe, tmp_path / "fresh")
     assert contents(out) == contents(tmp_path / "fresh")

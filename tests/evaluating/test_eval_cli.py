@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sinklab.evaluating.evaluate_model import evaluate_model
 from sinklab.evaluating.evaluation import DownstreamScores, TaskRequest, load_scores
 from sinklab.extras import install_command
 from sinklab.jobs.progress import JobEvent
+from sinklab.survey.measure_many import text_hash
 from sinklab.train.directory.lock import HeldError, lock_run, one_writer
 
 Made = tuple[Path, Path]
@@ -137,19 +139,20 @@ def test_a_sink_on_one_text_is_not_returned_for_another(made: Made, run: Run, tm
     first, other = text_file(tmp_path / "first.jsonl"), text_file(tmp_path / "other.jsonl", seed=3)
     call = ("eval", directory, "--tasks", "hellaswag", "--data", file, "--limit", 4)
     assert run(*call, "--text", first)[0] == 0
-    status, _, err = run(*call, "--text", first)
+    copy = shutil.copyfile(first, tmp_path / "copy.jsonl")
+    status, _, err = run(*call, "--text", copy)
     assert (status, "hellaswag: 4 items (kept)" in err) == (0, True)
-    for options, now in ((("--text", other), other), ((), "task")):
+    for options, now in ((("--text", other), text_hash(other)), ((), None)):
         status, _, err = on_one_line(run)(*call, *options)
         assert status == 2
-        assert f"with other settings (text of hellaswag is {first} there and {now} now)" in err
+        assert f"with other settings (text of hellaswag is {text_hash(first)} there and {now} now)" in err
 
 
 @pytest.mark.parametrize(
     ("tasks", "options", "said"),
     [
         ("helaswag", (), "no task 'helaswag'; similar names: hellaswag"),
-        ("", (), "--tasks: pass names of lm-eval tasks"),
+        ("", (), "--tasks: lm-eval has no task ''"),
         (
             "arc_easy",
             ("--data", "items.jsonl"),

@@ -103,7 +103,7 @@ def drawn(cells: dict[str, CellSummary]) -> dict[str, Any] | None:
     experiment = ExperimentSummary(
         cells=list(cells), against=["sink_1", "accuracy_norm"], families={"a-1b/x": "a", "a-2b/x": "a"}
     )
-    chart = against(cells, experiment, 400)
+    chart = against(cells, experiment)
     return None if chart is None else chart.to_dict()
 
 

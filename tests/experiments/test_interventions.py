@@ -10,7 +10,7 @@ from sinklab.attention.config import kinds_of
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
-from sinklab.interventions import CHOICES, NEUTRAL, NOT_INTERVENTIONS, VARIANTS, catalogue, kinds
+from sinklab.interventions import CHOICES, NEUTRAL, NOT_INTERVENTIONS, VARIANTS, catalogue
 from sinklab.model.config import ModelConfig
 from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
@@ -62,7 +62,7 @@ def test_every_variant_learns_in_fifty_steps(name: str, dataset: TokenDataset, t
 @pytest.mark.parametrize("key", NEUTRAL)
 def test_a_neutral_value_is_the_baseline_bit_for_bit(key: str, dataset: TokenDataset, tmp_path: Path) -> None:
     neutral = NEUTRAL[key]
-    plain, changed = (build_recipe(BASE, ONE_BACKEND, overlay) for overlay in (neutral.against, neutral.overlay))
+    plain, changed = (build_recipe(BASE, ONE_BACKEND, overlay) for overlay in (neutral.against or {}, neutral.values))
     baseline, expected = losses(plain, dataset, tmp_path / "baseline", 20)
     trainer, loss = losses(changed, dataset, tmp_path / "neutral", 20)
     assert loss == expected
@@ -74,14 +74,14 @@ def test_a_neutral_value_is_the_baseline_bit_for_bit(key: str, dataset: TokenDat
 def test_a_neutral_value_is_another_recipe_than_its_baseline(key: str) -> None:
     """A recipe compared with itself would show nothing."""
     neutral = NEUTRAL[key]
-    assert build_recipe(BASE, neutral.overlay) != build_recipe(BASE, neutral.against)
+    assert build_recipe(BASE, neutral.values) != build_recipe(BASE, neutral.against or {})
 
 
 def test_the_catalogue_says_of_every_neutral_value_where_it_is_chosen() -> None:
     rows = {f"{row.key} ({row.kind})": row for row in catalogue()} | {row.key: row for row in catalogue()}
     kinds_as_a_whole = {key for key in NEUTRAL if key in rows and rows[key].is_kind}
     assert {key: rows[key].neutral for key in set(NEUTRAL) - kinds_as_a_whole} == {
-        key: NEUTRAL[key].value for key in set(NEUTRAL) - kinds_as_a_whole
+        key: NEUTRAL[key].said for key in set(NEUTRAL) - kinds_as_a_whole
     }
     assert rows["model.attention.operation.start (scalable_softmax)"].neutral == ""
     assert rows["model.attention.operation.alpha (softmax)"].neutral == "1"
@@ -91,7 +91,7 @@ def test_the_catalogue_explains_every_row() -> None:
     rows = catalogue()
     assert [row.key for row in rows if not row.explanation] == []
     assert all(row.values for row in rows)
-    assert {"alibi", "sink_token", "softpick", "head", "muon", "document"} <= kinds()
+    assert {"alibi", "sink_token", "softpick", "head", "muon", "document"} <= {row.kind for row in rows}
 
 
 def test_the_catalogue_gives_the_bounds_of_each_type_that_a_value_may_have() -> None:
@@ -116,7 +116,7 @@ def test_every_kind_of_every_choice_is_a_variant_that_is_trained() -> None:
         used |= {recipe.optim.name, model.position.kind, model.gate.kind, model.init.kind, model.projection.kind}
         used |= {model.mixer.kind, model.value_residual.kind}
         used |= {attention.operation.kind, attention.bias.kind, attention.mask.kind}
-    assert kinds() <= used
+    assert {row.kind for row in catalogue() if row.kind is not None} <= used
 
 
 def test_no_two_kinds_give_an_example_the_same_name() -> None:

@@ -210,10 +210,6 @@ def not_ours(out: Path) -> None:
     (out / SUMMARY).write_text('{"mine": 1}')
 
 
-def newer(out: Path) -> None:
-    (out / SUMMARY).write_text('{"schema": 4, "cells": {}, "claims": []}')
-
-
 def damaged_question(out: Path) -> None:
     (out / "asked").mkdir()
     (out / "asked" / "mine.json").write_text("{")
@@ -241,7 +237,6 @@ def nothing(out: Path) -> None:
         (["mine.yaml", "--engine", "cloud"], nothing, "Invalid value for '--engine'"),
         (["mine.yaml", "--text", "nowhere.txt"], nothing, "--text nowhere.txt: there is no such file"),
         (["mine.yaml"], not_ours, "was not written by sinklab"),
-        (["mine.yaml"], newer, "has schema 4"),
         (["mine.yaml"], damaged_question, "asked/mine.json cannot be read"),
         (["mine.yaml"], incomplete_question, "asked/mine.json cannot be read (experiment: Field required)"),
     ],

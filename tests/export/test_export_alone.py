@@ -1,5 +1,7 @@
 """Exported models in separate processes: without sinklab, with the code beside them, and registered."""
 
+import ast
+import builtins
 import json
 import os
 import subprocess
@@ -144,6 +146,22 @@ def test_the_bundle_does_not_import_sinklab_and_names_its_modules() -> None:
     parts = [line for line in code.splitlines() if line.startswith("# sinklab.")]
     assert parts[-1] == f"# {MODELING}"
     assert len(parts) == len(set(parts))
+
+
+def test_a_name_has_one_meaning_in_the_bundle_and_none_shadows_a_built_in() -> None:
+    bound, imported = [], set()
+    for node in ast.parse(bundled(MODELING)).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            bound += [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            origin = node.module if isinstance(node, ast.ImportFrom) else None
+            imported |= {(alias.asname or alias.name, (origin, alias.name)) for alias in node.names}
+    names = bound + [name for name, _ in imported]
+    assert {name for name in names if names.count(name) > 1} == set()
+    assert not set(names) & set(dir(builtins))
 
 
 def test_a_missing_module_cannot_be_bundled() -> None:

@@ -123,9 +123,7 @@ def test_a_tuning_names_the_template_that_fails(tokenizer) -> None:
 
 
 @pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ raise_exception('no system role') }}"])
-def test_commands_end_with_a_sentence_and_compare_before_it_has_measured_anything(
-    run: Run, tmp_path: Path, template: str
-) -> None:
+def test_commands_end_with_a_sentence_and_compare_names_the_model(run: Run, tmp_path: Path, template: str) -> None:
     good = tiny_model(tmp_path / "good", template=TEMPLATE)
     bad, chats = tiny_model(tmp_path / "bad", seed=1, template=template), chat_file(tmp_path / "chats.jsonl")
     small = ("--sequences", 2, "--length", 12)
@@ -135,4 +133,4 @@ def test_commands_end_with_a_sentence_and_compare_before_it_has_measured_anythin
     status, _, err = on_one_line(run)("compare", good, bad, "--text", chats, "--out", "c", *small)
     assert status == 2
     assert f"{bad}: {chats}, line 1: the model's chat template cannot render this conversation" in err
-    assert not (tmp_path / "c").exists()
+    assert (tmp_path / "c" / "good" / "measurement.json").is_file()  # kept, and not measured again

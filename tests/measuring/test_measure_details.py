@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL, Window
+from sinklab.attention.query_blocks import ScoreMatrix
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
@@ -186,11 +187,12 @@ def test_results_do_not_depend_on_the_size_of_blocks() -> None:
     real = real_tokens(torch.ones(2, 20))
     for mask in (CAUSAL, Window(6)):
         whole, pieces = (
-            layer_details(score_rows(q, k, mask=mask, block=size), real, Angles(q, k, mask), [1]) for size in (20, 3)
+            layer_details(score_rows(ScoreMatrix(q, k, mask), block=size), real, Angles(q, k, mask), [1])
+            for size in (20, 3)
         )
-        for name, tensor in whole.means.items():
-            torch.testing.assert_close(pieces.means[name], tensor, msg=lambda m, n=name: f"{n}: {m}")
-        torch.testing.assert_close(pieces.maps, whole.maps)
+        for name, tensor in whole[0].items():
+            torch.testing.assert_close(pieces[0][name], tensor, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(pieces[1], whole[1])
 
 
 def test_nothing_of_it_is_in_the_files_unless_asked_for(tmp_path: Path) -> None:

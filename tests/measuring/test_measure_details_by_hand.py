@@ -7,10 +7,10 @@ import torch
 
 from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.masks import CAUSAL, Window
-from sinklab.attention.query_blocks import Block
+from sinklab.attention.query_blocks import Block, ScoreMatrix
 from sinklab.attention.real_tokens import real_tokens
-from sinklab.measuring.statistics.collecting import BatchDetails, DetailTotals, LayerDetails, layer_details
-from sinklab.measuring.statistics.details import kurtosis, matrix_entropy
+from sinklab.measuring.statistics.collecting import BatchDetails, DetailTotals, layer_details
+from sinklab.measuring.statistics.details import MatrixEntropy, kurtosis
 from sinklab.measuring.statistics.secondary import SecondarySearch, SecondaryToken
 from sinklab.measuring.statistics.statistic_base import Angles, bucket_starts
 from sinklab.models.layer_kinds import ranges_text
@@ -18,15 +18,15 @@ from sinklab.models.layer_kinds import ranges_text
 UNIFORM = torch.ones(4, 4).tril() / torch.arange(1, 5)[:, None]
 
 
-def _of_rows(weights_TT: torch.Tensor, mask: torch.Tensor | None = None) -> LayerDetails:
+def _of_rows(weights_TT: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     T = len(weights_TT)
     rows = Rows(Block(0, T, 0, T), weights_TT[None, None], None)
-    return layer_details([rows], real_tokens(torch.ones(1, T) if mask is None else mask), None)
+    return layer_details([rows], real_tokens(torch.ones(1, T) if mask is None else mask), None)[0]
 
 
 def test_entropy_of_uniform_attention_is_the_mean_of_ln_t() -> None:
-    assert float(_of_rows(UNIFORM).means["entropy"]) == pytest.approx(math.log(math.factorial(4)) / 4)
-    assert float(_of_rows(torch.eye(4)).means["entropy"]) == 0
+    assert float(_of_rows(UNIFORM)["entropy"]) == pytest.approx(math.log(math.factorial(4)) / 4)
+    assert float(_of_rows(torch.eye(4))["entropy"]) == 0
 
 
 def test_attention_by_distance_of_uniform_attention() -> None:
@@ -34,12 +34,12 @@ def test_attention_by_distance_of_uniform_attention() -> None:
     own, one_back = 25 / 12, 13 / 12
     two_or_three_back = 1 / 3 + 2 / 4
     expected = torch.tensor([own, one_back, two_or_three_back]) / 4
-    torch.testing.assert_close(_of_rows(UNIFORM).means["by_distance"][0, 0], expected)
+    torch.testing.assert_close(_of_rows(UNIFORM)["by_distance"][0, 0], expected)
 
 
 def test_the_shares_of_the_first_key_and_of_an_average_other_one() -> None:
     rows = torch.tensor([[1.0, 0, 0], [0.9, 0.1, 0], [0.6, 0.1, 0.3]])
-    means = _of_rows(rows).means
+    means = _of_rows(rows)
     torch.testing.assert_close(means["first_by_query"][0, 0], torch.tensor([1.0, 0.9, 0.6]))
     torch.testing.assert_close(means["rest_by_query"][0, 0], torch.tensor([0.0, 0.1, 0.2]))
 
@@ -48,19 +48,17 @@ def test_cosine_and_norm_product_of_two_tokens() -> None:
     q = torch.tensor([[3.0, 0.0], [0.0, 2.0]])[None, None]
     k = torch.tensor([[1.0, 0.0], [4.0, 4.0]])[None, None]
     real = real_tokens(torch.ones(1, 2))
-    means = layer_details(score_rows(q, k), real, Angles(q, k, CAUSAL)).means
+    means = layer_details(score_rows(ScoreMatrix(q, k)), real, Angles(q, k, CAUSAL))[0]
     # key 1: cosines 1 and 0, norm products 3 and 2; key 2: cosine 1/sqrt(2), norm product 2 * sqrt(32)
     torch.testing.assert_close(means["cosine"][0, 0], torch.tensor([0.5, math.sqrt(0.5)]))
     torch.testing.assert_close(means["norm_product"][0, 0], torch.tensor([2.5, 2 * math.sqrt(32)]))
-    narrow = layer_details(score_rows(q, k, mask=Window(1)), real, Angles(q, k, Window(1))).means
+    narrow = layer_details(score_rows(ScoreMatrix(q, k, Window(1))), real, Angles(q, k, Window(1)))[0]
     torch.testing.assert_close(narrow["cosine"][0, 0], torch.tensor([1.0, math.sqrt(0.5)]))
 
 
 def test_the_share_of_a_bias_belongs_to_the_entropy() -> None:
     rows = Rows(Block(0, 1, 0, 1), torch.full((1, 1, 1, 1), 0.5), torch.full((1, 1, 1), 0.5))
-    assert float(layer_details([rows], real_tokens(torch.ones(1, 1)), None).means["entropy"]) == pytest.approx(
-        math.log(2)
-    )
+    assert float(layer_details([rows], real_tokens(torch.ones(1, 1)), None)[0]["entropy"]) == pytest.approx(math.log(2))
 
 
 def test_kurtosis_is_plain_and_that_of_one_channel_alone_is_their_number() -> None:
@@ -78,11 +76,11 @@ def test_matrix_entropy_is_0_of_one_direction_and_1_of_as_many_as_there_can_be()
     apart = torch.eye(5)[None, :, :4]
     one_long = torch.eye(5)[None] * torch.tensor([1e6, 1, 1, 1, 1])[:, None]
     for states, entropy in ((alike, 0.0), (apart, 1.0), (torch.eye(5)[None], 1.0), (one_long, 0.0)):
-        assert float(matrix_entropy(states, torch.tensor([5]))) == pytest.approx(entropy, abs=1e-9)
+        assert float(MatrixEntropy().read(states, torch.tensor([5]))) == pytest.approx(entropy, abs=1e-9)
     padded = torch.cat([torch.eye(5)[None, :3], torch.zeros(1, 2, 5)], 1)
-    assert float(matrix_entropy(padded, torch.tensor([3]))) == pytest.approx(1)
-    assert float(matrix_entropy(torch.ones(1, 1, 4), torch.tensor([1]))) == 0
-    assert float(matrix_entropy(torch.zeros(1, 3, 4), torch.tensor([3]))) == 0
+    assert float(MatrixEntropy().read(padded, torch.tensor([3]))) == pytest.approx(1)
+    assert float(MatrixEntropy().read(torch.ones(1, 1, 4), torch.tensor([1]))) == 0
+    assert float(MatrixEntropy().read(torch.zeros(1, 3, 4), torch.tensor([3]))) == 0
 
 
 def test_buckets_are_powers_of_two() -> None:
@@ -101,8 +99,8 @@ def test_the_rate_of_secondary_sinks_is_of_the_positions_past_the_first_few_and_
     norms = torch.ones(2, sequences, T)
     norms[1, 0, 0] = 10
     rows = Rows(Block(0, T, 0, T), torch.eye(T).expand(sequences, heads, T, T), None)
-    layer = layer_details([rows], real_tokens(torch.ones(sequences, T)), None)
-    layers = {name: [mean] for name, mean in layer.means.items()} | {"value_ratio": [torch.ones(sequences, heads, T)]}
+    means, _ = layer_details([rows], real_tokens(torch.ones(sequences, T)), None)
+    layers = {name: [mean] for name, mean in means.items()} | {"value_ratio": [torch.ones(sequences, heads, T)]}
     stream = {"kurtosis": torch.ones(2, sequences, T), "alignment": alignment}
     details = BatchDetails(layers, stream, _ids(sequences, T), {})
     totals = DetailTotals(0.3, T)

@@ -41,13 +41,13 @@ def test_scores_of_a_key_head_with_many_queries_keep_their_bound(family: str, mo
     model, tokens = pair_of(family)[0], family_tokens()
     whole = measure(model, tokens)
     taken = []
-    products = one_pass._Walk._products
+    normalise = one_pass._normalise
 
-    def counted(self: Any, q_HQD: Any, k_GDS: Any) -> Any:
-        taken.append(q_HQD.shape[0] * q_HQD.shape[1] * k_GDS.shape[2])
-        return products(self, q_HQD, k_GDS)
+    def counted(z_HQS: Any, *others: Any) -> Any:
+        taken.append(z_HQS.numel())
+        return normalise(z_HQS, *others)
 
-    monkeypatch.setattr(one_pass._Walk, "_products", counted)
+    monkeypatch.setattr(one_pass, "_normalise", counted)
     monkeypatch.setattr(one_pass, "MOST_SCORES", most := 4 * tokens.shape[1])
     in_pieces = measure(model, tokens)
     assert 0 < max(taken) <= most

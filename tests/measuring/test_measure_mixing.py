@@ -121,7 +121,7 @@ def test_our_own_transformer_has_it_too_and_a_file_keeps_it(tmp_path: Path) -> N
     assert min(measured.mixing.spread[1:]) > 0
     measured.save(tmp_path / "m")
     assert Measurement.load(tmp_path / "m").mixing == measured.mixing
-    assert "mixing" in {figure.key for figure in figures(collect([tmp_path / "m"]), width=400)}
+    assert "mixing" in {figure.key for figure in figures(collect([tmp_path / "m"]))}
     assert "mixing" not in measure(model, tokens).document()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Run
 from tiny_models import tiny_model
 
-from sinklab.commands.measurements import checked_model
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options
 from sinklab.models.huggingface.loading import Loading
@@ -109,6 +109,7 @@ def test_a_local_model_has_no_revision(tmp_path: Path) -> None:
         compare_models([NAME, str(run)], None, ASKED, loading=Loading(revision="step3"))
 
 
-def test_families_have_no_revision() -> None:
-    with pytest.raises(InputError, match="--revision step3 requires one MODEL"):
-        checked_model(None, ["gpt2"], False, None, False, "step3")
+def test_families_have_no_revision(run: Run) -> None:
+    status, _, err = run("measure", "--family", "gpt2", "--revision", "step3")
+    assert status == 2
+    assert "--revision is for one MODEL" in err

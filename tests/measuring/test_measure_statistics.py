@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL
-from sinklab.attention.query_blocks import Block
+from sinklab.attention.query_blocks import Block, ScoreMatrix
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
@@ -127,14 +127,14 @@ def test_scores_are_read_and_cosines_computed_once_for_all_statistics() -> None:
             seen.append(part)
             return super().block(part)
 
-    rows = score_rows(q, k, block=4)  # a generator: it can be read but once
-    details = layer_details(rows, real_tokens(torch.ones(1, 9)), Counted(q, k, CAUSAL), [0])
+    rows = score_rows(ScoreMatrix(q, k), block=4)  # a generator: it can be read but once
+    means, _ = layer_details(rows, real_tokens(torch.ones(1, 9)), Counted(q, k, CAUSAL), [0])
     assert [(part.start, part.stop) for part in seen] == [(0, 4), (4, 8), (8, 9)]
-    assert set(details.means) == {name for name, one in STATISTICS.items() if isinstance(one, OfRows)}
+    assert set(means) == {name for name, one in STATISTICS.items() if isinstance(one, OfRows)}
 
 
 def test_what_needs_queries_is_left_out_where_they_are_hidden() -> None:
     q = torch.randn(1, 2, 9, 4, generator=torch.Generator().manual_seed(0))
-    details = layer_details(score_rows(q, q), real_tokens(torch.ones(1, 9)), angles=None)
-    assert [name for name in details.means if STATISTICS[name].angles] == []
-    assert "entropy" in details.means
+    means, _ = layer_details(score_rows(ScoreMatrix(q, q)), real_tokens(torch.ones(1, 9)), angles=None)
+    assert [name for name in means if STATISTICS[name].angles] == []
+    assert "entropy" in means

@@ -4,7 +4,7 @@ import pytest
 import torch
 from closeness import assert_close
 
-from sinklab.attention.operations.forgetting import ForgetGate
+from sinklab.attention.operations.similarity import ForgetGate
 from sinklab.measuring.api import measure
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer

@@ -173,9 +173,12 @@ def test_latent_matrices_start_by_the_declared_laws_and_norms_as_one() -> None:
     ("changes", "message"),
     [
         ({"kv_heads": 2}, "projection latent has separate keys and values for every head"),
-        ({"norm": {"qk_norm": True}}, "norm.qk_norm would normalise each head's key separately"),
-        ({"attention": {"operation": "differential"}}, "attention.operation differential splits queries and keys"),
-        ({"attention": {"operation": "differential_v2"}}, "differential_v2 has two queries for every head"),
+        ({"norm": {"qk_norm": True}}, "normalises its latents instead of each head's key"),
+        ({"attention": {"operation": "differential"}}, "one query and key for every head, differential needs"),
+        (
+            {"attention": {"operation": "differential_v2"}},
+            "for every head, differential_v2 needs two",
+        ),
         ({"projection": {"kind": "latent", "rope_width": 3}}, "an even projection.rope_width, not 3"),
     ],
 )

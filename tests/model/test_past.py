@@ -105,8 +105,7 @@ def test_cached_rows_can_be_exchanged_repeated_and_cropped(name: str) -> None:
     past.crop(10)
     assert past.get_seq_length() == 10
     past.crop(-2)
-    past.batch_select_indices(torch.tensor([0, 1]))
-    past.batch_repeat_interleave(2)
+    past.reorder_cache(torch.tensor([0, 0, 1, 1]))
     rows = torch.tensor([2, 2, 0, 0])
     assert_close(transformer.hidden(tokens_BT[rows, 8:], past), transformer.hidden(tokens_BT[rows])[:, 8:])
 
@@ -133,6 +132,5 @@ def test_a_learned_table_of_positions_limits_continued_sequences() -> None:
 def test_an_empty_past_has_no_tokens_and_no_positions() -> None:
     past = Past(2, leading=1)
     assert (past.get_seq_length(), past.positions) == (0, 0)
-    past.batch_repeat_interleave(2)
     past.reorder_cache(torch.tensor([0]))
     assert past.tokens_BT is None

@@ -10,6 +10,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.primitive import attend
+from sinklab.attention.query_blocks import ScoreMatrix
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
 from sinklab.model.position import T5, Alibi, DistanceTerm, Relative, alibi_slopes, bucket_numbers, sinusoid
@@ -62,7 +63,7 @@ def test_t5_attention_agrees_with_transformers() -> None:
         q, k, v = (
             projection(x).view(2, length, heads, 8).transpose(1, 2) for projection in (theirs.q, theirs.k, theirs.v)
         )
-        out, _ = attend(q, k, v, score=term.score(), scale=1.0)  # T5 does not scale
+        out, _ = attend(ScoreMatrix(q, k, score=term.score(), scale=1.0), v)  # T5 does not scale
         ours = theirs.o(out.transpose(1, 2).reshape(2, length, -1))
     assert_close(ours, expected)
 

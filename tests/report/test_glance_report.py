@@ -97,7 +97,7 @@ def test_ours_are_drawn_beside_the_papers_percentages(html: str) -> None:
 def test_the_leaderboard_is_drawn_with_softmax_at_no_change_of_loss(sweep_folder: Path) -> None:
     board = leaderboard(collect([sweep_folder]).sweeps[0])
     assert board is not None
-    figure = board.figure("board", 640)
+    figure = board.figure("board")
     assert figure is not None
     (chart,) = figure.charts
     drawn = chart.to_dict()

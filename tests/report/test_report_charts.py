@@ -31,7 +31,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> ReportData:
 
 @pytest.fixture(scope="module")
 def drawn(data: ReportData) -> dict[str, Figure]:
-    return {figure.key: figure for figure in figures(data, width=600)}
+    return {figure.key: figure for figure in figures(data)}
 
 
 def with_array(run: ReportedRun, name: str, value: float) -> ReportedRun:
@@ -74,7 +74,7 @@ def test_there_is_one_heatmap_for_each_run(drawn: dict[str, Figure]) -> None:
 
 def test_the_share_on_the_bias_is_a_heatmap_beside_that_of_the_first_token(data: ReportData) -> None:
     biased = with_array(data.runs[2], "importance_bias", 0.4)
-    shown = {figure.key: figure for figure in figures(ReportData([], [biased]), width=600)}["importance-heads"]
+    shown = {figure.key: figure for figure in figures(ReportData([], [biased]))}["importance-heads"]
     assert ["first token" in texts(shown.charts[0]), "bias" in texts(shown.charts[1])] == [True, True]
 
 
@@ -121,7 +121,7 @@ def test_a_model_without_a_sink_is_dark_and_uniform_attention_is_marked(tmp_path
         arrays = dict(file)
     arrays["importance"] = np.broadcast_to(uniform_importance(LENGTH), (LAYERS, HEADS, LENGTH))
     np.savez(path / "measurement.npz", **arrays)
-    shown = {figure.key: figure for figure in figures(collect([path]), width=600)}
+    shown = {figure.key: figure for figure in figures(collect([path]))}
     for key in ("importance-heads", "importance-layers"):
         scale = shown[key].scale
         assert scale is not None
@@ -146,13 +146,13 @@ def test_the_row_of_uniform_attention_is_labelled_apart_from_those_of_thirty_lay
 
 def test_what_a_window_dilutes_is_drawn_a_second_time(tmp_path: Path) -> None:
     path = make_measurement(tmp_path / "m")
-    before = figures(collect([path]), width=600)
+    before = figures(collect([path]))
     with np.load(path / "measurement.npz") as file:
         np.savez(path / "measurement.npz", **{**file, "importance_visible": file["importance"]})
     document = json.loads((path / "measurement.json").read_text())
     write(path / "measurement.json", document | {"sink_rate_visible": [21.2] * LENGTH})
     data = collect([path])
-    shown = {figure.key: figure for figure in figures(data, width=600)}
+    shown = {figure.key: figure for figure in figures(data)}
     assert [len(figure.charts) for figure in before if figure.key.startswith("importance")] == [1, 1, 1]
     assert len(shown["importance-heads"].charts) == len(shown["importance-layers"].charts) == 2
     assert "first token, visible queries" in texts(shown["importance-heads"].charts[1])
@@ -182,7 +182,7 @@ def test_a_heatmap_outlines_the_heads_above_the_threshold_only() -> None:
 
 def test_row_sums_have_a_figure_where_scores_do_not_sum_to_one(data: ReportData) -> None:
     sigmoid = with_array(data.runs[-1], "row_sums", 23.0)
-    shown = {figure.key: figure for figure in figures(ReportData([], [data.runs[0], sigmoid]), width=600)}
+    shown = {figure.key: figure for figure in figures(ReportData([], [data.runs[0], sigmoid]))}
     assert len(shown["row-sums"].charts) == 1
     scale = shown["row-sums"].scale
     assert scale is not None
@@ -220,7 +220,7 @@ def test_large_norm_ratios_are_drawn_on_a_logarithmic_scale() -> None:
 
 
 def test_a_hostile_name_is_drawn_as_text(tmp_path: Path) -> None:
-    shown = figures(collect([make_run(tmp_path / "run", name=HOSTILE)]), width=600)
+    shown = figures(collect([make_run(tmp_path / "run", name=HOSTILE)]))
     svg = vlc.vegalite_to_svg(shown[0].charts[0].to_dict())
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in svg
     assert "<script" not in svg

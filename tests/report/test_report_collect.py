@@ -147,7 +147,7 @@ def test_measurements_with_different_thresholds_are_told_apart(tmp_path: Path) -
     assert (shown["ε"], shown["Sink₁"]) == (["0.3", "0.2"], ["8.60", "8.60"])
     assert shown["at ε = 0.3"] == ["8.60", "5.00"]
     assert "ε = 0.2 or 0.3" in headline(data)[0]
-    heads = next(figure for figure in figures(data, 600) if figure.key == "importance-heads")
+    heads = next(figure for figure in figures(data) if figure.key == "importance-heads")
     outlined = [chart.to_dict()["layer"][1]["transform"][0]["filter"] for chart in heads.charts]
     assert outlined == ["(datum.value > 0.3)", "(datum.value > 0.2)"]
     assert "ε" not in [name for name, _ in table_texts(cells_table(collect([alone])))[0]]

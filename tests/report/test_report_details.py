@@ -22,8 +22,8 @@ from sinklab.report import theme, write_report
 from sinklab.report.charts import Figure, scale_over
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
-from sinklab.report.explorer import explorers
 from sinklab.report.figures import figures
+from sinklab.report.measurement_figures import explorers
 
 LENGTH = 70  # maps of more than 64 positions are thinned
 
@@ -49,7 +49,7 @@ def folder(measured: Measurement, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def drawn(folder: Path) -> dict[str, Figure]:
-    return {figure.key: figure for figure in figures(collect([folder]), width=600)}
+    return {figure.key: figure for figure in figures(collect([folder]))}
 
 
 def texts(chart: Any) -> str:
@@ -129,7 +129,7 @@ def test_a_measurement_without_details_has_none_of_these_figures(tmp_path: Path,
 
 def test_details_of_one_model_are_drawn_beside_a_model_that_has_none(folder: Path, tmp_path: Path) -> None:
     both = collect([folder, make_measurement(tmp_path / "plain", model="plain")])
-    shown = {figure.key: figure for figure in figures(both, width=600)}
+    shown = {figure.key: figure for figure in figures(both)}
     assert len(shown["entropy"].charts) == 1
     assert len(shown["importance-heads"].charts) == 2
 
@@ -150,7 +150,7 @@ def test_the_queries_that_see_other_keys_are_drawn_where_all_see_the_first(measu
     details = measured.details.model_copy(update={"rest_visible": half})
     assert details.first_visible is None
     data = ReportData([], [ReportedRun.of(measured.model_copy(update={"details": details}))])
-    (figure,) = (one for one in figures(data, width=600) if one.key == "visible-by-query")
+    (figure,) = (one for one in figures(data) if one.key == "visible-by-query")
     assert figure.table is not None
     assert [column.unit for column in figure.table.columns] == ["", "an average other token"]
     (dashes,) = (

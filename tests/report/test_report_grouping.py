@@ -8,7 +8,7 @@ from table_texts import table_texts
 
 from sinklab.report.cells import cell_rows, cells_table, headline
 from sinklab.report.collect import collect
-from sinklab.report.data import WrittenRecipe, recipe_changes
+from sinklab.report.data import recipe_changes
 from sinklab.train.recipe import Recipe, load_recipe
 
 RESOLVED = ["model.vocab_size=1024"]
@@ -19,7 +19,7 @@ CHANGED = ["model.layers=2", "model.width=32", "model.heads=2", "model.ffn_width
 
 
 def changes(recipe: Recipe, base: str) -> list[str] | None:
-    return recipe_changes(WrittenRecipe(recipe.model_dump(mode="json") | {"name": base}))
+    return recipe_changes(recipe.model_dump(mode="json") | {"name": base})
 
 
 def trained(path: Path, seed: int = 0, *overrides: str, base: str = "tiny") -> Path:

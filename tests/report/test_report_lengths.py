@@ -15,7 +15,7 @@ def cell(eps: float, length: int, low: float | None = None) -> CellSummary:
 
 def test_a_line_for_each_threshold_with_the_ends_of_its_draws() -> None:
     cells = {f"eps_{eps}_length_{length}": cell(eps, length, 10.0) for eps in (0.4, 0.2) for length in (64, 16)}
-    figure = length_figure({**cells, "other": CellSummary(change={"inputs": "random"})}, 640)
+    figure = length_figure({**cells, "other": CellSummary(change={"inputs": "random"})})
     assert figure is not None
     (chart,) = figure.charts
     rows = chart.to_dict()["data"]["values"]
@@ -29,11 +29,11 @@ def test_a_line_for_each_threshold_with_the_ends_of_its_draws() -> None:
 
 @pytest.mark.parametrize("lengths", [(), (64,)])
 def test_without_several_lengths_there_is_no_such_figure(lengths: tuple[int, ...]) -> None:
-    assert length_figure({str(length): cell(0.3, length) for length in lengths}, 640) is None
+    assert length_figure({str(length): cell(0.3, length) for length in lengths}) is None
 
 
 def test_one_draw_has_a_point_alone() -> None:
-    figure = length_figure({"a": cell(0.3, 16), "b": cell(0.3, 64)}, 640)
+    figure = length_figure({"a": cell(0.3, 16), "b": cell(0.3, 64)})
     assert figure is not None
     rows = figure.charts[0].to_dict()["data"]["values"]
     assert all(row["low"] == row["median"] == row["high"] for row in rows)

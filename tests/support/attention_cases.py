@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import torch
+from independent_core import formula
 from torch import Tensor, nn
 
 from sinklab.attention.config import AttentionConfig, examples_of
@@ -98,7 +99,10 @@ def core_of(
 ) -> AttentionCore:
     """A core with random parameters."""
     module = {"none": None, "slopes": Slopes(), "table": Table()}[position]
-    core = AttentionCore(config, kv_heads=G, head_width=head_width, position=module, heads=H, context=T).to(dtype)
+    score = None if module is None else module.score
+    core = AttentionCore(config, kv_heads=G, head_width=head_width, position=score, heads=H, context=T)
+    core.add_module("table", module)  # whose parameters are the core's
+    core = core.to(dtype)
     for i, parameter in enumerate(core.parameters()):
         with torch.no_grad():
             parameter.normal_(generator=torch.Generator().manual_seed(100 + i))
@@ -147,7 +151,7 @@ def assert_core_equals_formula(core: AttentionCore, seed: int = 0, tolerance: fl
     """Output, gradients to inputs and parameters, importance, share of the bias and row sums."""
     inputs = qkv(seed, core=core)
     beside = arguments(core)
-    expected, scores = core.reference(*inputs, *beside)
+    expected, scores = formula(core, *inputs, *beside)
     out = core(*inputs, *beside)
     close(out, expected, tolerance)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)

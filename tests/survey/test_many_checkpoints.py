@@ -23,6 +23,7 @@ from sinklab.report.figures import figures
 from sinklab.survey.checkpoints import measure_checkpoints, saved_models, step_in
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
+from sinklab.survey.suites import CheckpointsDocument
 from sinklab.train.directory.run import load_run
 
 SMALL = Request(options=Options(eps=(0.15,)), sequences=4, length=12)
@@ -42,7 +43,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.mul_(1.0 + step / 1000)
         model.save_pretrained(folder / f"checkpoint-{step}")
     (folder / "checkpoint-7").mkdir()  # torn: nothing in it
-    shutil.rmtree(first)
+    first.rename(folder / "final")  # has no step
     return folder
 
 
@@ -122,7 +123,7 @@ def test_a_curve_holds_what_measuring_each_checkpoint_by_itself_gives(
     training: Path, text: Path, tmp_path: Path
 ) -> None:
     found = measure_checkpoints(str(training), [], text, SMALL, out=tmp_path / "out")
-    rows = found.rows()
+    rows = CheckpointsDocument.model_validate(found.document()).measured
     assert [row.step for row in rows.values()] == sorted(STEPS)
     for step in STEPS:
         alone = measure_model(str(training / f"checkpoint-{step}"), text, SMALL)
@@ -150,7 +151,7 @@ def test_an_interrupted_curve_continues_and_takes_in_what_came_later(
     continued = measure_checkpoints(str(folder), [], text, SMALL, out=tmp_path / "out", observe=more)
     assert more.started == ["step_3000"]
     whole = measure_checkpoints(str(folder), [], text, SMALL)
-    assert continued.rows() == whole.rows()
+    assert continued.document() == whole.document()
     assert json.loads((tmp_path / "out" / "checkpoints.json").read_text()) == continued.document()
 
 
@@ -169,7 +170,7 @@ def test_what_a_run_of_ours_has_kept_is_its_curve(tmp_path: Path) -> None:
     kept = [saved.step for saved in saved_models(str(run), [])]
     assert kept[-1] == 1
     found = measure_checkpoints(str(run), [], text, Request(sequences=4, length=LENGTH), out=tmp_path / "out")
-    assert [row.step for row in found.rows().values()] == kept
+    assert [row["step"] for row in found.document()["checkpoints"].values()] == kept
     assert found.outcome.measured["step_1"].step == 1
     with pytest.raises(InputError, match="no valid checkpoint of step 9"):
         load_run(run, 9)
@@ -212,7 +213,7 @@ def test_the_report_has_the_curve_with_the_step_on_the_axis(training: Path, text
     columns, rows = table_texts(cells_table(data))
     assert columns[0] == ("Checkpoint", "step or tokens")
     assert [row[0].split()[0] for row in rows] == ["step_20", "step_100", "step_3000"]
-    drawn = {figure.key: figure for figure in figures(data, width=600)}
+    drawn = {figure.key: figure for figure in figures(data)}
     curve = drawn["checkpoints-0"].charts[0].to_dict()["layer"][0]
     assert curve["encoding"]["x"]["field"] == "step"
     assert curve["encoding"]["x"]["scale"]["type"] == "symlog"
@@ -235,6 +236,7 @@ def test_the_command_ends_in_a_table_a_document_and_a_report(
     assert json.loads(out) == json.loads((tmp_path / "out" / "checkpoints.json").read_text())
     assert "step_20: Sink_1" in err
     assert "(kept)" in err
+    assert "not measured, as the name has no step or number of tokens: final" in err
     assert (tmp_path / "out" / "report.html").is_file()
 
 

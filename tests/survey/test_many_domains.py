@@ -1,6 +1,7 @@
 """A model on many texts: the same numbers as one by one, nothing lost by an interruption, no settings mixed."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,21 @@ def test_results_of_other_settings_are_never_mixed_in(model: str, texts: Path, t
     text_file(texts / "beta.jsonl", seed=31, documents=13)
     with pytest.raises(InputError, match=r"beta contains a measurement with other settings .*text"):
         measure_domains(model, texts, SMALL, out=tmp_path / "out")
+
+
+def test_a_copy_of_the_text_is_the_same_text_and_a_change_is_seen_whatever_its_time(
+    model: str, texts: Path, tmp_path: Path
+) -> None:
+    measure_domains(model, texts, SMALL, out=tmp_path / "out")
+    copied = Path(shutil.copytree(texts, tmp_path / "copied", copy_function=shutil.copyfile))
+    again = Stops()
+    measure_domains(model, copied, SMALL, out=tmp_path / "out", observe=again)
+    assert again.started == []
+    beta, times = copied / "beta.jsonl", (copied / "beta.jsonl").stat()
+    beta.write_bytes(beta.read_bytes().swapcase())
+    os.utime(beta, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(InputError, match=r"beta contains a measurement with other settings \(text is"):
+        measure_domains(model, copied, SMALL, out=tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "merges.txt", "tokenizer.model", "modeling_own.py"])

@@ -1,4 +1,4 @@
-"""The ablation of BOS is refused, with what to do, where no sequence has one, before the weights are read."""
+"""The ablation of BOS is refused, with what to do, where no sequence has one."""
 
 from pathlib import Path
 
@@ -12,15 +12,13 @@ TO_DO = "--ablate mask_first:1 to hide the first token"
 
 
 @pytest.mark.parametrize("by_domain", [False, True])
-def test_a_model_without_bos_is_refused_before_its_weights_are_read(run: Run, tmp_path: Path, by_domain: bool) -> None:
+def test_a_model_without_bos_is_refused(run: Run, tmp_path: Path, by_domain: bool) -> None:
     model, text = tiny_model(tmp_path / "model"), text_file(tmp_path / "texts" / "text.jsonl")
-    (model / "model.safetensors").write_bytes(b"no weights")
     given = (text.parent, "--by-domain") if by_domain else (text,)
     status, out, err = on_one_line(run)("measure", model, *ABLATE, "--text", *given)
     assert (status, out) == (2, "")
     assert f"the tokenizer of {model} does not add BOS" in err
     assert TO_DO in err
-    assert "weights" not in err
 
 
 def test_a_run_that_was_trained_without_bos_is_refused(run: Run, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from sinklab.train.directory.checkpoint import save_checkpoint
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.lock import lock_run
 from sinklab.train.directory.run import existing_run, load_run, open_run
-from sinklab.train.loop import StepReport, Trainer
+from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.replay import replay
 
@@ -160,20 +160,6 @@ def test_lost_evaluations_are_reported(dataset: TokenDataset, tmp_path: Path, ca
     assert "lacks evaluations that cannot be repeated, the first at step 0" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["was removed", "was changed"])
-def test_metrics_removed_in_mid_run_are_written_again_with_a_warning(
-    how: str, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def lose(progress: StepReport) -> None:
-        if progress.row is None and progress.step in (4, 7):
-            metrics.unlink() if how == "was removed" else metrics.write_bytes(b"\xff\n")
-
-    metrics = tmp_path / "metrics.jsonl"
-    Trainer(open_run(recipe(), dataset, tmp_path), lose).train()
-    assert [row["step"] for row in read_metrics(metrics)] == list(range(8))
-    assert caplog.text.count(f"{metrics} {how}: it is written again, with all evaluations") == 2
-
-
 @pytest.mark.parametrize(
     "garbage",
     [b"\xff\xfe\x00\x93garbage", b'{"step": 0}\n[3]\n{"step": 3}\n', b'{"stop": 0}\n{}\n', b"[" * 10**5 + b"\n\n"],
@@ -227,7 +213,7 @@ def test_a_damaged_shard_is_named(damage: str, says: str, dataset: TokenDataset,
         data[100] ^= 1
         shard.write_bytes(data if damage == "altered" else data[:-2])
     with pytest.raises(SinklabError, match=f"{shard} .*{says}|{shard} {says}"):
-        TokenDataset.open(folder)
+        TokenDataset(folder)
 
 
 def test_a_read_only_shard_is_enough(dataset: TokenDataset, tmp_path: Path) -> None:
@@ -237,7 +223,7 @@ def test_a_read_only_shard_is_enough(dataset: TokenDataset, tmp_path: Path) -> N
         path.chmod(0o444)
     folder.chmod(0o555)
     before = files(folder)
-    assert Trainer(open_run(recipe(), TokenDataset.open(folder), tmp_path / "run")).train().status == "done"
+    assert Trainer(open_run(recipe(), TokenDataset(folder), tmp_path / "run")).train().status == "done"
     assert files(folder) == before
 
 

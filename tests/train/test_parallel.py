@@ -158,7 +158,7 @@ def trainer_of(world: World, args: list[str]) -> Trainer:
     values = yaml.safe_load(Path(args[1]).read_text())
     overlays = [parse_override(value) for option, value in pairwise(args) if option == "--set"]
     recipe = build_recipe(values, *overlays)
-    dataset = TokenDataset.open(Path(recipe.data.source))
+    dataset = TokenDataset(Path(recipe.data.source))
     run = open_run(recipe, dataset, Path(args[-1]))
     return Trainer(run, world=world)
 
@@ -203,7 +203,7 @@ def plant_nan(world: World, args: list[str], moment: str, folder: Path) -> None:
                 return loss, torch.tensor(torch.nan)
 
             trainer.updater.gradient = spoiled
-    trainer.updater.finite._late = moment.startswith("read late")
+    trainer.updater.finite.late = moment.startswith("read late")
     with pytest.raises(SinklabError) as error:
         sum(trainer._update() for _ in range(2))
     assert trainer.state.step == 3

@@ -56,7 +56,7 @@ def written(name: str, tokens: Path, folder: Path) -> Path:
 def losses(name: str, tokens: Path, folder: Path) -> Tensor:
     """Of every update of the undisturbed run, in nats per token; attention is in blocks, which round alike for all."""
     recipe = load_recipe(str(written(name, tokens, folder)), ["model.attention.backend=chunked"])
-    trainer = Trainer(open_run(recipe, TokenDataset.open(tokens), folder / "run"))
+    trainer = Trainer(open_run(recipe, TokenDataset(tokens), folder / "run"))
     return torch.tensor([trainer._update() for _ in range(recipe.train.steps)], dtype=torch.float64)
 
 

@@ -291,7 +291,7 @@ def test_a_directory_with_files_of_others_is_refused(dataset: TokenDataset, tmp_
     with pytest.raises(InputError, match=rf"has {name} but no env\.json of a run: choose another --out"):
         Trainer(open_run(recipe(), dataset, tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [name]
-    with pytest.raises(InputError, match="is a file: choose another --out"):
+    with pytest.raises(InputError, match="cannot be a run directory: Not a directory"):
         open_run(recipe(), dataset, tmp_path / name)
 
 

@@ -89,17 +89,17 @@ def test_conversations_are_cut_and_those_without_an_answer_before_that_left_out(
     rows = [
         {"messages": [{"role": "user", "content": "1 " * n}, {"role": "assistant", "content": "2"}]} for n in (1, 99)
     ]
-    chats = read_chats(write_chats(tmp_path / "chats.jsonl", rows), ChatTemplate(tokenizer), length=48, seed=0)
-    assert (chats.read, len(chats.usable), chats.cut) == (2, 1, 0)
-    assert "1 left out" in chats.note(48)
+    chats, note = read_chats(write_chats(tmp_path / "chats.jsonl", rows), ChatTemplate(tokenizer), length=48, seed=0)
+    assert len(chats) == 1
+    assert note.startswith("2 conversations, 0 of them cut after 48 tokens, 1 left out")
     longer = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2 " * 99}]}]
-    chats = read_chats(write_chats(tmp_path / "long.jsonl", longer), ChatTemplate(tokenizer), length=48, seed=0)
-    assert (len(chats.usable[0].ids), chats.cut) == (48, 1)
+    chats, note = read_chats(write_chats(tmp_path / "long.jsonl", longer), ChatTemplate(tokenizer), length=48, seed=0)
+    assert (len(chats[0].ids), note) == (48, "1 conversations, 1 of them cut after 48 tokens")
 
 
 def test_the_seed_decides_the_order(tokenizer, tmp_path: Path) -> None:
     file, template = sheep_chats(tmp_path / "chats.jsonl"), ChatTemplate(tokenizer)
-    first, again, other = (read_chats(file, template, 48, seed).usable for seed in (0, 0, 1))
+    first, again, other = (read_chats(file, template, 48, seed)[0] for seed in (0, 0, 1))
     assert first == again
     assert first != other
     assert sorted(one.ids for one in first) == sorted(one.ids for one in other)

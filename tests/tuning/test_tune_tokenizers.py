@@ -89,9 +89,8 @@ def test_how_many_conversations_lose_characters_is_noted(tmp_path: Path) -> None
         for said in rows
     ]
     (tmp_path / "chats.jsonl").write_text("".join(lines), encoding="utf-8")
-    chats = read_chats(tmp_path / "chats.jsonl", ChatTemplate(dropping_tokenizer()), 48, 0)
-    assert chats.inexact == 1
-    assert "in 1 the tokenizer drops or changes characters" in chats.note(48)
+    _, note = read_chats(tmp_path / "chats.jsonl", ChatTemplate(dropping_tokenizer()), 48, 0)
+    assert "in 1 the tokenizer drops or changes characters" in note
 
 
 @pytest.fixture(params=["TinyStories-656K", "SmolLM2-135M-Instruct", "gptneox", "prepared"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, HELD_OUT, Assessment, load_assessment
 from sinklab.assessing.part import AssessText, PartJob
-from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL
+from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL, known_part
 from sinklab.assessing.plan import AssessOptions, AssessSettings, settings_for
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError
@@ -46,11 +46,8 @@ def assess(
         UnsavedError: if a result cannot be saved; the error contains the assessment so far.
         SinklabError: if the model computes a loss or KL divergence that is not finite; finished parts are kept.
     """
-    for name in options.parts:
-        if name not in PARTS:
-            given = ",".join(options.parts)
-            raise InputError(f"--parts {given}: {name!r} is unknown; choose from {', '.join(PARTS)}, or all")
-    options = options.model_copy(update={"parts": tuple(part for part in PARTS if part in options.parts)})
+    parts = sorted(set(map(known_part, options.parts)), key=list(PARTS).index)
+    options = options.model_copy(update={"parts": tuple(parts)})
     ledger = Ledger[Assessment](out, ASSESSMENT)
     if text is not None:
         next(documents(str(text)))
@@ -61,7 +58,7 @@ def assess(
         source = AssessText(open_separable(model, loading), text)
         settings = settings_for(source.model, options)
         jobs, skipped = _jobs(source, settings, options, skips)
-        found = _resumed(ledger, _new(source, text, settings, options))
+        found = _so_far(ledger, source, text, settings, options)
 
         def skip(part: str, why: str) -> None:
             nonlocal found
@@ -107,8 +104,10 @@ def open_separable(name: str, loading: Loading) -> Model:
     return model
 
 
-def _new(text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions) -> Assessment:
-    """Return an assessment of the text and settings, without results."""
+def _so_far(
+    ledger: Ledger[Assessment], text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions
+) -> Assessment:
+    """Return the assessment saved by an earlier call with the same text and settings, or one without results."""
     model, tokens_NT = text.model, text.sequences(settings.sequences, settings.length)
     asked = {
         "model": model.name,
@@ -118,21 +117,17 @@ def _new(text: AssessText, given: Path | None, settings: AssessSettings, options
         **({HELD_OUT: True} if given is None else {}),
         "dtype": model.loading.dtype,
     }
-    return Assessment(
+    new = Assessment(
         model=model.name,
         context=model.adapter.context,
         layers=len(model.adapter.blocks),
         asked=parse_json(json.dumps(asked)),
         notes=_notes(text, settings, options),
     )
-
-
-def _resumed(ledger: Ledger[Assessment], new: Assessment) -> Assessment:
-    """Return the assessment saved by an earlier call with the same settings; if none, `new`."""
     before = ledger.earlier(load_assessment)
     if before is None or ledger.path is None:
         return new
-    same_files = new.asked["files"] is not None and new.asked["files"] == before.asked.get("files")
+    same_files = model.files is not None and model.files == before.asked.get("files")
     check_request(ledger.path, "an assessment", before.asked, new.asked, {"model"} if same_files else set())
     return before.model_copy(update={"notes": new.notes})
 
@@ -154,33 +149,33 @@ def _jobs(
     for name in options.parts or (IN_QUICK if options.quick else USUAL):
         part = PARTS[name]
         why = part.refusal(text.model.adapter, settings)
-        if why is None:
-            try:
+        try:
+            if why is None:
                 jobs[name] = part.job(text, settings)
-                continue
-            except InputError as error:
-                if not part.long_text:
-                    raise
-                why = str(error)
-        if not skips:
-            raise _cannot_be_run(name, why)
-        skipped[name] = why
+        except InputError as error:
+            if not part.long_text:
+                raise
+            why = str(error)
+        if why is not None:
+            if not skips:
+                raise _cannot_be_run(name, why)
+            skipped[name] = why
     return jobs, skipped
 
 
 def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -> list[str]:
-    model = text.model
-    kinds, step, planned = model.adapter.kinds, model.step, model.planned_steps
-    notes = [*model.notes] if step == planned else [f"the run is at step {step} of {planned}", *model.notes]
+    model, adapter = text.model, text.model.adapter
+    notes = [*model.notes]
+    if model.step != model.planned_steps:
+        notes.insert(0, f"the run is at step {model.step} of {model.planned_steps}")
     if settings.quick:
         without = "" if options.parts else f", without {', '.join(part for part in USUAL if part not in IN_QUICK)}"
-        quick = (
+        notes.insert(
+            0,
             f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "
-            f"{settings.stream_length:,} for streaming{without}; for numbers to cite, repeat without "
-            "--quick"
+            f"{settings.stream_length:,} for streaming{without}; for numbers to cite, repeat without --quick",
         )
-        notes.insert(0, quick)
-    notes += [*text.conversations.notes(), *kinds.notes(), *kinds.notes_on_hidden_keys()]
+    notes += [*text.conversations.notes(), *adapter.kinds.notes(), *adapter.kinds.notes_on_hidden_keys()]
     if settings.positions == "text" and options.positions is None:
-        notes.append(f"the streaming part uses positions in the text, as {model.adapter.fixed_positions()}")
+        notes.append(f"the streaming part uses positions in the text, as {adapter.fixed_positions()}")
     return notes

@@ -3,23 +3,15 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    SerializeAsAny,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from sinklab.assessing.part import AssessPart, PartAnswer
+from sinklab.assessing.part import AssessPart, PartRow
 from sinklab.assessing.parts import PARTS, PartName
 from sinklab.errors import InputError
 from sinklab.files import parse_json
-from sinklab.schema import ReadDocument
+from sinklab.schema import VersionedDocument
 
 ASSESSMENT = "assessment.json"
 HELD_OUT = "held_out"
@@ -32,7 +24,7 @@ LOSSES = ((1.0, "A very large loss"), (0.1, "A large loss"), (0.01, "A small los
 OnePart = TypeVar("OnePart", bound=AssessPart)
 
 
-class Assessment(ReadDocument):
+class Assessment(VersionedDocument):
     """Content of assessment.json; each part has its own key, null until the part is finished.
 
     Attributes:
@@ -44,9 +36,6 @@ class Assessment(ReadDocument):
         results: results of the finished parts, by name.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
-
-    schema_version: Literal[1] = Field(default=1, alias="schema")
     model: str
     context: int
     layers: int
@@ -70,10 +59,6 @@ class Assessment(ReadDocument):
         results = document.pop("results")
         return {**document, **{name: results.get(name) for name in PARTS}}
 
-    def document(self) -> dict[str, Any]:
-        """Return the content of assessment.json as a dictionary."""
-        return self.model_dump(mode="json", by_alias=True)
-
     def result(self, part: type[OnePart]) -> OnePart:
         """Return the result of a part.
 
@@ -86,28 +71,22 @@ class Assessment(ReadDocument):
 
     def with_result(self, done: AssessPart, seconds: float) -> "Assessment":
         """Return a copy that also contains the result and run time of a part, which is then not listed as skipped."""
-        results = {**self.results, done.name: done}
-        ordered = {name: results[name] for name in PARTS if name in results}
+        results = dict(sorted({**self.results, done.name: done}.items(), key=lambda one: one[1].rank))
         skipped = {name: why for name, why in self.skipped.items() if name != done.name}
         took = {**self.seconds, done.name: seconds}
-        return self.model_copy(update={"results": ordered, "skipped": skipped, "seconds": took})
+        return self.model_copy(update={"results": results, "skipped": skipped, "seconds": took})
 
-    def answers(self) -> Iterator[tuple[str, PartAnswer]]:
+    def answers(self) -> Iterator[tuple[str, PartRow]]:
         """List the answers of all finished parts, as pairs of the part's question and an answer."""
-        for part in self.results.values():
-            for one in part.answers():
-                yield part.question, one
+        return ((part.question, row) for part in self.results.values() for row in part.rows() if row.answer)
 
     def answer(self) -> list[str]:
         """Return a sentence on the loss added without the sink and, if it was assessed, one on the cost of the sink."""
         answers = [one for _, one in self.answers()]
         lost = [(one.added, one.lost) for one in answers if one.lost and one.added is not None]
         gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
-        if not lost:
-            said = [
-                "The loss without the sink was not assessed: pass --parts carries, or streaming with --keep 0 and 4."
-            ]
-        else:
+        said = ["The loss without the sink was not assessed: pass --parts carries, or streaming with --keep 0 and 4."]
+        if lost:
             most = max(added for added, _ in lost)
             size = next((words for least, words in LOSSES if most >= least), "Hardly any loss")
             said = [f"{size} without the sink: {_nats(lost)}."]
@@ -122,7 +101,7 @@ class Assessment(ReadDocument):
         errors = {
             name: found
             for name, part in self.results.items()
-            if (found := [row.effect.error for row in part.rows() if row.effect.error is not None])
+            if (found := [one.error for row in part.rows() if (one := row.effect) and one.error is not None])
         }
         ranges = ", ".join(f"{name} {min(found):.2g} to {max(found):.2g}" for name, found in errors.items())
         return [f"Standard errors of the added losses (nats): {ranges}."] if ranges else []
@@ -151,7 +130,7 @@ def load_assessment(path: Path) -> Assessment:
     """
     try:
         return Assessment.model_validate(parse_json(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(
             f"{path} cannot be read as an assessment ({error}): move it away, or choose another directory"
         ) from error

@@ -5,12 +5,11 @@ assessment.json. Losses and KL divergences are in nats per token. Positions and 
 tokens (sink token, registers) are at positions 0, -1 and so on.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -43,8 +42,8 @@ class AssessText:
         """Cut the stream into `fewest` to `most` sequences of `length` tokens, special tokens included: (N, T).
 
         Raises:
-            InputError: if the text is too short or cannot be read, is missing for a model that is not a run, or
-                `length` leaves fewer than two tokens after the special ones.
+            InputError: if the text is too short or cannot be read, or `length` leaves fewer than two tokens after the
+                special ones.
         """
         special = len(self.model.special)
         body = length - special
@@ -76,8 +75,7 @@ class AssessText:
     def _stream(self, tokens: int) -> list[int]:
         """Return at least `tokens` token ids from the start of the text; fewer if the whole text has fewer."""
         if self._text is None:
-            if self.model.held_out is None:
-                raise InputError(f"--text is needed: {self.model.name} is not a run, so it has no validation text")
+            assert self.model.held_out is not None, "refused otherwise"
             return self.model.held_out(tokens)
         stream: list[int] = []
         for document in documents(str(self._text), render=self.conversations.render):
@@ -119,43 +117,28 @@ class PartJob:
 
 @dataclass(frozen=True)
 class PartRow:
-    """A row of the result table: one intervention, or the unchanged model.
+    """A result of a part: one intervention, the unchanged model, or a difference of two interventions.
 
     Attributes:
-        what: description of the intervention.
-        effect: loss and KL divergence under the intervention.
+        what: description in the table of all interventions.
+        effect: loss and KL divergence under the intervention; None for a row that is not in that table.
+        added: loss minus that of the unchanged model on the same targets, or another difference of losses; None for an
+            answer without a loss.
         more: remark shown at the end of the row; empty for none.
-        added: loss minus the unchanged loss on the same targets; None to subtract the loss of `AssessPart.unchanged`.
+        answer: description as an answer to the part's question; empty if it is none.
+        lost: words for the summary, if `added` is the loss without the sink, such as "with the first key hidden".
+        gained: words for the summary, if `added` is the cost of the sink, such as "in int8".
+        numbers: names of the scalar results (declared in `AssessPart.numbers`, with N filled in) that `added` is.
     """
 
     what: str
-    effect: Effect
-    more: str = ""
-    added: float | None = None
-
-    @property
-    def perplexity(self) -> str:
-        """exp(loss) with two decimals; an en dash for a loss of 20 or more."""
-        return f"{math.exp(self.effect.loss):,.2f}" if self.effect.loss < 20 else "–"
-
-
-@dataclass(frozen=True)
-class PartAnswer:
-    """An answer to the question of a part: an intervention, and the loss that it adds.
-
-    Attributes:
-        change: description of the intervention in a few words.
-        added: added loss in nats per token, or another loss difference that `change` describes; None if the
-            answer is not a loss.
-        lost: clause for the first sentence of the assessment, if `added` is the loss without the sink, such as
-            "with the sink hidden".
-        gained: clause for the second sentence, if `added` is the cost of the sink, such as "in int8".
-    """
-
-    change: str
+    effect: Effect | None
     added: float | None
+    more: str = ""
+    answer: str = ""
     lost: str = ""
     gained: str = ""
+    numbers: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -210,12 +193,10 @@ class AssessPart(ReadDocument, ABC):
         name: name of the part in `--parts`, assessment.json and experiments.
         rank: position of the part in the order of execution and display.
         question: question that the part answers.
-        long_text: whether a text that is too short counts as a refusal, so that the part is skipped unless `--parts`
-            names it; otherwise it is an error.
+        long_text: whether the part needs a long text: --quick leaves it out, and it is skipped if the text is too short
+            (unless `--parts` names it), which is an error for other parts.
         on_request: whether the part runs only if `--parts` names it, because it is slow.
-        in_quick: whether --quick includes the part if `--parts` is not given.
         numbers: scalar results of the part.
-        loss_axis: title of an axis that shows the added loss.
         sequences, length: number of sequences N and tokens per sequence T.
         unchanged: loss of the unchanged model on the same text, read within its context.
     """
@@ -225,9 +206,7 @@ class AssessPart(ReadDocument, ABC):
     question: ClassVar[str]
     long_text: ClassVar[bool] = False
     on_request: ClassVar[bool] = False
-    in_quick: ClassVar[bool] = True
     numbers: ClassVar[tuple[PartNumber, ...]] = ()
-    loss_axis: ClassVar[str] = LOSS_ADDED
 
     sequences: int
     length: int
@@ -248,12 +227,8 @@ class AssessPart(ReadDocument, ABC):
         """
 
     @abstractmethod
-    def answers(self) -> Iterator[PartAnswer]:
-        """List the answers to the part's question, which are shown before the table."""
-
     def rows(self) -> Iterator[PartRow]:
-        """List the rows of the result table, one per intervention or bucket of positions; none by default."""
-        yield from ()
+        """List the results: interventions or buckets of positions, and answers to the part's question."""
 
     def remark(self) -> str | None:
         """Return the note below the result table; None for no note."""
@@ -261,23 +236,23 @@ class AssessPart(ReadDocument, ABC):
 
     def values(self) -> Iterator[tuple[str, float]]:
         """List the scalar results declared in `numbers`, as pairs of name (with N filled in) and value."""
-        yield from ()
+        return ((name, row.added) for row in self.rows() if row.added is not None for name in row.numbers)
 
     def figure(self) -> PartFigure | None:
         """Return the part's figure in the report; None for no figure."""
         return None
 
+    def row(self, what: str, effect: Effect, more: str = "", **shown: Any) -> PartRow:
+        """Return the row of an intervention; `shown` are further fields of the row."""
+        return PartRow(what, effect, self.added(effect), more, **shown)
+
     def unchanged_row(self) -> PartRow:
-        """Return the table row of the unchanged model."""
-        return PartRow("unchanged", self.unchanged, f"{self.sequences} x {self.length:,} tokens")
+        """Return the row of the unchanged model."""
+        return self.row("unchanged", self.unchanged, f"{self.sequences} x {self.length:,} tokens")
 
     def added(self, effect: Effect) -> float:
         """Return the loss under an intervention minus the loss of the unchanged model."""
         return effect.loss - self.unchanged.loss
-
-    def added_by(self, row: PartRow) -> float:
-        """Return the loss that the intervention of a table row adds."""
-        return self.added(row.effect) if row.added is None else row.added
 
     def point(self, effect: Effect, series: str, x: object, y: object = None) -> dict[str, object]:
         """Return a data row of a figure, with loss and KL divergence for the tooltip; default `y`: the added loss."""

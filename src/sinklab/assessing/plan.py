@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field
 
 from sinklab.errors import InputError
-from sinklab.settings import ADVANCED, INPUT, MEASURED, MOST, CommandSettings, Flag, Seed, Several, option_name
+from sinklab.settings import ADVANCED, INPUT, MEASURED, MOST, CommandSettings, Flag, Seed, Several
 
 if TYPE_CHECKING:
     from sinklab.opening import Model
 
 Placed = Literal["cache", "text"]
+CacheSize = Annotated[int, Field(ge=2)]
+"""Number of keys in a cache, including the query's own."""
 LONGEST = 2**13  # maximum tokens per sequence of the length part, unless 5/4 of the context is more
 KEPT = (0, 1, 2, 4)
 CACHE_GROUP = 32  # successive tokens or channels of a cache that are rounded together
@@ -36,7 +38,6 @@ class DefaultSizes:
 
 FULL = DefaultSizes(2**10, 2**11, 2**12, KEPT)
 QUICK = DefaultSizes(2**8, 2**9, 2**10, (0, 4))
-TWO_KEYS = "a cache must hold 2 keys or more, including the query's own"
 
 
 def _names(given: object) -> object:
@@ -78,17 +79,17 @@ class AssessOptions(CommandSettings, frozen=True):
         le=MOST,
         description="Tokens per sequence of streaming; default: 4 times --length, at most a fixed context.",
     )
-    caches: Annotated[Several[int], Flag("--cache")] = Field(
+    caches: Annotated[Several[CacheSize], Flag("--cache")] = Field(
         default=(), description="Keys in the rolling cache; repeatable; default: 1/16 and 1/4 of --stream-length."
     )
-    kept: Annotated[Several[int], Flag("--keep")] = Field(
+    kept: Annotated[Several[Annotated[int, Field(ge=0)]], Flag("--keep")] = Field(
         default=(), description="First tokens kept in the rolling cache; repeatable; default: 0, 1, 2, 4."
     )
     positions: Annotated[Placed | None, Flag(metavar="PLACE")] = Field(
         default=None,
         description="Key positions in streaming: cache or text; default: cache if the model supports it.",
     )
-    budgets: Annotated[Several[int], Flag("--budget")] = Field(
+    budgets: Annotated[Several[CacheSize], Flag("--budget")] = Field(
         default=(),
         description="Keys kept by eviction (budgets: the smallest); repeatable; default: 1/8 and 1/4 of --length.",
     )
@@ -97,6 +98,7 @@ class AssessOptions(CommandSettings, frozen=True):
         default=0,
         ge=0,
         le=MOST,
+        multiple_of=CACHE_GROUP,
         exclude_if=lambda tokens: tokens == 0,
         description="Recent tokens that kv_cache keeps in full precision, a multiple of 32; KIVI: 32 or 128.",
     )
@@ -113,25 +115,6 @@ class AssessOptions(CommandSettings, frozen=True):
     def sizes(self) -> DefaultSizes:
         """Default amounts of text: `QUICK` with --quick, else `FULL`."""
         return QUICK if self.quick else FULL
-
-    @field_validator("caches", "budgets", "kept")
-    @classmethod
-    def _are_possible(cls, sizes: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        least, expected = (0, "must be 0 or more") if info.field_name == "kept" else (2, TWO_KEYS)
-        for size in sizes:
-            if size < least:
-                raise InputError(f"{option_name(cls, str(info.field_name))} {size}: {expected}")
-        return sizes
-
-    @field_validator("residual")
-    @classmethod
-    def _is_of_groups(cls, residual: int) -> int:
-        if residual % CACHE_GROUP:
-            raise InputError(
-                f"--residual {residual}: keys are quantised in groups of {CACHE_GROUP} tokens; use a multiple of "
-                f"{CACHE_GROUP}"
-            )
-        return residual
 
 
 class AssessSettings(AssessOptions, frozen=True):
@@ -175,17 +158,15 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
         ("--cache", caches, "--stream-length", stream_length),
         ("--budget", budgets, "--length", length),
     ):
-        for number in numbers:
-            if number > tokens:
-                raise InputError(
-                    f"{option} {number}: the sequences have {tokens} tokens, fewer than the cache holds, so it would "
-                    f"never be full: set at most {option} {tokens}, or a longer {given}"
-                )
-    for first in options.kept:
-        if first >= min(caches):
+        if max(numbers) > tokens:
             raise InputError(
-                f"--keep {first}: the smallest cache holds {min(caches)} keys; keep fewer, or set a larger --cache"
+                f"{option} {max(numbers)}: the sequences have {tokens} tokens, fewer than the cache holds, so it would "
+                f"never be full: set at most {option} {tokens}, or a longer {given}"
             )
+    if (first := max(options.kept, default=0)) >= min(caches):
+        raise InputError(
+            f"--keep {first}: the smallest cache holds {min(caches)} keys; keep fewer, or set a larger --cache"
+        )
     if not 1 <= options.sink_tokens <= length // 4:
         raise InputError(
             f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, a quarter of the tokens per sequence"

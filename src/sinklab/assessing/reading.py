@@ -14,8 +14,8 @@ computed in slices that fit in the CPU cache. Rejected: kl = sum p log p - sum p
 kept, which needs no log q, as it loses digits where the divergence is small; half precision, for the same reason.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -125,7 +125,7 @@ class PairedReader:
         self._kept = kept if free is None else min(kept, free // 4)
         self._log_p_RV = list[Tensor]()
         self.whole: ByPosition | None = None
-        with evaluating(adapter.module):
+        with changed_attention(adapter):
             alike = not adapter.depends_on_length(adapter.context, tokens_NT.shape[1])
             whole_NTE = self._read(tokens_NT) if whole and alike else None
             self._unchanged_NTE = self._within_context(whole_NTE)
@@ -140,36 +140,24 @@ class PairedReader:
         N, T = self.tokens_NT.shape
         return {"sequences": N, "length": T, "unchanged": self.unchanged.effect()}
 
-    def under(
-        self,
-        edit: Edit | None = None,
-        *,
-        compute: Compute = LayerCall.output,
-        surgery: AbstractContextManager[object] | None = None,
-    ) -> ByPosition:
-        """Return loss and KL divergence with edited or replaced attention calls, optionally within a context manager.
+    def under(self, edit: Edit | None = None, *, compute: Compute = LayerCall.output) -> ByPosition:
+        """Return loss and KL divergence with edited or replaced attention calls.
 
-        Sequences longer than the context are read in one piece.
+        Sequences longer than the context are read in one piece. The model may be changed in a `with` block around the
+        call, except for its head.
 
         Args:
             edit: function that edits every attention call; None for none.
             compute: function that computes the output of every attention call.
-            surgery: context manager that edits the model during the pass; None for none.
         """
-        hidden_NTE = self.observed(edit, compute=compute, surgery=surgery)
+        hidden_NTE = self.observed(edit, compute=compute)
         with evaluating(self.adapter.module):
             return self._against(hidden_NTE)
 
-    def observed(
-        self,
-        edit: Edit | None = None,
-        *,
-        compute: Compute = LayerCall.output,
-        surgery: AbstractContextManager[object] | None = None,
-    ) -> Tensor:
+    def observed(self, edit: Edit | None = None, *, compute: Compute = LayerCall.output) -> Tensor:
         """Return the final hidden states (N, T, E) under the interventions of `under`, without computing logits."""
-        with evaluating(self.adapter.module), surgery or nullcontext():
-            hidden_NTE = self._read(self.tokens_NT, edit, compute)
+        with changed_attention(self.adapter, edit, compute):
+            hidden_NTE = self._read(self.tokens_NT)
         self._passed()
         return hidden_NTE
 
@@ -201,11 +189,9 @@ class PairedReader:
             parts.append(window_NLE[:, start - stop :])
         return torch.cat(parts, 1)
 
-    def _read(self, tokens_NT: Tensor, edit: Edit | None = None, compute: Compute = LayerCall.output) -> Tensor:
-        together = max(1, TOKENS_AT_ONCE // tokens_NT.shape[1])
-        with changed_attention(self.adapter, edit, compute):
-            batches = tokens_NT.split(together)
-            return torch.cat([self.adapter.hidden(tokens_BT.to(self.adapter.device)) for tokens_BT in batches])
+    def _read(self, tokens_NT: Tensor) -> Tensor:
+        batches = tokens_NT.split(max(1, TOKENS_AT_ONCE // tokens_NT.shape[1]))
+        return torch.cat([self.adapter.hidden(tokens_BT.to(self.adapter.device)) for tokens_BT in batches])
 
     def _passed(self) -> None:
         for _ in range(len(self.tokens_NT)):
@@ -247,13 +233,14 @@ class PairedReader:
         return log_p_RV
 
 
+@contextmanager
 def changed_attention(
     adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output
-) -> AbstractContextManager[object]:
-    """Intercept attention calls like `intercept`, with score scales other than 1 / sqrt(D) folded into the queries.
+) -> Iterator[None]:
+    """Evaluate a model with edited or replaced attention calls in the `with` block.
 
-    The output is computed by `compute` with and without an edit, so that a model and its changed copy differ only in
-    the edit and not in the kernel.
+    Score scales other than 1 / sqrt(D) are folded into the queries. The output is computed by `compute` with and
+    without an edit, so that a model and its changed copy differ only in the edit and not in the kernel.
     """
 
     def edited(layer: LayerCall) -> LayerCall:
@@ -262,7 +249,8 @@ def changed_attention(
             layer = layer.changed(q_BHTD=q_BHTD * (scale * q_BHTD.shape[-1] ** 0.5), scale=None)
         return layer if edit is None else edit(layer)
 
-    return intercept(adapter, edit=edited, compute=compute)
+    with evaluating(adapter.module), intercept(adapter, edit=edited, compute=compute):
+        yield
 
 
 def first_importance(layer: LayerCall) -> Tensor:
@@ -280,8 +268,8 @@ def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
 
 def key_heads(adapter: Adapter) -> KeyHeads:
     """Return all KV heads of a model."""
-    calls = probe(adapter)
-    return frozenset((call.index, head) for call in calls for head in range(1, call.call.k_BGTD.shape[1] + 1))
+    counts = {layer.index: layer.call.k_BGTD.shape[1] for layer in probe(adapter)}
+    return frozenset((layer, head) for layer, count in counts.items() for head in range(1, count + 1))
 
 
 def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
@@ -291,12 +279,7 @@ def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
     return torch.tensor(chosen, device=layer.call.k_BGTD.device)
 
 
-def probe(
-    adapter: Adapter,
-    edit: Edit | None = None,
-    compute: Compute = LayerCall.output,
-    surgery: AbstractContextManager[object] | None = None,
-) -> list[LayerCall]:
+def probe(adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output) -> list[LayerCall]:
     """Run the model on four tokens under the interventions of `PairedReader.under`; return the edited attention calls.
 
     Raises:
@@ -308,15 +291,15 @@ def probe(
         calls.append(layer)
         return compute(layer)
 
-    with evaluating(adapter.module), surgery or nullcontext(), changed_attention(adapter, edit, watch):
+    with changed_attention(adapter, edit, watch):
         adapter.hidden(torch.tensor([[1, 0, 1, 0]], device=adapter.device))
     return calls
 
 
-def refused(adapter: Adapter, **interventions: Any) -> str | None:
+def refused(adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output) -> str | None:
     """Return the reason why the interventions of `probe` cannot be applied; None if they can."""
     try:
-        probe(adapter, **interventions)
+        probe(adapter, edit, compute)
     except InputError as error:
         return str(error)
     return None

@@ -7,7 +7,6 @@ so that neither the sequence nor the mask becomes longer. q_t is the query after
 """
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -25,8 +24,8 @@ ASIDE = -12.0
 class BiasPart(Kind):
     """Base class of attention biases, with the properties that are checked against operation and backend."""
 
+    adds_key: ClassVar[bool] = False  # whether it adds a learned key
     adds_logit: ClassVar[bool] = False  # whether it adds a logit without a key
-    may_start: ClassVar[bool] = False  # whether it has a `start`, the initial value of a learned logit or offset
 
     @property
     def starts_at(self) -> float | None:
@@ -42,14 +41,6 @@ class BiasPart(Kind):
     def without_value(self) -> bool:
         """True for a key or logit with value zero, which only affects the row sum."""
         return self.adds_logit
-
-    def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int] | None:
-        """Shape of the learned keys, (G or 1, d_a); None if the bias has no learned key."""
-        return None
-
-    def value_shape(self, kv_heads: int, value_width: int) -> tuple[int, int] | None:
-        """Shape of the learned values, (G or 1, V); None if the bias has no learned value."""
-        return None
 
 
 class NoBias(BiasPart):
@@ -89,7 +80,7 @@ class _LearnedKey(BiasPart):
     """Base class of the biases with a learned key."""
 
     kind: Literal["k", "kv"]
-    may_start: ClassVar[bool] = True
+    adds_key: ClassVar[bool] = True
     shared: bool = Field(default=False, description="one bias for all heads instead of one per KV head")
     learnable_dims: int | None = Field(
         default=None, ge=1, description="number d_a of learned dimensions of the key, the others are zero; null: all"
@@ -98,9 +89,6 @@ class _LearnedKey(BiasPart):
         default=None,
         description="initial value of a learned offset per query head, added to the key's logit; null: no offset",
     )
-
-    def key_shape(self, kv_heads: int, head_width: int) -> tuple[int, int]:
-        return 1 if self.shared else kv_heads, self.learnable_dims or head_width
 
 
 class KeyBias(_LearnedKey):
@@ -130,9 +118,6 @@ class KeyValueBias(_LearnedKey):
     kind: Literal["kv"] = "kv"  # type: ignore[assignment]
     examples: ClassVar = {"kv_biases": Example(), "kv_biases_shared": Example({"shared": True})}
 
-    def value_shape(self, kv_heads: int, value_width: int) -> tuple[int, int]:
-        return 1 if self.shared else kv_heads, value_width
-
 
 class ValueBias(BiasPart):
     """V bias: a learned vector added to the attention output."""
@@ -141,15 +126,11 @@ class ValueBias(BiasPart):
     shared: bool = Field(default=False, description="one bias for all heads instead of one per KV head")
     examples: ClassVar = {"v_biases": Example()}
 
-    def value_shape(self, kv_heads: int, value_width: int) -> tuple[int, int]:
-        return 1 if self.shared else kv_heads, value_width
-
 
 class SinkLogit(BiasPart):
     """Learned sink logit s per query head, value zero (gpt-oss, 2508.10925): under softmax, out * sigmoid(lse - s)."""
 
     kind: Literal["sink_logit"] = "sink_logit"
-    may_start: ClassVar[bool] = True
     start: float | None = Field(default=None, description="initial s; null: normal with standard deviation 0.02")
     adds_logit: ClassVar[bool] = True
     examples: ClassVar = {"sink_logit": Example()}
@@ -185,12 +166,14 @@ class BiasParameters(nn.Module):
         super().__init__()
         self.heads, self.head_width, self.value_width = heads, head_width, value_width
         self.off_by_one = bias.kind == "off_by_one"
-        key, value = bias.key_shape(kv_heads, head_width), bias.value_shape(kv_heads, value_width)
-        self.key = None if key is None else nn.Parameter(torch.zeros(key))
-        self.value = None if value is None else nn.Parameter(torch.zeros(value))
+        rows, self.key, self.value = 1 if getattr(bias, "shared", False) else kv_heads, None, None
+        if isinstance(bias, _LearnedKey):
+            self.key = nn.Parameter(torch.zeros(rows, bias.learnable_dims or head_width))
+        if isinstance(bias, KeyValueBias | ValueBias):
+            self.value = nn.Parameter(torch.zeros(rows, value_width))
         self.logit = nn.Parameter(torch.zeros(heads)) if bias.kind == "sink_logit" else None
         start = bias.starts_at
-        offset = start is not None and key is not None
+        offset = start is not None and self.key is not None
         self.offset = nn.Parameter(torch.zeros(heads)) if offset else None
         self.initial = {} if start is None else {"offset" if offset else "logit": (start, 0.0)}
         self.fixed = bias.value if bias.kind == "k" and bias.value != "zero" else None
@@ -226,26 +209,21 @@ class BiasParameters(nn.Module):
 SMALLEST_LOGIT = -1e30  # instead of log 0: the difference of two infinities has no gradient
 
 
-@dataclass(frozen=True)
-class ExtraKey:
-    """A key outside the sequence (such as a bias key), with its log-similarity to every query.
+def with_extra_key(
+    out_BHTV: Tensor, lse_BHT: Tensor, logits_BHT: Tensor, value_HV: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return attention output and log-normaliser (out, lse) of rows extended by a key outside the sequence.
 
-    Attributes:
-        logits_BHT: log similarity of every query with this key.
+    Args:
+        logits_BHT: log similarity of every query with this key, such as a bias key.
         value_HV: value of the key; None means zero.
     """
-
-    logits_BHT: Tensor
-    value_HV: Tensor | None = None
-
-    def merge(self, out_BHTV: Tensor, lse_BHT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return attention output and log-normaliser (out, lse) of the rows extended by this key."""
-        total_BHT = torch.logaddexp(lse_BHT.clamp(min=SMALLEST_LOGIT), self.logits_BHT.clamp(min=SMALLEST_LOGIT))
-        out = out_BHTV * torch.exp(lse_BHT - total_BHT)[..., None].to(out_BHTV.dtype)
-        if self.value_HV is not None:
-            share_BHT = torch.exp(self.logits_BHT - total_BHT)
-            out = out + share_BHT[..., None].to(out.dtype) * self.value_HV[:, None].to(out.dtype)
-        return out, total_BHT.masked_fill(total_BHT < SMALLEST_LOGIT / 2, -torch.inf)
+    total_BHT = torch.logaddexp(lse_BHT.clamp(min=SMALLEST_LOGIT), logits_BHT.clamp(min=SMALLEST_LOGIT))
+    out = out_BHTV * torch.exp(lse_BHT - total_BHT)[..., None].to(out_BHTV.dtype)
+    if value_HV is not None:
+        share_BHT = torch.exp(logits_BHT - total_BHT)
+        out = out + share_BHT[..., None].to(out.dtype) * value_HV[:, None].to(out.dtype)
+    return out, total_BHT.masked_fill(total_BHT < SMALLEST_LOGIT / 2, -torch.inf)
 
 
 def extra_logits(q_BHTD: Tensor, key_HD: Tensor, scale: float) -> Tensor:

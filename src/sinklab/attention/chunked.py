@@ -26,24 +26,16 @@ LARGEST_LOG_SUM = 60.0  # with row sums between exp(-60) and exp(60), products s
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        score: Score | None,
-        mask: Mask,
-        scale: float,
-        *tensors: Tensor,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, score: Score | None, mask: Mask, scale: float, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        (B, H, T, _), S = q.shape, k.shape[2]
-        out = q.new_empty(B, H, T, v.shape[3])
-        lse = q.new_empty(B, H, T, dtype=bl.accumulate_dtype(q.dtype))
-        for block in bl.blocks(q, k, mask):
-            rows = slice(block.start, block.stop)
-            weights, total, peak = _weights(bl.raw_scores(q, k, block, scale), block, S - T, S, score, mask)
-            lse[:, :, rows] = (total.log() + peak).squeeze(-1)
-            product = bl.grouped_product(weights.to(v.dtype), v[:, :, block.low : block.high])
-            out[:, :, rows] = product / total.masked_fill(total == 0, 1).to(v.dtype)
+        matrix = bl.ScoreMatrix(q, k, mask, score, scale)
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[:3], dtype=bl.accumulate_dtype(q.dtype))
+        for block in matrix.blocks():
+            weights, total, peak = _weights(matrix, block)
+            lse[:, :, block.rows] = (total.log() + peak).squeeze(-1)
+            product = bl.grouped_product(weights.to(v.dtype), v[:, :, block.keys])
+            out[:, :, block.rows] = product / total.masked_fill(total == 0, 1).to(v.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.score, ctx.mask, ctx.scale = score, mask, scale
         return out, lse
@@ -53,31 +45,28 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         score: Score | None = ctx.score
-        T, S, groups = q.shape[2], k.shape[2], k.shape[1]
+        matrix, groups = bl.ScoreMatrix(q, k, ctx.mask, score, ctx.scale), k.shape[1]
         dout = dout.to(q.dtype)
         # The normaliser's contribution to the gradient of every logit of a row.
         row = (dout * out).sum(-1, dtype=lse.dtype).sub_(dlse)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dtensors: list[Tensor | None] = [None] * len(tensors)
-        for block in bl.blocks(q, k, ctx.mask):
-            rows, keys = slice(block.start, block.stop), slice(block.low, block.high)
+        for block in matrix.blocks():
+            rows, keys = block.rows, block.keys
             dout_rows, row_rows, lse_rows = dout[:, :, rows], row[:, :, rows, None], lse[:, :, rows, None]
-            z = bl.raw_scores(q, k, block, ctx.scale)
             direct = score is not None and score.similarity is not None and _in_range(lse_rows, score)
-            z, taken, wanted = with_graph(z, block, S - T, score, tensors, direct)
+            z, taken, wanted = with_graph(matrix, block, tensors, direct)
             if direct:
                 total = lse_rows.exp()
                 total = total.masked_fill_(total == 0, 1)
                 dout_rows, row_rows = (dout_rows / total).to(q.dtype), row_rows / total
-                weights = bl.mask_block_(taken.detach().clone(), block, S - T, S, ctx.mask, 0.0)
+                weights = taken.detach().clone()
             else:
-                weights = exponentials_(
-                    taken.detach() - finite_normaliser(lse_rows), score
-                )  # masked later: -inf is slow
-                weights = bl.mask_block_(weights, block, S - T, S, ctx.mask, 0.0)
+                weights = exponentials_(taken.detach() - finite_normaliser(lse_rows), score)
+            weights = matrix.hide_(weights, block, 0.0)  # masked late: exp of -inf is slow
             dv[:, :, keys] += bl.grouped_transpose_product(weights.to(v.dtype), dout_rows, groups)
             dtaken = bl.grouped_product(dout_rows, v[:, :, keys].transpose(-1, -2)).to(lse.dtype).sub_(row_rows)
-            dtaken = bl.mask_block_(dtaken, block, S - T, S, ctx.mask, 0.0) if direct else dtaken.mul_(weights)
+            dtaken = matrix.hide_(dtaken, block, 0.0) if direct else dtaken.mul_(weights)
             if score is not None:
                 dtaken, *dwanted = torch.autograd.grad(taken, (z, *wanted), dtaken)
                 add_gradients(dtensors, tensors, dwanted)
@@ -97,47 +86,49 @@ def exponentials_(exponents: Tensor, score: Score | None) -> Tensor:
     return bl.floored_exp_(exponents) if score is not None and score.deep else exponents.exp_()
 
 
-def _weights(
-    z: Tensor, block: bl.Block, offset: int, keys: int, score: Score | None, mask: Mask
-) -> tuple[Tensor, Tensor, Tensor | float]:
+def _weights(matrix: bl.ScoreMatrix, block: bl.Block) -> tuple[Tensor, Tensor, Tensor | float]:
     """Return exp(logit - peak) of a block, its row sums, and the row maximum `peak`, or 0 if no shift is needed."""
+    z, score = matrix.raw(block), matrix.score
     if score is not None and score.similarity is not None:
-        where = bl.indices(z, block, offset)
-        weights = bl.mask_block_(score.similarity(z, *where, *score.tensors), block, offset, keys, mask, 0.0)
+        where = bl.indices(z, block, matrix.offset)
+        weights = matrix.hide_(score.similarity(z, *where, *score.tensors), block, 0.0)
         total = weights.sum(-1, keepdim=True)
         if _in_range(total.log(), score):
             return weights, total, 0.0
-    logits = bl.mask_block_(bl.score_block(z, block, offset, score), block, offset, keys, mask)
+    logits = matrix.hide_(matrix.scored(z, block), block)
     peak = logits.amax(-1, keepdim=True)
     weights = exponentials_(logits.sub_(peak.masked_fill(peak == -math.inf, 0)), score)
     if score is not None and score.deep:
-        weights = bl.mask_block_(weights, block, offset, keys, mask, 0.0)
+        weights = matrix.hide_(weights, block, 0.0)
     return weights, weights.sum(-1, keepdim=True), peak
 
 
-def _in_range(lse: Tensor, score: Score) -> bool:
+def _fits(lse: Tensor, score: Score) -> bool:
     """Return True if every row sum is in range without subtracting a peak."""
     fits = lse.abs() < LARGEST_LOG_SUM
     return bool((fits | (lse == -math.inf) if score.vanishes else fits).all())
 
 
+# Dynamo's graph break at `bool` would print a long warning; at a disabled function it is silent.
+_in_range: Callable[[Tensor, Score], bool] = torch.compiler.disable(_fits)  # type: ignore[assignment]
+
+
 def with_graph(
-    z: Tensor, block: bl.Block, offset: int, score: Score | None, tensors: list[Tensor], direct: bool = False
+    matrix: bl.ScoreMatrix, block: bl.Block, tensors: list[Tensor], direct: bool = False
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Compute a block's logits, or its similarities if `direct`, with an autograd graph to z and the score's tensors.
 
     Returns:
         z and those copies of `tensors` that require gradients, as leaves of the graph, around the result.
     """
+    z, score = matrix.raw(block), matrix.score
     if score is None:
         return z, z, []
-    function: Callable[..., Tensor] = score.function
-    if direct and score.similarity is not None:
-        function = score.similarity
+    function = score.similarity if direct and score.similarity is not None else score.function
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         z = z.detach().requires_grad_()
-        taken = function(z, *bl.indices(z, block, offset), *leaves)
+        taken = function(z, *bl.indices(z, block, matrix.offset), *leaves)
     return z, taken, [t for t in leaves if t.requires_grad]
 
 

@@ -77,38 +77,30 @@ class AttentionConfig(Part):
     def _parts_fit(self) -> Self:
         operation, bias = self.operation, self.bias
         name = operation.kind
-        if not operation.has_logits and self.softcap is not None:
+        on_logits = {
+            "softcap": self.softcap is not None,
+            f"bias {bias.kind}": bias.adds_logit,
+            "bias.start": bias.starts_at is not None,
+        }
+        if not operation.has_logits and (given := [key for key, is_set in on_logits.items() if is_set]):
             raise ValueError(
-                f"softcap bounds logits, but operation {name} is a kernel without logits; leave softcap "
-                "out, or use an operation on logits such as softmax"
+                f"{given[0]} acts on logits, and operation {name} is a kernel without logits: leave it out, or use an "
+                "operation on logits such as softmax (bias kv adds a key without a logit)"
             )
-        if operation.sequential and (bias.adds_logit or bias.key_shape(1, 1) is not None):
+        if operation.sequential and (bias.adds_logit or bias.adds_key):
             raise ValueError(
                 f"bias {bias.kind} adds a key or a logit, but operation {name} already has an implicit sink, the "
                 "remaining attention: use operation.rest instead"
             )
         if operation.sequential and self.backend == "flex":
             raise ValueError(f"backend flex does not support operation {name}: use auto, chunked or eager")
-        if bias.adds_logit and not operation.has_logits:
-            raise ValueError(
-                f"bias {bias.kind} adds a logit to the row, but operation {name} is a kernel without logits: use "
-                "bias kv, which adds a key"
-            )
-        if bias.starts_at is not None and not operation.has_logits:
-            raise ValueError(
-                f"bias.start is added to the logit of the bias key, but operation {name} is a kernel without logits: "
-                "leave start out"
-            )
         if bias.without_value and not operation.divides:
             raise ValueError(
-                f"bias {bias.kind} has the value zero and acts only through the row sum, and operation {name} does not "
-                "divide by the row sum, so the bias would change nothing: set operation.normalised or use bias kv"
+                f"bias {bias.kind} has the value zero, and operation {name} does not divide by the row sum, so the "
+                "bias would change nothing: set operation.normalised or use bias kv"
             )
         if bias.kind == "off_by_one" and operation.zero_at_zero:
-            raise ValueError(
-                f"bias off_by_one is a key with logit 0, whose similarity under operation {name} is 0, so it would "
-                "change nothing: use bias sink_logit"
-            )
+            raise ValueError(f"a logit of 0 adds nothing under operation {name}: use bias sink_logit, not off_by_one")
         if self.backend == "sdpa" and (name != "softmax" or not operation.plain or self.softcap is not None):
             raise ValueError(
                 "backend sdpa supports plain softmax only: alpha 1, p 1 and softcap null "
@@ -126,20 +118,15 @@ class AttentionConfig(Part):
         Raises:
             ValueError: if they do not fit; the message states the reason.
         """
-        key_shape = self.bias.key_shape(1, head_width)
-        if key_shape is not None and key_shape[1] > head_width:
-            raise ValueError(
-                f"attention.bias.learnable_dims {key_shape[1]} is above the head width {head_width}: reduce it"
-            )
+        if (dims := getattr(self.bias, "learnable_dims", None) or 0) > head_width:
+            raise ValueError(f"attention.bias.learnable_dims {dims} is above the head width {head_width}: reduce it")
+        name = self.operation.kind
         if head_width % self.operation.keys_per_head:
-            raise ValueError(
-                f"{self.operation.kind} attention halves the head width, but {head_width} is odd: choose width and "
-                "heads so that it is even"
-            )
+            raise ValueError(f"{name} attention halves the head width, but {head_width} is odd: change width or heads")
         if position_on_scores and not self.operation.has_logits:
             raise ValueError(
-                f"the positional embedding adds to the logits, but attention.operation {self.operation.kind} is a "
-                "kernel without logits; use rotary, absolute, learnable or none"
+                f"the position adds to the logits, but attention.operation {name} is a kernel without logits: use "
+                "rotary, absolute, learnable or none"
             )
         if position_on_scores and self.backend == "sdpa":
             raise ValueError("attention.backend sdpa cannot add a position to the scores: use auto, chunked or eager")

@@ -5,7 +5,6 @@ The model computes projections and RoPE before the core; relative position biase
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +16,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.operations import Operation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import Backend
-from sinklab.attention.reference import explicit
 from sinklab.attention.scores import Score, fading, softcap
-
-
-class PositionScore(Protocol):
-    """Relative position bias (ALiBi, relative, T5)."""
-
-    def score(self) -> Score:
-        """Build the score function, applied before the operation's similarity; its tensors may require gradients."""
-        ...
 
 
 class AttentionCore(nn.Module):
@@ -39,7 +29,8 @@ class AttentionCore(nn.Module):
         config: attention section of a recipe.
         kv_heads: number of KV heads G.
         head_width: width D of queries and keys.
-        position: relative position bias; not applied to a bias key.
+        position: function that builds the score of a relative position bias (ALiBi, relative, T5), whose tensors may
+            require gradients; not applied to a bias key.
         heads: number of query heads H, by default G.
         layer: 1-based layer index, used by operations whose initial values depend on the layer.
         context: training sequence length, used by operations that depend on the length; None if unknown.
@@ -55,8 +46,7 @@ class AttentionCore(nn.Module):
         call_handler: function that computes the output instead of the core, set by `intercept` (models/intercept.py).
 
     Raises:
-        ValueError: if the config does not fit the sizes or the position (`AttentionConfig.check_fit`), or if the
-            operation needs a context and none is passed.
+        ValueError: if the config does not fit the sizes or the position (`AttentionConfig.check_fit`).
     """
 
     def __init__(
@@ -64,7 +54,7 @@ class AttentionCore(nn.Module):
         config: AttentionConfig,
         kv_heads: int,
         head_width: int,
-        position: PositionScore | None = None,
+        position: Callable[[], Score] | None = None,
         heads: int | None = None,
         layer: int = 1,
         context: int | None = None,
@@ -87,31 +77,15 @@ class AttentionCore(nn.Module):
         self.hidden_first: tuple[int, ...] = ()
         self.call_handler: Callable[[LayerCall], Tensor] | None = None
 
-    def forward(
-        self,
-        q_BHTD: Tensor,
-        k_BGTD: Tensor,
-        v_BGTD: Tensor,
-        documents_BL: Tensor | None = None,
-        gates_BLH: Tensor | None = None,
-        padding_B: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the attention output, (B, H, T, V).
-
-        Args:
-            documents_BL: document ID of every position, including leading tokens (whose IDs are ignored);
-                required by the document mask. In padded rows, index 0 is the first position after the padding.
-            gates_BLH: output of the operation's gate, including leading tokens: cumulative sums of the log forget gates
-                of all keys, or logits of the weights of the T queries; required by operations with a gate.
-            padding_B: number of padding positions at the start of each row, before leading tokens; None without
-                padding.
+    def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *beside: Tensor | None) -> Tensor:
+        """Compute the attention output, (B, H, T, V); the arguments are those of `layer_call`.
 
         Raises:
             ValueError: if document IDs or gates are required and missing, the shapes of q and k do not match, or the
                 backend does not support the call.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
-            layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, documents_BL, gates_BLH, padding_B)
+            layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, *beside)
             return layer.output() if self.call_handler is None else self.call_handler(layer)
 
     def layer_call(
@@ -123,94 +97,52 @@ class AttentionCore(nn.Module):
         gates_BLH: Tensor | None = None,
         padding_B: Tensor | None = None,
     ) -> LayerCall:
-        """Build the call that `forward` computes, from the same arguments.
+        """Build the call that `forward` computes.
+
+        Args:
+            documents_BL: document ID of every position, including leading tokens (whose IDs are ignored);
+                required by the document mask. In padded rows, index 0 is the first position after the padding.
+            gates_BLH: output of the operation's gate, including leading tokens: cumulative sums of the log forget gates
+                of all keys, or logits of the weights of the T queries; required by operations with a gate.
+            padding_B: number of padding positions at the start of each row, before leading tokens; None without
+                padding.
 
         Raises:
             ValueError: if document IDs or gates are required and missing.
         """
-        mask = self.mask_of_batch(documents_BL, padding_B)
-        log_kept_BLH, weight_BLH = self._gates(gates_BLH)
+        operation, mask = self.operation, self.mask_of_batch(documents_BL, padding_B)
+        if gates_BLH is None and (operation.forgets or operation.weighs):
+            wanted = "cumulative sums of log forget gates" if operation.forgets else "the logits of a weight per query"
+            raise ValueError(f"{operation.kind} attention requires {wanted}: pass gates_BLH")
         call = Call(
             q_BHTD,
             k_BGTD,
             mask=mask,
             backend=self.backend,
             cap=None if self.softcap is None else softcap(self.softcap),
-            position=None if self.position is None else self.position.score(),
-            fading=None if log_kept_BLH is None else fading(log_kept_BLH, mask.causal),
+            position=None if self.position is None else self.position(),
+            fading=fading(gates_BLH, mask.causal) if gates_BLH is not None and operation.forgets else None,
             key_HD=self.bias.key_per_head(),
             offset_H=self.bias.offset,
             logit_H=self.bias.logit_per_head(q_BHTD),
             value_HV=self.bias.value_per_head(),
             learned=self.learned,
-            weight_BTH=weight_BLH,
+            weight_BTH=gates_BLH if operation.weighs else None,
         )
-        return LayerCall(self.operation, call, v_BGTD, self.leading, padding_B)
-
-    def reference(
-        self,
-        q_BHTD: Tensor,
-        k_BGTD: Tensor,
-        v_BGTD: Tensor,
-        documents_BL: Tensor | None = None,
-        gates_BLH: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute (out_BHTV, A_BHTS) by the papers' formulas on explicit matrices, as the reference for tests.
-
-        Requires whole sequences without padding. A bias key, a sink logit or the remaining attention is column 0 of A;
-        S is then T + 1. Use float64 inputs for full precision.
-        """
-        position = None if self.position is None else self.position.score()
-        mask = self.mask_of_batch(documents_BL)
-        log_kept_BLH, weight_BLH = self._gates(gates_BLH)
-        sequential = self.operation.sequential
-        given = explicit(
-            q_BHTD,
-            k_BGTD,
-            v_BGTD,
-            mask,
-            self.bias,
-            self.softcap,
-            position,
-            log_kept_BLH,
-            sequential,
-            self.learned,
-            weight_BLH,
-        )
-        scores_BHTS = self.operation.reference(given)
-        out_BHTD = self.operation.reference_output(given, scores_BHTS @ given.values())
-        return out_BHTD + given.offset_HV[:, None], scores_BHTS
+        return LayerCall(operation, call, v_BGTD, self.leading, padding_B)
 
     def mask_of_batch(self, documents_BL: Tensor | None = None, padding_B: Tensor | None = None) -> masks.Mask:
-        """Build the attention mask of the batch, including leading tokens and padding.
+        """Build the attention mask of the batch, including hidden keys (ablations), leading tokens and padding.
 
         Raises:
             ValueError: if the mask is `document` and no documents are passed.
         """
-        if not self.by_document:
-            return self._in_place(self.mask, padding_B)
-        if documents_BL is None:
-            raise ValueError(
-                "attention.mask document requires document IDs: pass documents_BL, the document ID of every position"
-            )
-        # Without leading tokens all layers share one tensor, so that flex can reuse its block mask.
-        documents = documents_BL[:, self.leading :] if self.leading else documents_BL
-        return self._in_place(masks.Document(documents), padding_B)
-
-    def _gates(self, gates_BLH: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return (cumulative log forget gates, logits of weights), each None if the operation has no such gates."""
-        operation = self.operation
-        if gates_BLH is None and (operation.forgets or operation.weighs):
-            wanted = (
-                "forget gates: pass gates_BLH, the cumulative sums of their logarithms"
-                if operation.forgets
-                else "a weight per query: pass gates_BLH, the logits of the weights"
-            )
-            raise ValueError(f"{operation.kind} attention requires {wanted}")
-        return gates_BLH if operation.forgets else None, gates_BLH if operation.weighs else None
-
-    def _in_place(self, mask: masks.Mask, padding_B: Tensor | None) -> masks.Mask:
-        """Return the mask extended by hidden keys (ablations), leading tokens and padding."""
+        mask = self.mask
+        if self.by_document:
+            if documents_BL is None:
+                raise ValueError("attention.mask document: pass documents_BL, the document ID of every position")
+            # Without leading tokens all layers share one tensor, so that flex can reuse its block mask.
+            mask = masks.Document(documents_BL[:, self.leading :] if self.leading else documents_BL)
         for count in self.hidden_first:
             mask = masks.HiddenFirst(mask, count)
         mask = masks.Leading(mask, self.leading) if self.leading else mask

@@ -6,7 +6,6 @@ is sufficient for tests but not for training.
 """
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ def flex_attend(
         raise ValueError("the flex backend trains on CUDA only: use backend auto, chunked or eager on a CPU")
     run = _compiled_flex() if q_BHTD.is_cuda else flex.flex_attention
     kernel = apart(score)
-    out, lse = run(
+    out, aux = run(
         kernel.query(q_BHTD),
         k_BGSD,
         v_BGSV if v_BGSV.shape[-1] else k_BGSD[..., :NARROWEST],  # not k itself: two inputs must not be one tensor
@@ -49,10 +48,10 @@ def flex_attend(
         block_mask=_block_mask(mask, T, S, str(q_BHTD.device)),
         scale=scale,
         enable_gqa=k_BGSD.shape[1] != H,
-        **_lse_argument(),
+        return_aux=flex.AuxRequest(lse=True),
     )
-    lse = lse if isinstance(lse, Tensor) else lse.lse
-    return (out if v_BGSV.shape[-1] else out[..., :0]), kernel.normaliser(lse)
+    assert isinstance(aux.lse, Tensor)
+    return (out if v_BGSV.shape[-1] else out[..., :0]), kernel.normaliser(aux.lse)
 
 
 def score_mod(score: Score, offset: int) -> Any:
@@ -72,17 +71,10 @@ def _block_mask(mask: Mask, queries: int, keys: int, device: str) -> Any:
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return mask.allowed(b, h, q + offset, k)
 
-    rows, heads = (count if count > 1 else None for count in (mask.rows, mask.heads))
+    rows, heads = (count if count > 1 else None for count in mask.sizes)
     return flex.create_block_mask(mask_mod, rows, heads, queries, keys, device=device)
 
 
 @functools.cache
 def _compiled_flex() -> Any:
     return compiled(flex.flex_attention, dynamic=False)
-
-
-@functools.cache
-def _lse_argument() -> dict[str, Any]:
-    if "return_aux" in inspect.signature(flex.flex_attention).parameters:
-        return {"return_aux": flex.AuxRequest(lse=True)}
-    return {"return_lse": True}

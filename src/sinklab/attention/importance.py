@@ -17,8 +17,7 @@ from torch import Tensor
 
 from sinklab.attention import query_blocks as bl
 from sinklab.attention.chunked import exponentials_, finite_normaliser
-from sinklab.attention.masks import CAUSAL, Mask, visible_queries
-from sinklab.attention.scores import Score
+from sinklab.attention.masks import Mask, visible_queries
 
 
 @dataclass(frozen=True)
@@ -81,46 +80,31 @@ class Rows:
 
 @torch.no_grad()
 def score_rows(
-    q_BHTD: Tensor,
-    k_BGSD: Tensor,
-    *,
-    mask: Mask = CAUSAL,
-    score: Score | None = None,
-    scale: float | None = None,
-    bias_logits_BHT: Tensor | None = None,
-    block: int | None = None,
+    matrix: bl.ScoreMatrix, bias_logits_BHT: Tensor | None = None, block: int | None = None
 ) -> Iterator[Rows]:
     """Compute the rows of the attention matrix, similarities exp(logit) divided by their sum, in blocks of queries.
 
     Args:
-        q_BHTD: queries, the last T of S positions.
-        k_BGSD: keys, H a multiple of G.
-        mask: mask of visible keys.
-        score: score function applied to q.k * scale before the exponential; None is the identity.
-        scale: factor of q.k, by default 1 / sqrt(D).
         bias_logits_BHT: logit of an added bias or sink, included in the normalisation (broadcastable).
-        block: queries per block; by default as in `query_blocks.blocks`.
+        block: queries per block; by default as in `ScoreMatrix.blocks`.
 
     Raises:
         ValueError: if the shapes do not match.
     """
-    bl.check_shapes(q_BHTD, k_BGSD)
-    (B, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
-    scale = bl.default_scale(q_BHTD) if scale is None else scale
+    q_BHTD, score = matrix.q_BHTD, matrix.score
+    bl.check_shapes(q_BHTD, matrix.k_BGSD)
     bias_BHT = None
     if bias_logits_BHT is not None:
-        bias_BHT = bias_logits_BHT.to(bl.accumulate_dtype(q_BHTD.dtype)).expand(B, H, T)
-    for part in bl.blocks(q_BHTD, k_BGSD, mask, block):
-        rows = slice(part.start, part.stop)
-        z = bl.raw_scores(q_BHTD, k_BGSD, part, scale)
-        logits = bl.mask_block_(bl.score_block(z, part, S - T, score), part, S - T, S, mask)
+        bias_BHT = bias_logits_BHT.to(bl.accumulate_dtype(q_BHTD.dtype)).expand(q_BHTD.shape[:3])
+    for part in matrix.blocks(block):
+        logits = matrix.logits(part)
         lse, share = torch.logsumexp(logits, -1), None
         if bias_BHT is not None:
-            lse = torch.logaddexp(lse, bias_BHT[:, :, rows])
-            share = torch.exp(bias_BHT[:, :, rows] - finite_normaliser(lse))
+            lse = torch.logaddexp(lse, bias_BHT[:, :, part.rows])
+            share = torch.exp(bias_BHT[:, :, part.rows] - finite_normaliser(lse))
         weights = exponentials_(logits.sub_(finite_normaliser(lse)[..., None]), score)
         if score is not None and score.deep:
-            weights = bl.mask_block_(weights, part, S - T, S, mask, 0.0)
+            weights = matrix.hide_(weights, part, 0.0)
         yield Rows(part, weights, share)
 
 
@@ -143,16 +127,16 @@ def sum_rows(
     for one in rows:
         weights, bias_BHQ = one.weights_BHQS, one.bias_BHQ
         if counted_BT is not None:
-            counted_B1Q = counted_BT[:, None, one.block.start : one.block.stop]
+            counted_B1Q = counted_BT[:, None, one.block.rows]
             weights = weights.mul_(counted_B1Q[..., None])
             bias_BHQ = None if bias_BHQ is None else bias_BHQ * counted_B1Q
         if bias_BHQ is not None:
             bias_BH = bias_BHQ.sum(-1) if bias_BH is None else bias_BH + bias_BHQ.sum(-1)
         if earlier_BHS is not None:
             diagonal = one.block.start + keys - T - one.block.low
-            earlier_BHS[:, :, one.block.low : one.block.high] += weights.triu(diagonal + 1).sum(-2)
+            earlier_BHS[:, :, one.block.keys] += weights.triu(diagonal + 1).sum(-2)
             weights = weights.tril_(diagonal)
-        keys_BHS[:, :, one.block.low : one.block.high] += weights.sum(-2)
+        keys_BHS[:, :, one.block.keys] += weights.sum(-2)
     return ColumnSums(keys_BHS, bias_BH, earlier_BHS)
 
 

@@ -16,19 +16,6 @@ from sinklab.attention.scores import broadcast_index
 COUNTED_ROWS = 128  # query rows of the mask that are counted at a time
 
 
-@dataclass(frozen=True)
-class RunningSum:
-    """Form of a mask under which linear attention can use running sums: causal except for leading and prefix keys.
-
-    Attributes:
-        leading: queries before position `leading` see only earlier keys and their own.
-        shared: queries from position `leading` on also see all keys before position `shared`; 0 for a causal mask.
-    """
-
-    leading: int = 0
-    shared: int = 0
-
-
 class Mask(ABC):
     """Base class of attention masks."""
 
@@ -43,14 +30,9 @@ class Mask(ABC):
         return False
 
     @property
-    def rows(self) -> int:
-        """Size of the mask's batch axis; 1 if all sequences share one mask."""
-        return 1
-
-    @property
-    def heads(self) -> int:
-        """Size of the mask's head axis; 1 if all heads share one mask."""
-        return 1
+    def sizes(self) -> tuple[int, int]:
+        """Sizes of the mask's batch and head axes; 1 if all sequences, or all heads, share one mask."""
+        return 1, 1
 
     @property
     def may_be_empty(self) -> bool:
@@ -58,8 +40,12 @@ class Mask(ABC):
         return False
 
     @property
-    def running_sum(self) -> RunningSum | None:
-        """Parameters for running sums over keys; None if they cannot represent the mask."""
+    def running_sum(self) -> tuple[int, int] | None:
+        """Numbers (leading, shared) with which linear attention can use running sums over keys; None if it cannot.
+
+        Queries before position `leading` see only earlier keys and their own; later ones also see all keys before
+        position `shared`, which is 0 for a causal mask.
+        """
         return None
 
     @abstractmethod
@@ -77,11 +63,12 @@ class Mask(ABC):
     def block(self, first: int, end: int, low: int, high: int, device: torch.device) -> Tensor:
         """Return the boolean mask of queries at positions [first, end) and keys [low, high).
 
-        Its shape broadcasts to (rows, heads, end - first, high - low).
+        Its shape broadcasts to (*sizes, end - first, high - low).
         """
+        rows, heads = self.sizes
         return self.allowed(
-            torch.arange(self.rows, device=device).view(-1, 1, 1, 1),
-            torch.arange(self.heads, device=device).view(-1, 1, 1),
+            torch.arange(rows, device=device).view(-1, 1, 1, 1),
+            torch.arange(heads, device=device).view(-1, 1, 1),
             torch.arange(first, end, device=device).view(-1, 1),
             torch.arange(low, high, device=device),
         )
@@ -101,7 +88,7 @@ def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | Non
     keys = queries if keys is None else keys
     starts = range(keys - queries, keys, COUNTED_ROWS)
     blocks = (mask.block(start, min(start + COUNTED_ROWS, keys), 0, keys, device) for start in starts)
-    counts = [block.expand(mask.rows, mask.heads, -1, -1)[:, 0].sum(-1) for block in blocks]
+    counts = [block.expand(*mask.sizes, -1, -1)[:, 0].sum(-1) for block in blocks]
     return torch.cat(counts, dim=-1)
 
 
@@ -117,8 +104,9 @@ def visible_queries(
     """
     if mask.plain and counted_BT is None:
         return torch.arange(keys, 0, -1, device=device).clamp(max=queries).view(1, 1, -1)
-    rows = max(mask.rows, 1 if counted_BT is None else len(counted_BT))
-    counts_BHS = torch.zeros(rows, mask.heads, keys, device=device, dtype=torch.long)
+    rows, heads = mask.sizes
+    rows = rows if counted_BT is None else max(rows, len(counted_BT))
+    counts_BHS = torch.zeros(rows, heads, keys, device=device, dtype=torch.long)
     offset = keys - queries
     for start in range(0, queries, COUNTED_ROWS):
         stop = min(start + COUNTED_ROWS, queries)
@@ -139,8 +127,8 @@ class Causal(Mask):
         return True
 
     @property
-    def running_sum(self) -> RunningSum:
-        return RunningSum()
+    def running_sum(self) -> tuple[int, int]:
+        return 0, 0
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return k <= q
@@ -177,8 +165,8 @@ class Prefix(Mask):
         return False
 
     @property
-    def running_sum(self) -> RunningSum:
-        return RunningSum(shared=self.length)
+    def running_sum(self) -> tuple[int, int]:
+        return 0, self.length
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) | (k < self.length)
@@ -201,12 +189,8 @@ class WrappedMask(Mask):
         return self.rest.causal
 
     @property
-    def rows(self) -> int:
-        return self.rest.rows
-
-    @property
-    def heads(self) -> int:
-        return self.rest.heads
+    def sizes(self) -> tuple[int, int]:
+        return self.rest.sizes
 
     @property
     def may_be_empty(self) -> bool:
@@ -223,11 +207,9 @@ class Leading(WrappedMask):
     count: int = 1
 
     @property
-    def running_sum(self) -> RunningSum | None:
+    def running_sum(self) -> tuple[int, int] | None:
         inner = self.rest.running_sum
-        if inner is None or not inner.shared:
-            return inner
-        return RunningSum(self.count + inner.leading, self.count + inner.shared)
+        return (self.count + inner[0], self.count + inner[1]) if inner and inner[1] else inner
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         led, leads = (k < self.count) & (k <= q), (q >= self.count) & (k >= self.count)
@@ -276,8 +258,8 @@ class Padded(WrappedMask):
     padding_B: Tensor
 
     @property
-    def rows(self) -> int:
-        return len(self.padding_B)
+    def sizes(self) -> tuple[int, int]:
+        return len(self.padding_B), self.rest.sizes[1]
 
     def of(self, row: int, heads: slice) -> Mask:
         return Padded(self.rest.of(row, heads), self.padding_B[row : row + 1])
@@ -305,8 +287,8 @@ class Document(Mask):
     documents_BS: Tensor
 
     @property
-    def rows(self) -> int:
-        return len(self.documents_BS)
+    def sizes(self) -> tuple[int, int]:
+        return len(self.documents_BS), 1
 
     def of(self, row: int, heads: slice) -> Mask:
         return Document(self.documents_BS[row : row + 1])
@@ -339,12 +321,8 @@ class Dense(Mask):
         return not self.later
 
     @property
-    def rows(self) -> int:
-        return self.allowed_BHTS.shape[0]
-
-    @property
-    def heads(self) -> int:
-        return self.allowed_BHTS.shape[1]
+    def sizes(self) -> tuple[int, int]:
+        return self.allowed_BHTS.shape[0], self.allowed_BHTS.shape[1]
 
     @property
     def may_be_empty(self) -> bool:
@@ -355,11 +333,12 @@ class Dense(Mask):
         return self.allowed_BHTS.shape[3] - self.allowed_BHTS.shape[2]
 
     def of(self, row: int, heads: slice) -> Mask:
-        mine = slice(row, row + 1) if self.rows > 1 else slice(None)
-        return replace(self, allowed_BHTS=self.allowed_BHTS[mine, heads if self.heads > 1 else slice(None)])
+        rows, all_heads = self.sizes
+        mine = slice(row, row + 1) if rows > 1 else slice(None)
+        return replace(self, allowed_BHTS=self.allowed_BHTS[mine, heads if all_heads > 1 else slice(None)])
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        b, h = broadcast_index(b, self.rows), broadcast_index(h, self.heads)
+        b, h = broadcast_index(b, self.sizes[0]), broadcast_index(h, self.sizes[1])
         return self.allowed_BHTS[b, h, q - self._offset, k]
 
     def block(self, first: int, end: int, low: int, high: int, device: torch.device) -> Tensor:
@@ -378,12 +357,9 @@ class Both(Mask):
         return self.one.causal or self.other.causal
 
     @property
-    def rows(self) -> int:
-        return max(self.one.rows, self.other.rows)
-
-    @property
-    def heads(self) -> int:
-        return max(self.one.heads, self.other.heads)
+    def sizes(self) -> tuple[int, int]:
+        (rows, heads), (other_rows, other_heads) = self.one.sizes, self.other.sizes
+        return max(rows, other_rows), max(heads, other_heads)
 
     @property
     def may_be_empty(self) -> bool:
@@ -399,14 +375,15 @@ class Both(Mask):
         return self.one.block(first, end, low, high, device) & self.other.block(first, end, low, high, device)
 
     def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        ranges = (self.one.key_range(first, end, keys), self.other.key_range(first, end, keys))
-        low = max(low for low, _ in ranges)
-        return low, max(low, min(high for _, high in ranges))
+        return _overlap(self.one.key_range(first, end, keys), self.other.key_range(first, end, keys))
 
     def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        ranges = (self.one.full_range(first, end, keys), self.other.full_range(first, end, keys))
-        low = max(low for low, _ in ranges)
-        return low, max(low, min(high for _, high in ranges))
+        return _overlap(self.one.full_range(first, end, keys), self.other.full_range(first, end, keys))
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    low = max(one[0], other[0])
+    return low, max(low, min(one[1], other[1]))
 
 
 def both(one: Mask, other: Mask) -> Mask:

@@ -1,9 +1,9 @@
-"""The attention primitive attend(q, k, v, score, mask) -> (out, lse), and its backends.
+"""The attention primitive attend(matrix, v) -> (out, lse), and its backends.
 
 Operations with an elementwise similarity are computed from the normalised output `out` and the log-normaliser `lse`
 (operations/base.py).
 
-Backends: `eager` (explicit matrices, the reference implementation); `sdpa`, PyTorch's fused kernel, for plain softmax;
+Backends: `eager` (explicit matrices, the simplest); `sdpa`, PyTorch's fused kernel, for plain softmax;
 `chunked`, blocks of queries on any device; `flex`, FlexAttention on CUDA. `auto` selects a backend for each call.
 """
 
@@ -16,34 +16,22 @@ from torch import Tensor
 
 from sinklab.attention.chunked import chunked_attend
 from sinklab.attention.flex import flex_attend, flex_serves
-from sinklab.attention.masks import CAUSAL, Mask
-from sinklab.attention.query_blocks import Block, accumulate_dtype, check_shapes, default_scale, indices
+from sinklab.attention.masks import Mask
+from sinklab.attention.query_blocks import Block, ScoreMatrix, accumulate_dtype, check_shapes, indices
 from sinklab.attention.scores import Score
 
 Backend = Literal["auto", "eager", "sdpa", "chunked", "flex"]
 
 
-def attend(
-    q_BHTD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSV: Tensor,
-    *,
-    score: Score | None = None,
-    mask: Mask = CAUSAL,
-    scale: float | None = None,
-    backend: Backend = "auto",
-) -> tuple[Tensor, Tensor]:
+def attend(matrix: ScoreMatrix, v_BGSV: Tensor, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
     """Compute the attention output and log-normaliser of every query, without the T x S matrix (except `eager`).
 
     out_t = sum_s exp(l_ts) v_s / Z_t,  lse_t = log Z_t,  Z_t = sum_s exp(l_ts),  l_ts = score(q_t.k_s * scale).
 
     Args:
-        q_BHTD: queries, the last T of S positions.
-        k_BGSD: keys; H must be a multiple of G (grouped-query attention). Keys are not repeated in memory.
+        matrix: queries, keys, score function and mask. H must be a multiple of G (grouped-query attention); keys are
+            not repeated in memory.
         v_BGSV: values; V may differ from D.
-        score: score function applied to q.k * scale before the exponential; None is the identity.
-        mask: mask of visible keys.
-        scale: factor of q.k, by default 1 / sqrt(D).
         backend: backend to use; `auto` is `flex` on a GPU if it supports the call, else `chunked`, which supports every
             call (see also `attend_output`).
 
@@ -54,77 +42,62 @@ def attend(
     Raises:
         ValueError: if the shapes do not match or the backend does not support the call.
     """
+    q_BHTD, k_BGSD = matrix.q_BHTD, matrix.k_BGSD
     check_shapes(q_BHTD, k_BGSD)
-    scale = default_scale(q_BHTD) if scale is None else scale
-    if backend == "eager":
-        return eager_attend(q_BHTD, k_BGSD, v_BGSV, score, mask, scale)
     if backend == "sdpa":
-        out_BHTV = _fused(q_BHTD, k_BGSD, v_BGSV, score, mask, scale)
-        return out_BHTV, log_normaliser(q_BHTD, k_BGSD, score=score, mask=mask, scale=scale)
+        return _fused(matrix, v_BGSV), log_normaliser(matrix)
+    given = (q_BHTD, k_BGSD, v_BGSV, matrix.score, matrix.mask, matrix.factor)
+    if backend == "eager":
+        return eager_attend(*given)
     if backend == "flex" or (backend == "auto" and flex_serves(q_BHTD, k_BGSD, v_BGSV)):
-        return flex_attend(q_BHTD, k_BGSD, v_BGSV, score, mask, scale)
-    return chunked_attend(q_BHTD, k_BGSD, v_BGSV, score, mask, scale)
+        return flex_attend(*given)
+    return chunked_attend(*given)
 
 
-def attend_output(
-    q_BHTD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSV: Tensor,
-    *,
-    score: Score | None = None,
-    mask: Mask = CAUSAL,
-    scale: float | None = None,
-    backend: Backend = "auto",
-) -> Tensor:
+def attend_output(matrix: ScoreMatrix, v_BGSV: Tensor, backend: Backend = "auto") -> Tensor:
     """Compute only the output of `attend`, so that `auto` may use PyTorch's fused kernel.
 
     `auto` uses the fused kernel for plain causal softmax with T = S, except for short sequences in bfloat16 on a CPU,
-    where the kernel is slower. Arguments and errors are those of `attend`.
+    where the kernel is slower. Errors are those of `attend`.
     """
-    plain = score is None and mask.plain and q_BHTD.shape[2] == k_BGSD.shape[2]
+    q_BHTD = matrix.q_BHTD
     large = q_BHTD.is_cuda or q_BHTD.dtype != torch.bfloat16 or q_BHTD.shape[2] > FUSED_FROM
-    if backend == "sdpa" or (backend == "auto" and plain and large):
-        check_shapes(q_BHTD, k_BGSD)
-        return _fused(q_BHTD, k_BGSD, v_BGSV, score, mask, default_scale(q_BHTD) if scale is None else scale)
-    return attend(q_BHTD, k_BGSD, v_BGSV, score=score, mask=mask, scale=scale, backend=backend)[0]
+    if backend == "sdpa" or (backend == "auto" and matrix.score is None and _is_causal(matrix) and large):
+        check_shapes(q_BHTD, matrix.k_BGSD)
+        return _fused(matrix, v_BGSV)
+    return attend(matrix, v_BGSV, backend)[0]
 
 
 FUSED_FROM = 128  # up to this length the fused CPU kernel is slower in bfloat16 than chunked (benchmarks/attention.py)
 
 
-def log_normaliser(
-    q_BHTD: Tensor,
-    k_BGSD: Tensor,
-    *,
-    score: Score | None = None,
-    mask: Mask = CAUSAL,
-    scale: float | None = None,
-    backend: Backend = "auto",
-) -> Tensor:
+def log_normaliser(matrix: ScoreMatrix, backend: Backend = "auto") -> Tensor:
     """Compute only lse_BHT of `attend`, with values of width zero; `chunked` replaces `sdpa`, which gives no lse."""
-    if backend == "sdpa":
-        backend = "chunked"
-    return attend(q_BHTD, k_BGSD, k_BGSD[..., :0], score=score, mask=mask, scale=scale, backend=backend)[1]
+    return attend(matrix, matrix.k_BGSD[..., :0], "chunked" if backend == "sdpa" else backend)[1]
 
 
-def _fused(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float) -> Tensor:
-    if score is not None:
+def _is_causal(matrix: ScoreMatrix) -> bool:
+    return matrix.mask.plain and matrix.offset == 0
+
+
+def _fused(matrix: ScoreMatrix, v_BGSV: Tensor) -> Tensor:
+    if matrix.score is not None:
         raise ValueError(
             "the sdpa backend supports plain softmax attention only, and this call changes the scores (softcap, "
             "position bias, forget gates or another operation): use backend auto, chunked or eager"
         )
-    T, S = q_BHTD.shape[2], k_BGSD.shape[2]
-    plain = mask.plain and T == S
+    q_BHTD, k_BGSD, mask, plain = matrix.q_BHTD, matrix.k_BGSD, matrix.mask, _is_causal(matrix)
     allowed = None
     if not plain:
-        allowed = mask.block(S - T, S, 0, S, q_BHTD.device).expand(mask.rows, mask.heads, T, S)
+        T, S = q_BHTD.shape[2], k_BGSD.shape[2]
+        allowed = mask.block(S - T, S, 0, S, q_BHTD.device).expand(*mask.sizes, T, S)
     return F.scaled_dot_product_attention(
         q_BHTD,
         k_BGSD,
         v_BGSV,
         attn_mask=allowed,
         is_causal=plain,
-        scale=scale,
+        scale=matrix.factor,
         enable_gqa=q_BHTD.shape[1] != k_BGSD.shape[1],
     )
 

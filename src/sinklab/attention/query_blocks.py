@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinklab.attention.masks import Mask
+from sinklab.attention.masks import CAUSAL, Mask
 from sinklab.attention.scores import Score
 
 BLOCK_ELEMENTS = 2**18  # scores held at a time: 1 MB in float32, which stays in a core's cache
@@ -28,6 +28,16 @@ class Block:
     low: int
     high: int
 
+    @property
+    def rows(self) -> slice:
+        """Slice of the queries."""
+        return slice(self.start, self.stop)
+
+    @property
+    def keys(self) -> slice:
+        """Slice of the keys."""
+        return slice(self.low, self.high)
+
 
 def default_scale(q_BHTD: Tensor) -> float:
     """Return the default score scale 1 / sqrt(D)."""
@@ -42,21 +52,6 @@ def check_shapes(q_BHTD: Tensor, k_BGSD: Tensor) -> None:
             f"queries {tuple(q_BHTD.shape)} and keys {tuple(k_BGSD.shape)} do not match: batch and width must "
             "be equal, query heads a multiple of key heads, keys at least as many as queries"
         )
-
-
-def blocks(q_BHTD: Tensor, k_BGSD: Tensor, mask: Mask, size: int | None = None) -> Iterator[Block]:
-    """Yield the blocks of queries in order, each with the keys that any of its queries may see.
-
-    Args:
-        size: queries per block; by default as many as BLOCK_ELEMENTS scores of all sequences and heads allow (on CUDA
-            BLOCK_ELEMENTS_CUDA), at least SMALLEST_BLOCK.
-    """
-    (B, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
-    elements = BLOCK_ELEMENTS_CUDA if q_BHTD.is_cuda else BLOCK_ELEMENTS
-    size = size or max(SMALLEST_BLOCK, elements // (B * H * S))
-    for start in range(0, T, size):
-        stop = min(start + size, T)
-        yield Block(start, stop, *mask.key_range(start + S - T, stop + S - T, S))
 
 
 def grouped_product(a_BHTD: Tensor, b_BGDS: Tensor) -> Tensor:
@@ -82,13 +77,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def raw_scores(q_BHTD: Tensor, k_BGSD: Tensor, block: Block, scale: float) -> Tensor:
-    """Compute a block's raw scores z = q.k * scale: (B, H, stop - start, high - low), in the accumulation dtype."""
-    q, k = q_BHTD[:, :, block.start : block.stop], k_BGSD[:, :, block.low : block.high]
-    z = grouped_product(q, k.transpose(-1, -2)).to(accumulate_dtype(q.dtype))
-    return z.mul_(scale) if not z.requires_grad else z * scale
-
-
 def indices(z_BHTS: Tensor, block: Block, offset: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return batch, head, query position and key position indices that broadcast over a block's scores.
 
@@ -103,11 +91,6 @@ def indices(z_BHTS: Tensor, block: Block, offset: int) -> tuple[Tensor, Tensor, 
         torch.arange(block.start + offset, block.stop + offset, device=device).view(-1, 1),
         torch.arange(block.low, block.high, device=device),
     )
-
-
-def score_block(z_BHTS: Tensor, block: Block, offset: int, score: Score | None) -> Tensor:
-    """Apply the score function to a block's raw scores; returns unmasked logits."""
-    return z_BHTS if score is None else score(z_BHTS, *indices(z_BHTS, block, offset))
 
 
 def floored_exp_(exponents: Tensor) -> Tensor:
@@ -136,3 +119,61 @@ def mask_block_(
             seen = mask.block(first, end, start, stop, logits_BHTS.device)
             logits_BHTS[..., start - block.low : stop - block.low].masked_fill_(~seen, value)
     return logits_BHTS
+
+
+@dataclass(frozen=True, eq=False)  # Dynamo hashes the object before its fields are set
+class ScoreMatrix:
+    """Scores of T queries, the last of S positions, with S keys; computed in blocks of queries.
+
+    Attributes:
+        score: score function applied to q.k * scale; None is the identity.
+        scale: factor of q.k; None is 1 / sqrt(D).
+    """
+
+    q_BHTD: Tensor
+    k_BGSD: Tensor
+    mask: Mask = CAUSAL
+    score: Score | None = None
+    scale: float | None = None
+
+    @property
+    def factor(self) -> float:
+        """Factor of q.k."""
+        return default_scale(self.q_BHTD) if self.scale is None else self.scale
+
+    @property
+    def offset(self) -> int:
+        """Position of the first query among the keys, S - T."""
+        return self.k_BGSD.shape[2] - self.q_BHTD.shape[2]
+
+    def blocks(self, size: int | None = None) -> Iterator[Block]:
+        """Yield the blocks of queries in order, each with the keys that any of its queries may see.
+
+        Args:
+            size: queries per block; by default as many as BLOCK_ELEMENTS scores of all sequences and heads allow (on
+                CUDA BLOCK_ELEMENTS_CUDA), at least SMALLEST_BLOCK.
+        """
+        (B, H, T, _), S = self.q_BHTD.shape, self.k_BGSD.shape[2]
+        elements = BLOCK_ELEMENTS_CUDA if self.q_BHTD.is_cuda else BLOCK_ELEMENTS
+        size = size or max(SMALLEST_BLOCK, elements // (B * H * S))
+        for start in range(0, T, size):
+            stop = min(start + size, T)
+            yield Block(start, stop, *self.mask.key_range(start + S - T, stop + S - T, S))
+
+    def raw(self, block: Block) -> Tensor:
+        """Compute a block's raw scores z = q.k * scale: (B, H, queries, keys), in the accumulation dtype."""
+        q, k = self.q_BHTD[:, :, block.rows], self.k_BGSD[:, :, block.keys]
+        z = grouped_product(q, k.transpose(-1, -2)).to(accumulate_dtype(q.dtype))
+        return z.mul_(self.factor) if not z.requires_grad else z * self.factor
+
+    def scored(self, z_BHTS: Tensor, block: Block) -> Tensor:
+        """Apply the score function to a block's raw scores; returns unmasked logits."""
+        return z_BHTS if self.score is None else self.score(z_BHTS, *indices(z_BHTS, block, self.offset))
+
+    def logits(self, block: Block) -> Tensor:
+        """Compute a block's logits, -inf at masked keys."""
+        return self.hide_(self.scored(self.raw(block), block), block)
+
+    def hide_(self, scores_BHTS: Tensor, block: Block, value: float = -math.inf) -> Tensor:
+        """Set the masked entries of a block to `value`, in place, and return the block."""
+        return mask_block_(scores_BHTS, block, self.offset, self.k_BGSD.shape[2], self.mask, value)

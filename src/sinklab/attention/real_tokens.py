@@ -52,8 +52,7 @@ def real_tokens(mask_BT: Tensor) -> RealTokens:
     """
     if mask_BT.ndim != 2:
         raise InputError(
-            f"the attention mask has shape {tuple(mask_BT.shape)}: expected a padding mask of shape "
-            "(sequences, positions) that is 1 at real tokens and 0 at padding"
+            f"attention mask of shape {tuple(mask_BT.shape)}: expected (sequences, positions), 0 at padding"
         )
     mask_BT = mask_BT != 0
     count_B, first_B = mask_BT.sum(1), mask_BT.int().argmax(1)

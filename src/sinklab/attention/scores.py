@@ -160,10 +160,7 @@ def times(factor: float) -> Score:
 
 def log_sigmoid() -> Score:
     """Score log sigmoid(z), for sim(z) = sigmoid(z)."""
-    return Score(
-        lambda z, b, h, q, k: F.logsigmoid(z),
-        similarity=lambda z, b, h, q, k: torch.sigmoid(z),
-    )
+    return Score(lambda z, b, h, q, k: F.logsigmoid(z), similarity=lambda z, b, h, q, k: torch.sigmoid(z))
 
 
 def log_elu_plus_one() -> Score:

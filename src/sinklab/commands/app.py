@@ -16,16 +16,10 @@ from sinklab.commands.from_model import PanelCommand, PlainGroup, with_options
 from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.sft import sft
-from sinklab.errors import InputError
 from sinklab.settings import ADVANCED, INPUT, OUTPUT, TRAINING
 from sinklab.signals import keeping_what_is_finished
 
-app = typer.Typer(
-    cls=PlainGroup,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
+app = typer.Typer(cls=PlainGroup, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 data_app = typer.Typer(cls=PlainGroup, help="Prepare text for training.", no_args_is_help=True)
 
 
@@ -115,15 +109,7 @@ def train(
         print_result(as_json, found.document, lambda out: print_replay(found, out))
         return
     with keeping_what_is_finished():
-        ended = train_command(recipe, overrides or [], out, stderr(), [name.value for name in track or []], anyway)
-        if ended.exit_status:
-            raise typer.Exit(ended.exit_status)
-    if as_json and ended.speaks:
-        print((ended.directory / "measurement.json").read_text(encoding="utf-8"), end="")
-    elif ended.speaks:
-        from sinklab.commands.terminal.results import print_end
-
-        print_end(ended.directory, ended.recipe, Console())
+        train_command(recipe, overrides or [], out, stderr(), [one.value for one in track or ()], anyway, as_json)
 
 
 @with_options
@@ -231,8 +217,6 @@ def verify(
     from sinklab.commands.terminal.results import print_checks
     from sinklab.experiments.sweep.verifying import verify_packed
 
-    if not directory.is_dir():
-        raise InputError(f"{directory} is not a folder: expected a folder written by report --pack")
     with JobProgress(stderr(), phase="reading the packed results") as progress:
 
         def say(text: str) -> None:

@@ -1,16 +1,15 @@
 """`sinklab assess`: the cost and benefit of a sink."""
 
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from sinklab.assessing.plan import AssessOptions
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import Json, LoadingOptions, ModelName, option, print_result, printed_if_unsaved
+from sinklab.commands.options import Json, LoadingOptions, ModelName, option, run_job
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.settings import INPUT, OUTPUT
-from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
     from sinklab.assessing.assessment import Assessment
@@ -40,15 +39,10 @@ def assess(
     from sinklab.assessing.assess_model import assess as assess_model
     from sinklab.commands.terminal.results import print_assessment
 
-    console = stderr()
+    model = loading.within(model)
 
-    def show(assessment: "Assessment") -> None:
-        print_result(as_json, assessment.document, lambda out: print_assessment(assessment, out, full))
+    def work(progress: JobProgress) -> "Assessment":
+        return assess_model(model, text, options, loading=loading.on(progress.console), out=out, observe=progress)
 
-    with (
-        keeping_what_is_finished() if out is not None else nullcontext(),
-        printed_if_unsaved(show),
-        JobProgress(console, phase=f"reading {model} and the text") as observe,
-    ):
-        found = assess_model(model, text, options, loading=loading.on(console), out=out, observe=observe)
-    show(found)
+    progress = JobProgress(stderr(), phase=f"reading {model} and the text")
+    run_job(work, progress, as_json, partial(print_assessment, full=full), resumes=out is not None)

@@ -1,16 +1,14 @@
 """`sinklab eval`: scores on downstream tasks, and the sink."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import Json, LoadingOptions, ModelName, option, print_result, printed_if_unsaved
+from sinklab.commands.options import Json, LoadingOptions, ModelName, option, run_job
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.evaluating.evaluation import TaskRequest
 from sinklab.settings import OUTPUT
-from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
     from sinklab.evaluating.evaluation import DownstreamScores
@@ -41,16 +39,11 @@ def evaluate(
     from sinklab.evaluating.evaluate_model import evaluate_model
     from sinklab.opening import is_run
 
-    console = stderr()
-
-    def show(scores: "DownstreamScores") -> None:
-        print_result(as_json, scores.document, lambda out: print_scores(scores, out))
-
+    model = loading.within(model)
     place = Path(model) if out is None and is_run(model) else out
-    with (
-        keeping_what_is_finished() if place is not None else nullcontext(),
-        printed_if_unsaved(show),
-        JobProgress(console, phase=f"reading {model} and the tasks") as observe,
-    ):
-        found = evaluate_model(model, request, loading=loading.on(console), out=place, observe=observe)
-    show(found)
+
+    def work(progress: JobProgress) -> "DownstreamScores":
+        return evaluate_model(model, request, loading=loading.on(progress.console), out=place, observe=progress)
+
+    progress = JobProgress(stderr(), phase=f"reading {model} and the tasks")
+    run_job(work, progress, as_json, print_scores, resumes=place is not None)

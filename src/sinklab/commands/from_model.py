@@ -1,30 +1,25 @@
 """Generate command line options from the fields of pydantic settings models.
 
 A command has a settings model as a parameter; typer sees one option per field instead, and the command receives the
-validated settings. In the help, options are sorted by panel and types have short names; bounds are checked, not shown.
+validated settings. In the help, options are sorted by panel and types have short names; bounds are not shown.
 Alternatives considered: pydantic-settings (its command line is argparse, with another help and other messages),
 pydantic-typer and typantic (the parameter's name before every option, or one model that holds everything), cyclopts
 (would replace typer for all commands).
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 import typer
-from typer.core import TyperArgument, TyperCommand, TyperGroup
-from typer.models import OptionInfo
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from sinklab.errors import InputError
 from sinklab.settings import PANELS, CommandSettings, flag_of, option_name
 
 REQUIRED = inspect.Parameter.empty
-
-
-METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH", list[int]: "N,.."}
+METAVARS = {"bool": "", "int": "N", "float": "X", "str": "TEXT", "Path": "PATH"}
 """Placeholders of option values in the help, by type; for other types (choices), typer shows its own."""
 
 
@@ -44,14 +39,22 @@ class PlainGroup(TyperGroup):
 
 
 class PanelCommand(TyperCommand):
-    """A command whose help lists --help in the last panel of options, and arguments by metavar or name in capitals."""
+    """A command whose help has short types and no bounds, options ordered by panel, and --help in the last panel.
+
+    Arguments are shown by metavar or name in capitals; flags have no --no form.
+    """
 
     def __init__(self, *arguments: Any, **values: Any) -> None:
         super().__init__(*arguments, **values)
+        self.params.sort(key=lambda one: (None, *PANELS).index(getattr(one, "rich_help_panel", None)))
         for one in self.params:
             if isinstance(one, TyperArgument):
                 one.metavar = one.metavar or one.name.upper()
                 one.display_type_rich = _no_type  # type: ignore[method-assign]
+            elif isinstance(one, TyperOption):
+                if one.metavar is None:
+                    one.metavar = METAVARS.get(one.bare_type().removeprefix("list[").removesuffix("]"))
+                one.min, one.max, one.secondary_opts = None, None, []
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the usage line after the command's name, in parts: [OPTIONS] and the arguments."""
@@ -78,34 +81,24 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that the fields of its settings models, nested ones included, are command line options.
 
     Fields without a description have no option. The default value of a settings parameter sets the defaults of its
-    options. Options of other parameters are displayed and checked in the same way; an invalid value raises InputError.
+    options. An invalid value of a settings model raises InputError.
     """
-    settings: dict[str, tuple[type[CommandSettings], CommandSettings | None, dict[str, inspect.Parameter]]] = {}
+    settings: dict[str, tuple[type[CommandSettings], CommandSettings | None, tuple[str, ...]]] = {}
     parameters: list[inspect.Parameter] = []
-    bounds: dict[str, OptionInfo] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         kind, *extras = get_args(parameter.annotation) or (parameter.annotation,)
-        if not (isinstance(kind, type) and issubclass(kind, CommandSettings)):
-            option = next((one for one in extras if isinstance(one, OptionInfo)), None)
-            if option is not None:
-                bounds[parameter.name], annotation = option, Annotated[kind, _shown(parameter.name, option, kind)]
-                parameter = parameter.replace(annotation=annotation)
+        if not _is_nested(kind):
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         default = parameter.default if isinstance(parameter.default, kind) else None
         options = _options(kind, default)
-        names = next((one for one in extras if isinstance(one, Only)), options)
-        settings[parameter.name] = kind, default, {name: options[name] for name in names}
-        parameters += settings[parameter.name][2].values()
-
-    parameters.sort(key=_panel)
+        names = next((one for one in extras if isinstance(one, Only)), tuple(options))
+        settings[parameter.name] = kind, default, names
+        parameters += (options[name] for name in names)
 
     def run(**values: Any) -> None:
-        for name, option in bounds.items():
-            _check(name, option, values[name])
-        for name, (kind, default, options) in settings.items():
-            given = {field: values.pop(field) for field in options}
-            values[name] = _model(kind, default, given)
+        for name, (kind, default, fields) in settings.items():
+            values[name] = _model(kind, default, {field: values.pop(field) for field in fields})
         command(**values)
 
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
@@ -115,50 +108,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-def _panel(parameter: inspect.Parameter) -> int:
-    """Return the sort key of an option: the index of its help panel, from 1; 0 for arguments, which have no panel."""
-    panel = next((one.rich_help_panel for one in get_args(parameter.annotation) if isinstance(one, OptionInfo)), None)
-    return PANELS.index(panel) + 1 if panel in PANELS else 0
-
-
-def _shown(name: str, option: OptionInfo, annotation: Any) -> OptionInfo:
-    """Copy an option for display in the help: with a short type name, without bounds, and without a --no form."""
-    shown = copy.copy(option)
-    shown.min = shown.max = None
-    if annotation is bool and shown.default is ...:
-        shown.param_decls = (f"--{name.replace('_', '-')}",)
-    if shown.metavar is None:
-        shown.metavar = METAVARS.get(_element(annotation))
-    return shown
-
-
-def _element(annotation: Any) -> Any:
-    """Return the type of a single value of an option: X for `list[X] | None`."""
-    annotation = _present(annotation)
-    return get_args(annotation)[0] if get_origin(annotation) is list else annotation
-
-
-def _present(annotation: Any) -> Any:
-    """Return the type of an option without None: X for `X | None`."""
-    kinds = [one for one in get_args(annotation) if one is not NoneType]
-    return kinds[0] if NoneType in get_args(annotation) else annotation
-
-
-def _check(name: str, option: OptionInfo, value: Any) -> None:
-    """Check that a number is within the bounds of its option.
-
-    Raises:
-        InputError: if the value is out of bounds; the message names the option and its bounds.
-    """
-    if value is not None and option.min is not None and value < option.min:
-        expected = f"greater than or equal to {option.min}"
-    elif value is not None and option.max is not None and value > option.max:
-        expected = f"less than or equal to {option.max}"
-    else:
-        return
-    raise InputError(f"--{name.replace('_', '-')} {value}: Input should be {expected}")
 
 
 def _model(kind: type[CommandSettings], default: CommandSettings | None, given: Mapping[str, Any]) -> CommandSettings:
@@ -187,8 +136,11 @@ def _options(kind: type[CommandSettings], default: CommandSettings | None) -> di
 
 def _option(kind: type[CommandSettings], name: str, value: Any) -> inspect.Parameter:
     """Return the command line option of a field as a function parameter; `value` is its default."""
-    field, flag = kind.model_fields[name], flag_of(kind, name)
-    annotation = _present(field.annotation)
+    field, flag, names = kind.model_fields[name], flag_of(kind, name), option_name(kind, name)
+    annotation: Any = field.annotation
+    if NoneType in get_args(annotation):  # X | None
+        annotation = next(one for one in get_args(annotation) if one is not NoneType)
+    metavar, callback = flag.metavar, None
     if flag.text is not None:
         annotation, value = flag.text, REQUIRED if value is REQUIRED else flag.default
     elif get_origin(annotation) is tuple and get_args(annotation)[1] is ...:  # repeatable
@@ -196,10 +148,9 @@ def _option(kind: type[CommandSettings], name: str, value: Any) -> inspect.Param
         annotation, value = list[(get_args(element) or (element,))[0]], None
     elif annotation is bool:
         value = False
-    names, panel, callback = option_name(kind, name), flag.panel or kind.panel, None
-    metavar = flag.metavar or METAVARS.get(annotation) or METAVARS.get(_element(annotation))
     if annotation == list[int]:
-        annotation, callback = list[str], _whole_numbers(names)
+        annotation, callback, metavar = list[str], _whole_numbers(names), metavar or "N,.."
+    panel = flag.panel or kind.panel
     option = typer.Option(names, metavar=metavar, help=field.description, rich_help_panel=panel, callback=callback)
     hint = Annotated[annotation if value is not None else annotation | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)

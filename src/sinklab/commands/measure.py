@@ -1,4 +1,4 @@
-"""`sinklab measure`, `compare` and `parity` on the command line."""
+"""`sinklab measure`, `compare` and `parity`; `measurements.py` has the imports that take long."""
 
 from contextlib import nullcontext
 from enum import StrEnum
@@ -9,8 +9,8 @@ import typer
 
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import Only, with_options
-from sinklab.commands.options import Json, LoadingOptions, SubfolderLoadingOptions, option
-from sinklab.errors import InputError
+from sinklab.commands.options import Json, LoadingOptions, option, run_job
+from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.options import Options
 from sinklab.settings import INPUT, MEASURED, OUTPUT
 from sinklab.signals import keeping_what_is_finished
@@ -46,7 +46,7 @@ def measure(
         list[str] | None,
         option(INPUT, "Branch, tag or commit on the hub; several give a curve over training.", metavar="NAME"),
     ] = None,
-    loading: Annotated[SubfolderLoadingOptions, Only("dtype", "device", "subfolder", "trust_remote_code")],
+    loading: Annotated[LoadingOptions, Only("dtype", "device", "subfolder", "trust_remote_code")],
     by_domain: Annotated[bool, option(INPUT, "Measure each file of the folder --text separately.")] = False,
     by_checkpoint: Annotated[bool, option(INPUT, "Measure each checkpoint in the folder or run MODEL.")] = False,
     family: Annotated[
@@ -84,38 +84,50 @@ def measure(
     --by-domain, --by-checkpoint, several --revision and --family make many measurements, each in a folder of --out. The
     same call resumes after an interruption.
     """
-    from sinklab.commands import measurements
+    from sinklab.commands.measurements import FAMILIES_OUT, Invocation
     from sinklab.measuring.frames import check_formats
-    from sinklab.models.huggingface.loading import in_subfolder
 
-    tables, revisions = [kind.value for kind in formats or ()], revision or []
-    over_steps = by_checkpoint or len(revisions) > 1
-    check_formats(tables, out, one=not (by_domain or family or over_steps))
-    if request.options.explore and (out is None or by_domain or family or over_steps):
+    revisions = revision or []
+    by_step = by_checkpoint or len(revisions) > 1
+    many = bool(family or by_domain or by_step)
+    check_formats(formats or (), out, one=not many)
+    if request.options.explore and (out is None or many):
         raise InputError(
             "--explore draws one measurement of one MODEL into a report: pass MODEL and --out, and remove --family, "
             "--by-domain, --by-checkpoint and any second --revision"
         )
-    if revisions and not over_steps:
-        loading = loading.model_copy(update={"revision": revisions[0]})
-    console = stderr()
-    given = measurements.Invocation(text, request, loading.on(console), out, as_json, console)
-    name = measurements.checked_model(
-        model, family, by_domain, models_dir, dry_run, next(iter(revisions), None), over_steps
-    )
-    if name is None and loading.subfolder is not None:
+    if by_domain and by_step:
         raise InputError(
-            f"--subfolder {loading.subfolder} is for one MODEL: remove it, or pass the MODEL without --family"
+            "--by-domain and several checkpoints (--by-checkpoint, --revision) exclude each other: pass one of them"
         )
-    name = name and in_subfolder(name, loading.subfolder)
-    resumes = (name is None and not dry_run) or ((by_domain or over_steps) and out is not None)
-    with keeping_what_is_finished() if resumes else nullcontext():
-        if name is None and dry_run:
-            measurements.sizes_command(family or [], models_dir, given)
-        elif name is None or by_domain or over_steps:
-            measurements.many_command(name, family or [], models_dir, by_domain, revisions, given)
+    if revisions and not by_step:
+        loading = loading.model_copy(update={"revision": revisions[0]})
+    console, place = stderr(), out or (FAMILIES_OUT if family else None)
+    given = Invocation(text, request, loading.on(console), place, as_json, console)
+    if family:
+        if model is not None:
+            raise InputError(f"pass a MODEL or --family, not both: got {model} and --family {family[0]}")
+        one_only = {"--by-domain": by_domain, "--by-checkpoint": by_checkpoint, "--revision": revisions}
+        if wrong := [name for name, value in {**one_only, "--subfolder": loading.subfolder}.items() if value]:
+            raise InputError(f"{wrong[0]} is for one MODEL: remove it, or remove --family and pass the MODEL")
+        if dry_run:
+            given.sizes(family, models_dir)
         else:
-            measurements.model_command(name, given, tables)
+            with keeping_what_is_finished():
+                given.families(family, models_dir)
+        return
+    if model is None:
+        raise InputError("pass a MODEL, or families of models: --family gpt2 (see --help)")
+    if models_dir is not None or dry_run:
+        raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} requires --family: remove it for one MODEL")
+    model = loading.within(model)
+    with keeping_what_is_finished() if many and out is not None else nullcontext():
+        if by_domain:
+            given.domains(model)
+        elif by_step:
+            given.checkpoints(model, revisions)
+        else:
+            given.one_model(model, formats or ())
 
 
 @with_options
@@ -127,7 +139,7 @@ def compare(
     ],
     text: Text = None,
     request: Annotated[Request, Only("inputs", "sequences", "length", "eps", "no_bos", "batch_size", "seed")],
-    loading: SubfolderLoadingOptions,
+    loading: LoadingOptions,
     out: Annotated[
         Path | None, option(OUTPUT, "Directory for a measurement per model, comparison.json and report.html.")
     ] = None,
@@ -140,13 +152,12 @@ def compare(
     Each model reads the text with its own tokenizer, and conversations (messages) with its own chat template.
     Differences are relative to the first model.
     """
-    from sinklab.commands.measurements import Invocation, compare_command
-    from sinklab.models.huggingface.loading import in_subfolder
+    from sinklab.commands.measurements import Invocation
 
     console = stderr()
     given = Invocation(text, request, loading.on(console), out, as_json, console)
     with keeping_what_is_finished() if out is not None else nullcontext():
-        compare_command([in_subfolder(model, loading.subfolder) for model in models], given)
+        given.compare([loading.within(model) for model in models])
 
 
 @with_options
@@ -154,10 +165,7 @@ def parity(
     *,
     model: Annotated[str, typer.Argument(help="Hugging Face id, model directory or .gguf file.")],
     text: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=INPUT, help=".txt or .jsonl file (text or messages), or a folder; default: random tokens."
-        ),
+        Path | None, option(INPUT, ".txt or .jsonl file (text or messages), or a folder; default: random tokens.")
     ] = None,
     backend: Annotated[
         list[str] | None,
@@ -178,9 +186,19 @@ def parity(
     sinklab's own attention is always compared, too. Exit status 1 if a backend differs from eager attention or drops
     the sink logits; a backend that is unavailable is not an error.
     """
-    from sinklab.commands.measurements import Invocation, parity_command
+    from sinklab.commands.terminal.progress import JobProgress
+    from sinklab.commands.terminal.results import print_parity
+    from sinklab.survey.backends import Parity, compare_backends
 
+    model = loading.within(model)
     if text is None:
         request = request.model_copy(update={"options": Options(inputs="random")})
-    console = stderr()
-    parity_command(model, backend or [], Invocation(text, request, loading.on(console), None, as_json, console))
+
+    def work(progress: JobProgress) -> Parity:
+        loader, backends = loading.on(progress.console), backend or None
+        return compare_backends(model, text, request, loading=loader, backends=backends, observe=progress)
+
+    progress = JobProgress(stderr(), phase=f"reading {model} and the text")
+    found = run_job(work, progress, as_json, print_parity)
+    if wrong := found.wrong():
+        raise SinklabError(wrong)

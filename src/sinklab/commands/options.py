@@ -1,8 +1,8 @@
 """Settings and options shared by several commands, and functions that print results."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,9 +12,11 @@ from pydantic import Field
 from rich.console import Console
 
 from sinklab.commands.ending import say_on
+from sinklab.commands.terminal.progress import JobProgress
 from sinklab.errors import InputError, UnsavedError
 from sinklab.experiments.sweep.engines import EngineName
 from sinklab.settings import ADVANCED, INPUT, OUTPUT, CommandSettings, Flag, Several
+from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
     from sinklab.models.huggingface.loading import Loading
@@ -43,6 +45,9 @@ class LoadingOptions(CommandSettings, frozen=True):
     revision: Annotated[str | None, Flag(metavar="NAME", panel=INPUT)] = Field(
         default=None, description="Branch, tag or commit on the hub; default: main."
     )
+    subfolder: Annotated[str | None, Flag(metavar="FOLDER", panel=INPUT)] = Field(
+        default=None, description="Folder of the model within the directory or repository."
+    )
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
 
     def on(self, console: Console) -> "Loading":
@@ -51,13 +56,11 @@ class LoadingOptions(CommandSettings, frozen=True):
 
         return Loading(**dict(self), say=partial(say_on, console))
 
+    def within(self, model: str) -> str:
+        """Return the path of --subfolder in a local directory MODEL; other names unchanged (see `in_subfolder`)."""
+        from sinklab.models.huggingface.loading import in_subfolder
 
-class SubfolderLoadingOptions(LoadingOptions, frozen=True):
-    """Loading options with --subfolder, for models in a subfolder of a directory or repository."""
-
-    subfolder: Annotated[str | None, Flag(metavar="FOLDER", panel=INPUT)] = Field(
-        default=None, description="Folder of the model within the directory or repository."
-    )
+        return in_subfolder(model, self.subfolder)
 
 
 class ReproduceSettings(CommandSettings, frozen=True):
@@ -140,14 +143,30 @@ def print_result(as_json: bool, document: Callable[[], object], show: Callable[[
         show(Console())
 
 
-@contextmanager
-def printed_if_unsaved(show: Callable[[Any], None]) -> Iterator[None]:
-    """Context manager: on an UnsavedError, print the result in the error with `show`, then raise the error again."""
+def run_job(
+    work: Callable[[JobProgress], Any],
+    progress: JobProgress,
+    as_json: bool,
+    show: Callable[[Any, Console], None],
+    resumes: bool = False,
+) -> Any:
+    """Run a job with a progress display, and print its result: as JSON, or by calling `show`.
+
+    Args:
+        work: function that returns the result, which has a `document()`; its argument observes the job.
+        resumes: whether an interrupted job keeps what is finished.
+
+    Raises:
+        UnsavedError: if the result could not be saved; it has been printed.
+    """
     try:
-        yield
+        with keeping_what_is_finished() if resumes else nullcontext(), progress:
+            result = work(progress)
     except UnsavedError as error:
-        show(error.result)
+        print_result(as_json, error.result.document, partial(show, error.result))
         raise
+    print_result(as_json, result.document, partial(show, result))
+    return result
 
 
 ModelName = Annotated[str, typer.Argument(help="Run directory, Hugging Face id, model directory or .gguf file.")]

@@ -17,7 +17,6 @@ from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
     from sinklab.experiments.definition import Experiment
-    from sinklab.experiments.sweep.plan import Question
 
 ALL = "all"
 ONLY_TRAINING = ("steps", "jobs", "engine_options", "packed", "scale", "engine")
@@ -44,12 +43,13 @@ def lab(
 
     Prints a table and writes report.html. Ctrl-C stops; the same call resumes.
     """
+    from sinklab.commands.reproducing import train_experiments
     from sinklab.experiments.shipped import load_experiment
     from sinklab.experiments.sweep.plan import Question
 
     with keeping_what_is_finished():
         settings = ReproduceSettings(out=out, steps=steps, text=text)
-        _train([Question(load_experiment("lab"), "tiny", seeds)], settings, as_json)
+        train_experiments([Question(load_experiment("lab"), "tiny", seeds)], settings, as_json)
 
 
 @with_options
@@ -143,9 +143,9 @@ def reproduce(
             preview_measured(found, settings, as_json)
             return
         with keeping_what_is_finished():
-            measure_experiments(found, settings, as_json, stderr())
+            measure_experiments(found, settings, as_json)
         return
-    from sinklab.commands.reproducing import check_chats, look_ahead
+    from sinklab.commands.reproducing import check_chats, look_ahead, train_experiments
     from sinklab.commands.terminal.plans import hours_line, print_preview
     from sinklab.commands.terminal.progress import JobProgress
     from sinklab.experiments.sweep.plan import Question, scale_of
@@ -153,17 +153,15 @@ def reproduce(
     if settings.data is not None or not settings.dry_run:
         check_chats(found, settings.data)
     questions = [Question(one, scale_of(one, settings.scale), settings.seeds or one.seeds) for one in found]
-    if settings.dry_run:
+    if settings.dry_run or ALL in names:
         with JobProgress(stderr(), phase="timing some updates"):
             ahead = look_ahead(questions, settings)
-        print_result(as_json, ahead.document, lambda out: print_preview(ahead, out))
-        return
+        if settings.dry_run:
+            print_result(as_json, ahead.document, lambda out: print_preview(ahead, out))
+            return
+        stderr().print(hours_line(ahead), **PLAIN)
     with keeping_what_is_finished():
-        if ALL in names:
-            with JobProgress(stderr(), phase="timing some updates"):
-                ahead = look_ahead(questions, settings)
-            stderr().print(hours_line(ahead), highlight=False, soft_wrap=True)
-        _train(questions, settings, as_json)
+        train_experiments(questions, settings, as_json)
 
 
 def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
@@ -203,29 +201,3 @@ def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "lis
                 option = f"{option_name(ReproduceSettings, name)}{f' {value}' if isinstance(value, str) else ''}"
                 raise InputError(f"{option} applies to training, and {next(iter(found))} trains nothing: remove it")
     return list(found.values())
-
-
-def _train(questions: "Sequence[Question]", settings: ReproduceSettings, as_json: bool) -> None:
-    """Train the runs of the experiments; print the summary to standard output, warnings and failures to stderr.
-
-    Raises:
-        Exit: with status 1 if a run failed; divergence of a cell that may diverge is not a failure.
-    """
-    from sinklab.commands.reproducing import sweep
-    from sinklab.commands.terminal.results import print_summary
-    from sinklab.outputs import REPORT
-
-    console, out = stderr(), settings.directory
-    ended = sweep(questions, settings, console)
-    summary, asked = ended.summary, [one.experiment.id for one in questions]
-    print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: print_summary(summary, asked, out))
-    edited = {run.directory: run.edited for run in summary.runs if run.edited}
-    for directory, files in edited.items():
-        console.print(f"warning: {out / directory} was changed after its run ended ({', '.join(files)})", **PLAIN)
-    for undone, why in ended.left_out.items():
-        console.print(f"warning: {undone}: {why}", **PLAIN)
-    console.print(f"report: {out / REPORT}", highlight=False, soft_wrap=True)
-    for run, message in ended.failures.items():
-        console.print(f"failed: {run}: {message}", **PLAIN)
-    if ended.failures:
-        raise typer.Exit(1)

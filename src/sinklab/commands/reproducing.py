@@ -5,16 +5,16 @@ A sweep prepares its data once, shares its runs with other processes, and writes
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import typer
 from rich.console import Console
 
 from sinklab.assessing.assess_model import assess
-from sinklab.assessing.assessment import ASSESSMENT, load_assessment
+from sinklab.assessing.assessment import load_assessment
 from sinklab.assessing.plan import AssessOptions
-from sinklab.commands.ending import PLAIN
+from sinklab.commands.ending import PLAIN, stderr
 from sinklab.commands.options import ReproduceSettings, print_result
 from sinklab.commands.terminal.plans import print_passes
 from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard
@@ -24,7 +24,7 @@ from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import read_conversations
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import Experiment
-from sinklab.experiments.documents import SUMMARY, Summary, record_of
+from sinklab.experiments.documents import SUMMARY, record_of
 from sinklab.experiments.measured import MeasuredResults, downstream_tasks, measure_experiment
 from sinklab.experiments.passes import Pass, of_given_models, passes_of, subjects_of
 from sinklab.experiments.sweep import store
@@ -32,16 +32,8 @@ from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
 from sinklab.experiments.sweep.packed import take_up, unpack
-from sinklab.experiments.sweep.plan import (
-    PlannedSweep,
-    Question,
-    cells_of,
-    data_key,
-    place_sweep,
-    plan_sweep,
-)
+from sinklab.experiments.sweep.plan import PlannedSweep, Question, cells_of, data_key, place_sweep, plan_sweep
 from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview
-from sinklab.files import parse_json
 from sinklab.jobs.progress import Observer
 from sinklab.models.huggingface.loading import Loading
 from sinklab.outputs import REPORT, check_results
@@ -61,23 +53,6 @@ SUMMARISED_EVERY_S = 60.0
 
 LOOKS_EVERY_S = 2.0
 """Interval in seconds between checks of runs that other processes assess or fine-tune."""
-
-SCHEMA = Summary.model_fields["schema_version"].default
-
-
-@dataclass(frozen=True)
-class SweepEnding:
-    """The outcome of a sweep: summary, failed runs, and missing assessments and tunings.
-
-    Attributes:
-        summary: content of summary.json.
-        failures: reason for failure by name of the run; divergence of a cell that may diverge is not a failure.
-        left_out: reason for each missing assessment or tuning, by a phrase such as "softmax seed 0 was not assessed".
-    """
-
-    summary: Summary
-    failures: Mapping[str, str]
-    left_out: Mapping[str, str]
 
 
 def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
@@ -135,10 +110,10 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
         raise InputError(f"{chats} contains no conversation: pass a .jsonl file with rows that have `messages`")
 
 
-def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: Console) -> SweepEnding:
+def train_experiments(questions: Sequence[Question], settings: ReproduceSettings, as_json: bool) -> None:
     """Train the missing runs of the experiments, assess and fine-tune them if requested, and summarise all runs.
 
-    Progress is printed to `console`. Failed runs are returned, not raised.
+    Progress, warnings and failures are printed to stderr, the summary to standard output.
 
     Raises:
         InputError: if an experiment lacks the scale, a text or directory is unusable, an overlay yields an invalid
@@ -147,10 +122,10 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
         SinklabError: if a file of an earlier run is damaged, or a file cannot be written.
         KeyboardInterrupt: Ctrl-C; everything is saved and the same call resumes.
         PreemptedError: SIGTERM or SIGUSR1; everything is saved and the same call resumes.
+        Exit: with status 1 if a run failed; divergence of a cell that may diverge is not a failure.
     """
-    out, overlay = settings.directory, settings.overlay
+    console, out, overlay = stderr(), settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
-    _check_version(out / SUMMARY)
     if settings.packed is not None:
         take_up(settings.packed, out)
     before = store.read_manifests(out)
@@ -165,54 +140,49 @@ def sweep(questions: Sequence[Question], settings: ReproduceSettings, console: C
     manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
         console.print(f"not in this summary, as their scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
-    for tuning in store.tuning_requests([manifests[name] for name in now], out):
+    asked = [manifests[name] for name in now]
+    for tuning in store.tuning_requests(asked, out):
         if tuning.document.is_file() and settings.data is not None:
             check_tuned(tuning.document, tuning.options, settings.data)
-    for name in now:
-        manifests[name].save(out)
-    lengths = {run.name: run.read_recipe().train.steps for run in planned.runs}
+    for manifest in asked:
+        manifest.save(out)
+    written = time.monotonic()
     try:
-        with RunBoard(console, lengths) as board:
-            written = time.monotonic()
+        with RunBoard(console, {run.name: run.read_recipe().train.steps for run in planned.runs}) as board:
 
             def watch(event: Event) -> None:
                 nonlocal written
                 board.watch(event)
                 if event.is_last and time.monotonic() - written > SUMMARISED_EVERY_S:
-                    _summarised(manifests, out)
+                    store.summary_of(manifests, out).save(out)
                     written = time.monotonic()
 
             ended = train_all(planned.runs, engine, watch)
-        left = _assess_and_tune([manifests[name] for name in now], out, settings.data, console)
+        undone = _assess_and_tune(asked, out, settings.data, console)
     finally:
-        summary = _summarised(manifests, out)
+        summary = store.summary_of(manifests, out)
+        summary.save(out)
     with JobProgress(console, phase="drawing the report"):
         write_report([out])
-    return SweepEnding(summary, _failures(planned, ended), left)
+    print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: print_summary(summary, now, out))
+    failed = _failures(planned, ended)
+    edited = {
+        f"{out / run.directory} was changed after its run ended": run.edited for run in summary.runs if run.edited
+    }
+    for what, files in edited.items():
+        console.print(f"warning: {what} ({', '.join(files)})", **PLAIN)
+    for what, why in undone.items():
+        console.print(f"warning: {what}: {why}", **PLAIN)
+    console.print(f"report: {out / REPORT}", **PLAIN)
+    for run, message in failed.items():
+        console.print(f"failed: {run}: {message}", **PLAIN)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _jobs(settings: ReproduceSettings, runs: int) -> int:
     """Return the number of concurrent runs: --jobs, else one per GPU, else by number of runs and cores."""
     return settings.jobs or cards_here() or jobs_for(runs, cores_here())
-
-
-def _check_version(path: Path) -> None:
-    """Check that an existing summary.json has this schema version, so that no other version is overwritten.
-
-    Raises:
-        InputError: if the versions differ (the message names both), or the file cannot be read.
-    """
-    if not path.is_file():
-        return
-    try:
-        version = parse_json(path.read_text(encoding="utf-8")).get("schema")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}. Remove it, or choose another --out") from error
-    if version != SCHEMA:
-        raise InputError(
-            f"{path} has schema {version} and this version of sinklab writes {SCHEMA}: choose another --out, or move "
-            "the file away; the runs are kept"
-        )
 
 
 def _assess_and_tune(
@@ -230,51 +200,32 @@ def _assess_and_tune(
     left: dict[str, str] = {}
     done = set[str]()
     with JobProgress(console) as progress:
-        while runs := [run for run in _missing(manifests, out) if _undone(run) not in done | left.keys()]:
-            free = [run for run in runs if not is_written(run.document)]
+        while True:
+            tunings = (run for run in store.tuning_requests(manifests, out) if not run.is_finished)
+            missing = {f"{run.name} was not {run.done}": run for run in (*store.unassessed(manifests, out), *tunings)}
+            runs = {undone: run for undone, run in missing.items() if undone not in done | left.keys()}
+            if not runs:
+                return left
+            free = {undone: run for undone, run in runs.items() if not is_written(run.document)}
             if not free:  # all are assessed or tuned by other processes
                 progress.begin("waiting for other processes that assess or tune runs")
                 time.sleep(LOOKS_EVERY_S)
-            for number, run in enumerate(free, 1):
+            for number, (undone, run) in enumerate(free.items(), 1):
                 progress.say(f"{run.doing} {run.name}, {number} of {len(free)}")
                 try:
                     if isinstance(run, store.Unassessed):
                         _assess_run(run, progress)
                     else:
                         assert chats is not None  # see check_chats
-                        _tune_run(run, chats, progress)
-                    done.add(_undone(run))
+                        folder, sources = run.document.parent, TuneSources(chats)
+                        ended = tune(str(run.directory), sources, run.options, folder, observe=progress)
+                        if ended.exit_status:
+                            raise KeyboardInterrupt if ended.exit_status == INTERRUPTED else PreemptedError
+                    done.add(undone)
                 except HeldError:
                     pass
                 except SinklabError as error:
-                    left[_undone(run)] = str(error)
-    return left
-
-
-def _missing(manifests: Sequence[store.SweepManifest], out: Path) -> list[store.Unassessed | store.TuningRequest]:
-    return [
-        *store.unassessed(manifests, out),
-        *(run for run in store.tuning_requests(manifests, out) if not run.is_finished),
-    ]
-
-
-def _undone(run: store.Unassessed | store.TuningRequest) -> str:
-    return f"{run.name} was not {run.done}"
-
-
-def _tune_run(run: store.TuningRequest, chats: Path, observe: Observer) -> None:
-    """Fine-tune the model of a run on conversations, and save the results next to the run directory.
-
-    Raises:
-        InputError: if the run's weights are missing, a conversation cannot be used, or the results there have other
-            settings.
-        HeldError: if another process fine-tunes the run.
-        SinklabError: if a loss or gradient is not finite, or the disk is full.
-        KeyboardInterrupt, PreemptedError: on a signal, after saving.
-    """
-    ended = tune(str(run.directory), TuneSources(chats), run.options, run.document.parent, observe=observe)
-    if ended.exit_status:
-        raise KeyboardInterrupt if ended.exit_status == INTERRUPTED else PreemptedError
+                    left[undone] = str(error)
 
 
 def _assess_run(run: store.Unassessed, observe: Observer) -> None:
@@ -286,21 +237,13 @@ def _assess_run(run: store.Unassessed, observe: Observer) -> None:
         HeldError: if another process assesses the run.
         SinklabError: if a loss is not finite, or a result cannot be saved.
     """
-    path = run.directory / ASSESSMENT
-    if path.is_file() and not load_assessment(path).on_held_out:
+    if run.document.is_file() and not load_assessment(run.document).on_held_out:
         raise InputError(
-            f"{path} was made on a text other than the run's own and is not replaced: move it away and run the same "
-            "command again to assess the run for its experiment"
+            f"{run.document} was made on a text other than the run's own and is not replaced: move it away and run the "
+            "same command again to assess the run for its experiment"
         )
     options = AssessOptions(parts=tuple(run.parts))
     assess(str(run.directory), None, options, out=run.directory, where_possible=True, observe=observe)
-
-
-def _summarised(manifests: Mapping[str, store.SweepManifest], out: Path) -> Summary:
-    """Summarise the runs of all experiments, write summary.json, and return the summary."""
-    summary = store.summary_of(manifests, out)
-    summary.save(out)
-    return summary
 
 
 def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, str]:
@@ -319,12 +262,10 @@ def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, st
     }
 
 
-def measure_experiments(
-    experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool, console: Console
-) -> None:
+def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool) -> None:
     """Run the missing measurements of experiments on existing models, judge the claims, and print the summary.
 
-    Progress is printed to `console`, the summary to standard output. A single experiment is written to --out, several
+    Progress is printed to stderr, the summary to standard output. A single experiment is written to --out, several
     to folders in it named by id; without --out, each is written to runs/models/MODEL/ID.
 
     Raises:
@@ -333,7 +274,7 @@ def measure_experiments(
             be saved.
         KeyboardInterrupt, PreemptedError: finished measurements are saved, and the same call resumes.
     """
-    models, text, data = settings.models, settings.text, settings.data
+    console, models, text, data = stderr(), settings.models, settings.text, settings.data
     passes = _passes(experiments, settings)
     if data is not None and not any(downstream_tasks(one) for one in experiments):
         raise InputError(
@@ -364,7 +305,7 @@ def measure_experiments(
         if any(place.rglob("measurement.json")):
             with JobProgress(console, phase="drawing the report"):
                 path = write_report([place])
-            console.print(f"report: {path}", highlight=False, soft_wrap=True)
+            console.print(f"report: {path}", **PLAIN)
     if failed := [f"{name}: {why}" for one in done for name, why in one.outcome.failed.items()]:
         raise SinklabError("\n".join(failed))
 

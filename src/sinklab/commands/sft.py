@@ -30,7 +30,7 @@ def sft(
         Path | None, option(INPUT, "Jinja chat template, preferably with {% generation %} marks; default: the model's.")
     ] = None,
     options: TuneOptions,
-    loading: Annotated[LoadingOptions, Only("device", "revision", "trust_remote_code")],
+    loading: Annotated[LoadingOptions, Only("device", "revision", "subfolder", "trust_remote_code")],
     as_json: Json = False,
 ) -> None:
     """Fine-tune a model on the assistant tokens of conversations, measuring the sink at every evaluation.
@@ -44,7 +44,7 @@ def sft(
     from sinklab.tuning.sft_dataset import TuneSources
     from sinklab.tuning.tune import tune
 
-    console, sources = stderr(), TuneSources(data, text, chat_template)
+    console, sources, model = stderr(), TuneSources(data, text, chat_template), loading.within(model)
     with keeping_what_is_finished(), JobProgress(console, phase=f"reading {model} and the conversations") as observe:
         ended = tune(model, sources, options, out, loading=loading.on(console), observe=observe)
         if ended.exit_status:

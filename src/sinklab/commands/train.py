@@ -2,9 +2,9 @@
 
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
 from sinklab.commands.ending import PLAIN
@@ -25,23 +25,6 @@ from sinklab.train.track import Tracker, TrackerName, require, tracked
 from sinklab.train.world import World, joined_world
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Result of a training command.
-
-    Attributes:
-        directory: run directory.
-        exit_status: 0 if the run is done; 130 (Ctrl-C) or 75 (SIGTERM, SIGUSR1, or another process) if it was stopped.
-        speaks: True if this process (rank 0) prints the results.
-        recipe: recipe with all defaults and overrides applied.
-    """
-
-    directory: Path
-    exit_status: int
-    speaks: bool
-    recipe: Recipe
-
-
 def train_command(
     recipe: str,
     overrides: Iterable[str],
@@ -49,8 +32,11 @@ def train_command(
     console: Console,
     trackers: Sequence[TrackerName] = (),
     anyway: bool = False,
-) -> Ended:
+    as_json: bool = False,
+) -> None:
     """Train a model as in the recipe, or resume from the run directory; log progress to `console` and the trackers.
+
+    The first process prints the last evaluation, or with `as_json` the measurement.
 
     Args:
         out: run directory; default: runs/NAME-HASH.
@@ -61,6 +47,7 @@ def train_command(
             not a multiple of the processes, or the optional dependency of a tracker is not installed.
         HeldError: if another process trains this run.
         SinklabError: if training failed; saved checkpoints are kept.
+        Exit: with status 130 (Ctrl-C) or 75 (SIGTERM, SIGUSR1, or another process) if it was stopped.
     """
     keep_freed_memory()
     with joined_world() as world:
@@ -69,31 +56,37 @@ def train_command(
         world.together(lambda: require(trackers))
         loaded = world.together(lambda: _recipe(recipe, overrides, world))
         if not anyway:
-            world.together(lambda: _check_fits(loaded, world, console))
+            device, prepare = loaded.train.device, lambda: _data(loaded, console)  # if the vocabulary size is unknown
+            world.together(lambda: check_fits(sized(loaded, world.device(device), prepare), world))
         dataset = world.together(lambda: _data(loaded, console))
         with stop_on_signals() as should_stop:
             run = world.together(lambda: open_run(loaded, dataset, out))
             try:
                 outcome = _trained(run, world, console, should_stop, trackers)
             except StoppedError:  # before the model was built
-                return Ended(run.directory, should_stop.exit_status, world.is_first, run.recipe)
-    if outcome.status == "stopped":
-        steps = run.recipe.train.steps
-        console.print(f"stopped at step {outcome.step} of {steps}, saved in {run.directory}", **PLAIN)
-    status = 0 if outcome.status == "done" else should_stop.exit_status
-    return Ended(run.directory, status, world.is_first, run.recipe)
+                outcome = None
+    if outcome is None or outcome.status != "done":
+        if outcome is not None:
+            reached = f"step {outcome.step} of {run.recipe.train.steps}"
+            console.print(f"stopped at {reached}, saved in {run.directory}", **PLAIN)
+        raise typer.Exit(should_stop.exit_status)
+    if world.is_first and as_json:
+        print((run.directory / "measurement.json").read_text(encoding="utf-8"), end="")
+    elif world.is_first:
+        from sinklab.commands.terminal.results import print_end
+
+        print_end(run.directory, run.recipe, Console())
 
 
 def _trained(
     run: Run, world: World, console: Console, should_stop: Callable[[], bool], trackers: Sequence[TrackerName]
 ) -> RunOutcome:
-    name = run.recipe.name
+    name, steps = run.recipe.name, run.recipe.train.steps
     longer = "" if run.shorter is None else f", which continues the run of {run.shorter} steps"
     console.print(f"run {run.hash} in {run.directory}{longer}", **PLAIN)
-    needs = memory_line(run.recipe, world.device(run.recipe.train.device), world.size)
-    console.print(needs, **PLAIN)
+    console.print(memory_line(run.recipe, world.device(run.recipe.train.device), world.size), **PLAIN)
     following: list[Tracker] = []
-    with RunBoard(console, {name: run.recipe.train.steps}) as board:
+    with RunBoard(console, {name: steps}) as board:
 
         def watch(progress: StepReport) -> None:
             board.watch(Event(name, "step" if progress.row is None else "row", progress.step, progress.row))
@@ -103,7 +96,7 @@ def _trained(
 
         trainer = Trainer(run, watch, should_stop, world)
         board.watch(Event(name, "ready", trainer.state.step))
-        was_done = trainer.state.step == run.recipe.train.steps
+        was_done = trainer.state.step == steps
         with tracked(trackers if world.is_first else (), run, trainer.state.step) as opened:
             following += opened
             outcome = trainer.train()
@@ -157,11 +150,6 @@ def _recipe(name: str, overrides: Iterable[str], world: World) -> Recipe:
     recipe = started(load_recipe(name, overrides))
     world.use(recipe.train.device)
     return recipe
-
-
-def _check_fits(recipe: Recipe, world: World, console: Console) -> None:
-    """Check that training fits into memory; the text is prepared only if the vocabulary size is unknown without it."""
-    check_fits(sized(recipe, world.device(recipe.train.device), lambda: _data(recipe, console)), world)
 
 
 def _data(recipe: Recipe, console: Console) -> TokenDataset:

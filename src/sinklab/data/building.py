@@ -9,10 +9,10 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from pydantic import ValidationError
@@ -113,83 +113,19 @@ class _GrowingShard:
         start, size = document.first * self._dtype.itemsize, document.tokens * self._dtype.itemsize
         self.file.seek(start)
         ids = np.frombuffer(self.file.read(size), self._dtype)
-        while True:
-            self.file.seek(start + size)
-            block = self.file.read(MOVED_BYTES)
+        while block := self.file.read(MOVED_BYTES):
             self.file.seek(start)
-            self.file.write(block)
-            start += len(block)
-            if not block:
-                self.file.truncate(start)
-                self.state = SplitState(tokens=self.state.tokens - document.tokens, documents=self.state.documents - 1)
-                return ids
+            start += self.file.write(block)
+            self.file.seek(start + size)
+        self.file.truncate(start)
+        self.state = SplitState(tokens=self.state.tokens - document.tokens, documents=self.state.documents - 1)
+        return ids
 
     def finish(self) -> Shard:
         self.file.flush()
         os.fsync(self.file.fileno())
-        path = Path(self.file.name)
-        state = self.state
+        path, state = Path(self.file.name), self.state
         return Shard(file=path.name, tokens=state.tokens, documents=state.documents, sha256=sha256_of(path))
-
-
-class SplitWriter:
-    """Appends documents to train.bin or valid.bin, depending on their rank.
-
-    Args:
-        folder: folder of the two files.
-        dtype: data type of the ids.
-        valid_fraction: minimum rank of training documents.
-        last: journal entry to resume from; token ids written after it are removed.
-    """
-
-    def __init__(self, folder: Path, dtype: np.dtype, valid_fraction: float, last: Entry | None) -> None:
-        self._threshold = valid_fraction
-        self.train = _GrowingShard(folder / "train.bin", dtype, last.train if last else SplitState())
-        self.valid = _GrowingShard(folder / "valid.bin", dtype, last.valid if last else SplitState())
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in both shards."""
-        return self.train.state.tokens + self.valid.state.tokens
-
-    def add(self, ids: np.ndarray, lengths: np.ndarray, ranks: np.ndarray) -> None:
-        """Append documents to the shard that the rank of each selects.
-
-        Args:
-            ids: token ids of all documents with EOS. Shape (tokens,).
-            lengths: number of tokens of each document. Shape (documents,).
-            ranks: rank of each document. Shape (documents,).
-        """
-        distances = ranks - self._threshold
-        is_valid = distances < 0
-        of_valid = np.repeat(is_valid, lengths)
-        self.train.append(ids[~of_valid], lengths[~is_valid], distances[~is_valid])
-        self.valid.append(ids[of_valid], lengths[is_valid], -distances[is_valid])
-
-    def finish(self) -> tuple[Shard, Shard]:
-        """Flush both files and return the training and the validation shard; needs at least two documents.
-
-        If one of them is empty, the nearest document of the other is moved into it.
-        """
-        full, empty = (self.train, self.valid) if self.train.state.documents else (self.valid, self.train)
-        if not empty.state.documents:
-            moved = full.state.nearest
-            assert moved is not None
-            empty.append(full.take_out(moved), np.array([moved.tokens]), np.array([moved.distance]))
-        return self.train.finish(), self.valid.finish()
-
-    def close(self) -> None:
-        """Close both token files."""
-        with closing(self.train.file), closing(self.valid.file):
-            pass
-
-
-class Encoded(NamedTuple):
-    """Encoded documents: ids with EOS (tokens,), lengths (documents,), ranks (documents,)."""
-
-    ids: np.ndarray
-    lengths: np.ndarray
-    ranks: np.ndarray
 
 
 class Builder:
@@ -213,7 +149,7 @@ class Builder:
         self.shares: dict[str, Share] = {}
 
     def build(self, documents: Iterator[NamedDocument], progress: Callable[[int, int], None]) -> tuple[Shard, Shard]:
-        """Write the training and the validation shard.
+        """Write the training and the validation shard; if one is empty, the other's nearest document is moved into it.
 
         Args:
             documents: the whole text, from the start.
@@ -224,56 +160,61 @@ class Builder:
             OSError, SinklabError: if a file cannot be written, for example because the disk is full; finished parts are
                 kept.
         """
-        parts = _parts(documents)
-        changed, last = self._replay(parts)
+        parts, last = self._replay(_parts(documents))
         limit = math.inf if self.settings.token_limit is None else self.settings.token_limit
-        writer = SplitWriter(self.folder, DTYPES[self.dtype], self.settings.valid_fraction, last)
-        with closing(writer):
-            source = chain([changed] if changed else [], parts)
-            while writer.tokens < limit and (part := next(source, None)):
-                self._write(writer, part)
-                progress(self.text.text_bytes, writer.tokens)
-            if writer.train.state.documents + writer.valid.state.documents < 2:
+        dtype = DTYPES[self.dtype]
+        train = _GrowingShard(self.folder / "train.bin", dtype, last.train if last else SplitState())
+        valid = _GrowingShard(self.folder / "valid.bin", dtype, last.valid if last else SplitState())
+        with closing(train.file), closing(valid.file):
+            while (written := train.state.tokens + valid.state.tokens) < limit and (part := next(parts, None)):
+                self._write(part, train, valid, written)
+                progress(self.text.text_bytes, train.state.tokens + valid.state.tokens)
+            if train.state.documents + valid.state.documents < 2:
                 (self.folder / JOURNAL).unlink(missing_ok=True)
                 raise InputError(
                     f"fewer than two documents of {self.settings.source} were read, and training and validation need "
-                    "one each: use text with more documents, or a larger token_limit or text_limit_bytes"
+                    "one each: use text with more documents (in a .txt file, end each with a line <|endoftext|>, or "
+                    "remove these lines, and a long text is split), or a larger token_limit or text_limit_bytes"
                 )
-            return writer.finish()
+            full, empty = (train, valid) if train.state.documents else (valid, train)
+            if not empty.state.documents:
+                moved = full.state.nearest
+                assert moved is not None
+                empty.append(full.take_out(moved), np.array([moved.tokens]), np.array([moved.distance]))
+            return train.finish(), valid.finish()
 
-    def _replay(self, parts: Iterator[NamedDocuments]) -> tuple[NamedDocuments | None, Entry | None]:
-        """Reread the text of finished parts; return the first changed part and the last valid journal entry."""
-        entries, changed, valid = self._journal(), None, 0
-        for entry in entries:
+    def _replay(self, parts: Iterator[NamedDocuments]) -> tuple[Iterator[NamedDocuments], Entry | None]:
+        """Reread the text of finished parts; return the parts from the first changed one on, and the last valid entry.
+
+        Entries are valid up to the first that is incomplete, or whose text or token ids in a shard have changed.
+        """
+        path, entries = self.folder / JOURNAL, list[Entry]()
+        with suppress(ValidationError):
+            for line in path.read_bytes().splitlines() if path.exists() else ():
+                entries.append(Entry.model_validate_json(line))
+        width, valid = DTYPES[self.dtype].itemsize, list[Entry]()
+        in_train = _intact(self.folder / "train.bin", [entry.train for entry in entries], width)
+        in_valid = _intact(self.folder / "valid.bin", [entry.valid for entry in entries], width)
+        for entry in entries[: min(in_train, in_valid)]:
             part, before = next(parts, []), self.text.copy()
             for _, text in part[: entry.documents - self.text.documents]:
                 self.text.add(text)
             if self.text.hexdigest() != entry.text_sha256:
-                self.text, changed = before, part or None
+                self.text, parts = before, chain([part] if part else [], parts)
                 break
-            valid += 1
-        write_text(self.folder / JOURNAL, "".join(f"{entry.model_dump_json()}\n" for entry in entries[:valid]))
-        last = entries[valid - 1] if valid else None
+            valid.append(entry)
+        write_text(path, "".join(f"{entry.model_dump_json()}\n" for entry in valid))
+        last = valid[-1] if valid else None
         self.shares = dict(last.shares) if last else {}
-        return changed, last
+        return parts, last
 
-    def _journal(self) -> list[Entry]:
-        """Return the journal entries before the first that is incomplete or whose token ids in a shard have changed."""
-        path, entries = self.folder / JOURNAL, []
-        for line in path.read_bytes().splitlines() if path.exists() else ():
-            try:
-                entries.append(Entry.model_validate_json(line))
-            except ValidationError:
-                break
-        width = DTYPES[self.dtype].itemsize
-        train = _intact(self.folder / "train.bin", [entry.train for entry in entries], width)
-        valid = _intact(self.folder / "valid.bin", [entry.valid for entry in entries], width)
-        return entries[: min(train, valid)]
-
-    def _write(self, writer: SplitWriter, part: NamedDocuments) -> None:
-        encoded = self._encode([text for _, text in part], writer.tokens)
-        writer.add(*encoded)
-        for (name, text), tokens in zip(part, encoded.lengths.tolist(), strict=False):
+    def _write(self, part: NamedDocuments, train: _GrowingShard, valid: _GrowingShard, written: int) -> None:
+        """Append a part to the shards, a document to that which its rank selects, and an entry to the journal."""
+        ids, lengths, ranks = self._encode([text for _, text in part], written)
+        distances = ranks - self.settings.valid_fraction
+        for shard, chosen in ((train, distances >= 0), (valid, distances < 0)):
+            shard.append(ids[np.repeat(chosen, lengths)], lengths[chosen], abs(distances[chosen]))
+        for (name, text), tokens in zip(part, lengths.tolist(), strict=False):
             self.text.add(text)
             if name:
                 share = self.shares.get(name, Share())
@@ -282,25 +223,29 @@ class Builder:
             documents=self.text.documents,
             text_bytes=self.text.text_bytes,
             text_sha256=self.text.hexdigest(),
-            train=writer.train.state,
-            valid=writer.valid.state,
+            train=train.state,
+            valid=valid.state,
             shares=self.shares,
         )
         append_line(self.folder / JOURNAL, entry.model_dump_json())
 
-    def _encode(self, texts: list[str], written: int) -> Encoded:
-        """Encode documents up to the token limit, of which `written` tokens are already used."""
+    def _encode(self, texts: list[str], written: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Encode documents up to the token limit, of which `written` tokens are already used.
+
+        Returns:
+            Ids with EOS (tokens,), lengths (documents,) and ranks (documents,).
+        """
         ids, lengths = self.tokenizer.encode_flat(texts)
         ids = np.insert(ids, lengths.cumsum(), self.tokenizer.eos_id).astype(DTYPES[self.dtype])
         lengths, ranks = lengths + 1, np.array([rank(text) for text in texts])
         limit = self.settings.token_limit
         if limit is None or len(ids) <= limit - written:
-            return Encoded(ids, lengths, ranks)
+            return ids, lengths, ranks
         ids = ids[: limit - written].copy()
         ids[-1] = self.tokenizer.eos_id
         ends = np.minimum(lengths.cumsum(), len(ids))
         count = int(np.searchsorted(ends, len(ids))) + 1
-        return Encoded(ids, np.diff(ends[:count], prepend=0), ranks[:count])
+        return ids, np.diff(ends[:count], prepend=0), ranks[:count]
 
 
 def _intact(path: Path, states: list[SplitState], token_bytes: int) -> int:

@@ -40,8 +40,8 @@ class Loader:
         chunks: number of chunks.
 
     Raises:
-        InputError: if `context` or `batch_size` is below 1, there are fewer tokens than one chunk or the budget, or an
-            intervention is outside the chunk or vocabulary.
+        InputError: if there are fewer tokens than one chunk or the budget, or an intervention is outside the chunk or
+            vocabulary.
     """
 
     def __init__(
@@ -56,9 +56,15 @@ class Loader:
         bos_id: int,
         shuffle: bool = True,
     ) -> None:
-        if context < 1 or batch_size < 1:
-            raise InputError(f"context and batch_size must be at least 1; got {context} and {batch_size}")
-        _check_interventions(config, context, vocab_size)
+        fixed, drawn = config.fixed_token, config.random_tokens
+        if fixed and max(fixed.positions) > context:
+            raise InputError(
+                f"data.fixed_token.positions has {max(fixed.positions)}: a chunk has positions 0..{context}"
+            )
+        if fixed and fixed.token_id >= vocab_size:
+            raise InputError(f"data.fixed_token.token_id is {fixed.token_id}: the ids are 0..{vocab_size - 1}")
+        if drawn and drawn.end > context + 1:
+            raise InputError(f"data.random_tokens.end is {drawn.end}: a chunk has positions 0..{context}")
         count, budget = len(tokens), config.token_budget if shuffle else None
         if budget is not None and budget > count:
             raise InputError(
@@ -75,14 +81,9 @@ class Loader:
                 + ("raise data.token_budget if set, " if shuffle else "raise data.valid_fraction, ")
                 + "or shorten the context"
             )
-        self._tokens, self._stride = tokens, stride
-        self._bos_id = bos_id if config.bos else None
-        self._config = config
-        self._vocab_size = vocab_size
-        self._seed = seed
-        self._shuffle = shuffle
-        self.context = context
-        self.batch_size = batch_size
+        self.context, self.batch_size = context, batch_size
+        self._tokens, self._stride, self._shuffle, self._seed = tokens, stride, shuffle, seed
+        self._config, self._vocab_size, self._bos_id = config, vocab_size, bos_id
         # two epochs, because a batch rarely spans more
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
@@ -115,47 +116,29 @@ class Loader:
             IndexError: if `index` is negative, or past the end of a validation loader.
             SinklabError: if the shard cannot be read.
         """
-        places = np.arange(index * self.batch_size, (index + 1) * self.batch_size)
         if index < 0 or (not self._shuffle and index >= len(self)):
-            raise IndexError(
-                f"no batch {index}: indices start at 0, and validation, which does not wrap around, ends at "
-                f"{len(self) - 1}"
-            )
-        if not self._shuffle:
-            places = places[places < self.chunks]
-        return self._rows(places if rows is None else places[rows])
-
-    def _rows(self, places: np.ndarray) -> torch.Tensor:
-        ids = self._chunk_ids(places)
+            raise IndexError(f"no batch {index}: validation ends at {len(self) - 1} and does not wrap around")
+        ids = np.arange(index * self.batch_size, (index + 1) * self.batch_size)
+        if self._shuffle:
+            ids = np.array([self._order(place // self.chunks)[place % self.chunks] for place in ids.tolist()])
+        ids = ids[ids < self.chunks][rows or slice(None)]
         chunks_BT = np.empty((len(ids), self.context + 1), dtype=np.int64)
-        if self._bos_id is not None:
+        if self._config.bos:
             chunks_BT[:, 0] = self._bos_id
         stride = self._stride
         for row_T, chunk in zip(chunks_BT, ids.tolist(), strict=True):
             row_T[-stride:] = self._tokens[chunk * stride : (chunk + 1) * stride]
-        self._intervene(chunks_BT, ids)
-        return torch.from_numpy(chunks_BT)
-
-    def _chunk_ids(self, places: np.ndarray) -> np.ndarray:
-        if not self._shuffle:
-            return places
-        ids = np.empty_like(places)
-        for epoch in np.unique(places // self.chunks):
-            here = places // self.chunks == epoch
-            ids[here] = self._order(int(epoch))[places[here] % self.chunks]
-        return ids
-
-    def _draw_order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([_ORDER, self._seed, epoch]).permutation(self.chunks)
-
-    def _intervene(self, chunks_BT: np.ndarray, ids: np.ndarray) -> None:
         if fixed := self._config.fixed_token:
             chunks_BT[:, fixed.positions] = fixed.token_id
         if drawn := self._config.random_tokens:
             stream = _DRAWN if self._shuffle else _DRAWN_VALID
-            for row, chunk in zip(chunks_BT, ids, strict=True):
-                generator = np.random.default_rng([stream, self._seed, int(chunk)])
-                row[drawn.start : drawn.end] = generator.integers(self._vocab_size, size=drawn.end - drawn.start)
+            for row_T, chunk in zip(chunks_BT, ids.tolist(), strict=True):
+                generator = np.random.default_rng([stream, self._seed, chunk])
+                row_T[drawn.start : drawn.end] = generator.integers(self._vocab_size, size=drawn.end - drawn.start)
+        return torch.from_numpy(chunks_BT)
+
+    def _draw_order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([_ORDER, self._seed, epoch]).permutation(self.chunks)
 
 
 class Prefetcher:
@@ -179,31 +162,13 @@ class Prefetcher:
     def batch(self, index: int) -> Tensor:
         """Return batch `index` on the device, and start fetching the next one. Raises as `fetch`."""
         started = time.perf_counter()
-        future = self._ahead[1] if self._ahead and self._ahead[0] == index else self._begin(index)
-        tokens = future.result()
+        ahead = self._ahead[1] if self._ahead and self._ahead[0] == index else self._thread.submit(self._ready, index)
+        tokens = ahead.result()
         self.waited += time.perf_counter() - started
-        self._ahead = (index + 1, self._begin(index + 1)) if index + 1 < self._end else None
+        following = index + 1
+        self._ahead = (following, self._thread.submit(self._ready, following)) if following < self._end else None
         return tokens.to(self._device, non_blocking=True)
-
-    def _begin(self, index: int) -> Future[Tensor]:
-        return self._thread.submit(self._ready, index)
 
     def _ready(self, index: int) -> Tensor:
         tokens = self._fetch(index)
         return tokens.pin_memory() if self._device.type == "cuda" else tokens
-
-
-def _check_interventions(config: DataConfig, context: int, vocab_size: int) -> None:
-    fixed, drawn = config.fixed_token, config.random_tokens
-    if fixed and max(fixed.positions) > context:
-        raise InputError(
-            f"data.fixed_token.positions has {max(fixed.positions)}: with context {context} a chunk has positions "
-            f"0..{context}"
-        )
-    if fixed and fixed.token_id >= vocab_size:
-        raise InputError(f"data.fixed_token.token_id is {fixed.token_id}: the vocabulary has ids 0..{vocab_size - 1}")
-    if drawn and drawn.end > context + 1:
-        raise InputError(
-            f"data.random_tokens.end is {drawn.end}: with context {context} a chunk has positions 0..{context}, "
-            f"so that end is at most {context + 1}"
-        )

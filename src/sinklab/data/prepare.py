@@ -87,11 +87,11 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
         progress: see `prepare`.
 
     Raises:
-        InputError, SinklabError: see `prepare` and `TokenDataset.open`.
+        InputError, SinklabError: see `prepare` and `TokenDataset`.
     """
     folder = expanded(config.source)
     if is_prepared(folder):
-        return TokenDataset.open(folder)
+        return TokenDataset(folder)
     settings = _settings(config)
     return prepare_settings(settings, _in_cache(settings, cache), progress)
 
@@ -103,12 +103,12 @@ def find_prepared(config: DataConfig, cache: Path | None = None) -> TokenDataset
         config, cache: see `prepared`.
 
     Raises:
-        InputError, SinklabError: see `TokenDataset.open`; also if there is no such source.
+        InputError, SinklabError: see `TokenDataset`; also if there is no such source.
     """
     folder = expanded(config.source)
     if not is_prepared(folder):
         folder = _in_cache(_settings(config), cache)
-    return TokenDataset.open(folder) if is_prepared(folder) else None
+    return TokenDataset(folder) if is_prepared(folder) else None
 
 
 def known_vocabulary(config: DataConfig) -> int | None:
@@ -125,9 +125,7 @@ def known_vocabulary(config: DataConfig) -> int | None:
 
 def _settings(config: DataConfig) -> Settings:
     if is_prepared(expanded(config.source)):
-        raise InputError(
-            f"source {config.source} is already prepared: use it as data.source, or pass the original text"
-        )
+        raise InputError(f"source {config.source} is already prepared: use it as data.source")
     path = expanded(config.tokenizer)
     path = path / "tokenizer.json" if path.is_dir() else path
     tokens = sha256_of(path) if path.is_file() else config.tokenizer
@@ -148,8 +146,14 @@ def prepare_settings(
     """Write the token shards for these settings to `out`, or open them; see `prepare`."""
     try:
         if not is_prepared(out):
-            if not (out / LOCK).exists():  # checked before anything is written, and again under the lock
-                _check_folder(out)
+            if out.exists() and not out.is_dir():
+                raise InputError(f"{out} is a file: choose another --out")
+            found = [out / name for name in (*FILES, PARTIAL) if (out / name).exists()]
+            if found and not (out / LOCK).exists():
+                raise InputError(
+                    f"{found[0]} exists and was not written by a preparation, so it is not replaced: choose another "
+                    "--out, or move it away"
+                )
             with _locked(out):
                 if not is_prepared(out):
                     _build(settings, out, progress or (lambda *_: None), counted or (lambda _: None))
@@ -159,7 +163,7 @@ def prepare_settings(
             f"cannot prepare data in {out}: {error.strerror or error}. {remedy} another folder with --out "
             "or SINKLAB_CACHE, and run the same command again."
         ) from error
-    dataset = TokenDataset.open(out)
+    dataset = TokenDataset(out)
     if dataset.manifest.settings != settings:
         raise InputError(
             f"{out} contains data prepared with other settings or from text that has changed since: "
@@ -168,34 +172,13 @@ def prepare_settings(
     return dataset
 
 
-def _check_folder(out: Path) -> None:
-    """Raise InputError if `out` has files that would be replaced and were not written by a preparation."""
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out} is a file: choose another --out")
-    partial = out / PARTIAL
-    if (partial / SETTINGS).is_file():
-        return
-    found = [out / name for name in FILES if (out / name).exists()]
-    ours = partial.is_dir() and all(path.name.startswith(f".{SETTINGS}") for path in partial.iterdir())
-    if partial.exists() and not ours:
-        found.append(partial)
-    if found:
-        raise InputError(
-            f"{found[0]} exists and was not written by a preparation, so it is not replaced: choose another --out, or "
-            "move it away"
-        )
-
-
 def _build(settings: Settings, out: Path, progress: StageProgress, counted: Counted) -> None:
-    _check_folder(out)
     partial = out / PARTIAL
-    found = partial / SETTINGS
-    wanted = settings.model_dump_json()
-    if not found.is_file() or found.read_text(encoding="utf-8") != wanted:
-        shutil.rmtree(partial, ignore_errors=True)  # other settings or text
-        partial.mkdir()
+    found, wanted = partial / SETTINGS, settings.model_dump_json()
     try:
-        if not found.is_file():
+        if not found.is_file() or found.read_text(encoding="utf-8") != wanted:
+            shutil.rmtree(partial, ignore_errors=True)  # other settings or text
+            partial.mkdir()
             write_text(found, wanted)
         manifest = _write_shards(settings, partial, progress, counted)
         for name in FILES:
@@ -203,8 +186,9 @@ def _build(settings: Settings, out: Path, progress: StageProgress, counted: Coun
         unset = {"shares"} if manifest.shares is None else None
         write_json(out / MANIFEST, manifest.model_dump(mode="json", exclude=unset))
     except BaseException:
-        if not (partial / JOURNAL).is_file() or not (partial / JOURNAL).stat().st_size:
-            shutil.rmtree(partial, ignore_errors=True)  # no part is finished
+        journal = partial / JOURNAL
+        if not journal.is_file() or not journal.stat().st_size:  # no part is finished
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     shutil.rmtree(partial, ignore_errors=True)
 

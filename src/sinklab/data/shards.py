@@ -13,6 +13,8 @@ import hashlib
 import json
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -94,38 +96,27 @@ class TokenFile:
     def __init__(self, path: Path, dtype: np.dtype, tokens: int, sha256: str, remedy: str) -> None:
         self.path, self.dtype = path, dtype
         self._tokens, self._sha256, self._remedy = tokens, sha256, remedy
-        if not path.is_file():
-            raise SinklabError(f"{path} is missing. {remedy}")
-        try:
+        with _reading(path, remedy):
             self._file = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise self._unreadable(error) from error
         weakref.finalize(self, os.close, self._file)
         self._times = self._checked_times()
 
     def __len__(self) -> int:
         return self._tokens
 
-    def __getitem__(self, where: int | slice) -> np.ndarray:
-        """Read the token id at an index (a scalar), or the ids of a contiguous slice, (tokens,); nothing is cached.
+    def __getitem__(self, where: slice) -> np.ndarray:
+        """Read the ids of a contiguous slice, (tokens,); nothing is cached.
 
         Raises:
-            IndexError: if the index is out of range, or the step of the slice is not 1.
             SinklabError: if the file was truncated or cannot be read.
         """
-        if not isinstance(where, slice):
-            where = range(self._tokens)[where]
-            return self[where : where + 1][0]
         start, stop, step = where.indices(self._tokens)
-        if step != 1:
-            raise IndexError(f"token ids are read contiguously: a slice with step {step} is not supported")
+        assert step == 1, "token ids are read contiguously"
         offset, size = start * self.dtype.itemsize, max(stop - start, 0) * self.dtype.itemsize
         content = b""
         while len(content) < size:
-            try:
+            with _reading(self.path, self._remedy):
                 more = os.pread(self._file, size - len(content), offset + len(content))
-            except OSError as error:
-                raise self._unreadable(error) from error
             if not more:
                 raise SinklabError(
                     f"{self.path} was truncated while in use: it ends before byte {offset + size:,} of "
@@ -140,12 +131,9 @@ class TokenFile:
         Raises:
             SinklabError: if the checksum differs or the file cannot be read.
         """
-        try:
-            with open(self._file, "rb", closefd=False) as file:
-                file.seek(0)
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise self._unreadable(error) from error
+        with _reading(self.path, self._remedy), open(self._file, "rb", closefd=False) as file:
+            file.seek(0)
+            found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != self._sha256:
             raise SinklabError(f"{self.path} is corrupted: its checksum is not the one recorded. {self._remedy}")
 
@@ -164,22 +152,19 @@ class TokenFile:
 
     def _checked_times(self) -> tuple[int, int]:
         """Check the file's size; return its modification and status change times, ns."""
-        try:
+        with _reading(self.path, self._remedy):
             status = os.fstat(self._file)
-        except OSError as error:
-            raise self._unreadable(error) from error
         if status.st_size != (expected := self._tokens * self.dtype.itemsize):
             raise SinklabError(
                 f"{self.path} has {status.st_size:,} bytes where {expected:,} were written. {self._remedy}"
             )
         return status.st_mtime_ns, status.st_ctime_ns
 
-    def _unreadable(self, error: OSError) -> SinklabError:
-        return _unreadable(self.path, error, self._remedy)
-
 
 class TokenDataset:
-    """Prepared data, open for reading.
+    """Prepared data, open for reading: a directory written by `prepare`.
+
+    The SHA-256 of the token files and tokenizer.json are verified.
 
     Attributes:
         train, valid: token files; `train[start:stop]` reads ids as an array (uint16 or uint32).
@@ -187,46 +172,31 @@ class TokenDataset:
         fingerprint: SHA-256 of everything that affects training: text, tokenizer, split and ids.
         tokenizer_path: path of tokenizer.json.
         directory, manifest: directory of the data, and the contents of its data.json.
+
+    Raises:
+        InputError: if there is no prepared data.
+        SinklabError: if a file is missing, unreadable, of another size or changed, or data.json is damaged; the message
+            names the file and the remedy.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, train: TokenFile, valid: TokenFile) -> None:
-        self.directory = directory
-        self.manifest = manifest
-        self.vocab_size = manifest.vocab_size
-        self.eos_id = manifest.eos_id
-        self.bos_id = manifest.bos_id
-        self.tokenizer_path = directory / "tokenizer.json"
-        self.train, self.valid = train, valid
-        parts = manifest.model_dump(mode="json", exclude={"settings", "shares"})
-        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-    @classmethod
-    def open(cls, directory: Path) -> "TokenDataset":
-        """Open a directory written by `prepare`, and verify the SHA-256 of the token files and tokenizer.json.
-
-        Raises:
-            InputError: if there is no prepared data.
-            SinklabError: if a file is missing, unreadable, of another size or changed, or data.json is damaged; the
-                message names the file and the remedy.
-        """
-        manifest = read_manifest(directory)
-        dtype, remedy = DTYPES[manifest.dtype], _remedy(directory, manifest)
-        train, valid = (
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.manifest = directory, read_manifest(directory)
+        manifest, dtype = self.manifest, DTYPES[self.manifest.dtype]
+        remedy = _remedy(directory, manifest.settings.source, manifest.settings.tokenizer)
+        self.vocab_size, self.eos_id, self.bos_id = manifest.vocab_size, manifest.eos_id, manifest.bos_id
+        self.train, self.valid = (
             TokenFile(directory / shard.file, dtype, shard.tokens, shard.sha256, remedy)
             for shard in (manifest.train, manifest.valid)
         )
-        tokenizer = directory / "tokenizer.json"
-        if not tokenizer.is_file():
-            raise SinklabError(f"{tokenizer} is missing. {remedy}")
-        train.verify()
-        valid.verify()
-        try:
-            found = sha256_of(tokenizer)
-        except OSError as error:
-            raise _unreadable(tokenizer, error, remedy) from error
+        self.train.verify()
+        self.valid.verify()
+        self.tokenizer_path = directory / "tokenizer.json"
+        with _reading(self.tokenizer_path, remedy):
+            found = sha256_of(self.tokenizer_path)
         if found != manifest.tokenizer_sha256:
-            raise SinklabError(f"{tokenizer} is corrupted: its checksum is not the one recorded. {remedy}")
-        return cls(directory, manifest, train, valid)
+            raise SinklabError(f"{self.tokenizer_path} is corrupted: its checksum is not the one recorded. {remedy}")
+        parts = manifest.model_dump(mode="json", exclude={"settings", "shares"})
+        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def is_prepared(directory: Path) -> bool:
@@ -240,31 +210,36 @@ def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the data.json of a prepared directory; raises as `TokenDataset.open`."""
-    path = directory / MANIFEST
+    """Read the data.json of a prepared directory; raises as `TokenDataset`."""
+    path, remedy = directory / MANIFEST, _remedy(directory, "SOURCE", "NAME|train:SIZE")
+    with _reading(path, remedy):
+        if not path.exists():
+            raise InputError(
+                f"{directory} contains no prepared data (there is no {MANIFEST}): "
+                f"run sinklab data prepare SOURCE --tokenizer NAME --out {directory}"
+            )
+        content = path.read_bytes()
     try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise InputError(
-            f"{directory} contains no prepared data (there is no {MANIFEST}): "
-            f"run sinklab data prepare SOURCE --tokenizer NAME --out {directory}"
-        ) from error
-    except OSError as error:
-        raise _unreadable(path, error, _remedy(directory, None)) from error
+        return Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise SinklabError(f"{path} is damaged ({where}: {first['msg']}). {_remedy(directory, None)}") from error
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise SinklabError(f"{path} is damaged ({where}: {first['msg']}). {remedy}") from error
 
 
-def _unreadable(path: Path, error: OSError, remedy: str) -> SinklabError:
-    return SinklabError(f"{path} cannot be read: {error.strerror or error}. Make it readable, or: {remedy}")
+@contextmanager
+def _reading(path: Path, remedy: str) -> Iterator[None]:
+    """Raise an OSError of the `with` block as a SinklabError that names the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SinklabError(f"{path} is missing. {remedy}") from error
+    except OSError as error:
+        reason = f"{path} cannot be read: {error.strerror or error}. Make it readable, or: {remedy}"
+        raise SinklabError(reason) from error
 
 
-def _remedy(directory: Path, manifest: Manifest | None) -> str:
-    source, tokenizer = (
-        (manifest.settings.source, manifest.settings.tokenizer) if manifest else ("SOURCE", "NAME|train:SIZE")
-    )
+def _remedy(directory: Path, source: str, tokenizer: str) -> str:
     return (
         f"Delete the folder {directory} and prepare it again: run the same command once more, or "
         f"sinklab data prepare {source} --tokenizer {tokenizer} --out {directory} with the options used before"

@@ -63,7 +63,11 @@ def spelling(
         written = token(one) or ""
         if one in added:
             return written.encode()
-        return _of_piece(written) if pieces else _of_byte_level(written)
+        if pieces:
+            is_byte = len(written) == 6 and written.startswith("<0x") and written.endswith(">")
+            return bytes([int(written[3:5], 16)]) if is_byte else written.replace("▁", " ").encode()
+        table = _byte_level()
+        return bytes(table[char] for char in written) if all(char in table for char in written) else written.encode()
 
     def spelled(text: str) -> Spelled:
         ids = encode(text)
@@ -96,17 +100,6 @@ def _common(one: bytes, other: bytes) -> int:
         return length
     differ = np.frombuffer(one[:length], np.uint8) != np.frombuffer(other[:length], np.uint8)
     return int(differ.argmax())
-
-
-def _of_piece(written: str) -> bytes:
-    if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
-        return bytes([int(written[3:5], 16)])
-    return written.replace("▁", " ").encode()
-
-
-def _of_byte_level(written: str) -> bytes:
-    table = _byte_level()
-    return bytes(table[one] for one in written) if all(one in table for one in written) else written.encode()
 
 
 @cache

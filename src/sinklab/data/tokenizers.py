@@ -111,8 +111,7 @@ def trained_size(name: str) -> int | None:
     if not name.startswith("train:"):
         return None
     size = name.removeprefix("train:")
-    fits = size.isdecimal() and len(size) < 10 and SMALLEST_VOCABULARY <= int(size) <= LARGEST_VOCABULARY
-    if not fits:
+    if not (size.isdecimal() and len(size) < 10 and SMALLEST_VOCABULARY <= int(size) <= LARGEST_VOCABULARY):
         raise InputError(
             f"tokenizer {name[:40]!r}: train:SIZE needs a whole number of at least {SMALLEST_VOCABULARY} and at most "
             f"{LARGEST_VOCABULARY}, such as train:1024"
@@ -128,16 +127,33 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     Raises:
         InputError: if the tokenizer cannot be found, downloaded, read or converted, or has no EOS token.
     """
+    from tokenizers import Tokenizer as Backend
+
     path = expanded(name_or_path)
-    if path.is_file():
-        return _read(path, source=name_or_path)
-    if not path.is_dir():
+    if not path.exists():
         if path.is_absolute() or name_or_path.startswith((".", "~")):
             raise InputError(f"no tokenizer at {name_or_path}: pass a folder, a name on the hub, or train:SIZE")
         path = _fetched(name_or_path)
-    if (path / "tokenizer.json").is_file():
-        return _read(path / "tokenizer.json", source=name_or_path)
-    return _converted(path, source=name_or_path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the Rust library raises bare Exception
+            raise InputError(f"{file} is not a readable tokenizer.json: {error}") from error
+        special = _special_tokens(file.parent)
+    else:
+        backend, special = _converted(path, name_or_path)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True  # encode a literal <|endoftext|> as text
+    eos = backend.token_to_id(special.get("eos_token", EOS))
+    if eos is None:
+        raise InputError(
+            f"tokenizer {name_or_path} has no end-of-text token, which is written after every document: "
+            "name a token of its vocabulary as eos_token in tokenizer_config.json"
+        )
+    bos = backend.token_to_id(special["bos_token"]) if "bos_token" in special else None
+    return Tokenizer(backend, name_or_path, eos_id=eos, bos_id=eos if bos is None else bos)
 
 
 def train_bpe(documents: Iterable[str], size: int, out: Path) -> Tokenizer:
@@ -169,45 +185,17 @@ def train_bpe(documents: Iterable[str], size: int, out: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read(path: Path, source: str) -> Tokenizer:
-    from tokenizers import Tokenizer as Backend
-
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the Rust library raises bare Exception
-        raise InputError(f"{path} is not a readable tokenizer.json: {error}") from error
-    return _tokenizer(backend, source, _special_tokens(path.parent))
-
-
-def _tokenizer(backend: "Backend", source: str, special: dict[str, str]) -> Tokenizer:
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = True  # encode a literal <|endoftext|> as text
-    eos = backend.token_to_id(special.get("eos_token", EOS))
-    if eos is None:
-        raise InputError(
-            f"tokenizer {source} has no end-of-text token, which is written after every document: "
-            "name a token of its vocabulary as eos_token in tokenizer_config.json"
-        )
-    bos = backend.token_to_id(special["bos_token"]) if "bos_token" in special else None
-    return Tokenizer(backend, source, eos_id=eos, bos_id=eos if bos is None else bos)
-
-
 def _special_tokens(folder: Path) -> dict[str, str]:
     """Read `eos_token` and `bos_token` from special_tokens_map.json and, preferred, tokenizer_config.json."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name
-        if not path.is_file():
-            continue
         try:
-            entries = parse_json(path.read_text(encoding="utf-8"))
+            entries = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
             if not isinstance(entries, dict):
-                raise ValueError("it is not an object")
-        except ValueError as error:
-            raise InputError(f"{path} is not valid JSON: {error}") from error
-        except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror}") from error
+                raise ValueError("it is a list or a value")
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is not a readable JSON object: {error}") from error
         for key in ("eos_token", "bos_token"):
             token = entries.get(key)
             token = token.get("content") if isinstance(token, dict) else token
@@ -229,8 +217,12 @@ def _fetched(name: str) -> Path:
         ) from error
 
 
-def _converted(folder: Path, source: str) -> Tokenizer:
-    """Convert a tokenizer without tokenizer.json (vocabulary and merges, sentencepiece) with transformers."""
+def _converted(folder: Path, source: str) -> tuple["Backend", dict[str, str]]:
+    """Convert a tokenizer without tokenizer.json (vocabulary and merges, sentencepiece) with transformers.
+
+    Returns:
+        The tokenizer, and its `eos_token` and `bos_token` if they are set.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -241,8 +233,7 @@ def _converted(folder: Path, source: str) -> Tokenizer:
             f"no usable tokenizer in {source}: there is no tokenizer.json and transformers cannot convert the files "
             f"there ({type(error).__name__}). Use a folder with tokenizer.json, or train:SIZE."
         ) from error
-    named = {key: token for key in ("eos_token", "bos_token") if (token := getattr(slow, key, None))}
-    return _tokenizer(backend, source, named)
+    return backend, {key: token for key in ("eos_token", "bos_token") if (token := getattr(slow, key, None))}
 
 
 def encoder(backend: "Backend") -> EncodeBatch:

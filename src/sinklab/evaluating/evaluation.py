@@ -1,19 +1,16 @@
 """evaluation.json: scores on downstream tasks, sink metric, and settings. Formulas: docs/eval.md."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from sinklab.errors import InputError
-from sinklab.files import parse_json, write_gzip
+from sinklab.files import parse_json
 from sinklab.schema import ReadDocument, VersionedDocument
 from sinklab.settings import ADVANCED, INPUT, MOST, CommandSettings, Flag, Seed, Several
 
 EVALUATION = "evaluation.json"
-RECORDS = ".jsonl.gz"
 
 
 def _names(given: object) -> object:
@@ -26,7 +23,7 @@ class TaskRequest(CommandSettings, frozen=True):
     panel = INPUT
 
     tasks: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, metavar="NAMES")] = Field(
-        description="lm-eval tasks, comma-separated: hellaswag, arc_easy, ..."
+        min_length=1, description="lm-eval tasks, comma-separated: hellaswag, arc_easy, ..."
     )
     limit: int | None = Field(default=None, ge=1, le=MOST, description="Items per task, drawn by --seed; default: all.")
     data: Path | None = Field(
@@ -37,13 +34,6 @@ class TaskRequest(CommandSettings, frozen=True):
     )
     batch_size: Annotated[int, Flag(panel=ADVANCED)] = Field(default=4, ge=1, description="Requests per batch.")
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Random seed for drawing the items.")
-
-    @field_validator("tasks")
-    @classmethod
-    def _are_named(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
-        if not tasks or not all(tasks):
-            raise InputError("--tasks: pass names of lm-eval tasks separated by commas, such as hellaswag,arc_easy")
-        return tasks
 
 
 class TaskMetric(ReadDocument):
@@ -63,6 +53,7 @@ class TextSink(ReadDocument):
 
     Attributes:
         text: file or folder, or "task" for the items of the task with their correct answers.
+        sha256: hash of the contents of the text; None for "task".
         sequences, length: number and length of the sequences, in tokens.
         eps: threshold on importance.
         bos: True if position 1 of the sequences is a special token.
@@ -71,6 +62,7 @@ class TextSink(ReadDocument):
     """
 
     text: str
+    sha256: str | None = None
     sequences: int
     length: int
     eps: float
@@ -110,12 +102,6 @@ class TaskScores(ReadDocument):
     sink: TextSink | None = None
     records: str | None = None
     seconds: float
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """Settings that affect the scores and the sink, except the model."""
-        text = "task" if self.sink is None else self.sink.text
-        return {"limit": self.limit, "seed": self.seed, "data": self.sha256 or self.data, "text": text}
 
 
 class DownstreamScores(VersionedDocument):
@@ -165,13 +151,3 @@ def load_scores(path: Path) -> DownstreamScores:
         return DownstreamScores.model_validate(parse_json(path.read_text("utf-8")))
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as an evaluation ({error}): choose another --out") from error
-
-
-def write_records(path: Path, records: Sequence[ItemRecord]) -> None:
-    """Write a gzip file with one line of JSON per item; the output is deterministic.
-
-    Raises:
-        SinklabError: if the file cannot be written.
-    """
-    lines = "".join(f"{json.dumps(one.model_dump(mode='json'), ensure_ascii=False)}\n" for one in records)
-    write_gzip(path, lines)

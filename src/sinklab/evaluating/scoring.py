@@ -1,122 +1,128 @@
-"""Score a model on a task: draw items, and evaluate them with lm-eval."""
+"""Score a model on a task: draw items, evaluate them with lm-eval, and measure the sink on natural text."""
 
+import json
 import random
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
-from sinklab.evaluating.evaluation import ItemRecord, TaskMetric, TaskScores
+from sinklab.evaluating.evaluation import ItemRecord, TaskMetric, TaskRequest, TaskScores, TextSink
 from sinklab.evaluating.tasks import ChosenTask, quiet
+from sinklab.jobs.ledger import LineLedger
+from sinklab.jobs.progress import StepProgress
+from sinklab.measuring.options import Options
+from sinklab.opening import Model
+from sinklab.survey.measure_many import text_hash
+from sinklab.survey.measure_one import measure_loaded
+from sinklab.survey.request import Request
 
-if TYPE_CHECKING:
-    from sinklab.evaluating.language_model import AnsweringModel
-
-CHOICES = "loglikelihood"
 RESAMPLED = 1000
 """Number of bootstrap samples for the standard error of metrics that are not means."""
-
-
-@dataclass(frozen=True)
-class DrawnItems:
-    """Items of a task that a model will answer.
-
-    Attributes:
-        items: indices of the items in the task, ascending.
-        left_out: number of drawn items excluded because an answer is longer than the model's context.
-        cut: number of scored items whose prompt is truncated to the model's context.
-        requests: number of requests to the model.
-        texts: text of each item with its correct answer, or with that of its first request.
-    """
-
-    items: list[int]
-    left_out: int
-    cut: int
-    requests: int
-    texts: list[str]
-
-
-@dataclass(frozen=True)
-class ScoredTask:
-    """Scores of a model on a task, and the results of the task's items."""
-
-    scores: TaskScores
-    records: list[ItemRecord]
-
-
-def draw_items(chosen: ChosenTask, model: "AnsweringModel", limit: int | None, seed: int, name: str) -> DrawnItems:
-    """Draw items of a task without replacement, and exclude those with an answer longer than the model's context.
-
-    Args:
-        limit: number of items, capped at the size of the task; None for all items.
-        name: name of the model.
-
-    Raises:
-        InputError: if every item has an answer longer than the context.
-        SinklabError: if lm-eval cannot evaluate the model on the task.
-    """
-    every = range(chosen.size)
-    items = sorted(random.Random(seed).sample(every, limit)) if limit and limit < chosen.size else list(every)
-    task = chosen.task
-    with quiet(), _as_sentence(chosen.name):
-        if task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=seed)
-        task.build_all_requests(samples=_samples(items, chosen), rank=0, world_size=1)
-    requests: defaultdict[int, list[Any]] = defaultdict(list)
-    for one in task.instances:
-        requests[items[one.doc_id]].append(one)
-    pairs = {item: [one.args for one in of if one.request_type == CHOICES] for item, of in requests.items()}
-    kept = [item for item in items if not any(model.overlong(*pair) for pair in pairs[item])]
-    if not kept:
-        raise InputError(
-            f"--tasks {chosen.name}: every item has an answer that is longer than the context of {name}, which is "
-            f"{model.max_length} tokens: choose a task with shorter answers, or a model with a longer context"
-        )
-    return DrawnItems(
-        items=kept,
-        left_out=len(items) - len(kept),
-        cut=sum(any(model.cuts(*pair) for pair in pairs[item]) for item in kept),
-        requests=sum(len(requests[item]) for item in kept),
-        texts=[_text(requests[item]) for item in kept],
-    )
+EPS, SEQUENCES, LENGTH = 0.3, 100, 64
+"""Settings of the sink metric, as in the paper's tables of pretrained models."""
 
 
 def score_task(
-    chosen: ChosenTask, drawn: DrawnItems, model: "AnsweringModel", limit: int | None, seed: int
-) -> ScoredTask:
-    """Evaluate a model on the drawn items of a task.
+    model: Model, chosen: ChosenTask, request: TaskRequest, answers: LineLedger, progress: StepProgress
+) -> tuple[TaskScores, list[ItemRecord]]:
+    """Evaluate a model on items of a task, without those that have an answer longer than the model's context.
 
     Raises:
+        InputError: if every item has an answer longer than the context, or the text for the sink is unusable.
         SinklabError: if lm-eval cannot evaluate the model on the task, or answers cannot be saved.
     """
     from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]  # an extra
 
+    from sinklab.evaluating.language_model import AnsweringModel
+
+    with quiet():
+        answering = AnsweringModel(model, request.batch_size, answers, progress.advance)
+    with quiet(), _as_sentence(chosen.name):
+        requests = _drawn(chosen, request)
+    pairs = {item: [one.args for one in of if one.request_type == "loglikelihood"] for item, of in requests.items()}
+    kept = [item for item in requests if not any(answering.overlong(*pair) for pair in pairs[item])]
+    if not kept:
+        raise InputError(
+            f"--tasks {chosen.name}: every item has an answer that is longer than the context of {model.name}, which "
+            f"is {answering.max_length} tokens: choose a task with shorter answers, or a model with a longer context"
+        )
+    sink = _sink(model, answering.max_length, request.text, [_text(requests[item]) for item in kept])
+    count = sum(len(requests[item]) for item in kept)
+    progress.begin(count, f"{count:,} requests")
     start = time.perf_counter()
     with quiet(), _as_sentence(chosen.name):
         found = evaluate(
-            model,
+            answering,
             {"tasks": {chosen.name: chosen.task}, "groups": {}, "group_map": {}},
-            samples={chosen.name: _samples(drawn.items, chosen)},
+            samples={chosen.name: _samples(kept, chosen)},
             bootstrap_iters=RESAMPLED,
         )
     scores = TaskScores(
-        version=chosen.version,
+        version=str(chosen.task.VERSION),
         data=chosen.data,
         sha256=chosen.sha256,
-        limit=limit,
-        seed=seed,
-        items=len(drawn.items),
+        limit=request.limit,
+        seed=request.seed,
+        items=len(kept),
         available=chosen.size,
-        left_out=drawn.left_out,
-        cut=drawn.cut,
+        left_out=len(requests) - len(kept),
+        cut=sum(any(answering.cuts(*pair) for pair in pairs[item]) for item in kept),
         metrics=_metrics(found["results"][chosen.name]),
+        sink=sink,
         seconds=round(time.perf_counter() - start, 1),
     )
-    return ScoredTask(scores, _records(found["samples"][chosen.name]))
+    return scores, _records(found["samples"][chosen.name])
+
+
+def _drawn(chosen: ChosenTask, request: TaskRequest) -> dict[int, list[Any]]:
+    """Draw items of a task without replacement; returns lm-eval's requests by index of the item, ascending."""
+    task, limit, every = chosen.task, request.limit, range(chosen.size)
+    items = sorted(random.Random(request.seed).sample(every, limit)) if limit and limit < chosen.size else list(every)
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=request.seed)
+    task.build_all_requests(samples=_samples(items, chosen), rank=0, world_size=1)
+    requests: defaultdict[int, list[Any]] = defaultdict(list)
+    for one in task.instances:
+        requests[items[one.doc_id]].append(one)
+    return dict(sorted(requests.items()))
+
+
+def _samples(items: list[int], chosen: ChosenTask) -> list[int] | None:
+    """Return the drawn item indices; None for all items, because lm-eval searches the list for every item."""
+    return None if len(items) == chosen.size else items
+
+
+def _sink(model: Model, context: int, text: Path | None, items: Sequence[str]) -> TextSink | None:
+    """Measure the sink on a text, or else on the texts of a task's items; None if these are too short."""
+    request = Request(
+        options=Options(eps=(EPS,), loss=False), sequences=SEQUENCES, length=min(LENGTH, context), fewer=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = text or Path(folder) / "items.jsonl"
+        if text is None:
+            file.write_text("".join(f"{json.dumps({'text': one})}\n" for one in items), encoding="utf-8")
+        try:
+            found = measure_loaded(model, file, request)
+        except InputError:
+            if text is None:
+                return None
+            raise
+    return TextSink(
+        text="task" if text is None else str(text),
+        sha256=text_hash(text),
+        sequences=found.sequences,
+        length=found.length,
+        eps=found.eps,
+        bos=found.bos,
+        sink_1=found.sink_rate[0],
+        bias=found.sink_rate_bias,
+    )
 
 
 @contextmanager
@@ -132,11 +138,6 @@ def _as_sentence(task: str) -> Iterator[None]:
         raise SinklabError(
             f"lm-eval cannot evaluate this model on {task} ({type(error).__name__}: {cause(error)})"
         ) from error
-
-
-def _samples(items: list[int], chosen: ChosenTask) -> list[int] | None:
-    """Return the drawn item indices; None for all items, because lm-eval searches the list for every item."""
-    return None if len(items) == chosen.size else items
 
 
 def _text(requests: Sequence[Any]) -> str:
@@ -160,9 +161,7 @@ def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
 
 def _records(samples: Sequence[dict[str, Any]]) -> list[ItemRecord]:
     """Return the record of each item, sorted by item index; of several lm-eval filters, only the first is used."""
-    first: dict[int, dict[str, Any]] = {}
-    for sample in samples:
-        first.setdefault(sample["doc_id"], sample)
+    first = {sample["doc_id"]: sample for sample in reversed(samples)}
     return [
         ItemRecord(
             item=number,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,14 @@ def read_hellaswag(path: Path) -> list[ChoiceItem]:
     Raises:
         InputError: if the file cannot be read or has no items, or a line is not an item; the message names the line.
     """
-    items = [_read_item(line, f"{path}, line {number}") for number, line in _lines(path)]
-    if not items:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()]
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if not lines:
         raise InputError(f"{path} has no items: pass the items of {HELLASWAG}, a .jsonl or .jsonl.gz file")
-    return items
+    return [_read_item(line, f"{path}, line {number}") for number, line in lines]
 
 
 def load_hellaswag(path: Path) -> "ChosenTask":
@@ -95,10 +100,8 @@ def _read_item(line: str, where: str) -> ChoiceItem:
                 f"label {item.label} of {len(item.endings)} endings (from 0) does not exist, or a text is empty"
             )
         return item
-    except KeyError as error:
-        raise InputError(f"{where}: {error} is missing; a line needs {HELLASWAG_KEYS}") from error
-    except (ValueError, AttributeError, TypeError) as error:
-        said = " ".join(str(error).splitlines()[:3])
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        said = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).splitlines()[:3])
         raise InputError(f"{where}: {said}; a line needs {HELLASWAG_KEYS}") from error
 
 
@@ -138,9 +141,9 @@ class ChosenTask:
         return len(self.task.eval_docs)
 
     @property
-    def version(self) -> str:
-        """Version of the task."""
-        return str(self.task.VERSION)
+    def identity(self) -> str:
+        """Identity of the items, which the scores depend on: the hash of their file, or "hub"."""
+        return self.sha256 or self.data
 
 
 def lm_eval_version() -> str:
@@ -157,8 +160,6 @@ def lm_eval_version() -> str:
             raise InputError(
                 f"downstream tasks need the package {name}, and it is not installed: {install_command('eval')}"
             ) from error
-    from importlib.metadata import version
-
     return version("lm_eval")
 
 
@@ -173,6 +174,8 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
             none of `names`, or a download fails.
     """
     lm_eval_version()
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
+
     if data is not None and HELLASWAG not in names:
         raise InputError(
             f"--data {data} is for the items of {HELLASWAG}, which --tasks {','.join(names)} does not contain"
@@ -180,13 +183,23 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
     file = (data or local_hellaswag()) if HELLASWAG in names else None
     found: dict[str, ChosenTask] = {}
     with quiet():
-        others = [name for name in names if name != HELLASWAG or file is None]
-        hub = _Hub(others) if others else None
+        manager = None
+        for name in names:
+            if name == HELLASWAG and file is not None:
+                continue
+            manager = manager or TaskManager()  # slow, because lm-eval reads thousands of files
+            if name not in manager.all_tasks:
+                near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+                like = f"; similar names: {', '.join(near)}" if near else ""
+                raise InputError(
+                    f"--tasks: lm-eval has no task {name!r}{like}. `lm-eval ls tasks` lists all of them; "
+                    f"{HELLASWAG} with --data FILE needs no network"
+                )
         for name in dict.fromkeys(names):
             if name == HELLASWAG and file is not None:
                 found[name] = load_hellaswag(file)
-            elif hub is not None:
-                found |= {one.name: one for one in hub.tasks(name)}
+            else:
+                found |= _from_hub(manager, name)
     return list(found.values())
 
 
@@ -218,52 +231,20 @@ def quiet() -> Iterator[None]:
         task.tqdm = bars
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _from_hub(manager: Any, name: str) -> dict[str, ChosenTask]:
+    """Load a task, or the tasks of a group, with their items."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text ({error.reason}): use a .jsonl or .jsonl.gz file") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-class _Hub:
-    """The tasks of lm-eval by name. Listing them is slow, because lm-eval reads thousands of files.
-
-    Raises:
-        InputError: if a task is unknown.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
-
-        self._manager = TaskManager()
-        for name in names:
-            if name not in self._manager.all_tasks:
-                near = difflib.get_close_matches(name, self._manager.all_tasks, n=3)
-                like = f"; similar names: {', '.join(near)}" if near else ""
-                raise InputError(
-                    f"--tasks: lm-eval has no task {name!r}{like}. `lm-eval ls tasks` lists all of them; "
-                    f"{HELLASWAG} with --data FILE needs no network"
-                )
-
-    def tasks(self, name: str) -> list[ChosenTask]:
-        """Load a task, or the tasks of a group, with their items."""
-        try:
-            return [ChosenTask(one, task, HUB) for one, task in self._manager.load([name])["tasks"].items()]
-        except ImportError as error:
-            raise InputError(f"--tasks {name} needs a package that is not installed: {cause(error)}") from error
-        except Exception as error:  # network, hub and format errors share no base class
-            if name == HELLASWAG:
-                file = HELLASWAG_FILES[-1]
-                remedy = f"; or use a local file: --data {file}, or SINKLAB_DATA with the file in a folder eval/"
-            else:
-                remedy = f"; {HELLASWAG} can be read from a file instead (--data)"
-            raise InputError(
-                f"the items of --tasks {name} could not be loaded from the Hugging Face hub ({type(error).__name__}: "
-                f"{cause(error)}): check the connection; or download them on another machine, copy its HF_HOME here "
-                f"and set HF_HUB_OFFLINE=1{remedy}"
-            ) from error
+        return {one: ChosenTask(one, task, HUB) for one, task in manager.load([name])["tasks"].items()}
+    except ImportError as error:
+        raise InputError(f"--tasks {name} needs a package that is not installed: {cause(error)}") from error
+    except Exception as error:  # network, hub and format errors share no base class
+        if name == HELLASWAG:
+            file = HELLASWAG_FILES[-1]
+            remedy = f"; or use a local file: --data {file}, or SINKLAB_DATA with the file in a folder eval/"
+        else:
+            remedy = f"; {HELLASWAG} can be read from a file instead (--data)"
+        raise InputError(
+            f"the items of --tasks {name} could not be loaded from the Hugging Face hub ({type(error).__name__}: "
+            f"{cause(error)}): check the connection; or download them on another machine, copy its HF_HOME here "
+            f"and set HF_HUB_OFFLINE=1{remedy}"
+        ) from error

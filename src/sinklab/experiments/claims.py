@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sinklab.experiments.quantities import QuantityName, quantity
 from sinklab.schema import Part
@@ -26,7 +26,26 @@ Analysis = Literal["confirmatory", "exploratory"]
 """Confirmatory: a claim of the paper, judged on later runs or measurements. Exploratory: any other claim."""
 
 
-class QuantityClaim(Part):
+class _Check(Part):
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Names of the cells that the check uses."""
+        match self:
+            case All():
+                return tuple(dict.fromkeys(cell for check in self.of for cell in check.cells))
+            case Alike():
+                return self.of
+            case Monotone():
+                return self.over
+            case Differs():
+                return (self.cell, self.than)
+            case Equal():
+                return (self.cell, self.to)
+            case _:
+                return (self.cell,) if isinstance(self, _OneCell) else ()
+
+
+class QuantityClaim(_Check):
     """Base class of checks that compare a quantity between cells or with a bound.
 
     Attributes:
@@ -50,17 +69,14 @@ class _Bounds(QuantityClaim):
         return self
 
 
-class _OneCell(Part):
+class _OneCell(_Check):
     cell: str
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (self.cell,)
 
-
-def _require_rate(name: str) -> None:
+def _require_rate(name: str) -> str:
     if not quantity(name).is_sink_rate:
         raise ValueError(f"absent requires a sink rate in percent, such as sink_1, and {name} is not one")
+    return name
 
 
 class Within(_OneCell, _Bounds):
@@ -79,12 +95,7 @@ class SinkAbsent(_OneCell, QuantityClaim):
     """A cell has no sink: at every seed, its sink rate is below 1 % at each of the last three evaluations."""
 
     kind: Literal["absent"] = Field(default="absent", alias="is")
-    value: QuantityName = "sink_1"
-
-    @model_validator(mode="after")
-    def _of_a_rate(self) -> Self:
-        _require_rate(self.value)
-        return self
+    value: Annotated[QuantityName, AfterValidator(_require_rate)] = "sink_1"
 
 
 class Differs(_Bounds):
@@ -116,10 +127,6 @@ class Differs(_Bounds):
             _require_rate(self.value)
         return self
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (self.cell, self.than)
-
 
 class Equal(QuantityClaim):
     """The quantity differs by at most a margin, in its unit, between two cells at every seed."""
@@ -129,10 +136,6 @@ class Equal(QuantityClaim):
     to: str
     margin: float = Field(gt=0)
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (self.cell, self.to)
-
 
 class Alike(QuantityClaim):
     """The quantity in every cell of `of` differs from that in the first cell by at most a margin at every seed."""
@@ -140,10 +143,6 @@ class Alike(QuantityClaim):
     kind: Literal["alike"] = Field(default="alike", alias="is")
     of: tuple[str, ...] = Field(min_length=2)
     margin: float = Field(gt=0)
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return self.of
 
 
 class Monotone(QuantityClaim):
@@ -155,10 +154,6 @@ class Monotone(QuantityClaim):
 
     kind: Literal["rising", "falling"] = Field(alias="is")
     over: tuple[str, ...] = Field(min_length=3)
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return self.over
 
 
 class StandsAt(_OneCell):
@@ -198,21 +193,15 @@ class Diverges(_OneCell):
     kind: Literal["diverges", "trains"] = Field(alias="is")
 
 
-SingleCheck = Annotated[
-    Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges,
-    Field(discriminator="kind"),
-]
+_Single = Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges
+SingleCheck = Annotated[_Single, Field(discriminator="kind")]
 
 
-class All(Part):
+class All(_Check):
     """Conjunction of checks: reproduced if all checks are reproduced, contradicted if any check is contradicted."""
 
     kind: Literal["all"] = Field(default="all", alias="is")
     of: tuple[SingleCheck, ...] = Field(min_length=2)
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(cell for check in self.of for cell in check.cells))
 
 
 class AlikeOverDomains(_OneCell, QuantityClaim):
@@ -221,9 +210,14 @@ class AlikeOverDomains(_OneCell, QuantityClaim):
     kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
     margin: float = Field(gt=0)
 
-    def over(self, cells: tuple[str, ...]) -> Alike:
-        """Return the check `Alike` over the result cells of the domains (DOMAIN/CELL)."""
-        return Alike(of=cells, value=self.value, margin=self.margin)
+
+def _on_the_list(name: str) -> str:
+    if name not in families():
+        raise ValueError(f"unknown family {name!r}; choose from: {', '.join(families())}")
+    return name
+
+
+FamilyName = Annotated[str, AfterValidator(_on_the_list)]
 
 
 class _OverSizes(_OneCell, QuantityClaim):
@@ -234,29 +228,14 @@ class _OverSizes(_OneCell, QuantityClaim):
         but: model families to exclude.
     """
 
-    families: tuple[str, ...] = ()
-    but: tuple[str, ...] = ()
-
-    @field_validator("families", "but")
-    @classmethod
-    def _are_on_the_list(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if unknown := [name for name in names if name not in families()]:
-            raise ValueError(f"unknown family {unknown[0]!r}; choose from: {', '.join(families())}")
-        return names
-
-    def is_about(self, family: str) -> bool:
-        """Return True if the check applies to this model family."""
-        return (not self.families or family in self.families) and family not in self.but
+    families: tuple[FamilyName, ...] = ()
+    but: tuple[FamilyName, ...] = ()
 
 
 class GrowsWithSize(_OverSizes):
     """The quantity of a cell increases with model size within each family."""
 
     kind: Literal["grows_with_size"] = Field(default="grows_with_size", alias="is")
-
-    def over(self, cells: tuple[str, ...]) -> Monotone:
-        """Return the check `Monotone` over the result cells of the models (MODEL/CELL), by increasing size."""
-        return Monotone.model_validate({"is": "rising", "over": cells, "value": self.value})
 
 
 class AlikeOverSizes(_OverSizes):
@@ -265,19 +244,19 @@ class AlikeOverSizes(_OverSizes):
     kind: Literal["alike_over_sizes"] = Field(default="alike_over_sizes", alias="is")
     margin: float = Field(gt=0)
 
-    def over(self, cells: tuple[str, ...]) -> Alike:
-        """Return the check `Alike` over the result cells of the models (MODEL/CELL), the smallest first."""
-        return Alike(of=cells, value=self.value, margin=self.margin)
-
 
 OverSubjects = AlikeOverDomains | GrowsWithSize | AlikeOverSizes
 """Check of one cell over the domains or models that the user passes; resolved to a check of several cells (`over`)."""
 
-Check = Annotated[
-    Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges | All
-    | OverSubjects,
-    Field(discriminator="kind"),
-]  # fmt: skip
+
+def over(check: OverSubjects, cells: tuple[str, ...]) -> Alike | Monotone:
+    """Return the check of the result cells of the domains or models (SUBJECT/CELL), smaller models first."""
+    if isinstance(check, GrowsWithSize):
+        return Monotone.model_validate({"is": "rising", "over": cells, "value": check.value})
+    return Alike(of=cells, value=check.value, margin=check.margin)
+
+
+Check = Annotated[_Single | All | OverSubjects, Field(discriminator="kind")]
 
 
 def parts_of(check: Check) -> tuple[Check, ...]:

@@ -109,13 +109,10 @@ def _overlays(said: Any) -> Any:
     """Convert an overlay, a variant's name or a list of them to a list of overlays; return measured cells unchanged."""
     if _kind_of_cell(said) == "measured":
         return said
-    return [_of_variant(one) if isinstance(one, str) else one for one in (said if isinstance(said, list) else [said])]
-
-
-def _of_variant(name: str) -> Mapping[str, Any]:
-    if name not in VARIANTS:
-        raise ValueError(f"unknown variant {name!r}; the catalogue has: {', '.join(sorted(VARIANTS))}")
-    return VARIANTS[name].overlay
+    parts = said if isinstance(said, list) else [said]
+    if unknown := [one for one in parts if isinstance(one, str) and one not in VARIANTS]:
+        raise ValueError(f"unknown variant {unknown[0]!r}; the catalogue has: {', '.join(sorted(VARIANTS))}")
+    return [VARIANTS[one].overlay if isinstance(one, str) else one for one in parts]
 
 
 def _kind_of_cell(said: Any) -> Literal["trained", "measured"]:
@@ -182,11 +179,6 @@ class MeasuredCell(Part):
     swap_position: tuple[int, int] | None = None
     replace_position: tuple[int, int] | None = None
     task: CellTask | None = None
-
-    @property
-    def pass_key(self) -> str:
-        """All settings except eps and length, as JSON; cells with equal keys share sequences and forward passes."""
-        return self.model_dump_json(exclude={"eps", "length"})
 
 
 CellName = Annotated[str, AfterValidator(_is_a_folder)]

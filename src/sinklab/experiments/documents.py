@@ -1,7 +1,5 @@
 """Schemas of result files: summary.json of trained or measured experiments, and record.json of a run of a sweep."""
 
-import gzip
-import hashlib
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Literal, get_args
 from pydantic import ConfigDict, Field, ValidationError, computed_field
 
 from sinklab.errors import InputError
-from sinklab.files import parse_json, write_json
+from sinklab.files import parse_json, sha256_of, write_json
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.schema import ReadDocument, VersionedDocument, finite_or_none
 
@@ -19,8 +17,6 @@ SUMMARY, RECORD = "summary.json", "record.json"
 
 CHECKED = ("recipe.yaml", "metrics.jsonl", "measurement.json")
 """Files of a run directory whose checksums are in record.json."""
-
-COMPRESSED = ".gz"
 
 Verdict = Literal["reproduced", "direction only", "contradicted", "inconclusive", "no verdict", "not asked", "not run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -440,20 +436,11 @@ def record_of(directory: Path, run_hash: str) -> RunRecord | None:
 
 
 def checksums(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of a run's result files (`CHECKED`, uncompressed) by name; unreadable files are omitted."""
-    contents = {name: _content(directory / name) for name in CHECKED}
-    return {name: hashlib.sha256(text).hexdigest() for name, text in contents.items() if text is not None}
+    """Return the SHA-256 of a run's result files (`CHECKED`) by name; missing files are omitted."""
+    return {name: sha256_of(directory / name) for name in CHECKED if (directory / name).is_file()}
 
 
 def edited(directory: Path, record: RunRecord) -> list[str]:
     """Return the names of the recorded result files that were modified or removed after the run had ended."""
     now = checksums(directory)
     return [name for name, before in record.files.items() if now.get(name) != before]
-
-
-def _content(path: Path) -> bytes | None:
-    """Return the content of a file, or of its gzip copy if it is missing; None if that cannot be read."""
-    try:
-        return path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}{COMPRESSED}").read_bytes())
-    except (OSError, EOFError):
-        return None

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.data.sources.corpora import identity
-from sinklab.evaluating.evaluate_model import TaskOfCell, measure_and_evaluate
+from sinklab.evaluating.evaluate_model import measure_and_evaluate
 from sinklab.evaluating.tasks import ChosenTask, chosen_task
-from sinklab.experiments.claims import AlikeOverDomains, AlikeOverSizes, Claim, GrowsWithSize, Undecidable, Within
+from sinklab.experiments.claims import AlikeOverDomains, AlikeOverSizes, Claim, GrowsWithSize, Undecidable, Within, over
 from sinklab.experiments.definition import Experiment, MeasuredCell
 from sinklab.experiments.documents import SUMMARY, CellRun, ExperimentSummary, Summary
 from sinklab.experiments.paper import published_tables
@@ -83,14 +83,15 @@ class MeasuredResults:
         described = _described(self.experiment, self.subjects, list(results), [str(model) for model in models])
         trial = Trial(self.experiment, described, claims)
         summary = summarise([trial], results)
-        claims = [claim.model_copy(update={"models": len(self._models(claim.cells))}) for claim in summary.claims]
+        counts = []
+        for claim in summary.claims:
+            passes = [one for one in self.passes if not set(claim.cells).isdisjoint(one.cells)]
+            counts.append(len({model for one in passes for model in one.models.values()}))
+        claims = [claim.model_copy(update={"models": n}) for claim, n in zip(summary.claims, counts, strict=True)]
         return summary.model_copy(update={"claims": claims})
 
-    def _models(self, cells: Sequence[str]) -> set[ModelChoice]:
-        """Return the models on which the given cells are measured."""
-        return {model for one in self.passes if set(cells) & set(one.cells) for model in one.models.values()}
-
     def _cell(self, one: Pass, cell: MeasuredCell) -> CellResults:
+        """Collect the replicates of a cell, and its settings that differ from the default or between cells."""
         runs: list[CellRun] = []
         numbers: list[RunNumbers] = []
         for replicate in one.replicates(self.draws):
@@ -98,29 +99,25 @@ class MeasuredResults:
             measured = self.outcome.measured.get(folder)
             found = measured_numbers(cell, measured, replicate) if measured else None
             numbers += [found] if found else []
-            runs.append(self._run(folder, replicate, found))
-        return CellResults(self._change(cell), runs, numbers)
-
-    def _change(self, cell: MeasuredCell) -> dict[str, object]:
-        """Return the settings of a cell that differ from the default or between cells, with their values."""
-        dumped = [one.model_dump(mode="json") for one in self.experiment.requests.values()]
-        varied = {name for name in MeasuredCell.model_fields if any(one[name] != dumped[0][name] for one in dumped)}
-        changed = cell.model_dump(exclude_defaults=True)
-        return {name: value for name, value in cell.model_dump(mode="json").items() if name in varied | set(changed)}
-
-    def _run(self, folder: str, replicate: int, numbers: RunNumbers | None) -> CellRun:
-        failed = self.outcome.failed.get(folder)
-        values, never = named_values(numbers, self.experiment.columns) if numbers else ({}, [])
-        return CellRun(
-            seed=replicate,
-            hash=self.hashes[folder],
-            directory=folder,
-            status="done" if numbers else "failed" if failed else "unfinished",
-            message=failed or "",
-            values=values,
-            never=never,
-            seconds=numbers.seconds if numbers else None,
-        )
+            failed = self.outcome.failed.get(folder)
+            values, never = named_values(found, self.experiment.columns) if found else ({}, [])
+            runs.append(
+                CellRun(
+                    seed=replicate,
+                    hash=self.hashes[folder],
+                    directory=folder,
+                    status="done" if found else "failed" if failed else "unfinished",
+                    message=failed or "",
+                    values=values,
+                    never=never,
+                    seconds=found.seconds if found else None,
+                )
+            )
+        dumped = [other.model_dump(mode="json") for other in self.experiment.requests.values()]
+        varied = {name for name in MeasuredCell.model_fields if any(other[name] != dumped[0][name] for other in dumped)}
+        shown = varied | cell.model_dump(exclude_defaults=True).keys()
+        change = {name: value for name, value in cell.model_dump(mode="json").items() if name in shown}
+        return CellResults(change, runs, numbers)
 
 
 def measure_experiment(
@@ -165,7 +162,7 @@ def measure_experiment(
         one.request(0).check(one.text)
     tasks = {task.name: task for name in downstream_tasks(experiment) for task in [chosen_task(name, data)]}
     loaded = _OneAtATime(passes, loading)
-    texts = {path: identity(str(path)) for one in passes if (path := one.text) is not None}
+    texts = {path: identity(str(path), contents=True) for one in passes if (path := one.text) is not None}
     items = [
         _item(one, number, texts.get(one.text) if one.text else None, loaded, tasks, out)
         for model in chosen
@@ -189,17 +186,20 @@ def _item(
     one: Pass, replicate: int, source: str | None, loaded: "_OneAtATime", tasks: Mapping[str, ChosenTask], out: Path
 ) -> Item:
     request, folder, chosen = one.request(one.draw(replicate)), one.folder(replicate), one.model(replicate)
-    task = None if one.task is None else TaskOfCell(tasks[one.task.name], one.task.items)
 
     def measure(progress: Progress) -> Measurement:
         model = loaded.get(one, replicate)
-        if task is None:
+        if one.task is None:
             return measure_loaded(model, one.text, request, progress)
-        return measure_and_evaluate(model, task, one.text, request, out / folder, progress)
+        task = tasks[one.task.name]
+        return measure_and_evaluate(model, task, one.task.items, one.text, request, out / folder, progress)
 
     place = Path(chosen.name).expanduser()
     decides = deciding_request(chosen.name, place, source, chosen.loaded_by(loaded.loading), request)
-    return Item(folder, decides | ({} if task is None else {"task": task.document()}), measure)
+    if one.task is not None:
+        task = tasks[one.task.name]
+        decides["task"] = {"name": task.name, "items": one.task.items, "data": task.identity}
+    return Item(folder, decides, measure)
 
 
 class _OneAtATime:
@@ -270,7 +270,7 @@ def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undeci
             if len(subjects) < 2:
                 yield Undecidable(claim, "The claim requires at least two domains.")
             else:
-                yield claim.about(check.over(tuple(one.cell_name(check.cell) for one in subjects)))
+                yield claim.about(over(check, tuple(one.cell_name(check.cell) for one in subjects)))
         case GrowsWithSize() | AlikeOverSizes() as check:
             yield from _by_family(claim, check, subjects)
         case Within() as check if subjects[0].name:
@@ -291,10 +291,10 @@ def _by_family(
     enough = {
         family: members
         for family, members in families.items()
-        if len(members) >= FEWEST_MODELS and check.is_about(family)
+        if len(members) >= FEWEST_MODELS and family in (check.families or families) and family not in check.but
     }
     for family, members in enough.items():
-        yield claim.about(check.over(tuple(one.cell_name(check.cell) for one in members)), family)
+        yield claim.about(over(check, tuple(one.cell_name(check.cell) for one in members)), family)
     if not enough:
         wanted = f"of {' or '.join(check.families)}" if check.families else "of one family of the paper's list"
         excluded = f" other than {' and '.join(check.but)}" if check.but else ""
@@ -364,9 +364,9 @@ def paper_rows(experiment: Experiment) -> PaperRows:
     """Return all numbers of the experiment's table of the paper by model, cell and quantity; empty without a table."""
     if experiment.published is None:
         return {}
-    rows = {name: row.numbers for name, row in published_tables()[experiment.published.table].rows.items()}
+    rows = published_tables()[experiment.published.table]
     if experiment.published.model is not None:
-        return {experiment.published.model: rows}
+        return {experiment.published.model: dict(rows)}
     return {
         model: {cell: {"sink_1": value} for cell, value in row.items() if cell in experiment.cells}
         for model, row in rows.items()

@@ -191,27 +191,22 @@ def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment
 
 
 def _check_given(experiment: Experiment, models: Sequence[str], text: Path | None) -> None:
+    cells, of_each = experiment.requests.values(), experiment.each == "model"
+    pair = not of_each and any(cell.model == "chat" for cell in cells)
     if not _named(experiment):
-        _check_given_models(experiment, models)
+        if not models:
+            raise InputError(
+                f"{experiment.id} measures an existing model: pass --model MODEL, a Hugging Face id, directory, .gguf "
+                f"file or run directory{', and its chat model as a second --model where there is one' if pair else ''}"
+            )
+        if not of_each and len(models) > 1 + pair:
+            wanted = "a model and its chat model" if pair else "one model"
+            raise InputError(f"{experiment.id} takes {wanted}: got {len(models)} --model")
+        labels(models)  # raises InputError for duplicates
     if experiment.each == "domain" and (text is None or not text.is_dir()):
         raise InputError(f"{experiment.id} needs --text FOLDER, a folder of .jsonl or .txt files, one per domain")
-    if text is None and any(cell.inputs == "natural" for cell in experiment.requests.values()):
+    if text is None and any(cell.inputs == "natural" for cell in cells):
         raise InputError(f"{experiment.id} measures on natural text: pass --text FILE (.txt or .jsonl) or a folder")
-
-
-def _check_given_models(experiment: Experiment, models: Sequence[str]) -> None:
-    cells = experiment.requests.values()
-    pair = experiment.each != "model" and any(cell.model == "chat" for cell in cells)
-    if not models:
-        raise InputError(
-            f"{experiment.id} measures an existing model: pass --model MODEL, a Hugging Face id, directory, .gguf file "
-            f"or run directory{', and its chat model as a second --model where there is one' if pair else ''}"
-        )
-    if experiment.each != "model" and len(models) > 1 + pair:
-        raise InputError(
-            f"{experiment.id} takes {'a model and its chat model' if pair else 'one model'}: got {len(models)} --model"
-        )
-    labels(models)  # raises InputError for duplicates
 
 
 def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]:
@@ -227,28 +222,23 @@ def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]
         groups: dict[str, dict[str, MeasuredCell]] = {}
         for name, cell in experiment.requests.items():
             if cell.models or cell.model in subject.models:
-                groups.setdefault(cell.pass_key, {})[name] = cell
+                groups.setdefault(cell.model_dump_json(exclude={"eps", "length"}), {})[name] = cell
         for cells in groups.values():
             first_name, first = next(iter(cells.items()))
+            choices = [model_choice(one, first) for one in first.models or (subject.models[first.model],)]
+            named = labels([str(choice) for choice in choices])  # raises InputError for duplicates
             name = subject.cell_name(first_name if len(cells) == 1 else first.inputs)
             if name in found:
                 name = f"{name}/{first_name}"
             found[name] = Pass(
                 name=name,
-                models=_models_of(first, subject),
+                models={label.replace("/", "_"): choice for label, choice in zip(named, choices, strict=True)},
                 text=subject.text if first.inputs == "natural" else None,
                 cells={subject.cell_name(cell): request for cell, request in cells.items()},
                 fewer=experiment.each == "domain",
             )
     order = [ModelChoice(model) for subject in subjects for model in subject.models.values()]
     return sorted(found.values(), key=lambda one: order.index(one.model(0)) if order else 0)
-
-
-def _models_of(cell: MeasuredCell, subject: Subject) -> dict[str, ModelChoice]:
-    """Return the models on which a cell is measured, by folder name."""
-    choices = [model_choice(one, cell) for one in cell.models or (subject.models[cell.model],)]
-    named = labels([str(choice) for choice in choices])  # raises InputError for duplicates
-    return {label.replace("/", "_"): choice for label, choice in zip(named, choices, strict=True)}
 
 
 def enumerated(names: Sequence[str]) -> str:

@@ -64,8 +64,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from statistics import fmean
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 from pydantic import AfterValidator
@@ -108,6 +109,8 @@ class Quantity:
         label: label in tables and charts.
         unit: %, nats (per token), x (a ratio), steps, or empty for no unit.
         decimals: number of decimals in tables.
+        read: its value at an evaluation; None if evaluations do not record it.
+        of_run: its value for a run and an `at_step`; default: mean of the last evaluations.
         once: measured once, after training, not at every evaluation.
     """
 
@@ -115,6 +118,8 @@ class Quantity:
     label: str
     unit: str
     decimals: int
+    read: Callable[[Evaluation], float | None] = field(default=lambda one: None, compare=False, repr=False)
+    of_run: "Callable[[RunNumbers, int | None], float | None] | None" = field(default=None, compare=False, repr=False)
     once: bool = False
 
     @property
@@ -123,32 +128,56 @@ class Quantity:
         return self.unit == "%" and self.name.startswith("sink_") and self.name != "sink_growth"
 
 
-_SINK = re.compile(r"sink_([1-9]\d*)(_visible)?")
-_FIRST = re.compile(r"sink_first_([1-9]\d*)")
-_RANGE = re.compile(r"sink_([1-9]\d*)_to_([1-9]\d*)")
-_LAYER = re.compile(r"(sink_1_layer|sink_layer|layer_step)_([1-9]\d*)")
+_N = r"([1-9]\d*)"
+_RATES: Sequence[tuple[str, str, Callable[..., float | None]]] = (
+    (f"sink_{_N}", "Sink_{}", lambda k, one: _at(one.sink_rate, k)),
+    (f"sink_{_N}_visible", "Sink_{} (visible queries)", lambda k, one: _at(one.sink_rate_visible or one.sink_rate, k)),
+    (f"sink_first_{_N}", "Sink rate of the first {} tokens", lambda last, one: _sum_of(one.sink_rate[:last])),
+    (f"sink_{_N}_to_{_N}", "Sink rate of tokens {} to {}", lambda k, last, one: _sum_of(one.sink_rate[k - 1 : last])),
+    (f"sink_1_layer_{_N}", "Sink_1 of layer {}", lambda layer, one: _mean_of_known(_heads(one, layer))),
+    (
+        f"sink_layer_{_N}",
+        "Sequences with a sink head in layer {}",
+        lambda layer, one: highest_known(_heads(one, layer)),
+    ),
+)
+"""Sink rates with numbers in their names: pattern, label, and value at an evaluation."""
+
 _NUMBERED = [one for one in NUMBERS if "N" in one.name]
 _NAMED = {
     one.name: one
     for one in (
-        Quantity("sink_bias", "Sink rate of the bias", "%", 1),
-        Quantity("sink_1_or_bias", "Sink rate of the first token and the bias", "%", 1),
-        Quantity("sink_growth", "Increase of Sink_1 in the second half", "%", 1),
-        Quantity("sink_window_start", "Sink rate of the first key of a window", "%", 1),
-        Quantity("valid_loss", "Validation loss", "nats", 3),
-        Quantity("train_loss", "Training loss", "nats", 3),
-        Quantity("norm_ratio", "Norm ratio of the first token", "x", 1),
-        Quantity("norm_untrained", "Norm ratio of the untrained model", "x", 1),
-        Quantity("norm_lowest", "Lowest norm ratio after step 0", "x", 1),
-        Quantity("norm_growth", "Norm ratio relative to the untrained model", "x", 2),
-        Quantity("norm_ratio_before_norm", "Norm ratio of the first token before normalisation", "x", 1),
-        Quantity("norm_ratio_sink_token", "Norm ratio of the sink token", "x", 1),
-        Quantity("norm_growth_sink_token", "Norm ratio of the sink token relative to the untrained model", "x", 2),
-        Quantity("importance_first", "Mean importance of the first token", "%", 1),
-        Quantity("kurtosis", "Kurtosis of the hidden states", "x", 1, once=True),
-        Quantity("emergence_step", "Step at which the sink emerged", "steps", 0),
-        Quantity("norm_step", "Step at which the norm of the first token grew", "steps", 0),
-        Quantity("loss_change", "Jump of the loss at the emergence of the sink", "nats", 3),
+        Quantity("sink_bias", "Sink rate of the bias", "%", 1, lambda one: one.sink_rate_bias),
+        Quantity("sink_1_or_bias", "Sink rate of the first token and the bias", "%", 1,
+                 lambda one: _sum_of([*one.sink_rate[:1], one.sink_rate_bias or 0.0])),
+        Quantity("sink_growth", "Increase of Sink_1 in the second half", "%", 1,
+                 of_run=lambda run, _: run.sink_growth()),
+        Quantity("sink_window_start", "Sink rate of the first key of a window", "%", 1,
+                 lambda one: one.sink_rate_window_start),
+        Quantity("valid_loss", "Validation loss", "nats", 3, lambda one: one.valid_loss),
+        Quantity("train_loss", "Training loss", "nats", 3, lambda one: one.train_loss),
+        Quantity("norm_ratio", "Norm ratio of the first token", "x", 1, lambda one: _largest(one.hidden_norm_ratio)),
+        Quantity("norm_untrained", "Norm ratio of the untrained model", "x", 1,
+                 of_run=lambda run, _: run.untrained("norm_ratio")),
+        Quantity("norm_lowest", "Lowest norm ratio after step 0", "x", 1,
+                 of_run=lambda run, _: min((norm for step, norm in run.known("norm_ratio") if step > 0), default=None)),
+        Quantity("norm_growth", "Norm ratio relative to the untrained model", "x", 2,
+                 of_run=lambda run, at_step: run.growth("norm_ratio", at_step)),
+        Quantity("norm_ratio_before_norm", "Norm ratio of the first token before normalisation", "x", 1,
+                 lambda one: _largest(one.norm_ratio_before_norm)),
+        Quantity("norm_ratio_sink_token", "Norm ratio of the sink token", "x", 1,
+                 lambda one: _largest(one.norm_ratio_sink_token)),
+        Quantity("norm_growth_sink_token", "Norm ratio of the sink token relative to the untrained model", "x", 2,
+                 of_run=lambda run, at_step: run.growth("norm_ratio_sink_token", at_step)),
+        Quantity("importance_first", "Mean importance of the first token", "%", 1,
+                 lambda one: _mean_percent(one.importance_first_heads)),
+        Quantity("kurtosis", "Kurtosis of the hidden states", "x", 1, of_run=lambda run, _: run.kurtosis, once=True),
+        Quantity("emergence_step", "Step at which the sink emerged", "steps", 0,
+                 of_run=lambda run, _: run.first_step("sink_1", EMERGED)),
+        Quantity("norm_step", "Step at which the norm of the first token grew", "steps", 0,
+                 of_run=lambda run, _: run.first_step("norm_ratio", MASSIVE, from_below=True)),
+        Quantity("loss_change", "Jump of the loss at the emergence of the sink", "nats", 3,
+                 of_run=lambda run, _: run.loss_change()),
         Quantity("key_norm_ratio", "Norm ratio of the first key", "x", 2),
         Quantity("value_norm_ratio", "Norm ratio of the first value", "x", 2),
         Quantity("activation_ratio", "Ratio of the largest activation to the median", "x", 0),
@@ -170,9 +199,10 @@ _NAMED = {
         Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", 1),
         *(Quantity(one.name, one.label, "nats", 3, once=True) for one in NUMBERS if "N" not in one.name),
     )
-}
+}  # fmt: skip
 
 
+@cache
 def quantity(name: str) -> Quantity:
     """Return the quantity with a name.
 
@@ -181,18 +211,15 @@ def quantity(name: str) -> Quantity:
     """
     if name in _NAMED:
         return _NAMED[name]
-    if found := _FIRST.fullmatch(name):
-        return Quantity(name, f"Sink rate of the first {found[1]} tokens", "%", 1)
-    if (found := _RANGE.fullmatch(name)) and int(found[1]) <= int(found[2]):
-        return Quantity(name, f"Sink rate of tokens {found[1]} to {found[2]}", "%", 1)
-    if found := _SINK.fullmatch(name):
-        return Quantity(name, f"Sink_{found[1]}{' (visible queries)' if found[2] else ''}", "%", 1)
-    if found := _LAYER.fullmatch(name):
-        if found[1] == "sink_1_layer":
-            return Quantity(name, f"Sink_1 of layer {found[2]}", "%", 1)
-        if found[1] == "sink_layer":
-            return Quantity(name, f"Sequences with a sink head in layer {found[2]}", "%", 1)
-        return Quantity(name, f"Step of the first sink head in layer {found[2]}", "steps", 0)
+    for pattern, label, read in _RATES:
+        if found := re.fullmatch(pattern, name):
+            numbers = [int(number) for number in found.groups()]
+            if numbers == sorted(numbers):
+                return Quantity(name, label.format(*numbers), "%", 1, partial(read, *numbers))
+    if found := re.fullmatch(f"layer_step_{_N}", name):
+        heads = f"sink_layer_{found[1]}"
+        return Quantity(name, f"Step of the first sink head in layer {found[1]}", "steps", 0,
+                        of_run=lambda run, _: run.first_step(heads, HALF))  # fmt: skip
     for one in _NUMBERED:
         if found := re.fullmatch(one.name.replace("N", r"(0|[1-9]\d*)"), name):
             return Quantity(name, one.label.replace("N", found[1]), "nats", 3, once=True)
@@ -202,12 +229,7 @@ def quantity(name: str) -> Quantity:
                      f"{', '.join(one.name for one in _NUMBERED)} (N from 0), {', '.join(_NAMED)}")  # fmt: skip
 
 
-def _known(name: str) -> str:
-    quantity(name)
-    return name
-
-
-QuantityName = Annotated[str, AfterValidator(_known)]
+QuantityName = Annotated[str, AfterValidator(lambda name: quantity(name).name)]
 
 
 @dataclass(frozen=True)
@@ -245,27 +267,8 @@ class RunNumbers:
         """
         if name in self.measured:
             return self.measured[name]
-        if name == "kurtosis":
-            return self.kurtosis
-        if crossing := _crossing(name):
-            return self._first_step(crossing) if eps is None else None
-        if name == "loss_change":
-            return self._loss_change()
-        norms = [(one.step, norm) for one in self.readings if (norm := _largest(one.hidden_norm_ratio)) is not None]
-        if name == "norm_untrained":
-            return next((norm for step, norm in norms if step == 0), None)
-        if name == "norm_lowest":
-            return min((norm for step, norm in norms if step > 0), default=None)
-        if name == "norm_growth":
-            before, now = self.value("norm_untrained"), self.value("norm_ratio", at_step)
-            return now / before if before and now is not None else None
-        if name == "norm_growth_sink_token":
-            first, now = self.readings[0], self.value("norm_ratio_sink_token", at_step)
-            before = _largest(first.norm_ratio_sink_token) if first.step == 0 else None
-            return now / before if before and now is not None else None
-        if name == "sink_growth":
-            half, now = self.evaluations("sink_1", self.last.step // 2, count=1), self.value("sink_1")
-            return now - half[0] if half and now is not None else None
+        if of_run := quantity(name).of_run:
+            return of_run(self, at_step) if eps is None else None
         last = self.evaluations(name, at_step, eps)
         return fmean(last) if last else None
 
@@ -279,63 +282,48 @@ class RunNumbers:
         if at_step is not None and self.last.step < at_step:
             return []
         upto = [one for one in self.readings if at_step is None or one.step <= at_step][-count:]
-        return [value for one in upto if (value := _of_reading(one, name, eps)) is not None]
+        read, at_eps = quantity(name).read, AT_EPS.get(name, lambda one: None)
+        values = [read(one) if eps is None else (at_eps(one) or {}).get(eps) for one in upto]
+        return [value for value in values if value is not None]
 
-    def _loss_change(self) -> float | None:
-        emerged = self.value("emergence_step") or math.inf
-        known = [(one.step, one.valid_loss) for one in self.readings if one.step > 0 and one.valid_loss is not None]
-        return (
-            discontinuity_at([step for step, _ in known], [loss for _, loss in known], emerged)
-            if emerged < math.inf
-            else None
-        )
+    def known(self, name: str) -> list[tuple[int, float]]:
+        """Return step and value of a quantity at all evaluations that recorded it."""
+        read = quantity(name).read
+        return [(one.step, value) for one in self.readings if (value := read(one)) is not None]
 
-    def _first_step(self, crossing: "_Crossing") -> float | None:
-        known = [(one.step, value) for one in self.readings
-                 if (value := _of_reading(one, crossing.number)) is not None]  # fmt: skip
-        if crossing.from_below:
-            below = next((at for at, (_, value) in enumerate(known) if value < crossing.bound), 0)
-            known = known[below:]
+    def untrained(self, name: str) -> float | None:
+        """Return the value of a quantity at step 0."""
+        return next((value for step, value in self.known(name) if step == 0), None)
+
+    def growth(self, name: str, at_step: int | None) -> float | None:
+        """Return the value of a quantity over that at step 0."""
+        before, now = self.untrained(name), self.value(name, at_step)
+        return now / before if before and now is not None else None
+
+    def sink_growth(self) -> float | None:
+        """Return Sink_1 minus that at the last evaluation up to half of the steps, percentage points."""
+        half, now = self.evaluations("sink_1", self.last.step // 2, count=1), self.value("sink_1")
+        return now - half[0] if half and now is not None else None
+
+    def first_step(self, name: str, bound: float, from_below: bool = False) -> float | None:
+        """Return the first evaluated step, at least 1, at which a quantity reaches a bound; infinity if never.
+
+        Args:
+            from_below: start at the first evaluation below the bound, if there is one.
+        """
+        known = self.known(name)
+        if from_below:
+            known = known[next((at for at, (_, value) in enumerate(known) if value < bound), 0) :]
         never = math.inf if known else None
-        return next((float(max(step, 1)) for step, value in known if value >= crossing.bound), never)
+        return next((float(max(step, 1)) for step, value in known if value >= bound), never)
 
-
-class _Crossing(NamedTuple):
-    """Definition of a step quantity: first step at which `number` reaches `bound`, optionally from below."""
-
-    number: str
-    bound: float
-    from_below: bool = False
-
-
-def _crossing(name: str) -> _Crossing | None:
-    """Return the definition of a step quantity such as `emergence_step`; None for other quantities."""
-    if (found := _LAYER.fullmatch(name)) and found[1] == "layer_step":
-        return _Crossing(f"sink_layer_{found[2]}", HALF)
-    return {
-        "emergence_step": _Crossing("sink_1", EMERGED),
-        "norm_step": _Crossing("norm_ratio", MASSIVE, from_below=True),
-    }.get(name)
-
-
-def _of_reading(reading: Evaluation, name: str, eps: str | None = None) -> float | None:
-    """Return the value of a quantity at an evaluation; None if it was not measured or is not finite."""
-    if eps is not None:
-        at_eps = AT_EPS[name](reading) if name in AT_EPS else None
-        return at_eps.get(eps) if at_eps else None
-    if found := _FIRST.fullmatch(name):
-        return _sum_of(reading.sink_rate[: int(found[1])])
-    if found := _RANGE.fullmatch(name):
-        return _sum_of(reading.sink_rate[int(found[1]) - 1 : int(found[2])])
-    if found := _LAYER.fullmatch(name):
-        heads = (reading.sink_rate_heads or [])[int(found[2]) - 1 : int(found[2])]
-        of_heads = _mean_of_known if found[1] == "sink_1_layer" else highest_known
-        return of_heads(heads[0]) if heads else None
-    if found := _SINK.fullmatch(name):
-        visible = reading.sink_rate_visible if found[2] else None
-        rates, position = visible or reading.sink_rate, int(found[1])
-        return rates[position - 1] if position <= len(rates) else None
-    return _RECORDED[name](reading) if name in _RECORDED else None
+    def loss_change(self) -> float | None:
+        """Return the discontinuity of the validation loss at the step at which the sink emerged, nats per token."""
+        emerged = self.value("emergence_step") or math.inf
+        known = [(step, loss) for step, loss in self.known("valid_loss") if step > 0]
+        if emerged == math.inf:
+            return None
+        return discontinuity_at([step for step, _ in known], [loss for _, loss in known], emerged)
 
 
 AT_EPS: Mapping[str, Callable[[Evaluation], Mapping[str, float | None] | None]] = {
@@ -345,18 +333,14 @@ AT_EPS: Mapping[str, Callable[[Evaluation], Mapping[str, float | None] | None]] 
 }
 """Sink rates that evaluations record at several thresholds (`BESIDE`), by name."""
 
-_RECORDED: Mapping[str, Callable[[Evaluation], float | None]] = {
-    "sink_bias": lambda one: one.sink_rate_bias,
-    "sink_1_or_bias": lambda one: _sum_of([*one.sink_rate[:1], one.sink_rate_bias or 0.0]),
-    "sink_window_start": lambda one: one.sink_rate_window_start,
-    "norm_ratio_before_norm": lambda one: _largest(one.norm_ratio_before_norm),
-    "norm_ratio_sink_token": lambda one: _largest(one.norm_ratio_sink_token),
-    "valid_loss": lambda one: one.valid_loss,
-    "train_loss": lambda one: one.train_loss,
-    "norm_ratio": lambda one: _largest(one.hidden_norm_ratio),
-    "importance_first": lambda one: _mean_percent(one.importance_first_heads),
-}
-"""Quantities that evaluations record, by name, without those with a number in their name."""
+
+def _at(rates: Sequence[float | None], position: int) -> float | None:
+    return rates[position - 1] if position <= len(rates) else None
+
+
+def _heads(one: Evaluation, layer: int) -> Sequence[float | None]:
+    """Return the rates of the heads of an attention layer; empty if they are not recorded."""
+    return next(iter((one.sink_rate_heads or [])[layer - 1 : layer]), [])
 
 
 def _sum_of(rates: Sequence[float | None]) -> float | None:

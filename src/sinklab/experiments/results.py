@@ -13,7 +13,6 @@ from sinklab.errors import SinklabError
 from sinklab.experiments.definition import MeasuredCell
 from sinklab.experiments.documents import CellRun, read_record
 from sinklab.experiments.quantities import RunNumbers
-from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.train.directory.history import Evaluation, read_history, seconds_spent
 from sinklab.train.recipe import load_recipe
@@ -73,13 +72,16 @@ def read_numbers(directory: Path) -> RunNumbers:
     if not history:
         raise NoMetricsError(f"the run in {directory} has no numbers: {NO_METRICS}")
     recipe = load_recipe(str(directory / "recipe.yaml"))
-    seconds = record.seconds if record else round(seconds_spent(history), 1)
+    assessed, tuned = directory / ASSESSMENT, tuned_beside(directory) / SFT
+    measured = load_tuning(tuned).numbers() if tuned.is_file() else {}
+    if assessed.is_file() and (assessment := load_assessment(assessed)).on_held_out:
+        measured = assessment.numbers() | measured
     return RunNumbers(
         seed=recipe.seed,
         readings=history,
         kurtosis=record.kurtosis if record else None,
-        seconds=seconds,
-        measured=_assessed(directory) | _tuned(directory),
+        seconds=record.seconds if record else round(seconds_spent(history), 1),
+        measured=measured,
     )
 
 
@@ -93,20 +95,6 @@ def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, f
     return {name: value for name, value in found.items() if name not in never}, never
 
 
-def _assessed(directory: Path) -> dict[str, float]:
-    """Read the quantities of a run's assessment.json; empty if it is missing or not on the run's validation text."""
-    if not (directory / ASSESSMENT).is_file():
-        return {}
-    assessment = load_assessment(directory / ASSESSMENT)
-    return assessment.numbers() if assessment.on_held_out else {}
-
-
-def _tuned(directory: Path) -> dict[str, float]:
-    """Read the quantities of a run's fine-tuning by name; empty without a complete one."""
-    path = tuned_beside(directory) / SFT
-    return load_tuning(path).numbers() if path.is_file() else {}
-
-
 def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> RunNumbers:
     """Collect the quantities of a replicate of a measured cell.
 
@@ -114,12 +102,18 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
         measured: measurement of the cell's pass; for a cell with shorter sequences, only sink rates are returned.
         draw: index of the replicate (draw of sequences, or model), recorded as `seed`.
     """
-    whole = cell.length == measured.length
-    visible = _visible_rates(cell, measured) if whole else None
+    whole, eps = cell.length == measured.length, f"{cell.eps:g}"
+    rates, visible = measured.sink_rate, measured.sink_rate_visible
+    if measured.sink_rates:
+        rates = measured.sink_rates[eps]
+    if measured.sink_rates_visible:
+        visible = measured.sink_rates_visible[eps]
+    if cell.length < measured.length:
+        rates = (measured.sink_rate_by_length or {})[str(cell.length)][eps]
     reading = Evaluation(
         step=0,
-        sink_rate=[*_rates(cell, measured)],
-        sink_rate_visible=None if visible is None else [*visible],
+        sink_rate=[*rates],
+        sink_rate_visible=[*visible] if whole and visible is not None else None,
         sink_rate_bias=measured.sink_rate_bias if whole and cell.eps == measured.eps else None,
         valid_loss=measured.loss if whole else None,
         hidden_norm_ratio=(measured.hidden_norm_ratio or []) if whole else [],
@@ -135,43 +129,23 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
     )
 
 
-def _rates(cell: MeasuredCell, measured: Measurement) -> list[float]:
-    eps = f"{cell.eps:g}"
-    if cell.length < measured.length:
-        return (measured.sink_rate_by_length or {})[str(cell.length)][eps]
-    return measured.sink_rates[eps] if measured.sink_rates else measured.sink_rate
-
-
-def _visible_rates(cell: MeasuredCell, measured: Measurement) -> list[float] | None:
-    several = measured.sink_rates_visible
-    return several[f"{cell.eps:g}"] if several else measured.sink_rate_visible
-
-
 def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
-    found: dict[str, float] = dict(measured.scores or {}) | _importance(measured)
-    if measured.propositions:
-        found["proposition_excess"] = _excess(measured.propositions)
+    """Collect the quantities of the whole sequences that a run's evaluations do not have (`quantities.py`)."""
+    layers_L = 100 * measured.importance[..., 0].mean(-1)
+    early, late = np.split(layers_L, [max(1, len(layers_L) // 4)])
+    found = {"importance_first": float(layers_L.mean()), "importance_early": float(early.mean())}
+    if late.size:
+        found["importance_gap"] = float(late.mean() - early.mean())
+    if (said := measured.propositions) is not None:
+        deviations = (said.hidden_deviation, said.attention_deviation or 0.0, -(said.bound_slack or 0.0))
+        found["proposition_excess"] = max(deviations) / said.tolerance
     for name, ratios in (("key_norm_ratio", measured.key_norm_ratio), ("value_norm_ratio", measured.value_norm_ratio)):
         if ratios and math.isfinite(mean := fmean(ratios)):
             found[name] = mean
     if measured.massive_activations:
         found["largest_activation"] = max(abs(one.value) for one in measured.massive_activations)
         found["activation_ratio"] = max(one.ratio_to_median for one in measured.massive_activations)
-    return found | _angles(measured, cell.eps) | _gates(measured)
-
-
-def _importance(measured: Measurement) -> dict[str, float]:
-    """Compute `importance_first`, `importance_early` and `importance_gap`, percent (`quantities.py`)."""
-    layers_L = 100 * measured.importance[..., 0].mean(-1)
-    early, late = np.split(layers_L, [max(1, len(layers_L) // 4)])
-    found = {"importance_first": float(layers_L.mean()), "importance_early": float(early.mean())}
-    return found | ({"importance_gap": float(late.mean() - early.mean())} if late.size else {})
-
-
-def _excess(found: Propositions) -> float:
-    """Return the largest deviation from the paper's proposition or its bound, in units of the rounding tolerance."""
-    deviations = (found.hidden_deviation, found.attention_deviation or 0.0, -(found.bound_slack or 0.0))
-    return max(deviations) / found.tolerance
+    return dict(measured.scores or {}) | found | _angles(measured, cell.eps) | _gates(measured)
 
 
 def _angles(measured: Measurement, eps: float) -> dict[str, float]:

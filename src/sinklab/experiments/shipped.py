@@ -45,13 +45,17 @@ def load_experiment(name: str) -> Experiment:
             f"no experiment {name!r}{meant} `sinklab experiments` lists the ids; your own is the path of a {FILE} file"
         )
     try:
-        experiment = Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8")))
-        return _with_recipes_beside(_with_references(experiment), file)
+        experiment = _with_references(Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8"))))
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, one['loc'])) or 'experiment'}: {one['msg']}" for one in error.errors()]
         raise InputError("\n".join([f"{name} is not a valid experiment:", *lines])) from error
     except (OSError, ValueError) as error:
         raise InputError(f"{name} cannot be loaded: {error}") from error
+    if not isinstance(file, Path):
+        return experiment
+    beside = {scale: file.parent / base for scale, base in experiment.base.items() if base.endswith(FILE)}
+    found = {scale: str(path) for scale, path in beside.items() if path.is_file()}
+    return experiment.model_copy(update={"base": {**experiment.base, **found}})
 
 
 def _with_references(experiment: Experiment) -> Experiment:
@@ -62,10 +66,8 @@ def _with_references(experiment: Experiment) -> Experiment:
     Raises:
         ValueError: if the referenced claim does not exist, or is a reference itself.
     """
-    if not any(claim.same_as for claim in experiment.claims):
-        return experiment
-    claims = [_looked_up(claim, experiment) if claim.same_as else claim for claim in experiment.claims]
-    return experiment.model_copy(update={"claims": tuple(claims)})
+    claims = tuple(_looked_up(claim, experiment) if claim.same_as else claim for claim in experiment.claims)
+    return experiment.model_copy(update={"claims": claims})
 
 
 def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
@@ -82,15 +84,6 @@ def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
     scales = claim.scales or (found.scales and tuple(scale for scale in found.scales if scale in experiment.base))
     condition = other.massive_cell(found) or False if claim.asks_massive is None else claim.asks_massive
     return claim.model_copy(update={"check": found.check, "scales": scales, "asks_massive": condition})
-
-
-def _with_recipes_beside(experiment: Experiment, file: Path | Traversable) -> Experiment:
-    """Return a copy of the experiment in which base recipes next to the experiment's file are given by their paths."""
-    if not isinstance(file, Path):
-        return experiment
-    found = {scale: file.parent / base for scale, base in experiment.base.items() if base.endswith(FILE)}
-    beside = {scale: str(path) for scale, path in found.items() if path.is_file()}
-    return experiment.model_copy(update={"base": {**experiment.base, **beside}})
 
 
 def _shipped() -> dict[str, Traversable]:
@@ -151,27 +144,26 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
         InputError: if there is no such experiment, its file is invalid, or a base recipe or overlay is.
     """
     paces: dict[str, Pace] = {}
-    return [_listed(one, paces) for one in [load_experiment(name) for name in names or experiment_ids()]]
+    return [
+        ListedExperiment(
+            id=one.id,
+            title=one.title,
+            question=one.question,
+            source=one.source,
+            cells=len(one.cells),
+            claims=len(one.claims),
+            seeds=one.seeds if one.base else 0,
+            scales={scale: _cost(one, scale, paces) for scale in one.base},
+            cell_names=list(one.cells),
+            claim_texts=[claim.text for claim in one.claims],
+        )
+        for one in [load_experiment(name) for name in names or experiment_ids()]
+    ]
 
 
 def jobs_here() -> int:
     """Return the number of concurrent runs assumed in time estimates: GPUs of this machine; without GPUs, cores."""
     return cards_here() or cores_here()
-
-
-def _listed(experiment: Experiment, paces: dict[str, Pace]) -> ListedExperiment:
-    return ListedExperiment(
-        id=experiment.id,
-        title=experiment.title,
-        question=experiment.question,
-        source=experiment.source,
-        cells=len(experiment.cells),
-        claims=len(experiment.claims),
-        seeds=experiment.seeds if experiment.base else 0,
-        scales={scale: _cost(experiment, scale, paces) for scale in experiment.base},
-        cell_names=list(experiment.cells),
-        claim_texts=[claim.text for claim in experiment.claims],
-    )
 
 
 def _cost(experiment: Experiment, scale: Scale, paces: dict[str, Pace]) -> ScaleCost:

@@ -60,7 +60,14 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
     scales = {trial.described.scale for trial in trials}
     alone = trials[0].experiment if len(trials) == 1 else None
     claims = [claim for trial in trials for claim in judge(trial, results)]
-    claims = _with_references(claims if altered else [_with_five_seeds(claim) for claim in claims])
+    if not altered:
+        claims = [
+            claim.model_copy(update={"elsewhere": verdict_of_five(claim)})
+            if claim.verdict == "no verdict" and claim.seeds < FEWEST and claim.replicate == "seed"
+            else claim
+            for claim in claims
+        ]
+    claims = _with_references(claims)
     columns = list(dict.fromkeys(name for trial in trials for name in trial.experiment.columns))
     cells = dict.fromkeys(cell for trial in trials for cell in trial.described.cells)
     return Summary(
@@ -84,13 +91,6 @@ def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
         else claim
         for claim in claims
     ]
-
-
-def _with_five_seeds(claim: JudgedClaim) -> JudgedClaim:
-    """Add the shipped verdict of five seeds, if any, to a claim with too few seeds for a verdict."""
-    if claim.verdict != "no verdict" or claim.seeds >= FEWEST or claim.replicate != "seed":
-        return claim
-    return claim.model_copy(update={"elsewhere": verdict_of_five(claim)})
 
 
 def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:

@@ -1,17 +1,15 @@
 """Bundle the model's code in one file, for users without sinklab.
 
-The modules are concatenated in import order, without imports of each other. Names are not mangled: bundling fails if a
-name would have two meanings in the one file.
+The modules are concatenated in import order, without imports of each other. Names are not mangled: they must be unique
+in the one file, which a test checks.
 """
 
 import ast
-import builtins
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
-PACKAGE = "sinklab"
+import sinklab
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class _Module:
     def own_imports(self) -> list[ast.ImportFrom]:
         """Return the statements that import from other modules of sinklab."""
         imports = [node for node in self.body if isinstance(node, ast.ImportFrom)]
-        return [node for node in imports if (node.module or "").partition(".")[0] == PACKAGE]
+        return [node for node in imports if (node.module or "").partition(".")[0] == "sinklab"]
 
     def other_imports(self) -> list[ast.Import | ast.ImportFrom]:
         """Return the statements that import from other libraries."""
@@ -41,22 +39,16 @@ def bundled(root: str) -> str:
         root: full name of a sinklab module, such as sinklab.model.huggingface.
 
     Raises:
-        ValueError: if a module does not exist or cannot be bundled: it binds a name that another module binds to a
-            different object, the name of a built-in, or an imported object under another name, or uses an attribute of
-            a module whose name is also a local variable.
+        ValueError: if a module does not exist or cannot be bundled: it imports an object under another name, or uses an
+            attribute of a module whose name is also a local variable.
     """
     modules: dict[str, _Module] = {}
     _collect(root, modules)
-    meanings: dict[str, str] = {}
+    known: set[str] = set()
     sections = []
     for module in modules.values():
-        text = _by_itself(module, set(modules), known=set(meanings))
-        for name, meaning in _bound(module, set(modules)):
-            if hasattr(builtins, name):
-                raise ValueError(f"{meaning} shadows a built-in, which other modules may use")
-            if meanings.setdefault(name, meaning) != meaning:
-                raise ValueError(f"{name} is both {meanings[name]} and {meaning}: names must be unique in one file")
-        sections.append(f"# {module.name}\n\n{text.strip()}\n")
+        sections.append(f"# {module.name}\n\n{_by_itself(module, set(modules), known).strip()}\n")
+        known |= {alias.asname or alias.name for node in module.other_imports() for alias in node.names}
     return "\n\n".join(sections)
 
 
@@ -64,51 +56,31 @@ def _collect(name: str, modules: dict[str, _Module]) -> None:
     """Add the module `name` to `modules`, after the modules that it imports."""
     if name in modules:
         return
-    spec = find_spec(name)
-    if spec is None or spec.origin is None:
+    if (path := _path(name)) is None:
         raise ValueError(f"there is no module {name}")
-    text = Path(spec.origin).read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
     module = _Module(name, text, ast.parse(text).body)
     for node in module.own_imports():
         assert node.module is not None
         for alias in node.names:
             inside = f"{node.module}.{alias.name}"
-            _collect(inside if _is_module(inside) else node.module, modules)
+            if _path(inside) is None and alias.asname:
+                raise ValueError(f"{name} imports {alias.name} as {alias.asname}: remove the alias")
+            _collect(inside if _path(inside) is not None else node.module, modules)
     modules[name] = module
 
 
-def _is_module(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # the parent is not a package
-        return False
-
-
-def _bound(module: _Module, modules: set[str]) -> list[tuple[str, str]]:
-    """List the names bound at a module's top level, with the full names of their objects."""
-    found = []
-    for node in module.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.append((node.name, f"{module.name}.{node.name}"))
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
-            found += [(name, f"{module.name}.{name}") for name in names]
-    for node in module.other_imports():
-        origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-        found += [(alias.asname or alias.name, f"{origin}{alias.name}") for alias in node.names]
-    for node in module.own_imports():
-        for alias in node.names:
-            if f"{node.module}.{alias.name}" not in modules and alias.asname:
-                raise ValueError(f"{module.name} imports {alias.name} as {alias.asname}: remove the alias")
-    return found
+def _path(name: str) -> Path | None:
+    """Return the source file of a module of sinklab; None if there is no such module."""
+    place = Path(sinklab.__file__).parent.joinpath(*name.split(".")[1:])
+    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
 
 
 def _by_itself(module: _Module, modules: set[str], known: set[str]) -> str:
     """Return a module's source without its imports of earlier modules, with `name` in place of `other_module.name`.
 
     Args:
-        known: names bound by earlier modules.
+        known: names that earlier modules import from other libraries.
     """
     aliases = {
         alias.asname or alias.name

@@ -167,42 +167,23 @@ def card_head(*tags: str) -> str:
 
 def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: Form) -> str:
     """Return the text of README.md: model, last evaluation up to `step`, loading, recipe."""
-    data = recipe.data
-    changed = [name for name in ("fixed_token", "random_tokens") if getattr(data, name) is not None]
+    metric = recipe.metric
     parts = [
         f"{card_head()}\n# {recipe.name}",
         f"A LLaMA-style language model, step {step:,} of {recipe.train.steps:,} of a training run of sinklab "
         f"{sinklab.__version__}, a laboratory for attention sinks in language models.",
-        _evaluation_table(recipe, [row for row in history if row.step <= step]),
-        _loading(form),
-        f"The sequences that it was trained on were changed (`data.{'`, `data.'.join(changed)}`), which the tokenizer "
-        "does not reproduce: numbers measured on plain text differ from those of the run."
-        if changed
-        else "",
-        f"## Recipe\n\n```yaml\n{recipe.to_yaml()}```\n",
     ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _evaluation_table(recipe: Recipe, history: list[Evaluation]) -> str:
-    if not history:
-        return ""
-    last, metric = history[-1], recipe.metric
-    rows = {
-        "validation loss, nats per token": (last.valid_loss, ".4f"),
-        f"Sink_1, percent of heads (eps {metric.eps:g}, {metric.sequences} sequences of {metric.length} tokens)": (
-            next(iter(last.sink_rate), None),
-            ".2f",
-        ),
-        "sink on the bias, percent of heads": (last.sink_rate_bias, ".2f"),
-        "norm ratio of the first position, largest over blocks": (last.largest_norm_ratio, ".2f"),
-        "tokens trained on": (last.tokens, ",.0f"),
-    }
-    lines = [f"| {name} | {value:{form}} |" for name, (value, form) in rows.items() if value is not None]
-    return f"## At step {last.step:,}\n\n| | |\n|---|---|\n" + "\n".join(lines)
-
-
-def _loading(form: Form) -> str:
+    for last in [row for row in history if row.step <= step][-1:]:
+        sink = f"Sink_1, percent of heads (eps {metric.eps:g}, {metric.sequences} sequences of {metric.length} tokens)"
+        rows = {
+            "validation loss, nats per token": (last.valid_loss, ".4f"),
+            sink: (next(iter(last.sink_rate), None), ".2f"),
+            "sink on the bias, percent of heads": (last.sink_rate_bias, ".2f"),
+            "norm ratio of the first position, largest over blocks": (last.largest_norm_ratio, ".2f"),
+            "tokens trained on": (last.tokens, ",.0f"),
+        }
+        lines = [f"| {name} | {value:{spec}} |" for name, (value, spec) in rows.items() if value is not None]
+        parts.append(f"## At step {last.step:,}\n\n| | |\n|---|---|\n" + "\n".join(lines))
     own, needed = "", ""
     if not form.is_foreign:
         own = f" `{CODE}.py` is sinklab's own code in one file; it needs torch, transformers and pydantic."
@@ -210,8 +191,14 @@ def _loading(form: Form) -> str:
             "\nimport sinklab\n\n"
             f"sinklab.register()  # or, without sinklab, trust_remote_code=True: {CODE}.py is then run"
         )
-    return (
+    parts.append(
         f"## Loading\n\nThe architecture is `{form.architecture}`.{own}\n\n```python\n"
         f"from transformers import AutoModelForCausalLM, AutoTokenizer{needed}\n\n"
         "model = AutoModelForCausalLM.from_pretrained(DIR)\ntokenizer = AutoTokenizer.from_pretrained(DIR)\n```"
     )
+    if changed := [name for name in ("fixed_token", "random_tokens") if getattr(recipe.data, name) is not None]:
+        parts.append(
+            f"The sequences that it was trained on were changed (`data.{'`, `data.'.join(changed)}`), which the "
+            "tokenizer does not reproduce: numbers measured on plain text differ from those of the run."
+        )
+    return "\n\n".join([*parts, f"## Recipe\n\n```yaml\n{recipe.to_yaml()}```\n"])

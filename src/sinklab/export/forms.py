@@ -68,37 +68,34 @@ class Form:
 def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
     """Convert a model to the first equivalent architecture of the table above, with the tokenizer's BOS and EOS ids."""
     tokens: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    kinds = model.config.layer_kinds
+    config, kinds = model.config, model.config.layer_kinds
+    layers = [config.of_layer(layer) for layer in range(1, config.layers + 1)]
     other = {key for kind in kinds for key in differences(kind)}
+    biases = {kind.attention.bias.kind for kind in kinds}
+    masks = [layer.attention.mask for layer in layers]
+    windows = {mask.width for mask in masks if mask.kind == "window"}
+    rotary = [kind for kind in kinds if isinstance(kind.position, Rotary) and kind.position.share == 1]
+    is_common = len(rotary) == sum(not isinstance(kind.position, NoPosition) for kind in kinds) > 0
+    if not is_common or len(windows) > 1 or any(mask.kind not in ("causal", "window") for mask in masks):
+        return _as_itself(model, tokens)
     if not other and len(kinds) == 1:
         from transformers import LlamaConfig
 
-        config = LlamaConfig(**llama_sizes(kinds[0]), **tokens)
-        return Form(config, "LlamaForCausalLM", llama_weights(model), is_foreign=True)
-    biases, thetas = {kind.attention.bias.kind for kind in kinds}, _thetas(kinds)
-    if thetas is None or not _has_windows_of_transformers(kinds):
-        return _as_itself(model, tokens)
+        return Form(LlamaConfig(**llama_sizes(kinds[0]), **tokens), "LlamaForCausalLM", llama_weights(model), True)
+    thetas = [layer.position.theta if isinstance(layer.position, Rotary) else 0.0 for layer in layers]  # 0 for NoPE
+    sizes = {
+        **llama_sizes(rotary[0]),
+        **tokens,
+        "layer_types": ["sliding_attention" if mask.kind == "window" else "full_attention" for mask in masks],
+        "sliding_window": next(iter(windows), config.context),  # not None
+    }
     if other <= BY_LAYER and biases <= set(SINK_LOGITS):
-        return _as_granite(model, tokens)
-    if other <= BY_LAYER and biases == {"none"} and len(kinds) == 2 and len(thetas - {0.0}) == 1:
-        return _as_smollm3(model, tokens)
+        return _as_granite(model, sizes, thetas)
+    if other <= BY_LAYER and biases == {"none"} and len(kinds) == 2 and len({*thetas} - {0.0}) == 1:
+        return _as_smollm3(model, sizes, thetas)
     if other <= BY_LAYER | {"norm", "ffn"} and biases == {"none"} and _is_gemma(kinds):
-        return _as_gemma3(model, tokens)
+        return _as_gemma3(model, sizes, thetas)
     return _as_itself(model, tokens)
-
-
-def _thetas(kinds: Sequence[ModelConfig]) -> set[float] | None:
-    """Return the RoPE thetas of the layers, 0 for NoPE; None if all are NoPE or one is neither NoPE nor RoPE."""
-    positions = [kind.position for kind in kinds]
-    whole = all(isinstance(one, NoPosition) or (isinstance(one, Rotary) and one.share == 1) for one in positions)
-    thetas = {one.theta if isinstance(one, Rotary) else 0.0 for one in positions}
-    return thetas if whole and any(thetas) else None
-
-
-def _has_windows_of_transformers(kinds: Sequence[ModelConfig]) -> bool:
-    """Return True if every layer has the causal mask or a sliding window, all windows of one width."""
-    masks = [kind.attention.mask for kind in kinds if kind.attention.mask.kind != "causal"]
-    return all(mask.kind == "window" and mask == masks[0] for mask in masks)
 
 
 def _is_gemma(kinds: Sequence[ModelConfig]) -> bool:
@@ -111,31 +108,13 @@ def _is_gemma(kinds: Sequence[ModelConfig]) -> bool:
     return rotary and by_mask and config.norm == norm and config.ffn == "geglu"
 
 
-def _sizes(model: Transformer, tokens: dict[str, Any]) -> dict[str, Any]:
-    """Return the model sizes under their transformers config keys; theta is that of the first RoPE layer."""
-    config = model.config
-    masks = [config.of_layer(layer).attention.mask for layer in range(1, config.layers + 1)]
-    rotary = next(kind for kind in config.layer_kinds if isinstance(kind.position, Rotary))
-    return {
-        **llama_sizes(rotary),
-        **tokens,
-        "layer_types": ["sliding_attention" if mask.kind == "window" else "full_attention" for mask in masks],
-        "sliding_window": next((mask.width for mask in masks if mask.kind == "window"), config.context),  # not None
-    }
-
-
-def _layer_thetas(config: ModelConfig) -> list[float]:
-    """Return the RoPE theta of every layer, 0 for NoPE layers."""
-    return [getattr(config.of_layer(layer).position, "theta", 0.0) for layer in range(1, config.layers + 1)]
-
-
-def _as_granite(model: Transformer, tokens: dict[str, Any]) -> Form:
+def _as_granite(model: Transformer, sizes: dict[str, Any], thetas: list[float]) -> Form:
     from transformers import GraniteSWAConfig
 
     config = GraniteSWAConfig(
-        **_sizes(model, tokens),
+        **sizes,
         attention_multiplier=1 / math.sqrt(model.config.head_width),
-        layer_rope_theta=_layer_thetas(model.config),
+        layer_rope_theta=thetas,
     )
     weights = llama_weights(model)
     for i in range(model.config.layers):
@@ -147,31 +126,27 @@ def _as_granite(model: Transformer, tokens: dict[str, Any]) -> Form:
     return Form(config, "GraniteSWAForCausalLM", weights, is_foreign=True)
 
 
-def _as_smollm3(model: Transformer, tokens: dict[str, Any]) -> Form:
+def _as_smollm3(model: Transformer, sizes: dict[str, Any], thetas: list[float]) -> Form:
     from transformers import SmolLM3Config
 
-    sizes = _sizes(model, tokens)
     config = SmolLM3Config(
         **sizes,
         pad_token_id=None,  # the default is beyond the vocabulary
         use_sliding_window="sliding_attention" in sizes["layer_types"],
-        no_rope_layers=[int(theta != 0) for theta in _layer_thetas(model.config)],
+        no_rope_layers=[int(theta != 0) for theta in thetas],
     )
     return Form(config, "SmolLM3ForCausalLM", llama_weights(model), is_foreign=True)
 
 
-def _as_gemma3(model: Transformer, tokens: dict[str, Any]) -> Form:
+def _as_gemma3(model: Transformer, sizes: dict[str, Any], thetas: list[float]) -> Form:
     from transformers import Gemma3TextConfig
 
-    sizes, thetas = _sizes(model, tokens), _layer_thetas(model.config)
     rope = {
         kind: {"rope_type": "default", "rope_theta": theta}
         for kind, theta in zip(sizes["layer_types"], thetas, strict=True)
     }
-    for unused in ("mlp_bias", "rope_parameters"):
-        del sizes[unused]
     config = Gemma3TextConfig(
-        **sizes,
+        **{key: value for key, value in sizes.items() if key not in ("mlp_bias", "rope_parameters")},
         rope_parameters=rope,
         pad_token_id=None,
         head_dim=model.config.head_width,

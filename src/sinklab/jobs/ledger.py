@@ -8,7 +8,7 @@ by line (`LineLedger`), together with the request. A job whose earlier results h
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -58,9 +58,8 @@ class Ledger(Generic[AnyDocument]):
 
     def earlier(self, load: Callable[[Path], AnyDocument]) -> AnyDocument | None:
         """Load the results of an earlier call with `load`, which may raise; None if there are none."""
-        if self.path is None or not self.path.is_file() or not self.path.stat().st_size:
-            return None
-        return load(self.path)
+        there = self.path is not None and self.path.is_file() and self.path.stat().st_size
+        return load(self.path) if self.path and there else None
 
     def save(self, found: AnyDocument) -> None:
         """Write the results to the file, atomically; without `out`, do nothing.
@@ -138,27 +137,19 @@ def run_steps(
             observe(JobEvent("kept", step.name, text=step.kept))
             continue
         observe(JobEvent("started", step.name))
-        start, failure, text = time.perf_counter(), None, ""
+        start = time.perf_counter()
         try:
             text = step.run(StepProgress(step.name, observe))
-        except UnsavedError:
-            raise
         except Exception as error:  # code of a model repository can raise anything
-            if on_failure is None:
+            if on_failure is None or isinstance(error, UnsavedError):
                 raise
-            failure = _sentence(error)  # keeping the exception would keep the model in memory
-        if failure is None:
+            reason = str(error)
+            if not isinstance(error, SinklabError):
+                reason = ": ".join([type(error).__name__, *reason.strip().splitlines()[:1]])
+            on_failure(step.name, reason)
+            observe(JobEvent("failed", step.name, text=reason))
+        else:
             observe(JobEvent("finished", step.name, text=text, seconds=time.perf_counter() - start))
-        elif on_failure is not None:
-            on_failure(step.name, failure)
-            observe(JobEvent("failed", step.name, text=failure))
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, SinklabError):
-        return str(error)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class LineLedger:
@@ -214,11 +205,9 @@ def _complete_lines(path: Path) -> Sequence[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
-    for line in lines:
-        try:
+    with suppress(ValueError):
+        for line in lines:
             rows.append(parse_json(line))
-        except ValueError:
-            break
     keys = [set(row) if isinstance(row, dict) else set() for row in rows]
     ours = keys and "request" in keys[0] and isinstance(rows[0]["request"], dict)
     if lines and not (ours and all({"key", "result"} <= one for one in keys[1:])):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import SinklabError
 from sinklab.measuring import metrics
 from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.batches import Cost
@@ -130,17 +130,6 @@ class Accumulator:
         """Return alpha_k / its value under uniform attention, by position; mean over sequences, layers and heads."""
         return (self.uniform_ratios_T / self.sequences_T).tolist()
 
-    def leading_norm_ratio(self) -> list[float] | None:
-        """Return |h| of the sink token or first register / mean |h| of the tokens, by place in the residual stream (M).
-
-        None without learned tokens, or if blocks cannot be read; 1 where both norms are zero.
-        """
-        hidden_MT, leading_M = self.mean("hidden_BT"), self.mean("leading_B")
-        if leading_M is None or hidden_MT is None:
-            return None
-        tokens_M = hidden_MT.mean(-1)
-        return torch.where((leading_M == 0) & (tokens_M == 0), 1.0, leading_M / tokens_M).tolist()
-
     def mean(self, name: str) -> Tensor | None:
         """Return the mean of a tensor of `Batch.recorded` over sequences; None if it was not recorded.
 
@@ -162,6 +151,25 @@ def _check_finite(name: str, total: Tensor) -> None:
         raise SinklabError(f"the {WORDS.get(name, name)} contain NaN or infinity {where}, {CAUSE}")
 
 
+ARRAYS = {
+    "importance": "importance_BHT",
+    "importance_visible": "visible_BHT",
+    "importance_registers": "registers_BHN",
+    "row_sums": "row_sums_BH",
+    "hidden_norm": "hidden_BT",
+    "key_norm": "key_norm_BT",
+    "value_norm": "value_norm_BT",
+}
+"""Arrays of `Measurement` that are means of a quantity of `Batch.recorded`."""
+RATIOS = {
+    "hidden_norm_ratio": "hidden_BT",
+    "norm_ratio_before_norm": "before_BT",
+    "key_norm_ratio": "key_norm_BT",
+    "value_norm_ratio": "value_norm_BT",
+}
+"""Fields of `Measurement` that are the ratio of the first position to the others in such a mean."""
+
+
 def measurement_from(
     totals: Accumulator,
     cost: Cost,
@@ -173,32 +181,20 @@ def measurement_from(
     massive_activations: list[MassiveActivation] | None = None,
     notes: Sequence[str] = (),
 ) -> Measurement:
-    """Build the measurement from the running sums; keyword arguments are the fields of `Measurement` of these names.
+    """Build the measurement from the running sums, of at least one batch.
 
-    The note on visible queries (mask_coverage.py) is added to `notes`.
-
-    Raises:
-        InputError: if no sequence was added.
+    Keyword arguments are the fields of `Measurement` of these names. The note on visible queries (mask_coverage.py) is
+    added to `notes`.
     """
-    importance, keys, values = (totals.mean(name) for name in ("importance_BHT", "key_norm_BT", "value_norm_BT"))
-    sink_rate = totals.sink_rate()
-    if importance is None or keys is None or values is None or sink_rate is None:
-        raise InputError("there are no sequences to measure: pass at least one")
-    hidden, bias, visibility = totals.mean("hidden_BT"), totals.mean("bias_BH"), visibility_note(totals.views)
-
-    def array(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.float().numpy()
-
-    def ratio(norm_LT: Tensor | None) -> list[float] | None:
-        return None if norm_LT is None or totals.length < 2 else metrics.first_to_rest(norm_LT).tolist()
-
-    def single(name: str) -> float | None:
-        rates = totals.sink_rate(name)
-        return None if rates is None else rates[0]
-
-    def several(name: str) -> dict[str, list[float]]:
-        return totals.sink_rates(name) if len(totals.thresholds) > 1 else {}
-
+    visibility, bias, several = visibility_note(totals.views), totals.mean("bias_BH"), len(totals.thresholds) > 1
+    means = {name: totals.mean(of) for name, of in ARRAYS.items()}
+    arrays: dict[str, Any] = {name: None if x is None else x.float().numpy() for name, x in means.items()}
+    layers, heads = arrays["importance"].shape[:2]
+    ratios = {name: totals.mean(of) for name, of in RATIOS.items()} if totals.length > 1 else {}
+    hidden_MT, leading_M, leading_ratio_M = means["hidden_norm"], totals.mean("leading_B"), None
+    if leading_M is not None and hidden_MT is not None:
+        tokens_M = hidden_MT.mean(-1)
+        leading_ratio_M = torch.where((leading_M == 0) & (tokens_M == 0), 1.0, leading_M / tokens_M).tolist()
     return Measurement(
         model=options.model_name,
         inputs=options.inputs,
@@ -207,23 +203,19 @@ def measurement_from(
         eps=totals.eps,
         bos=options.bos,
         proxy=proxy,
-        layers=importance.shape[0],
-        heads=importance.shape[1],
-        sink_rate=sink_rate,
-        sink_rates=several("importance_BHT") or None,
+        layers=layers,
+        heads=heads,
+        sink_rate=totals.sink_rate() or [],
+        sink_rates=totals.sink_rates("importance_BHT") if several else None,
         sink_rate_visible=totals.sink_rate("visible_BHT"),
-        sink_rates_visible=several("visible_BHT") or None,
+        sink_rates_visible=(totals.sink_rates("visible_BHT") if several else {}) or None,
         sink_rate_by_length={str(length): totals.sink_rates(str(length)) for length in totals.lengths} or None,
-        sink_rate_bias=single("bias_BH"),
-        sink_rates_bias={eps: rate for eps, [rate] in several("bias_BH").items()} or None,
-        sink_rate_window_start=single("window_start_BH"),
+        sink_rate_bias=next(iter(totals.sink_rate("bias_BH") or ()), None),
+        sink_rates_bias={eps: rate for eps, [rate] in totals.sink_rates("bias_BH").items() if several} or None,
+        sink_rate_window_start=next(iter(totals.sink_rate("window_start_BH") or ()), None),
         uniform_ratio=totals.uniform_ratio(),
         loss=totals.loss / totals.targets if totals.targets else None,  # loss off, one token, or all in a prefix
-        hidden_norm_ratio=ratio(hidden),
-        norm_ratio_before_norm=ratio(totals.mean("before_BT")),
-        norm_ratio_sink_token=totals.leading_norm_ratio(),
-        key_norm_ratio=ratio(keys),
-        value_norm_ratio=ratio(values),
+        norm_ratio_sink_token=leading_ratio_M,
         backend=backend,
         dtype=dtype,
         seconds=cost.seconds,
@@ -231,13 +223,8 @@ def measurement_from(
         massive_activations=massive_activations,
         details=None if totals.details is None else totals.details.details(),
         notes=[*notes, *([visibility] if visibility else [])],
-        importance=array(importance),
-        importance_visible=array(totals.mean("visible_BHT")),
-        importance_first=array(torch.cat(totals.first)),
-        importance_bias=array(bias if bias is not None and len(bias) == len(importance) else None),
-        importance_registers=array(totals.mean("registers_BHN")),
-        row_sums=array(totals.mean("row_sums_BH")),
-        hidden_norm=array(hidden),
-        key_norm=array(keys),
-        value_norm=array(values),
+        importance_first=torch.cat(totals.first).numpy(),
+        importance_bias=bias.float().numpy() if bias is not None and len(bias) == layers else None,
+        **{name: None if (x := ratios.get(name)) is None else metrics.first_to_rest(x).tolist() for name in RATIOS},
+        **arrays,
     )

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import Field, FiniteFloat
 from torch import Tensor, nn
@@ -62,7 +61,7 @@ def largest_activations(
             the first real token. None to include all columns.
     """
     found: list[MassiveActivation] = []
-    seen: list[_Largest] = []
+    seen: list[Tensor] = []
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if len(seen) < len(blocks):
@@ -70,21 +69,27 @@ def largest_activations(
             if real is not None and real.padded:
                 first = int(real.index_BR[0, 0])
                 hidden_TC = hidden_TC[first : first + int(real.count_B[0])]
-            seen.append(_Largest(hidden_TC))
+            seen.append(_largest(hidden_TC))
 
     def entering(_: nn.Module, __: tuple[Any, ...]) -> None:
         if len(seen) < len(blocks):  # the first pass, or a retry after a failed pass
             seen.clear()
 
-    with hooked(
-        [
-            *(block.register_forward_hook(leaving) for block in blocks),
-            *(block.register_forward_pre_hook(entering) for block in blocks[:1]),
-        ]
-    ):
+    hooks = [block.register_forward_hook(leaving) for block in blocks]
+    with hooked(hooks + [block.register_forward_pre_hook(entering) for block in blocks[:1]]):
         yield found
-        numbers = on_host([one.numbers for one in seen])
-        found.extend(one.found(layer, *numbers[layer - 1].tolist()) for layer, one in enumerate(seen, start=1))
+        for layer, numbers in enumerate(on_host(seen), start=1):
+            position, dimension, value, median = numbers.tolist()
+            value = value if math.isfinite(value) else 0.0  # NaN is reported by the accumulator
+            found.append(
+                MassiveActivation(
+                    layer=layer,
+                    position=int(position) + 1,
+                    dimension=int(dimension),
+                    value=value,
+                    ratio_to_median=abs(value) / median if median > 0 else 0.0,
+                )
+            )
 
 
 def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
@@ -92,35 +97,10 @@ def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
     return sorted(found, key=lambda one: -one.ratio_to_median)[:STRONGEST]
 
 
-class _Largest:
-    """The largest activation of one sequence after one block.
-
-    Attributes:
-        numbers: flat index, value, and median |activation| (float64), on the device of the model.
-    """
-
-    def __init__(self, hidden_TC: Tensor) -> None:
-        self._width, size = hidden_TC.shape[1], hidden_TC.abs()
-        place = size.argmax()
-        value = hidden_TC.flatten().gather(0, place[None])[0]
-        self.numbers = torch.stack([place.double(), value.double(), _median(size.float()).double()])
-
-    def found(self, layer: int, place: float, value: float, median: float) -> MassiveActivation:
-        """Convert the entries of `numbers` to a `MassiveActivation`."""
-        position, dimension = divmod(int(place), self._width)
-        value = value if math.isfinite(value) else 0.0  # NaN is reported by the accumulator
-        return MassiveActivation(
-            layer=layer,
-            position=position + 1,
-            dimension=dimension,
-            value=value,
-            ratio_to_median=abs(value) / median if median > 0 else 0.0,
-        )
-
-
-def _median(x: Tensor) -> Tensor:
-    """Return the lower median, as `torch.median`; on the CPU, NumPy's partition takes half the time."""
-    if x.device.type != "cpu":
-        return x.median()
-    values, half = x.flatten().numpy(), (x.numel() - 1) // 2
-    return torch.tensor(np.partition(values, half)[half])
+def _largest(hidden_TC: Tensor) -> Tensor:
+    """Return position, dimension (0-based), value and median |activation| of one sequence, float64, on its device."""
+    size = hidden_TC.abs()
+    place = size.argmax()
+    value = hidden_TC.flatten().gather(0, place[None])[0]
+    numbers = (place // hidden_TC.shape[1], place % hidden_TC.shape[1], value, size.float().median())
+    return torch.stack([number.double() for number in numbers])

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
-from sinklab.measuring.driver import check_shape
 from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Inputs, Options, Study, thresholds
+from sinklab.measuring.options import Inputs, Options, Study, parse_eps
 from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import LanguageModel, adapt
@@ -83,12 +82,13 @@ def measure(
     """
     adapter = adapt(model)
     tokens_NT = token_matrix(tokens)
-    check_shape(tokens_NT)
+    if tokens_NT.ndim != 2 or not tokens_NT.numel():
+        raise InputError(f"tokens have shape {tuple(tokens_NT.shape)}; expected (sequences, length), neither empty")
     mask_NT = None if attention_mask is None else token_matrix(attention_mask, "the entries of attention_mask")
     if mask_NT is not None and mask_NT.shape == tokens_NT.shape and bool(mask_NT.all()):
         mask_NT = None  # no padding
     options = Options(
-        eps=thresholds(eps),
+        eps=parse_eps(eps),
         lengths=cast(tuple[int, ...], lengths),
         batch_size=batch_size,
         loss=loss,
@@ -118,10 +118,8 @@ def measure(
 
 
 def _begins_with_bos(model: LanguageModel, tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> bool:
-    if isinstance(model, Transformer):
-        return False
-    bos_id = getattr(model.config.get_text_config(decoder=True), "bos_token_id", None)
-    if bos_id is None:
+    config = None if isinstance(model, Transformer) else model.config.get_text_config(decoder=True)
+    if (bos_id := getattr(config, "bos_token_id", None)) is None:
         return False
     first_N1 = tokens_NT[:, :1]
     if attention_mask_NT is not None and attention_mask_NT.shape == tokens_NT.shape:

@@ -29,13 +29,9 @@ class Batches:
     """
 
     def __init__(self, sequences: int, size: int, progress: Progress | None, blocks: int) -> None:
-        self.sequences, self._first_size, self._progress, self._blocks = (
-            sequences,
-            min(size, sequences),
-            progress,
-            blocks,
-        )
-        self._size, self._start, self._stop, self._ran = self._first_size, 0, 0, 0
+        self.sequences, self._progress, self._blocks = sequences, progress, blocks
+        self._first_size = self._size = min(size, sequences)
+        self._start = self._stop = self._ran = 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         while self._start < self.sequences:

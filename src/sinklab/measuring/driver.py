@@ -6,7 +6,7 @@ Attention layers are recorded by records.py (native models) or huggingface/probe
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,10 @@ from sinklab.measuring.activations import largest_activations, strongest
 from sinklab.measuring.batches import Batches, costing
 from sinklab.measuring.explored import explore, explored_heads
 from sinklab.measuring.gradients import check_gradients, gradient_norms, gradient_sink
+from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
-from sinklab.measuring.records import LayerRecord, batch_of, native_records
+from sinklab.measuring.records import NativeRecords, batch_of, native_records
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import Progress, entering_norms, evaluating, hooked, residual_stream, token_norms
@@ -30,29 +31,6 @@ from sinklab.models.native import NativeAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-class Records(Protocol):
-    """Recorder of the attention layers in forward passes.
-
-    Attributes:
-        backend: attention backend, such as "sdpa"; several are joined by "+".
-        layers: records of the attention layers since the last `clear`, in layer order.
-    """
-
-    @property
-    def backend(self) -> str: ...
-
-    @property
-    def layers(self) -> Sequence[LayerRecord]: ...
-
-    def clear(self) -> None:
-        """Discard all records."""
-        ...
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a context manager that disables recording."""
-        ...
 
 
 def measure(
@@ -77,9 +55,13 @@ def measure(
         SinklabError: if attention cannot be recorded, activations or gradients contain NaN or infinity (the message
             names the layer), or a single sequence does not fit into memory.
     """
-    check_shape(tokens_NT)
     tokens_NT = tokens_NT.cpu()  # each check on the GPU would synchronise it
-    mask_NT = _padding_mask(tokens_NT, attention_mask_NT)
+    mask_NT = torch.ones_like(tokens_NT) if attention_mask_NT is None else attention_mask_NT.cpu()
+    if mask_NT.shape != tokens_NT.shape:
+        raise InputError(
+            f"the attention mask has shape {tuple(mask_NT.shape)} and the tokens {tuple(tokens_NT.shape)}; they must "
+            "be equal"
+        )
     padded = not bool(mask_NT.all())
     longest = int(real_tokens(mask_NT).count_B.max())
     options.check_lengths(tokens_NT.shape[1])
@@ -92,7 +74,7 @@ def measure(
     if options.lengths and padded:
         raise InputError("`lengths` needs sequences without padding: remove the padded sequences, or `lengths`")
     totals = Accumulator(options.eps, longest, options.lengths)
-    details = DetailsCollector(options.maps, longest) if options.detailed else None
+    details = DetailsCollector(options.maps, longest) if options.details or options.maps else None
     first_target = options.first_target if options.loss else None
     with ExitStack() as stack:
         cost = stack.enter_context(costing(adapter.device))
@@ -140,41 +122,20 @@ def measure(
         norm_LT, halved = gradient_norms(adapter, tokens_NT, first_target=first, batch_size=size)
         added = {"gradient_norm_ratio": gradient_sink(norm_LT), "gradient_norm": norm_LT.float().numpy()}
         measurement = measurement.model_copy(update=added | {"notes": [*measurement.notes, *halved]})
-    if not options.explore:
-        return measurement
-    found = explore(adapter, tokens_NT[0, mask_NT[0].bool()], explored, partial(_recording, adapter, ()))
-    return measurement.model_copy(update={"explored": found})
+    if options.explore:
+        found = explore(adapter, tokens_NT[0, mask_NT[0].bool()], explored, partial(_recording, adapter, ()))
+        measurement = measurement.model_copy(update={"explored": found})
+    return measurement
 
 
 def _recording(
     adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
-) -> AbstractContextManager[Records]:
+) -> AbstractContextManager[NativeRecords | Recorder]:
     if isinstance(adapter, NativeAdapter):
         return native_records(adapter, lengths, details)
     from sinklab.measuring.huggingface.probe import adapter_records
 
     return adapter_records(cast("PreTrainedModel", adapter.module), adapter, lengths, details)
-
-
-def check_shape(tokens_NT: Tensor) -> None:
-    """Check that tokens are a non-empty (N, T) matrix.
-
-    Raises:
-        InputError: if the tokens have another shape or are empty.
-    """
-    if tokens_NT.ndim != 2 or not tokens_NT.numel():
-        raise InputError(f"tokens have shape {tuple(tokens_NT.shape)}; expected (sequences, length), neither empty")
-
-
-def _padding_mask(tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> Tensor:
-    if attention_mask_NT is None:
-        return torch.ones_like(tokens_NT)
-    if attention_mask_NT.shape != tokens_NT.shape:
-        raise InputError(
-            f"the attention mask has shape {tuple(attention_mask_NT.shape)} and the tokens {tuple(tokens_NT.shape)}; "
-            "they must be equal"
-        )
-    return attention_mask_NT.cpu()
 
 
 def _after_leading(leading: int, mask_BT: Tensor) -> RealTokens:

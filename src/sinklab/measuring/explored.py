@@ -11,15 +11,15 @@ from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from sinklab.attention.importance import Rows
-from sinklab.attention.real_tokens import RealTokens, real_tokens
+from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
-from sinklab.measuring.statistics.collecting import DetailsCollector
-from sinklab.measuring.statistics.maps import Head, draw
-from sinklab.measuring.statistics.statistic_base import Angles, Array, Axes, Layer, ScoreBlock, WithArrays
+from sinklab.measuring.statistics.collecting import DetailsCollector, Head, layer_details
+from sinklab.measuring.statistics.statistic_base import Angles, Array, Axes, WithArrays
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating
 
@@ -91,10 +91,7 @@ def explore(
         recording: context manager that records the attention layers of forward passes with the given collector.
     """
     tokens_1S = tokens_T[None, :MOST_TOKENS]
-    leading_and_tokens = torch.ones(1, adapter.leading + tokens_1S.shape[1], dtype=tokens_1S.dtype)
-    leading_and_tokens[:, : adapter.leading] = 0
-    real = real_tokens(leading_and_tokens)
-    collector = MapsCollector(heads)
+    real, collector = real_tokens(F.pad(torch.ones_like(tokens_1S), (adapter.leading, 0))), MapsCollector(heads)
     with evaluating(adapter.module), recording(collector) as records:
         collector.begin(real)
         adapter.read(tokens_1S.to(adapter.device), real.to(adapter.device), None, records.paused())
@@ -114,15 +111,9 @@ class MapsCollector(DetailsCollector):
 
     def __init__(self, wanted: Sequence[tuple[int, ...]] | None) -> None:
         super().__init__((), 0)
-        self._wanted = wanted
-        self._layer = 0
+        self._wanted, self._layer = wanted, 0
         self.heads: list[Head] = []
         self.attention_SS: list[np.ndarray] = []
-
-    def begin(self, real: RealTokens) -> None:
-        """Discard the collected maps and start a forward pass with the real tokens `real`."""
-        super().begin(real)
-        self._layer, self.heads, self.attention_SS = 0, [], []
 
     def values(self, values_BGTV: Tensor) -> None:
         """Do nothing: values are not stored."""
@@ -131,16 +122,8 @@ class MapsCollector(DetailsCollector):
         """Add the attention maps of the wanted heads of the next layer."""
         assert self._real is not None
         self._layer += 1
-        kept = [head for head in range(heads) if self._wanted is None or (self._layer, head + 1) in set(self._wanted)]
-        layer: Layer | None = None
-        sums: dict[int, Tensor] = {}
-        S = self._real.index_BR.shape[1]
-        for one in rows:
-            if layer is None:
-                layer = Layer(one.weights_BHQS, self._real, None)
-                sums = {head: one.weights_BHQS.new_zeros(1, S, S) for head in kept}
-            draw(sums, ScoreBlock(one, layer))
+        kept = [head for head in range(heads) if self._wanted is None or (self._layer, head + 1) in self._wanted]
         self.heads += [(self._layer, head + 1) for head in kept]
-        for head in kept:
-            root_SS = sums[head][0].float().clamp(0, 1).sqrt()
+        for map_KSS in layer_details(rows, self._real, None, kept)[1].values():
+            root_SS = map_KSS[0].float().clamp(0, 1).sqrt()
             self.attention_SS.append((LEVELS * root_SS).round().to(torch.uint8).cpu().numpy())

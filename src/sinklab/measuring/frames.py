@@ -11,7 +11,7 @@ import numpy as np
 
 from sinklab.errors import InputError
 from sinklab.files import written_aside
-from sinklab.outputs import check_results, check_table
+from sinklab.outputs import TABLE, check_file, check_results
 
 Columns = dict[str, np.ndarray]
 TableName = Literal["importance", "positions", "layers"]
@@ -38,7 +38,7 @@ def write_csv(columns: Columns, path: Path) -> None:
         InputError: if the path exists and is not a table written by sinklab.
         SinklabError: if the file cannot be written.
     """
-    check_table(path)
+    check_file(path, TABLE)
     with written_aside(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(columns)
@@ -53,7 +53,7 @@ def write_parquet(columns: Columns, path: Path) -> None:
         SinklabError: if the file cannot be written.
     """
     check_parquet()
-    check_table(path)
+    check_file(path, TABLE)
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     made = arrow.table(columns)
     with written_aside(path) as aside:

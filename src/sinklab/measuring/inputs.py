@@ -71,7 +71,13 @@ def natural_text(
     cutter = _Cutter(encode, length - len(prefix), render)
     rows = list(islice(cutter.sequences(text), sequences))
     if len(rows) < sequences and not (fewer and rows):
-        raise cutter.too_few(text, len(rows), sequences)
+        found, counted = len(rows), cutter.documents and not cutter.pieces
+        usable = f"of its {cutter.documents} documents" if counted else "pieces"
+        less = f"lower --sequences to {found}, " if found else ""
+        raise InputError(
+            f"{text} gives {found} usable sequences, and {sequences} are needed: {found} {usable} have "
+            f"{cutter.body} tokens of text; {less}lower --length, or use more text"
+        )
     return rows
 
 
@@ -101,7 +107,9 @@ def drawn_text(
     cutter = _Cutter(encode, length - len(prefix), render, everything=True)
     pool = list(islice(cutter.sequences(text), POOL * sequences))
     if not pool:
-        raise cutter.none_long_enough(text)
+        counted = cutter.documents and not cutter.pieces
+        of = f"none of its {cutter.documents} documents has" if counted else "it does not have"
+        raise InputError(f"{text} gives no sequence: {of} {cutter.body} tokens of text; use a longer text")
     each = max(1, min(sequences, len(pool) // SHARES))
     draws = len(pool) // each
     if draw >= draws:
@@ -147,21 +155,6 @@ class _Cutter:
     everything: bool = False
     documents: int = 0
     pieces: bool = False
-
-    def too_few(self, text: Path, found: int, sequences: int) -> InputError:
-        """Build the error for a text with fewer sequences than requested."""
-        usable = f"of its {self.documents} documents" if self.documents and not self.pieces else "pieces"
-        less = f"lower --sequences to {found}, " if found else ""
-        return InputError(
-            f"{text} gives {found} usable sequences, and {sequences} are needed: {found} {usable} have "
-            f"{self.body} tokens of text; {less}lower --length, or use more text"
-        )
-
-    def none_long_enough(self, text: Path) -> InputError:
-        """Build the error for a text that is too short for one sequence."""
-        counted = self.documents and not self.pieces
-        of = f"none of its {self.documents} documents has" if counted else "it does not have"
-        return InputError(f"{text} gives no sequence: {of} {self.body} tokens of text; use a longer text")
 
     def sequences(self, text: Path) -> Iterator[Sequence[int]]:
         """Yield the sequences of a file or another source of documents; from a folder, one from each file in turn."""
@@ -272,29 +265,27 @@ def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
     Raises:
         InputError: if `tokens` is none of these, rows have different lengths, or numbers are not whole.
     """
-    tensor = tokens if isinstance(tokens, Tensor) else _from_rows(tokens, name)
-    if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-        kind = str(tensor.dtype).removeprefix("torch.")
+    if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iubf":
+        tokens = torch.from_numpy(tokens if tokens.dtype.kind == "f" else tokens.astype(np.int64))
+    if not isinstance(tokens, Tensor):
+        if (
+            isinstance(tokens, str | bytes)
+            or not isinstance(tokens, Sequence)
+            or any(isinstance(x, str) for x in tokens)
+        ):
+            raise InputError(f"{name} are {type_text(tokens)}; expected rows of whole numbers, (sequences, length)")
+        try:
+            lengths = {len(row) for row in tokens}
+            rows = torch.tensor([list(row) for row in tokens] or [[]]) if len(lengths) < 2 else None
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise InputError(f"{name} are not a matrix of whole numbers, such as [[1, 2, 3]]: {error}") from error
+        if rows is None:
+            raise InputError(
+                f"the rows have {min(lengths)} to {max(lengths)} entries: truncate sequences to one length, or pad "
+                "them and pass attention_mask"
+            )
+        tokens = rows
+    if tokens.numel() and (tokens.is_floating_point() or tokens.is_complex()):
+        kind = str(tokens.dtype).removeprefix("torch.")
         raise InputError(f"{name} are {kind} numbers; expected whole numbers, as returned by a tokenizer")
-    return tensor.long()
-
-
-def _from_rows(rows: Any, name: str) -> Tensor:
-    if isinstance(rows, np.ndarray):
-        if rows.dtype.kind not in "iub":
-            raise InputError(f"{name} are an array of {rows.dtype}; expected whole numbers")
-        return torch.from_numpy(rows.astype(np.int64))
-    if isinstance(rows, str | bytes | dict) or not isinstance(rows, Sequence):
-        raise InputError(f"{name} are {type_text(rows)}; expected rows of whole numbers, (sequences, length)")
-    if not all(isinstance(row, Sequence | np.ndarray | Tensor) and not isinstance(row, str | bytes) for row in rows):
-        raise InputError(f"{name} are not a list of rows, such as [[1, 2, 3]]")
-    lengths = {len(row) for row in rows}
-    if len(lengths) > 1:
-        raise InputError(
-            f"the rows have {min(lengths)} to {max(lengths)} entries: truncate sequences to one length, or pad them "
-            "and pass attention_mask"
-        )
-    try:
-        return torch.tensor([list(row) for row in rows] or [[]])
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InputError(f"{name} are not a matrix of whole numbers: {error}") from error
+    return tokens.long()

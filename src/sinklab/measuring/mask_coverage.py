@@ -5,7 +5,7 @@ contribute zeros, and a sink is diluted by (T - k + 1) / w. The mean over the qu
 reported in addition to alpha.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,18 +82,13 @@ def visibility_note(views: Sequence[View | None]) -> str | None:
             layers.setdefault(view, []).append(number)
     if not layers:
         return None
-    parts = [
-        _SENTENCES[view.kind].format(tokens=view.tokens, where=layers_text(at, len(views)))
-        for view, at in layers.items()
-    ]
+    sentences = {
+        "window": "a sliding window of {} tokens in {}",
+        "prefix": "the first {} keys are visible to earlier queries in {}",
+        "part": "no key is visible to more than {} queries in {}",
+    }
+    parts = (sentences[view.kind].format(view.tokens, layers_text(at, len(views))) for view, at in layers.items())
     return (
         "; ".join(parts) + ": sink_rate and importance are means over all queries t >= k of key k, sink_rate_visible "
         "and importance_visible over the queries that may see it"
     )
-
-
-_SENTENCES: Mapping[str, str] = {
-    "window": "a sliding window of {tokens} tokens in {where}",
-    "prefix": "the first {tokens} keys are visible to earlier queries in {where}",
-    "part": "no key is visible to more than {tokens} queries in {where}",
-}

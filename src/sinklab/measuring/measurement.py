@@ -24,7 +24,7 @@ from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
 from sinklab.measuring.statistics.statistic_base import Array, ArrayOrNone, Axes, WithArrays
-from sinklab.outputs import MEASUREMENT, check_files
+from sinklab.outputs import MEASUREMENT, check_file
 from sinklab.schema import Ratio
 
 ColumnValues = np.ndarray | Sequence[float] | None
@@ -215,7 +215,8 @@ class Measurement(WithArrays):
         folder = Path(folder)
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder} is a file: pass the folder of the measurement")
-        check_files(folder, MEASUREMENT)
+        for name in MEASUREMENT:
+            check_file(folder / name, name)
         arrays: dict[str, Any] = self.arrays()
         for part in filter(None, (self.details, self.explored)):
             arrays |= part.arrays()
@@ -258,41 +259,37 @@ class Measurement(WithArrays):
         """
         if table not in TABLES:
             raise InputError(f"there is no table {table!r}: choose from {', '.join(TABLES)}")
-        found = {"importance": self._every_importance, "positions": self._positions, "layers": self._layers}[table]()
+        visible_LHT = self.importance_visible
+        if table == "importance":
+            layer_LHT, head_LHT, position_LHT = np.indices(self.importance.shape) + 1
+            found: dict[str, ColumnValues] = {
+                "layer": layer_LHT.ravel(),
+                "head": head_LHT.ravel(),
+                "position": position_LHT.ravel(),
+                "importance": self.importance.ravel(),
+                "importance_visible": None if visible_LHT is None else visible_LHT.ravel(),
+            }
+        elif table == "positions":
+            found = {"position": np.arange(1, self.length + 1), "sink_rate": self.sink_rate}
+            found["sink_rate_visible"] = self.sink_rate_visible
+            for eps, rate in list((self.sink_rates or {}).items())[1:]:
+                found[f"sink_rate_eps_{eps}"] = rate
+                found[f"sink_rate_visible_eps_{eps}"] = (self.sink_rates_visible or {}).get(eps)
+            found["uniform_ratio"] = self.uniform_ratio
+        else:
+            hidden = self.hidden_norm_ratio or []
+            found = {
+                "layer": np.arange(1, self.layers + 1),
+                "importance_first": self.importance[:, :, 0].mean(1),
+                "importance_first_visible": None if visible_LHT is None else visible_LHT[:, :, 0].mean(1),
+                "importance_bias": None if self.importance_bias is None else self.importance_bias.mean(1),
+                "row_sum": None if self.row_sums is None else self.row_sums.mean(1),
+                "hidden_norm_ratio": hidden[1:] if len(hidden) == self.layers + 1 else None,
+                "key_norm_ratio": self.key_norm_ratio,
+                "value_norm_ratio": self.value_norm_ratio,
+                "gradient_norm_ratio": self.gradient_norm_ratio,
+            }
         return {name: np.asarray(values) for name, values in found.items() if values is not None}
-
-    def _every_importance(self) -> dict[str, ColumnValues]:
-        layer_LHT, head_LHT, position_LHT = np.indices(self.importance.shape) + 1
-        return {
-            "layer": layer_LHT.ravel(),
-            "head": head_LHT.ravel(),
-            "position": position_LHT.ravel(),
-            "importance": self.importance.ravel(),
-            "importance_visible": None if self.importance_visible is None else self.importance_visible.ravel(),
-        }
-
-    def _positions(self) -> dict[str, ColumnValues]:
-        found: dict[str, ColumnValues] = {"position": np.arange(1, self.length + 1), "sink_rate": self.sink_rate}
-        found["sink_rate_visible"] = self.sink_rate_visible
-        for eps in list(self.sink_rates or {})[1:]:
-            found[f"sink_rate_eps_{eps}"] = (self.sink_rates or {})[eps]
-            found[f"sink_rate_visible_eps_{eps}"] = (self.sink_rates_visible or {}).get(eps)
-        found["uniform_ratio"] = self.uniform_ratio
-        return found
-
-    def _layers(self) -> dict[str, ColumnValues]:
-        hidden, visible = self.hidden_norm_ratio or [], self.importance_visible
-        return {
-            "layer": np.arange(1, self.layers + 1),
-            "importance_first": self.importance[:, :, 0].mean(1),
-            "importance_first_visible": None if visible is None else visible[:, :, 0].mean(1),
-            "importance_bias": None if self.importance_bias is None else self.importance_bias.mean(1),
-            "row_sum": None if self.row_sums is None else self.row_sums.mean(1),
-            "hidden_norm_ratio": hidden[1:] if len(hidden) == self.layers + 1 else None,
-            "key_norm_ratio": self.key_norm_ratio,
-            "value_norm_ratio": self.value_norm_ratio,
-            "gradient_norm_ratio": self.gradient_norm_ratio,
-        }
 
     def to_dataframe(self, table: TableName = "importance") -> Any:
         """Return a table as a pandas, polars or pyarrow data frame, whichever is installed.
@@ -339,10 +336,9 @@ class Measurement(WithArrays):
                 raise ValueError("measurement.json is not a JSON object")
             with np.load(folder / "measurement.npz", allow_pickle=False) as file:
                 arrays = dict(file)
-            if document.get("details"):
-                document["details"] = {**document["details"], **Details.found_in(arrays)}
-            if document.get("explored"):
-                document["explored"] = {**document["explored"], **Explored.found_in(arrays)}
+            for name, part in (("details", Details), ("explored", Explored)):
+                if document.get(name):
+                    document[name] = {**document[name], **part.found_in(arrays)}
             if "uniform_ratio" not in document and "importance" in arrays:  # older files
                 document["uniform_ratio"] = uniform_ratio_of_means(arrays["importance"])
             return cls.model_validate({**document, **cls.found_in(arrays)})

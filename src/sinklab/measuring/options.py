@@ -1,13 +1,14 @@
 """Settings of a measurement, as command-line options and as Python objects."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from itertools import pairwise
-from numbers import Integral, Real
+from numbers import Real
 from operator import index
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from sinklab.errors import InputError
 from sinklab.settings import ADVANCED, INPUT, MEASURED, CommandSettings, Flag, Several
@@ -16,46 +17,30 @@ Inputs = Literal["natural", "random", "repeat"]
 EPS = (0.3,)
 
 
-def thresholds(eps: float | Sequence[float]) -> tuple[float, ...]:
-    """Convert one threshold or several to a tuple of floats.
+def parse_eps(given: Any) -> tuple[float, ...]:
+    """Convert one threshold, several, or the values of --eps to numbers: ["0.3", "0.2,0.4"] -> (0.3, 0.2, 0.4).
+
+    Each value of --eps is a number or a comma-separated list. Repeated thresholds are dropped.
 
     Raises:
         InputError: if there is no threshold, or one is not a number in (0, 1).
     """
-    given: Any = eps
-    try:
-        several = (given,) if isinstance(given, str) else tuple(given)
-    except TypeError:  # a number, or an array without axes
-        several = (given,)
-    if not several:
-        raise InputError("eps is empty; expected one or more shares of attention, such as 0.3")
-    for one in several:
-        if not isinstance(one, Real):
-            raise InputError(f"eps is {one!r}, which is not a number; expected a share of attention, such as 0.3")
-        if not 0 < float(one) < 1:
-            raise InputError(f"eps is {one}; expected a share of attention between 0 and 1, such as 0.3")
-    return tuple(map(float, several))
-
-
-def parse_eps(given: Any) -> tuple[float, ...]:
-    """Parse the values of --eps, each a number or a comma-separated list: ["0.3", "0.2,0.4"] -> (0.3, 0.2, 0.4).
-
-    Repeated values are dropped. Anything but a list of strings is converted by `thresholds`.
-
-    Raises:
-        InputError: if a value is not a number in (0, 1).
-    """
-    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
-        return thresholds(given)
+    from_text = isinstance(given, list) and all(isinstance(one, str) for one in given)
+    several: list[Any] = ",".join(given).split(",") if from_text else [given]
+    if not from_text and not isinstance(given, str):
+        with suppress(TypeError):  # of a number, or an array without axes
+            several = list(given)
     found: dict[float, None] = {}
-    for part in ",".join(given).split(","):
+    for one in several or [None]:
         try:
-            found[float(part)] = None
+            share = float(one) if from_text or isinstance(one, Real) else 0.0
         except ValueError:
-            raise InputError(
-                f"--eps {part}: expected a share of attention such as 0.3, or a list such as 0.2,0.3"
-            ) from None
-    return thresholds(tuple(found))
+            share = 0.0
+        if not 0 < share < 1:
+            where = f"--eps {one}" if from_text else f"eps is {given!r}"
+            raise InputError(f"{where}: expected shares of attention between 0 and 1, such as 0.3 (or 0.2,0.3)")
+        found[share] = None
+    return tuple(found)
 
 
 def parse_maps(given: Any) -> tuple[tuple[int, ...], ...]:
@@ -67,14 +52,24 @@ def parse_maps(given: Any) -> tuple[tuple[int, ...], ...]:
     maps = []
     try:
         for one in given:
-            if isinstance(one, str):
-                if not (found := re.fullmatch(r"([1-9]\d*)\.([1-9]\d*)", one)):
-                    raise InputError(f"--map {one}: expected LAYER.HEAD, both counted from 1, such as 3.1")
-                one = (int(found[1]), int(found[2]))
-            maps.append(tuple(map(index, one)))
+            found = re.fullmatch(r"([1-9]\d*)\.([1-9]\d*)", one) if isinstance(one, str) else None
+            pair: Any = map(int, found.groups()) if found else one
+            maps.append(tuple(map(index, pair)))
     except TypeError:
-        raise InputError(f"maps is {given!r}; expected pairs of whole numbers, such as [(3, 1)]") from None
+        raise InputError(
+            f"--map {given!r}: expected LAYER.HEAD, both counted from 1, such as 3.1, or pairs such as (3, 1)"
+        ) from None
     return tuple(maps)
+
+
+def _whole(given: Any) -> Any:
+    """Convert whole numbers of NumPy and PyTorch, and rows of them, to int and tuple; pydantic checks the rest."""
+    if isinstance(given, str):
+        return given
+    try:
+        return index(given)
+    except TypeError:
+        return tuple(map(_whole, given)) if isinstance(given, Iterable) else given
 
 
 class Options(CommandSettings, frozen=True):
@@ -110,7 +105,7 @@ class Options(CommandSettings, frozen=True):
         default=EPS,
         description="Importance above which a position is a sink; repeatable, main one first; default: 0.3.",
     )
-    lengths: Several[Annotated[int, Field(ge=1)]] = Field(
+    lengths: Annotated[Several[Annotated[int, Field(ge=1)]], BeforeValidator(_whole)] = Field(
         default=(), description="Also report the sink rate at this shorter length; repeatable."
     )
     details: bool = Field(
@@ -131,39 +126,12 @@ class Options(CommandSettings, frozen=True):
         description="Also measure the loss gradient at the attention input, by layer and position; 3x slower.",
     )
     loss: bool = Field(default=True, description="Skip the loss and the logits; up to a third faster on small models.")
-    batch_size: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
+    batch_size: Annotated[int | None, BeforeValidator(_whole), Flag(panel=ADVANCED)] = Field(
         default=None, ge=1, description="Sequences per batch; default: what fits in memory, at most 16 (8,192 tokens)."
     )
     first_target: int = 2
     model_name: str = ""
     bos: bool = False
-
-    @field_validator("lengths", mode="before")
-    @classmethod
-    def _are_whole_numbers(cls, lengths: Any) -> tuple[int, ...]:
-        try:
-            return tuple(map(index, lengths))
-        except TypeError:
-            raise InputError(f"lengths is {lengths!r}; expected whole numbers, such as [16, 32]") from None
-
-    @field_validator("inputs", mode="before")
-    @classmethod
-    def _is_a_kind(cls, inputs: object) -> object:
-        if inputs not in get_args(Inputs):
-            raise InputError(f"inputs are {inputs!r}: choose from {', '.join(get_args(Inputs))}")
-        return inputs
-
-    @field_validator("batch_size", mode="before")
-    @classmethod
-    def _is_a_whole_number(cls, size: Any) -> int | None:
-        if size is not None and not (isinstance(size, Integral) and int(size) >= 1):
-            raise InputError(f"batch size is {size!r}; expected a whole number of at least 1")
-        return None if size is None else int(size)
-
-    @property
-    def detailed(self) -> bool:
-        """True if details are measured, requested directly or implied by `maps`."""
-        return self.details or bool(self.maps)
 
     def check_lengths(self, longest: int) -> None:
         """Check that sequences of `longest` tokens can be truncated to `lengths`.
@@ -219,10 +187,3 @@ class Study(CommandSettings, frozen=True):
         default=None,
         description="Also replace token N and measure how far the change spreads, with and without key 1.",
     )
-
-    @field_validator("ablate", mode="before")
-    @classmethod
-    def _is_a_list(cls, ablate: object) -> object:
-        if isinstance(ablate, str):  # else each character would be an item
-            raise InputError(f"ablate is a string: pass a list, ablate=[{ablate[:80]!r}]")
-        return ablate

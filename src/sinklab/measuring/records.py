@@ -158,9 +158,7 @@ class NativeRecords:
         alpha = layer.importance()
         key_BT, value_BT = (token_norms(x[:, :, layer.leading :]).mean(1) for x in (k_BGSD, v_BGSD))
         cut = (layer.cut(layer.leading + length).importance().positions_BHT for length in self._lengths)
-        view = None
-        if alpha.visible_BHT is not None:
-            view = view_of(alpha.seen_by_BGT, torch.arange(alpha.positions_BHT.shape[-1], 0, -1))
+        later_T = torch.arange(alpha.positions_BHT.shape[-1], 0, -1)
         self.layers.append(
             LayerRecord(
                 importance_BHT=alpha.positions_BHT,
@@ -171,7 +169,7 @@ class NativeRecords:
                 row_sums_BH=alpha.row_sums_BH,
                 registers_BHN=alpha.registers_BHN,
                 window_start_BH=_window_start(layer),
-                view=view,
+                view=None if alpha.visible_BHT is None else view_of(alpha.seen_by_BGT, later_T),
                 prefixes=tuple(cut),
             )
         )

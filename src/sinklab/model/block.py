@@ -5,7 +5,6 @@ dimension, P keys per head, K = D / P key dimension. With a latent projection (`
 different dimensions.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,21 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinklab.attention.core import AttentionCore
-from sinklab.model.config import ModelConfig, linear_gain
+from sinklab.attention.masks import visible_keys
+from sinklab.model.config import ModelConfig
 from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.latent import LatentHeads, LatentProjection
 from sinklab.model.mixer import DeltaMixer, LinearAttention, RuleInputs
 from sinklab.model.norm import build_norm, norm_of_heads
 from sinklab.model.past import LayerPast, StatePast
-from sinklab.model.position import DistanceTerm, SharedTerm, rotate_first
-from sinklab.model.values import (
-    FirstValues,
-    NoValueResidual,
-    ValueMixing,
-    may_be_rounding,
-    sees_itself_alone,
-    without_own_value,
-)
+from sinklab.model.position import DistanceTerm, rotate_first
+from sinklab.model.values import NoValueResidual, ValueMixing, may_be_rounding, without_own_value
 
 
 @dataclass(frozen=True)
@@ -39,14 +32,14 @@ class Places:
             rotary embedding.
         documents_BL: document ID of every position, including cached and leading positions (in padded rows, index 0 is
             the first position after the padding); None without a document mask.
-        first: values of the first layer, mixed into those of later layers; None without value residuals.
+        first: stores the first layer's values, which are mixed into later ones; None without value residuals.
         padding_B: number of padding positions at the start of each row, including cached ones; None without padding.
         padded_BL: bool, True at new positions that are padding; None without padding or after cached positions.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
     documents_BL: Tensor | None = None
-    first: FirstValues | None = None
+    first: list[Tensor] | None = None
     padding_B: Tensor | None = None
     padded_BL: Tensor | None = None
 
@@ -83,25 +76,19 @@ class Attention(nn.Module):
         if gate == "value":
             self.value_gate = ValueGating(self.key_heads, value_width)
         elif gate == "v_scale":
-            self.value_gate = ValueScaling(self.key_heads, value_width * linear_gain(config.init))
-        mixed, self.value_residual = config.value_residual, None
-        if layer > 1 and not isinstance(mixed, NoValueResidual):
-            self.value_residual = ValueMixing(mixed)
+            gain = 2 / 5 if config.init.kind == "declared" else 1 / 3  # d_in times the variance of linear weights
+            self.value_gate = ValueScaling(self.key_heads, value_width * gain)
+        self.value_residual = None
+        if layer > 1 and not isinstance(config.value_residual, NoValueResidual):
+            self.value_residual = ValueMixing(config.value_residual)
         self.output_gate = None
         if gate in ("head", "element"):
             self.output_gate = OutputGating(config.width, self.heads, value_width if gate == "element" else 1)
         self.forget_gate = operation.forget_gate(config.width, self.heads)
         self.weight_gate = operation.weight_gate(config.width, self.heads)
-        self.core = AttentionCore(
-            config.attention,
-            self.key_heads,
-            config.query_width,
-            position=None if term is None else SharedTerm(term),
-            heads=self.heads,
-            layer=layer,
-            context=config.context,
-            value_width=value_width,
-        )
+        score = None if term is None else term.score
+        sizes = {"heads": self.heads, "layer": layer, "context": config.context, "value_width": value_width}
+        self.core = AttentionCore(config.attention, self.key_heads, config.query_width, score, **sizes)
         self.out = nn.Linear((1 if self.summed else self.heads) * value_width, config.width, bias=False)
 
     def inputs(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,34 +99,25 @@ class Attention(nn.Module):
         if self.latent is not None:
             q_BHLD, k_BGLD, v_BGLD = self.latent(x_BLE, places.rotary)
         else:
-            q_BHLD, k_BGLD, v_BGLD = self._projected(x_BLE, places)
-        if self.value_gate is not None:
-            v_BGLD = self.value_gate(v_BGLD)
-        return q_BHLD, k_BGLD, v_BGLD
-
-    def _projected(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.qkv is not None
-        B, L, _ = x_BLE.shape
-        heads = self.qkv(x_BLE).view(B, L, -1, self.head_width).transpose(1, 2)
-        q_BHLD, k_BGLD, v_BGLD = heads.split((self.queries, self.key_heads, self.key_heads), dim=1)
-        if self.queries > self.heads:  # concatenate the queries of a head
-            q_BHLD = q_BHLD.unflatten(1, (self.heads, -1)).transpose(2, 3).flatten(3)
-        return self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places), v_BGLD
+            assert self.qkv is not None
+            heads = self.qkv(x_BLE).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            q_BHLD, k_BGLD, v_BGLD = heads.split((self.queries, self.key_heads, self.key_heads), dim=1)
+            if self.queries > self.heads:  # concatenate the queries of a head
+                q_BHLD = q_BHLD.unflatten(1, (self.heads, -1)).transpose(2, 3).flatten(3)
+            q_BHLD, k_BGLD = self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places)
+        return q_BHLD, k_BGLD, v_BGLD if self.value_gate is None else self.value_gate(v_BGLD)
 
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
         """Return the attention core's arguments after q, k and v: document IDs, gates, padding; no trailing Nones.
 
         The gates are cumulative log forget gates, which are appended to `past`, or logits of a weight per query.
         """
-        gates_BLH = None
-        if self.forget_gate is not None:
-            gates_BLH = self.forget_gate(x_BLE)
-            gates_BLH = gates_BLH if past is None else past.extend_kept(gates_BLH)
-        elif self.weight_gate is not None:
-            gates_BLH = self.weight_gate(x_BLE)
+        gate = self.weight_gate if self.forget_gate is None else self.forget_gate
+        gates_BLH = None if gate is None else gate(x_BLE)
+        if gates_BLH is not None and self.forget_gate is not None and past is not None:
+            gates_BLH = past.extend_kept(gates_BLH)
         beside = (places.documents_BL, gates_BLH, places.padding_B)
-        given = max([0, *(number for number, one in enumerate(beside, start=1) if one is not None)])
-        return beside[:given]
+        return beside[: max(number * (one is not None) for number, one in enumerate(beside, start=1))]
 
     def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:
         """Apply qk_norm and RoPE to queries or keys; if a head has several queries or keys, to each separately."""
@@ -154,7 +132,7 @@ class Attention(nn.Module):
         if not self.marks_alone:
             return None
         mask = self.core.mask_of_batch(places.documents_BL, places.padding_B)
-        return sees_itself_alone(mask, queries, k_BGSD.shape[2], k_BGSD.device)
+        return visible_keys(mask, queries, k_BGSD.device, k_BGSD.shape[2]) == 1
 
     def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
         """Compute the update of the residual stream from the core's output, the layer's input and its values."""
@@ -163,19 +141,10 @@ class Attention(nn.Module):
         out_BHLD = self.head_norm(out_BHLD)
         if self.output_gate is not None:
             out_BHLD = self.output_gate(out_BHLD, x_BLE)
-        if self.summed:
-            return self.out(out_BHLD.sum(1))
-        return self.out(out_BHLD.transpose(1, 2).flatten(2))
+        return self.out(out_BHLD.sum(1) if self.summed else out_BHLD.transpose(1, 2).flatten(2))
 
 
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "relu": (F.relu, False),
-    "gelu": (F.gelu, False),
-    "swish": (F.silu, False),
-    "reglu": (F.relu, True),
-    "geglu": (F.gelu, True),
-    "swiglu": (F.silu, True),
-}
+ACTIVATIONS = {"relu": F.relu, "reglu": F.relu, "gelu": F.gelu, "geglu": F.gelu, "swish": F.silu, "swiglu": F.silu}
 
 
 class FeedForward(nn.Module):
@@ -183,16 +152,15 @@ class FeedForward(nn.Module):
 
     def __init__(self, kind: str, width: int, ffn_width: int) -> None:
         super().__init__()
-        self.activation, self.gated = ACTIVATIONS[kind]
+        self.activation, self.gated = ACTIVATIONS[kind], kind.endswith("glu")
         self.up = nn.Linear(width, ffn_width * (2 if self.gated else 1), bias=False)
         self.down = nn.Linear(ffn_width, width, bias=False)
 
     def forward(self, x_BTE: Tensor) -> Tensor:
-        up = self.up(x_BTE)
-        if not self.gated:
-            return self.down(self.activation(up))
-        gate, value = up.chunk(2, dim=-1)
-        return self.down(self.activation(gate) * value)
+        if self.gated:
+            gate, value = self.up(x_BTE).chunk(2, dim=-1)
+            return self.down(self.activation(gate) * value)
+        return self.down(self.activation(self.up(x_BTE)))
 
 
 class ResidualBlock(nn.Module):
@@ -247,7 +215,10 @@ class DecoderBlock(ResidualBlock):
     def forward(self, x_BLE: Tensor, places: Places, past: LayerPast | None = None) -> Tensor:
         read_BLE, q_BHLD, k_BGLD, v_BGLD = self.before_core(x_BLE, places)
         if places.first is not None:
-            v_BGLD = places.first.mixed(v_BGLD, self.attention.value_residual)
+            if self.attention.value_residual is None:
+                places.first.append(v_BGLD)
+            else:
+                v_BGLD = self.attention.value_residual(v_BGLD, places.first[0])
         k_BGSD, v_BGSD = (k_BGLD, v_BGLD) if past is None else past.extend(k_BGLD, v_BGLD)
         beside = self.attention.beside(read_BLE, places, past)
         out_BHLD = self.attention.core(q_BHLD, k_BGSD, v_BGSD, *beside)

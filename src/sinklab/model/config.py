@@ -30,11 +30,6 @@ class TorchInit(Part):
 Init = Annotated[DeclaredInit | TorchInit, Field(discriminator="kind")]
 
 
-def linear_gain(init: Init) -> float:
-    """Return d_in times the initial variance of linear weights: the output's mean square if the input's is 1."""
-    return 2 / 5 if init.kind == "declared" else 1 / 3
-
-
 class Pattern(Part):
     """Layer pattern: layers first, first + every, .. have a different mask, bias or positional embedding.
 
@@ -113,10 +108,8 @@ class ModelConfig(Part):
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """1-based indices of the layers that have attention."""
-        layers = range(1, self.layers + 1)
-        if isinstance(self.mixer, DeltaMixer):
-            return tuple(layer for layer in layers if self.mixer.has_attention(layer, self.layers))
-        return tuple(layers)
+        every = self.mixer.every if isinstance(self.mixer, DeltaMixer) else 1
+        return tuple(layer for layer in range(1, self.layers + 1) if (self.layers - layer) % every == 0)
 
     @property
     def layer_kinds(self) -> tuple["ModelConfig", ...]:
@@ -190,37 +183,29 @@ class ModelConfig(Part):
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.position.kind == "absolute" and self.width % 2:
             raise ValueError(f"absolute positions need an even width for sine and cosine, not {self.width}")
-        if self.first_target > self.context + 1:
+        if self.shared_tokens > self.context:
             raise ValueError(
-                f"the prefix mask's length {self.first_target - 1} is above context {self.context}: training sequences "
-                "have context + 1 tokens, so there would be no targets"
+                f"the prefix mask's length {self.shared_tokens} is above context {self.context}: no targets"
             )
         self._check_latent()
         self._check_mixer()
-        self._check_share()
-        self.attention.check_fit(self.query_width, self.position.kind in ("relative", "t5", "alibi"))
-        if self.latent is None and self.position.kind == "rotary" and self.key_width % 2:
-            name = self.attention.operation.kind
+        self.attention.check_fit(self.query_width, isinstance(self.position, Distance))
+        if isinstance(self.position, Rotary) and self.latent is None:
+            self._check_rotary(self.position.share)
+        self._check_pattern()
+        return self
+
+    def _check_rotary(self, share: float) -> None:
+        rotated, name = self.key_width * share, self.attention.operation.kind
+        if self.key_width % 2:
             halved = f" and {name} halves it" if self.key_width != self.head_width else ""
             raise ValueError(
                 f"rotary rotates pairs and needs an even key width: width / heads = {self.head_width}{halved}"
             )
-        self._check_pattern()
-        return self
-
-    def _check_share(self) -> None:
-        if not isinstance(self.position, Rotary) or self.position.share == 1:
-            return
-        if self.latent is not None:
-            raise ValueError(
-                f"position.share {self.position.share:g}: projection latent has separate rotated channels; leave share "
-                "out, and set projection.rope_width"
-            )
-        rotated = self.key_width * self.position.share
         if round(rotated) % 2 or not round(rotated) > 0 or abs(rotated - round(rotated)) > 1e-6:
             raise ValueError(
-                f"position.share {self.position.share:g} of the {self.key_width} channels of a key is {rotated:g}, and "
-                f"rotary rotates pairs: use a multiple of {2 / self.key_width:g}"
+                f"position.share {share:g} of the {self.key_width} channels of a key is {rotated:g}, and rotary "
+                f"rotates pairs: use a multiple of {2 / self.key_width:g}"
             )
 
     def _check_pattern(self) -> None:
@@ -235,37 +220,21 @@ class ModelConfig(Part):
                 f"layers with attention are {', '.join(map(str, self.attention_layers))}"
             )
         if own.bias is not None and (own.bias.leading or self.attention.bias.leading):
-            raise ValueError(
-                "pattern.bias: a sink token is part of the sequence in every layer; leave pattern.bias out, or "
-                "use other biases such as sink_logit"
-            )
-        if own.position is not None:
-            self._check_positions(own.position)
-        masks = [mask for mask in (own.mask, self.attention.mask) if mask is not None and mask.kind == "document"]
-        if len({mask.eos_id for mask in masks}) > 1:
-            raise ValueError(
-                f"pattern.mask.eos_id {masks[0].eos_id} and attention.mask.eos_id {masks[1].eos_id} differ, but all "
-                "layers have the same documents: use the same eos_id"
-            )
+            raise ValueError("pattern.bias: a sink token is part of the sequence in every layer; use other biases")
+        both = (own.position or self.position, self.position)
+        if both[0] != both[1]:
+            if added := [one.kind for one in both if one.kind in ("absolute", "learnable")]:
+                raise ValueError(f"{added[0]} positions are added to the token embeddings: leave pattern.position out")
+            if all(isinstance(one, Distance) for one in both):
+                raise ValueError("pattern.position and position differ: all layers share one relative position bias")
+        ids = {mask.eos_id for mask in (own.mask, self.attention.mask) if mask is not None and mask.kind == "document"}
+        if len(ids) > 1:
+            raise ValueError("pattern.mask.eos_id and attention.mask.eos_id differ: all layers have the same documents")
         try:
             ModelConfig.model_validate(self.of_layer(layers[0]).model_dump())
         except ValidationError as error:
             reasons = [item["msg"].removeprefix("Value error, ") for item in error.errors()]
             raise ValueError(f"the layers of pattern: {'; '.join(reasons)}") from error
-
-    def _check_positions(self, position: Position) -> None:
-        for one in (position, self.position):
-            if one.kind in ("absolute", "learnable") and position != self.position:
-                raise ValueError(
-                    f"pattern.position is {position.kind} and position is {self.position.kind}: {one.kind} positions "
-                    "are added to the token embeddings, so they cannot differ between layers; use rotary, relative, "
-                    "t5, alibi or none"
-                )
-        if isinstance(position, Distance) and isinstance(self.position, Distance) and position != self.position:
-            raise ValueError(
-                f"pattern.position {position.kind} and position {self.position.kind} differ, but all layers share one "
-                "relative position bias: use the same values, or rotary or none for one of the two"
-            )
 
     def _check_mixer(self) -> None:
         if not isinstance(self.mixer, DeltaMixer):
@@ -277,10 +246,7 @@ class ModelConfig(Part):
                 "or leave key_heads out"
             )
         if not isinstance(self.value_residual, NoValueResidual) and 1 not in self.attention_layers:
-            raise ValueError(
-                "value_residual mixes the first layer's values into later layers, but the first layer of mixer "
-                f"{self.mixer.kind} has no attention values: use one of the two"
-            )
+            raise ValueError(f"value_residual: the first layer of mixer {self.mixer.kind} has no attention values")
         if self.attention.mask.kind == "document" and len(self.attention_layers) < self.layers:
             raise ValueError(
                 "attention.mask document separates documents, but the linear layers of mixer "
@@ -290,25 +256,14 @@ class ModelConfig(Part):
     def _check_latent(self) -> None:
         if self.latent is None:
             return
+        operation = self.attention.operation
         if self.key_heads != self.heads:
-            raise ValueError(
-                f"projection latent has separate keys and values for every head, but kv_heads {self.kv_heads} "
-                "shares them between heads: use one of the two"
-            )
+            raise ValueError("projection latent has separate keys and values for every head: leave kv_heads out")
         if self.norm.qk_norm:
-            raise ValueError(
-                "norm.qk_norm would normalise each head's key separately, but projection latent shares the rotated "
-                "part of the keys and normalises its latents instead: leave qk_norm out"
-            )
-        if self.attention.operation.queries_per_head != 1:
-            raise ValueError(
-                f"attention.operation {self.attention.operation.kind} has two queries for every head, and projection "
-                "latent makes one: use projection full"
-            )
-        if self.attention.operation.keys_per_head != 1:
-            raise ValueError(
-                f"attention.operation {self.attention.operation.kind} splits queries and keys in halves, which "
-                "projection latent does not support: use projection full"
-            )
+            raise ValueError("projection latent normalises its latents instead of each head's key: leave qk_norm out")
+        if operation.keys_per_head * operation.queries_per_head != 1:
+            raise ValueError(f"projection latent makes one query and key for every head, {operation.kind} needs two")
+        if isinstance(self.position, Rotary) and self.position.share != 1:
+            raise ValueError("projection latent: leave position.share out, and set projection.rope_width")
         if self.position.kind == "rotary" and self.latent.rope % 2:
             raise ValueError(f"rotary rotates pairs and needs an even projection.rope_width, not {self.latent.rope}")

@@ -16,22 +16,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
+from sinklab.model.llama import SIZES
 from sinklab.model.loss import IGNORED
 from sinklab.model.past import Past
 from sinklab.model.position import DistanceTerm
 from sinklab.model.transformer import Transformer
 
 MODEL_TYPE = "sinklab"
-DERIVED = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "width",
-    "intermediate_size": "ffn_width",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "max_position_embeddings": "context",
-}
-"""transformers' names of the sizes in a recipe."""
 
 
 class SinklabConfig(PreTrainedConfig):
@@ -39,14 +30,14 @@ class SinklabConfig(PreTrainedConfig):
 
     Args:
         model: model section of a recipe, with `vocab_size` set; None (transformers' default config) sets no sizes.
-        **others: keys common to all transformers configs; the sizes in DERIVED are always taken from `model`.
+        **others: keys common to all transformers configs; the sizes in SIZES are always taken from `model`.
     """
 
     model_type = MODEL_TYPE
 
     def __init__(self, model: Mapping[str, Any] | None = None, **others: Any) -> None:
         self.model = dict(model or {})
-        for name, ours in DERIVED.items():
+        for name, ours in SIZES.items():
             others.pop(name, None)
             setattr(self, name, self.model.get(ours))
         if self.model.get("kv_heads") is None:
@@ -81,8 +72,7 @@ def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> 
     B, S = len(tokens_BT), earlier + tokens_BT.shape[1]
     if tuple(mask_BS.shape) != (B, S):
         raise InputError(
-            f"attention_mask has shape {tuple(mask_BS.shape)}: expected (sequences, tokens), here ({B}, {S}), "
-            "including the tokens in past_key_values"
+            f"attention_mask has shape {tuple(mask_BS.shape)}: expected (sequences, tokens), here {(B, S)}"
         )
     real_BS = mask_BS.to(tokens_BT.device) != 0
     if padded_B is None and bool(real_BS.all()):
@@ -109,7 +99,6 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = SinklabConfig
     base_model_prefix = "transformer"
-    main_input_name = "input_ids"
     _no_split_modules = ["DecoderBlock"]  # noqa: RUF012  as transformers declares it
 
     def __init__(self, config: SinklabConfig) -> None:
@@ -148,23 +137,21 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
                 passed instead of tokens; attention matrices or hidden states are requested; the cache is from another
                 model; or there are more tokens than learned positional embeddings.
         """
-        _check_supported(others)
+        if others.get("inputs_embeds") is not None:
+            raise InputError("a sinklab model needs tokens: pass input_ids, not inputs_embeds")
+        if others.get("output_attentions") or others.get("output_hidden_states"):
+            raise InputError("output_attentions, output_hidden_states: only logits are returned; use sinklab.measure")
         if past_key_values is not None and not isinstance(past_key_values, Past):
             if past_key_values.get_seq_length():
-                raise InputError(
-                    f"past_key_values is a {type(past_key_values).__name__} filled by another model: pass the "
-                    "past_key_values that this model returned"
-                )
+                kind = type(past_key_values).__name__
+                raise InputError(f"past_key_values is a {kind} filled by another model: pass those of this model")
             past_key_values = None
         past = self.transformer.new_past() if use_cache and past_key_values is None else past_key_values
         first = 0 if past is None else past.get_seq_length()
         padding = padding_of(attention_mask, input_ids, past)
         hidden_BTE = self._hidden(input_ids, past, padding)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
-        logits_BTV = self.transformer.head(
-            hidden_BTE[:, logits_to_keep if isinstance(logits_to_keep, Tensor) else kept]
-        )
-        loss = None
+        kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep or None, None)
+        logits_BTV, loss = self.transformer.head(hidden_BTE[:, kept]), None
         if labels is not None:
             labels = self._counted(labels, first, padding)
             counted = {name: others[name] for name in ("num_items_in_batch",) if name in others}
@@ -210,10 +197,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         """
         mask = kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
-            raise InputError(
-                "the prompts are padded on the right, where new tokens are appended: pad them on the left, with "
-                "tokenizer.padding_side = 'left'"
-            )
+            raise InputError("the prompts are padded on the right, not left: set tokenizer.padding_side = 'left'")
         read = 0 if past_key_values is None else past_key_values.get_seq_length()
         wanted = {name: kwargs[name] for name in ("attention_mask", "use_cache", "logits_to_keep") if name in kwargs}
         return {"input_ids": input_ids[:, read:], "past_key_values": past_key_values, **wanted}
@@ -234,11 +218,3 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         """Recompute values that are not stored in checkpoints; the transformer initialises all weights itself."""
         if isinstance(module, DistanceTerm):
             module.reset()
-
-
-def _check_supported(others: dict[str, Any]) -> None:
-    if others.get("inputs_embeds") is not None:
-        raise InputError("a sinklab model needs tokens: pass input_ids, not inputs_embeds")
-    for name in ("output_attentions", "output_hidden_states"):
-        if others.get(name):
-            raise InputError(f"{name}: a sinklab model returns logits only; use sinklab.measure or sinklab.probe")

@@ -22,15 +22,11 @@ q, k and v are one matrix here, as are both halves of a gated feed-forward; d_in
 
 import hashlib
 import math
-from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sinklab.model.config import ModelConfig
-
-Law = Callable[[Tensor, torch.Generator], object]
-"""Function that initialises a tensor in place."""
 
 SMALL = 0.02  # std of the paper's attention biases and sink token
 TABLES = ("embedding.weight", "position_table", "distance.weight")
@@ -43,56 +39,34 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     Each tensor has its own random generator, seeded by the seed and the tensor's name, so that an intervention that
     adds a tensor leaves all others identical to the baseline. Tensors on the meta device are skipped.
     """
-    by_kind = _declared if config.init.kind == "declared" else _torch
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            law = _by_both(model, name, config) or by_kind(name, parameter.shape[-1], config)
-            law(parameter, _stream(seed, name, parameter.device))
+    for name, tensor in model.named_parameters():
+        if tensor.is_meta:
+            continue
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        stream = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if leaf in (starts := getattr(module, "starts", {})):
+            starts[leaf](tensor, stream)
+        elif law := getattr(module, "initial", {}).get(leaf) or _mean_and_std(name, tensor.shape[-1], config):
+            tensor.normal_(*law, generator=stream)
+        else:
+            bound = 1 / math.sqrt(config.value_width if name.endswith("gate.bias") else tensor.shape[-1])
+            tensor.uniform_(-bound, bound, generator=stream)
 
 
-def _by_both(model: nn.Module, name: str, config: ModelConfig) -> Law | None:
-    owner, _, leaf = name.rpartition(".")
-    initial = getattr(model.get_submodule(owner), "initial", {})
-    if leaf in initial:
-        mean, std = initial[leaf]
-        return _normal(std, mean)
-    if leaf in (starts := getattr(model.get_submodule(owner), "starts", {})):
-        return starts[leaf]
+def _mean_and_std(name: str, d_in: int, config: ModelConfig) -> tuple[float, float] | None:
+    """Return mean and std of a normal tensor, std 0 for a constant; None for a uniform tensor."""
+    declared = config.init.kind == "declared"
     if name.endswith("norm.weight"):
-        return _constant(1.0)
-    if name.endswith("norm.bias"):
-        return _constant(0.0)
+        return 1.0, 0.0
     if name.endswith("norm.alpha"):
-        return _constant(config.norm.alpha)
-    return _normal(SMALL) if ".bias." in name or name == "sink_token" else None
-
-
-def _declared(name: str, d_in: int, config: ModelConfig) -> Law:
-    if name.endswith("gate.bias"):
-        return _constant(0.0)
-    if name.endswith("ffn.down.weight"):
-        return _normal(1 / (math.sqrt(d_in) * config.layers))
-    return _normal(SMALL if name == "distance.weight" else math.sqrt(2 / (5 * d_in)))
-
-
-def _torch(name: str, d_in: int, config: ModelConfig) -> Law:
-    if name in TABLES:
-        return _normal(1.0)
-    return _uniform(1 / math.sqrt(config.value_width if name.endswith("gate.bias") else d_in))
-
-
-def _constant(value: float) -> Law:
-    return lambda tensor, _: tensor.fill_(value)
-
-
-def _normal(std: float, mean: float = 0.0) -> Law:
-    return lambda tensor, stream: tensor.normal_(mean, std, generator=stream)
-
-
-def _uniform(bound: float) -> Law:
-    return lambda tensor, stream: tensor.uniform_(-bound, bound, generator=stream)
-
-
-def _stream(seed: int, name: str, device: torch.device) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return config.norm.alpha, 0.0
+    if name.endswith("norm.bias") or (declared and name.endswith("gate.bias")):
+        return 0.0, 0.0
+    if ".bias." in name or name == "sink_token" or (declared and name == "distance.weight"):
+        return 0.0, SMALL
+    if declared:
+        last = name.endswith("ffn.down.weight")
+        return 0.0, 1 / (math.sqrt(d_in) * config.layers) if last else math.sqrt(2 / (5 * d_in))
+    return (0.0, 1.0) if name in TABLES else None

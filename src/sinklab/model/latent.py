@@ -26,6 +26,8 @@ from sinklab.model.norm import HeadNorm
 from sinklab.model.position import rotate
 from sinklab.schema import LARGEST, Part
 
+Width = Annotated[int | None, Field(ge=1, le=LARGEST)]
+
 
 class FullProjection(Part):
     """Full-rank linear projections to queries, keys and values."""
@@ -50,27 +52,15 @@ class LatentProjection(Part):
     """
 
     kind: Literal["latent"] = "latent"
-    kv_rank: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="rank of the latent of keys and values; null: 4 head widths"
+    kv_rank: Width = Field(default=None, description="rank of the latent of keys and values; null: 4 head widths")
+    q_rank: Width = Field(default=None, description="rank of the latent of queries; null: not compressed")
+    nope_width: Width = Field(
+        default=None, description="width of the unrotated part of a query or key; null: the head width"
     )
-    q_rank: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="rank of the latent of queries; null: not compressed"
+    rope_width: Width = Field(
+        default=None, description="width of the rotated part of a query or key; null: half the head width"
     )
-    nope_width: int | None = Field(
-        default=None,
-        ge=1,
-        le=LARGEST,
-        description="width of the unrotated part of a query or key; null: the head width",
-    )
-    rope_width: int | None = Field(
-        default=None,
-        ge=1,
-        le=LARGEST,
-        description="width of the rotated part of a query or key; null: half the head width",
-    )
-    value_width: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="width of a head's values and output; null: the head width"
-    )
+    value_width: Width = Field(default=None, description="width of a head's values and output; null: the head width")
 
     def sizes(self, head_width: int) -> LatentSizes:
         """Return all dimensions of the projection; unset ones have the paper's ratio to the head dimension."""

@@ -23,13 +23,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+SIZES = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "width",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn_width",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "context",
+}
+"""transformers' names of the sizes in a recipe."""
+
+
 def differences(config: ModelConfig) -> dict[str, str]:
     """Describe each setting in which a model differs from a plain Llama, by its key in `model`; empty if none does.
 
     Sizes, RoPE theta and eps may have any value. Projected embeddings and norms with a single gain are no differences,
     because `llama_weights` converts them.
     """
-    attention = config.attention
+    attention, norm = config.attention, config.norm
+    if norm.kind == "rmsnorm_single":
+        norm = norm.model_copy(update={"kind": "rmsnorm"})
     plain: dict[str, tuple[Any, Any]] = {
         "attention.operation": (attention.operation, Softmax()),
         "attention.bias": (attention.bias, NoBias()),
@@ -39,7 +53,7 @@ def differences(config: ModelConfig) -> dict[str, str]:
         "pattern": (config.pattern, None),
         "projection": (config.projection, FullProjection()),
         "position": (config.position, Rotary(theta=getattr(config.position, "theta", 1.0))),
-        "norm": (_with_gains(config.norm), NormConfig(eps=config.norm.eps)),
+        "norm": (norm, NormConfig(eps=config.norm.eps)),
         "gate": (config.gate, NoGate()),
         "ffn": (config.ffn, "swiglu"),
         "head_outputs": (config.head_outputs, "concat"),
@@ -49,21 +63,11 @@ def differences(config: ModelConfig) -> dict[str, str]:
     return {key: f"model.{key} is {_difference(is_, must)}" for key, (is_, must) in plain.items() if is_ != must}
 
 
-def _with_gains(norm: NormConfig) -> NormConfig:
-    return norm.model_copy(update={"kind": "rmsnorm"}) if norm.kind == "rmsnorm_single" else norm
-
-
 def llama_sizes(config: ModelConfig) -> dict[str, Any]:
     """Return sizes, norm eps and RoPE of a model with `rotary` positions, by the config keys of Llama-like models."""
     assert isinstance(config.position, Rotary)
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.ffn_width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
+    return {theirs: getattr(config, ours) for theirs, ours in SIZES.items()} | {
         "num_key_value_heads": config.key_heads,
-        "max_position_embeddings": config.context,
         "rms_norm_eps": config.norm.eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.position.theta},
         "tie_word_embeddings": False,
@@ -142,14 +146,7 @@ def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tens
     }
     if wrong := [f"{key} is {is_} (supported: {must})" for key, (is_, must) in others.items() if is_ != must]:
         raise InputError("this Llama has settings that no recipe supports: " + "; ".join(wrong))
-    model = {
-        "layers": config.num_hidden_layers,
-        "width": config.hidden_size,
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "ffn_width": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "context": config.max_position_embeddings,
+    model = {ours: getattr(config, theirs) for theirs, ours in SIZES.items()} | {
         "position": {"kind": "rotary", "theta": float(rope["rope_theta"])},
         "norm": {"kind": "rmsnorm", "eps": config.rms_norm_eps},
     }

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from sinklab.attention.delta import gated_delta
 from sinklab.attention.query_blocks import accumulate_dtype
+from sinklab.model.latent import Width
 from sinklab.model.norm import HeadNorm
-from sinklab.schema import LARGEST, Part
+from sinklab.schema import Part
 
 UNDER_ROOT = 1e-6  # eps in the norm of queries and keys, as in the published code
 RATES = {"gated_delta": (0.01, 16.0), "kimi_delta": (1.0, 16.0)}
@@ -62,15 +63,9 @@ class DeltaMixer(Part):
         ge=1,
         description="number of query and key heads, shared by heads / key_heads value heads; null: heads",
     )
-    key_width: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="width of a query and a key; null: model.width / model.heads"
-    )
-    value_width: int | None = Field(default=None, ge=1, le=LARGEST, description="width of a value; null: key_width")
+    key_width: Width = Field(default=None, description="width of a query and a key; null: model.width / model.heads")
+    value_width: Width = Field(default=None, description="width of a value; null: key_width")
     conv: int = Field(default=4, ge=1, description="kernel size of the short convolution, in positions")
-
-    def has_attention(self, layer: int, layers: int) -> bool:
-        """Return True if layer `layer` (1-based) of `layers` has attention."""
-        return (layers - layer) % self.every == 0
 
 
 class GatedDelta(DeltaMixer):
@@ -153,21 +148,19 @@ class LinearAttention(nn.Module):
         q, k, v = F.silu(self.conv(channels_BCL)).transpose(1, 2).split(self.rows, dim=-1)
         dtype = accumulate_dtype(x_BLE.dtype)
         q_BHLD, k_BHLD = (self._normed(part.to(dtype)) for part in (q, k))
-        rate_BHL, log_decay = self._rate_and_decay(x_BLE, dtype)
         v_BHLV = v.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        rate_BHL, size_H1 = self.rates(x_BLE).transpose(1, 2).to(dtype), -self.log_rate.to(dtype).exp()[:, None]
+        if self.decay is None:
+            rate_BHL, step_BHL = rate_BHL.chunk(2, dim=1)
+            log_decay = size_H1 * F.softplus(step_BHL + self.step.to(dtype)[:, None])
+        else:
+            step_BLHD = (self.decay(x_BLE).to(dtype) + self.step.to(dtype)).unflatten(-1, (self.heads, -1))
+            log_decay = size_H1[..., None] * F.softplus(step_BLHD.transpose(1, 2))
         rate_BHL = rate_BHL.sigmoid()
         if padded_BL is not None:
             rate_BHL = rate_BHL.masked_fill(padded_BL[:, None], 0)
         inputs = RuleInputs(q_BHLD / math.sqrt(self.key_width), k_BHLD, v_BHLV, log_decay, rate_BHL)
         return inputs, channels_BCL[:, :, channels_BCL.shape[2] - before :]
-
-    def _rate_and_decay(self, x_BLE: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        rates_BRL, size_H1 = self.rates(x_BLE).transpose(1, 2).to(dtype), -self.log_rate.to(dtype).exp()[:, None]
-        if self.decay is None:
-            rate_BHL, step_BHL = rates_BRL.chunk(2, dim=1)
-            return rate_BHL, size_H1 * F.softplus(step_BHL + self.step.to(dtype)[:, None])
-        step_BLHD = (self.decay(x_BLE).to(dtype) + self.step.to(dtype)).unflatten(-1, (self.heads, -1))
-        return rates_BRL, size_H1[..., None] * F.softplus(step_BLHD.transpose(1, 2))
 
     def rule(self, inputs: RuleInputs, state_BHDV: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the delta rule's output (B, H, L, V), and its state (B, H, D, V) after the last position.

@@ -72,10 +72,9 @@ class RmsNorm(nn.RMSNorm):
     """RMSNorm with a faster backward pass (`_RmsNorm`) on a CPU, uncompiled, if input and weight have one dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = x.device.type != "cpu" or x.dtype != self.weight.dtype or torch.compiler.is_compiling()
-        if not plain:
-            return _RmsNorm.apply(x, x, self.weight, self.eps)  # type: ignore[return-value]
-        return super().forward(x)
+        if x.device.type != "cpu" or x.dtype != self.weight.dtype or torch.compiler.is_compiling():
+            return super().forward(x)
+        return _RmsNorm.apply(x, x, self.weight, self.eps)  # type: ignore[return-value]
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -46,17 +46,17 @@ class LayerPast:
             self.log_kept_BSH = torch.cat((self.log_kept_BSH, self.log_kept_BSH[:, -1:] + log_kept_BTH), dim=1)
         return self.log_kept_BSH
 
-    def select(self, rows: Tensor | None = None, positions: int | None = None) -> None:
-        """Select rows of the batch by index, in this order, and the first `positions` positions; None keeps all."""
-        for name in ("keys_BGSD", "values_BGSD"):
-            held = getattr(self, name)
-            if held is not None:
-                held = held if rows is None else held.index_select(0, rows.to(held.device))
-                setattr(self, name, held[:, :, :positions])
+    def select(self, rows: Tensor) -> None:
+        """Select rows of the batch by index, in this order."""
+        self.keys_BGSD, self.values_BGSD = _taken(self.keys_BGSD, rows), _taken(self.values_BGSD, rows)
+        self.log_kept_BSH = _taken(self.log_kept_BSH, rows)
+
+    def crop(self, positions: int) -> None:
+        """Keep the first `positions` positions."""
+        if self.keys_BGSD is not None and self.values_BGSD is not None:
+            self.keys_BGSD, self.values_BGSD = self.keys_BGSD[:, :, :positions], self.values_BGSD[:, :, :positions]
         if self.log_kept_BSH is not None:
-            held = self.log_kept_BSH
-            held = held if rows is None else held.index_select(0, rows.to(held.device))
-            self.log_kept_BSH = held[:, :positions]
+            self.log_kept_BSH = self.log_kept_BSH[:, :positions]
 
 
 class StatePast:
@@ -73,9 +73,11 @@ class StatePast:
 
     def select(self, rows: Tensor) -> None:
         """Select rows of the batch by index, in this order."""
-        if self.recent_BCW is not None and self.state_BHDV is not None:
-            self.recent_BCW = self.recent_BCW.index_select(0, rows.to(self.recent_BCW.device))
-            self.state_BHDV = self.state_BHDV.index_select(0, rows.to(self.state_BHDV.device))
+        self.recent_BCW, self.state_BHDV = _taken(self.recent_BCW, rows), _taken(self.state_BHDV, rows)
+
+
+def _taken(x: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if x is None else x.index_select(0, rows.to(x.device))
 
 
 class Past:
@@ -124,17 +126,10 @@ class Past:
         return tokens_BT
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the rows: row i takes the state of row beam_idx[i]."""
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows of the batch with these indices."""
-        self._select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch `repeats` times."""
-        if self.tokens_BT is not None:
-            self._select(torch.arange(len(self.tokens_BT)).repeat_interleave(repeats))
+        """Reorder, select or repeat the rows: row i takes the state of row beam_idx[i]."""
+        self.tokens_BT, self.padding_B = _taken(self.tokens_BT, beam_idx), _taken(self.padding_B, beam_idx)
+        for layer in self.layers:
+            layer.select(beam_idx)
 
     def crop(self, max_length: int) -> None:
         """Keep the first `max_length` tokens, including padding; if negative, drop the last -max_length."""
@@ -148,15 +143,7 @@ class Past:
                 self.layers, self.forgotten = self._empty(len(self.layers)), True
             for layer in self.layers:
                 if isinstance(layer, LayerPast):
-                    layer.select(positions=self.leading + kept)
+                    layer.crop(self.leading + kept)
 
     def _empty(self, layers: int) -> list[LayerPast | StatePast]:
         return [StatePast() if number in self.linear else LayerPast() for number in range(1, layers + 1)]
-
-    def _select(self, rows: Tensor) -> None:
-        if self.tokens_BT is not None:
-            self.tokens_BT = self.tokens_BT.index_select(0, rows.to(self.tokens_BT.device))
-            if self.padding_B is not None:
-                self.padding_B = self.padding_B.index_select(0, rows.to(self.padding_B.device))
-            for layer in self.layers:
-                layer.select(rows)

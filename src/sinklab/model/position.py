@@ -13,7 +13,6 @@ absolute distance.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -95,10 +94,7 @@ class Rotary(Part):
 Distance = Relative | T5 | Alibi
 """Positional embeddings that act on the scores."""
 
-Position = Annotated[
-    NoPosition | Absolute | Learnable | Relative | T5 | Alibi | Rotary,
-    Field(discriminator="kind"),
-]
+Position = Annotated[NoPosition | Absolute | Learnable | Relative | T5 | Alibi | Rotary, Field(discriminator="kind")]
 
 
 def frequencies(width: int, theta: float, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -144,9 +140,8 @@ class DistanceTerm(nn.Module):
 
     def __init__(self, position: Distance, heads: int) -> None:
         super().__init__()
-        self.kind, self.position, self.heads = position.kind, position, heads
-        learned = isinstance(position, T5)
-        self.weight = nn.Parameter(torch.empty(position.buckets, heads)) if learned else None
+        self.position, self.heads = position, heads
+        self.weight = nn.Parameter(torch.empty(position.buckets, heads)) if isinstance(position, T5) else None
         self.fixed: Tensor
         self.register_buffer("fixed", self._slopes_or_buckets(), persistent=False)
 
@@ -161,27 +156,14 @@ class DistanceTerm(nn.Module):
 
     def score(self) -> Score:
         """Return the function that adds the relative position bias to the attention logits."""
-        if self.kind == "alibi":
-            return Score(_minus_slope, (self._slopes(),))
+        if isinstance(self.position, Alibi):
+            slopes_H = self.fixed
+            if slopes_H.dtype == torch.float64:  # recomputed, because a converted buffer has the precision of float32
+                slopes_H = alibi_slopes(self.heads, torch.float64).to(slopes_H.device)
+            return Score(_minus_slope, (slopes_H,))
         if self.weight is None:
             return Score(_plus_bucket, (self.fixed,))
         return Score(_plus_table, (self.weight[self.fixed],))
-
-    def _slopes(self) -> Tensor:
-        """Return the ALiBi slopes (H,) in the model's dtype; in float64 they are recomputed for full precision."""
-        if self.fixed.dtype == torch.float64:
-            return alibi_slopes(len(self.fixed), torch.float64).to(self.fixed.device)
-        return self.fixed
-
-
-@dataclass(frozen=True)
-class SharedTerm:
-    """Reference of a layer to the shared `DistanceTerm`, without registering its parameters in the layer."""
-
-    term: DistanceTerm
-
-    def score(self) -> Score:
-        return self.term.score()
 
 
 def _minus_slope(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, slopes_H: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from sinklab.model.mixer import DeltaMixer
 from sinklab.model.norm import build_norm
 from sinklab.model.past import Past
 from sinklab.model.position import Absolute, Distance, DistanceTerm, Learnable, Rotary, rotary_tables, sinusoid
-from sinklab.model.values import FirstValues
 
 
 class OrthogonalMap(nn.Linear):
@@ -102,7 +101,7 @@ class Transformer(nn.Module):
         if padding_B is not None and not first:
             padded_BL = torch.arange(x_BLE.shape[1], device=x_BLE.device) < padding_B[:, None]
         mixes = self.config.value_residual.kind != "none"
-        places = Places(None, documents_BL, FirstValues() if mixes else None, padding_B, padded_BL)
+        places = Places(None, documents_BL, [] if mixes else None, padding_B, padded_BL)
         placed = {
             kind.position: replace(places, rotary=self._rotary(kind, x_BLE, first - self.leading, padding_B))
             for kind in self.config.layer_kinds

@@ -16,7 +16,7 @@ Exclusive self-attention removes from a head's output its component along the to
 This is computed from o_t - v_t instead of o_t, which is equivalent: for a token that sees only itself, o_t = v_t, and
 the result is exactly 0 instead of rounding noise that a following norm would amplify three hundred times. If o_t is
 another multiple of v_t for such a token (a sink logit or a key without a value has some attention, or scores are not
-normalised), the result is also rounding noise and set to 0 (`sees_itself_alone`).
+normalised), the result is also rounding noise and set to 0 (`Attention.alone`).
 
 o_t is the output of a query head at token t, and v_t the value of token t in its KV head. |v_t| is clamped to at least
 1e-12. The formula is from the paper, whose code was not available; public implementations (submissions to
@@ -25,7 +25,6 @@ openai/parameter-golf, `_xsa_efficient`) compute the same with `F.normalize`.
 B batch, H query heads, G KV heads, R = H / G, L positions, D head dimension.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -34,7 +33,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinklab.attention.config import AttentionConfig
-from sinklab.attention.masks import Mask, visible_keys
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.schema import Part
 
@@ -87,25 +85,6 @@ class ValueMixing(nn.Module):
         return (self.first * first_BGLD + self.own * v_BGLD).to(v_BGLD.dtype)
 
 
-@dataclass
-class FirstValues:
-    """Storage of the first layer's values for later layers during one forward pass.
-
-    Attributes:
-        values_BGLD: values of the new positions; None before the first layer.
-    """
-
-    values_BGLD: Tensor | None = None
-
-    def mixed(self, v_BGLD: Tensor, mixing: ValueMixing | None) -> Tensor:
-        """Return the mixed values of a layer; the first layer, without `mixing`, stores its values and returns them."""
-        if mixing is None:
-            self.values_BGLD = v_BGLD
-            return v_BGLD
-        assert self.values_BGLD is not None
-        return mixing(v_BGLD, self.values_BGLD)
-
-
 def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
     """Remove from every head's output its component along the value of the same position, in float32 or float64.
 
@@ -132,12 +111,3 @@ def may_be_rounding(config: AttentionConfig) -> bool:
     bias = config.bias
     of_values_alone = config.operation.only_values and (bias.kind not in ("k", "kv", "v") or bias.without_value)
     return of_values_alone and (bias.without_value or not config.operation.plain)
-
-
-def sees_itself_alone(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return a bool mask (B or 1, L), True at queries that see only their own key.
-
-    Args:
-        queries: number of queries L, at the last of `keys` positions.
-    """
-    return visible_keys(mask, queries, device, keys) == 1

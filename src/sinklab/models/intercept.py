@@ -2,7 +2,7 @@
 
     with intercept(adapter, observe=records.observe):      # observe every call
     with intercept(adapter, edit=RollingCache(64, 4)):     # edit the inputs of every call
-    with intercept(adapter, compute=ZeroedValues(keys)):   # replace the output of every call
+    with intercept(adapter, compute=keys.value_zeroed):    # replace the output of every call
 
 For each attention call, all edits run first, then every observer, once, on the edited call. The output is computed by
 `compute`, else by the first observer that returns an output, else by `LayerCall.library` (Hugging Face models, unedited

@@ -119,28 +119,26 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 def _of_machine(which: str = "MemAvailable:") -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return None
+    lines = _text(Path("/proc/meminfo")).splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(which)), None)
 
 
 def _limit() -> int | None:
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit)
+    limit = _text(CGROUP / "memory.max").strip()
+    return int(limit) if limit.isdigit() else None  # "max": no limit
 
 
 def _of_control_group() -> int | None:
-    limit = _limit()
-    if limit is None:
+    limit, used = _limit(), _text(CGROUP / "memory.current")
+    if limit is None or not used:
         return None
+    statistics = dict(line.split() for line in _text(CGROUP / "memory.stat").splitlines())
+    return max(0, limit - int(used) + int(statistics.get("inactive_file", 0)))  # cached files can be evicted
+
+
+def _text(path: Path) -> str:
+    """Read a file of the system; empty if there is none, as on other systems than Linux."""
     try:
-        used = int((CGROUP / "memory.current").read_text())
-        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return path.read_text()
     except OSError:
-        return None
-    return max(0, limit - used + int(statistics.get("inactive_file", 0)))  # cached files can be evicted
+        return ""

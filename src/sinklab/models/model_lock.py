@@ -16,11 +16,9 @@ _measured: Locks = WeakKeyDictionary()
 _probed: Locks = WeakKeyDictionary()
 
 
-@contextmanager
-def measured_in_turn(model: nn.Module) -> Iterator[None]:
-    """Wait until no other thread measures the model, and lock it for the `with` block."""
-    with _lock(_measured, model):
-        yield
+def measured_in_turn(model: nn.Module) -> "threading.RLock":  # type: ignore[valid-type]
+    """Return the lock that a thread holds while it measures the model."""
+    return _lock(_measured, model)
 
 
 @contextmanager

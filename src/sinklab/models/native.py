@@ -25,6 +25,15 @@ from sinklab.models.layer_kinds import LayerKinds
 from sinklab.models.memory_budget import Sizes
 
 
+def check_context(length: int, context: int) -> None:
+    """Raise InputError, which states the context length, if sequences are longer."""
+    if length > context:
+        raise InputError(
+            f"sequences of {length} tokens are beyond the model's context of {context}: use --length {context} or "
+            "less, or truncate the tokens"
+        )
+
+
 def attention_cores(model: nn.Module) -> list[AttentionCore]:
     """Return the attention cores of the layers that have attention, in layer order."""
     blocks = cast("Sequence[Any]", model.blocks)
@@ -32,7 +41,7 @@ def attention_cores(model: nn.Module) -> list[AttentionCore]:
 
 
 class NativeAdapter:
-    """`Adapter` of a sinklab transformer."""
+    """`Adapter` of a sinklab transformer; the attributes are described there."""
 
     dispatches = True
 
@@ -59,14 +68,16 @@ class NativeAdapter:
         Raises:
             InputError: if the sequences are longer; the message states the context length.
         """
-        if length > self.context:
-            raise InputError(
-                f"sequences of {length} tokens are beyond the model's context of {self.context}: "
-                f"use --length {self.context} or less, or truncate the tokens"
-            )
+        check_context(length, self.context)
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
-        """Check that sequences fit the context, and that the first (shortest) of `lengths` covers a prefix mask.
+        """Check that the tokens are supported and all `lengths` can be measured in one forward pass.
+
+        Here: that sequences fit the context, and the first (shortest) of `lengths` covers a prefix mask.
+
+        Args:
+            longest: length of the longest sequence, without padding.
+            lengths: additional lengths to which the sequences are truncated.
 
         Raises:
             InputError: if the sequences are too long or a length is too short.
@@ -86,9 +97,14 @@ class NativeAdapter:
         first_target: int | None,
         paused: AbstractContextManager[None],
     ) -> tuple[Tensor, int]:
-        """Run one forward pass; return the loss summed over the targets used in training, and the number of targets.
+        """Run one forward pass; return the loss summed over targets, in nats, and the number of targets.
 
-        Padding is not supported: `real` and `paused` have no effect.
+        The loss is a float64 scalar on the model's device, which avoids synchronisation. Padding is not supported.
+
+        Args:
+            real: real tokens of the batch; a target counts if it and the token before it are real. No effect here.
+            first_target: 1-based position of the first target; None skips the loss and the logits.
+            paused: context manager that is entered while only the LM head runs. No effect here.
         """
         hidden_BTE = self.hidden(tokens_BT)
         nothing = hidden_BTE.new_zeros((), dtype=torch.float64), 0
@@ -102,7 +118,7 @@ class NativeAdapter:
         return mean.double() * targets_BT.numel(), targets_BT.numel()
 
     def run(self, tokens_BT: Tensor) -> None:
-        """Run one forward pass without the LM head."""
+        """Run one forward pass of whole sequences, only for its hooks and observers."""
         self.hidden(tokens_BT)
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
@@ -110,42 +126,56 @@ class NativeAdapter:
         return self.module.hidden(tokens_BT)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Compute the next-token logits (R, vocabulary)."""
+        """Compute logits (R, vocabulary), at least float32, from rows of `hidden`."""
         logits_RV = self.module.head(hidden_RE)
         return logits_RV.to(accumulate_dtype(logits_RV.dtype))
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:
-        """Return the tensor sizes of a forward pass, from the model's config; the arguments have no effect."""
+        """Return the sizes of the tensors in a forward pass.
+
+        Args:
+            padded: whether the sequences have padding. No effect here.
+            matrices: whether the model computes whole attention matrices. No effect here.
+        """
         config = self.module.config
         return Sizes(config.width, config.ffn_width, config.layers, config.heads)
 
     def notes(self) -> list[str]:
-        """Return an empty list: the recipe fully specifies the model."""
+        """Return notes on the model for the result, in addition to `kinds.notes()`: here none, the recipe has all."""
         return []
 
     def inseparable(self) -> str | None:
-        """Return why attention cannot be edited under a prefix mask (queries see later keys); None for other masks."""
+        """Return why attention calls cannot be edited or replaced; None if they can be. May run the model."""
         if all(kind.attention.mask.kind != "prefix" for kind in self.module.config.layer_kinds):
             return None
         return "under its prefix mask queries see later tokens, which a KV cache does not contain"
 
     def depends_on_length(self, short: int, long: int) -> bool:
-        """Return False: only under a prefix mask, which `inseparable` refuses, do tokens see later ones."""
+        """Return True if hidden states of the first `short` tokens are different in a sequence of `long` tokens.
+
+        Here False: only under a prefix mask, which `inseparable` refuses, do tokens see later ones.
+        """
         return False
 
     def fixed_positions(self) -> str | None:
-        """Return why keys cannot be rotated with absolute or learnable positional embeddings; None for others."""
+        """Return why keys cannot be rotated to positions within a KV cache; None if they can be. May run the model."""
         position = self.module.config.position
         if isinstance(position, Learnable | Absolute):
             return f"its {position.kind} positional embeddings are added to the token embeddings"
         return None
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
-        """Return the loss summed over targets, and the number of targets, as `read` does."""
+        """Compute the differentiable loss of whole sequences, summed over targets, and the number of targets.
+
+        Args:
+            first_target: 1-based position of the first target.
+        """
         return self.read(tokens_BT, real_tokens(torch.ones_like(tokens_BT)), first_target, nullcontext())
 
     def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Replace the output x of each attention layer's norm by `change(index, x)` in the `with` block.
+        """Replace the input x_BTE of every attention layer by `change(index, x_BTE)` in the `with` block.
+
+        `index` counts the attention layers from 1; x includes learned positions before the sequence.
 
         Raises:
             InputError: if the model is post-norm or compiled.
@@ -166,7 +196,10 @@ class NativeAdapter:
         return enumerate((block for block in cast("list[Any]", self.blocks) if hasattr(block.attention, "core")), 1)
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Call `receive` with the gates on attention output or values, repeated over query heads that share a KV head.
+        """Call `receive(index, gates_BHTX)` for every attention layer with gates in each pass of the `with` block.
+
+        `index` counts the attention layers from 1; the gates are in [0, 1], with X channels or one, on the attention
+        output or the values, repeated over query heads that share a KV head.
 
         Gates of attention operations, such as forget gates, are not included. Gates of compiled blocks are not
         received, because these ignore hooks.
@@ -185,7 +218,7 @@ class NativeAdapter:
 
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """Compute the attention output of every layer with `handler`."""
+        """Compute the output of all attention calls in the `with` block with `handler` (see `intercept`)."""
         config = self.module.config
 
         def through(index: int, shift: ShiftRope | None, layer: LayerCall) -> Tensor:

@@ -2,30 +2,30 @@
 
 import math
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.statistics.highest import sink_elsewhere
 from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
-from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
-from sinklab.tables import INFINITE, SINK_1, Table, TableCell, TableColumn, Value, counted, table_of
+from sinklab.survey.suites import (
+    CheckpointsDocument,
+    ComparisonDocument,
+    DomainsDocument,
+    FamilyMember,
+    MeasuredCheckpoint,
+)
+from sinklab.tables import INFINITE, SINK_1, Table, TableCell, TableColumn, Value, counted
 from sinklab.train.directory.history import Evaluation, seconds_spent
 
 if TYPE_CHECKING:
     from sinklab.measuring.measurement import Measurement
 
-K = TypeVar("K", bound=Hashable)
-
 SHOWN = 0.05
 """Rates below this, in percent, are printed as 0.0, and are not called a sink in the headline."""
 BARS = "▁▂▃▄▅▆▇█"
-
-
-CellColumn = tuple[TableColumn, Callable[["CellRow"], Value]]
-"""A column, and the function that computes its value for a cell."""
 
 
 @dataclass(frozen=True)
@@ -79,28 +79,20 @@ class CellRow:
     measured: "Sequence[Measurement]"
     seconds: Spread | None
 
-    def over_runs(self, value: Callable[[Evaluation], float | None]) -> Spread | None:
-        """Return the values of a quantity at the last evaluation of every run; None if no run has the quantity."""
-        return Spread.of(map(value, self.latest))
-
-    def over_measurements(self, value: "Callable[[Measurement], float | None]") -> Spread | None:
-        """Return the values of a quantity in the measurements of the runs; None if no measurement has the quantity."""
-        return Spread.of(map(value, self.measured))
-
     @property
     def sink_first(self) -> Spread | None:
         """Sink rate of the first token, percent; None if unknown."""
-        return self.over_runs(lambda one: next(iter(one.sink_rate or ()), None))
+        return Spread.of(next(iter(one.sink_rate or ()), None) for one in self.latest)
 
     @property
     def sink_visible(self) -> Spread | None:
         """Sink rate of the first token over the queries that can see it, percent; None if equal to `sink_first`."""
-        return self.over_runs(lambda one: next(iter(one.sink_rate_visible or ()), None))
+        return Spread.of(next(iter(one.sink_rate_visible or ()), None) for one in self.latest)
 
     @property
     def sink_bias(self) -> Spread | None:
         """Sink rate of a bias, sink logit or sink token, percent; None if the model has none."""
-        return self.over_runs(lambda one: one.sink_rate_bias)
+        return Spread.of(one.sink_rate_bias for one in self.latest)
 
     @property
     def sink_elsewhere(self) -> tuple[int, float] | None:
@@ -153,105 +145,63 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
         curves: whether to add a column of sparklines of the sink rate by step (`growth_of_sink`), for output without
             charts.
     """
-    rows = cell_rows(data)
+    rows, entries = cell_rows(data), data.entries
     trained = not data.runs or any(run.trained for run in data.runs)
     rate, loss = (".1f", ".3f") if trained else (".2f", ".4f")
-    members, saved = data.suite_rows(FamiliesDocument), data.suite_rows(CheckpointsDocument)
     by_domain = any(isinstance(suite.document, DomainsDocument) for suite in data.suites)
     differing = len({eps for row in rows for eps in row.eps}) > 1
     thresholds = dict.fromkeys(eps for _, one in data.measured for eps in list(one.sink_rates or {})[1:])
-    grown = dict(
-        zip(data.cells, sparklines([growth_of_sink(data, row.cell) if curves else [] for row in rows]), strict=True)
-    )
-    match data.only_suite:
-        case DomainsDocument():
-            title, unit = "Domain", "one file each"
-        case ComparisonDocument():
-            title, unit = "Model", ""
-        case CheckpointsDocument():
-            title, unit = "Checkpoint", "step or tokens"
-        case _:
-            title, unit = ("Cell", "") if trained else ("Model", "")
-    tokens = next((one.unit for one in saved.values()), "step") == "tokens"
+    grown = {row.cell: growth_of_sink(data, row.cell) if curves else [] for row in rows}
+    highest = max([1.0, *(value for values in grown.values() for value in values)])
+    titles = {DomainsDocument: "Domain", ComparisonDocument: "Model", CheckpointsDocument: "Checkpoint"}
+    title = titles.get(type(data.only_suite), "Cell" if trained else "Model")
+    unit = {"Domain": "one file each", "Checkpoint": "step or tokens"}.get(title, "")
+    steps = [entry.unit for entry in entries.values() if isinstance(entry, MeasuredCheckpoint)]
 
-    def name(row: CellRow) -> TableCell:
-        checkpoint = saved[row.cell].checkpoint if row.cell in saved else row.cell
-        return TableCell(row.cell, checkpoint if checkpoint != row.cell else "")
-
-    def elsewhere(row: CellRow) -> str | None:
-        return f"{row.sink_elsewhere[1]:.1f} at {row.sink_elsewhere[0]}" if row.sink_elsewhere else None
-
-    def thresholds_of(row: CellRow) -> str | None:
-        return ", ".join(f"{eps:g}" for eps in row.eps) if differing else None
-
-    def published(row: CellRow) -> float | None:
-        return members[row.cell].published if row.cell in members else None
-
-    def difference(row: CellRow) -> float | None:
-        printed = published(row)
-        return None if printed is None else members[row.cell].sink_1 - printed
-
-    def spread(title: str, unit: str, form: str, of: Callable[[CellRow], Spread | None]) -> CellColumn:
-        def value(row: CellRow) -> Value:
-            found = of(row)
-            if found is None:
-                return None
-            return TableCell(found.mean, "" if found.deviation is None else f"± {found.deviation:{form}}")
-
+    def spread(title: str, unit: str, form: str, found: Spread | None) -> tuple[TableColumn, Value]:
+        deviation = found and found.deviation
+        value = found and TableCell(found.mean, "" if deviation is None else f"± {deviation:{form}}")
         return TableColumn(title, unit, form), value
 
-    def at_threshold(eps: str) -> Callable[[CellRow], Spread | None]:
-        return lambda row: row.over_measurements(lambda one: rates_by_eps(one).get(eps, [None])[0])
+    def columns_of(row: CellRow) -> list[tuple[TableColumn, Value]]:
+        entry, latest, measured = entries.get(row.cell), row.latest, row.measured
+        member = entry if isinstance(entry, FamilyMember) else None
+        saved = entry if isinstance(entry, MeasuredCheckpoint) else None
+        published = member.published if member else None
+        difference = None if member is None or published is None else member.sink_1 - published
+        name = TableCell(row.cell, saved.checkpoint if saved and saved.checkpoint != row.cell else "")
+        elsewhere = f"{row.sink_elsewhere[1]:.1f} at {row.sink_elsewhere[0]}" if row.sink_elsewhere else None
+        importance = Spread.of(one.uniform_ratio[0] for one in measured)
+        sequences = ", ".join(sorted({str(one.sequences) for one in measured})) if by_domain else ""
+        at_thresholds = {
+            eps: Spread.of(rates_by_eps(one).get(eps, [None])[0] for one in measured) for eps in thresholds
+        }
+        validation = Spread.of(one.valid_loss for one in latest)
+        sums = Spread.of(None if one.row_sums is None else float(one.row_sums.mean()) for one in measured)
+        return [
+            (TableColumn(title, unit, text=True), name),
+            (TableColumn("Runs", "seeds"), TableCell(row.seeds, row.progress.strip())),
+            (TableColumn("Tokens" if steps[:1] == ["tokens"] else "Step", form=",d"), saved and saved.step),
+            (TableColumn("ε", "of the sink rates"), ", ".join(f"{eps:g}" for eps in row.eps) if differing else None),
+            spread(SINK_1, "% of heads", rate, row.sink_first),
+            *(spread(f"at ε = {eps}", "% of heads", rate, rates) for eps, rates in at_thresholds.items()),
+            spread(f"{SINK_1} visible", "% of heads", rate, row.sink_visible),
+            (TableColumn("Sink elsewhere", "% at position"), elsewhere),
+            spread("Importance", "of the first token, times uniform", rate, importance),
+            (TableColumn("Sequences", "measured"), sequences or None),
+            (TableColumn("Published", f"{SINK_1}, % of heads", ",.2f"), published),
+            (TableColumn("Difference", "measured − published", "+.2f"), difference),
+            (TableColumn("Parameters", "millions", ",.1f"), member and member.parameters * 1e-6),
+            spread("Sink on the bias", "% of heads", rate, row.sink_bias),
+            spread("Valid. loss" if trained else "Loss", "nats / token", loss, validation),
+            spread("Bits per byte", "of the text", loss, Spread.of(one.bits_per_byte for one in measured)),
+            spread("Norm ratio", "maximum over blocks", rate, Spread.of(one.largest_norm_ratio for one in latest)),
+            spread("Row sum", "of raw scores", ".2f", sums),
+            spread("Time", "seconds", ".0f", row.seconds),
+            (TableColumn("Sink", "by step"), sparkline(grown[row.cell], highest)),
+        ]
 
-    columns: list[CellColumn] = [
-        (TableColumn(title, unit, text=True), name),
-        (TableColumn("Runs", "seeds"), lambda row: TableCell(row.seeds, row.progress.strip())),
-        (
-            TableColumn("Tokens" if tokens else "Step", form=",d"),
-            lambda row: saved[row.cell].step if row.cell in saved else None,
-        ),
-        (TableColumn("ε", "of the sink rates"), thresholds_of),
-        spread(SINK_1, "% of heads", rate, lambda row: row.sink_first),
-        *(spread(f"at ε = {eps}", "% of heads", rate, at_threshold(eps)) for eps in thresholds),
-        spread(f"{SINK_1} visible", "% of heads", rate, lambda row: row.sink_visible),
-        (TableColumn("Sink elsewhere", "% at position"), elsewhere),
-        spread(
-            "Importance",
-            "of the first token, times uniform",
-            rate,
-            lambda row: row.over_measurements(lambda m: m.uniform_ratio[0]),
-        ),
-        (
-            TableColumn("Sequences", "measured"),
-            lambda row: ", ".join(sorted({str(m.sequences) for m in row.measured})) or None if by_domain else None,
-        ),
-        (TableColumn("Published", f"{SINK_1}, % of heads", ",.2f"), published),
-        (TableColumn("Difference", "measured − published", "+.2f"), difference),
-        (
-            TableColumn("Parameters", "millions", ",.1f"),
-            lambda row: members[row.cell].parameters * 1e-6 if row.cell in members else None,
-        ),
-        spread("Sink on the bias", "% of heads", rate, lambda row: row.sink_bias),
-        spread(
-            "Valid. loss" if trained else "Loss",
-            "nats / token",
-            loss,
-            lambda row: row.over_runs(lambda one: one.valid_loss),
-        ),
-        spread("Bits per byte", "of the text", loss, lambda row: row.over_measurements(lambda m: m.bits_per_byte)),
-        spread(
-            "Norm ratio", "maximum over blocks", rate, lambda row: row.over_runs(lambda one: one.largest_norm_ratio)
-        ),
-        spread(
-            "Row sum",
-            "of raw scores",
-            ".2f",
-            lambda row: row.over_measurements(lambda m: None if m.row_sums is None else float(m.row_sums.mean())),
-        ),
-        spread("Time", "seconds", ".0f", lambda row: row.seconds),
-        (TableColumn("Sink", "by step"), lambda row: grown[row.cell]),
-    ]
-    table = table_of(f"{title}s", rows, columns, key="cells")
+    found = [columns_of(row) for row in rows]
     notes = [
         "Sink rates are the percentage of (sequence, layer, head) triples whose importance exceeds ε."
         + (" Values are mean ± sample standard deviation over seeds." if any(row.seeds > 1 for row in rows) else "")
@@ -267,13 +217,9 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
             f"In {', '.join(proxied)}, the attention scores do not sum to one: importance is computed from the proxy "
             "scores |sim| / Σ |sim|."
         )
-    return replace(table.without_empty_columns(), notes=notes)
-
-
-def sparklines(curves: Sequence[Sequence[float]]) -> list[str]:
-    """Return each curve as a text of bars, on a shared scale from 0 to their maximum, or to 1 if that is smaller."""
-    highest = max((value for values in curves for value in values), default=0.0)
-    return [sparkline(values, max(highest, 1.0)) for values in curves]
+    columns = [column for pairs in found[:1] for column, _ in pairs]
+    values = [[value for _, value in pairs] for pairs in found]
+    return Table(f"{title}s", columns, values, notes, "cells").without_empty_columns()
 
 
 def sparkline(values: Sequence[float], highest: float, width: int = 16) -> str:
@@ -291,31 +237,31 @@ def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | Non
         where: name of the position or of the data, the same in all rows.
 
     Returns:
-        Rows `cell, where, step` with the fields of `over_seeds`.
+        Rows `cell, where, step` with the fields of `averaged`.
     """
-    found = by_key(
-        ((run.cell, one.step), number) for run in runs for one in run.history if (number := value(one)) is not None
-    )
-    return [
-        {"cell": cell, "where": where, "step": step, **over_seeds(numbers)} for (cell, step), numbers in found.items()
-    ]
+    evaluations = ((run.cell, where, one.step, value(one)) for run in runs for one in run.history)
+    return averaged(("cell", "where", "step"), (row for row in evaluations if row[-1] is not None))
 
 
-def norm_ratios(runs: Sequence[ReportedRun]) -> tuple[list[dict[str, Any]], bool]:
-    """Average the norm ratio of the first token at the last evaluation over seeds, by block.
+def averaged(fields: Sequence[str], values: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
+    """Average numbers over runs.
+
+    Args:
+        fields: names of the parts of a key.
+        values: the parts of a key, followed by a number.
 
     Returns:
-        Rows `cell, layer` (0 is the embedding) with the fields of `over_seeds`, and whether infinite ratios were
-        omitted.
+        A row per key, in order of appearance: its parts by field; mean (`value`), minimum (`low`), maximum (`high`)
+        and number (`runs`) of its numbers.
     """
-    found = by_key(
-        ((run.cell, layer), ratio)
-        for run in runs
-        for layer, ratio in enumerate(run.latest.hidden_norm_ratio)
-        if math.isfinite(ratio)
-    )
-    infinite = any(run.latest.largest_norm_ratio == math.inf for run in runs)
-    return [{"cell": cell, "layer": layer, **over_seeds(numbers)} for (cell, layer), numbers in found.items()], infinite
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for *key, number in values:
+        found.setdefault(tuple(key), []).append(number)
+    return [
+        dict(zip(fields, key, strict=True))
+        | {"value": statistics.fmean(numbers), "low": min(numbers), "high": max(numbers), "runs": len(numbers)}
+        for key, numbers in found.items()
+    ]
 
 
 def growth_of_sink(data: ReportData, cell: str) -> list[float]:
@@ -325,20 +271,7 @@ def growth_of_sink(data: ReportData, cell: str) -> list[float]:
         lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,
         "anywhere",
     )
-    return [row["mean"] for row in sorted(rows, key=lambda row: row["step"])]
-
-
-def by_key(pairs: Iterable[tuple[K, float]]) -> dict[K, list[float]]:
-    """Group numbers by key, in the order in which the keys first appear."""
-    found: dict[K, list[float]] = {}
-    for key, number in pairs:
-        found.setdefault(key, []).append(number)
-    return found
-
-
-def over_seeds(numbers: Sequence[float]) -> dict[str, float]:
-    """Return mean, minimum (`low`), maximum (`high`) and number (`runs`) of the values at one or more seeds."""
-    return {"mean": statistics.fmean(numbers), "low": min(numbers), "high": max(numbers), "runs": len(numbers)}
+    return [row["value"] for row in sorted(rows, key=lambda row: row["step"])]
 
 
 def headline(data: ReportData) -> list[str]:
@@ -400,14 +333,15 @@ def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
 
 
 def _main_result(sinks: list[tuple[Spread, str]], biases: list[tuple[Spread, str]]) -> str:
-    rate, strongest = max(sinks, key=lambda one: one[0].mean)
+    (rate, strongest), top = (
+        max(sinks, key=lambda one: one[0].mean),
+        max(biases, key=lambda one: one[0].mean, default=None),
+    )
     if len(sinks) == 1:
         return f"The first token is a sink in {rate.text(1)} % of the heads."
+    text = f"The sink on the first token is strongest in “{strongest}” ({rate.text(1)} % of heads)"
     if rate.mean < SHOWN:
         text = "No model has a sink on the first token"
-    else:
-        text = f"The sink on the first token is strongest in “{strongest}” ({rate.text(1)} % of heads)"
-    rate, top = max(biases, key=lambda one: one[0].mean, default=(Spread((0.0,)), ""))
-    if rate.mean >= SHOWN:
-        text += f"; the strongest sink on a bias is in “{top}” ({rate.text(1)} % of heads)"
+    if top and top[0].mean >= SHOWN:
+        text += f"; the strongest sink on a bias is in “{top[1]}” ({top[0].text(1)} % of heads)"
     return text + "."

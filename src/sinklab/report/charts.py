@@ -10,7 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import altair as alt
 import numpy as np
@@ -20,13 +20,14 @@ from sinklab.report import theme
 from sinklab.tables import Table
 
 ChartRows = Sequence[Mapping[str, Any]]
-Width = int | str
 Drawing = alt.LayerChart | alt.FacetChart
+"""A chart without a width, which the page or the chart file sets (`page.py`)."""
 Tip = tuple[str, str, str]
 """A field of a tooltip with its title and number format; the format is empty for text."""
-Channel = TypeVar("Channel", alt.X, alt.Y)
 
 HEIGHT, SHORT, ROW_HEIGHT, LINE_HEIGHT, SEED_HEIGHT = 260, 220, 26, 12, 7
+SMALL, WIDE_CHART = 300, 640
+"""Widths in pixels of charts outside a page: of those side by side, and of others."""
 LABEL_WIDTH = 220
 LETTER = 7
 """Mean width of a letter of an axis label in pixels."""
@@ -71,8 +72,8 @@ class Figure:
     Attributes:
         key: anchor in the page, and start of the names of the chart files.
         caption: description of the figure's content and method.
-        scale: colour scale shared by the charts, which are then small and side by side; None without a shared scale.
-        small: whether the charts are side by side although they share no scale.
+        scale: colour scale shared by the charts, which a page shows once; None without a shared scale.
+        small: whether the charts are small and side by side.
         table: table below the figure, usually of the plotted numbers; None for no table.
     """
 
@@ -99,7 +100,6 @@ def lines(
     reference: float | None = None,
     curves: ChartRows = (),
     tips: Sequence[Tip] = (),
-    width: Width = 640,
     height: int = HEIGHT,
     title: str | None = None,
 ) -> Drawing:
@@ -117,47 +117,40 @@ def lines(
         reference: y value of a dashed horizontal line.
         curves: rows `x.field`, `y.field` and `of` (the name) of dashed grey curves.
         tips: further fields in the tooltip of a point.
-        width: width in pixels, or "container" for that of the page's column.
     """
     fields = [y.field, *(band or ())]
-    across = _channel(alt.X, x, rows, [x.field])
-    up = _channel(alt.Y, y, [*rows, *curves], fields)
-    base = alt.Chart(alt.Data(values=list(rows))).encode(x=across, y=up)
+    across, up = _channel("x", x, rows, [x.field]), _channel("y", y, [*rows, *curves], fields)
+    base = _chart(rows).encode(x=across, y=up)
     if colour is not None:
         base = base.encode(color=colour_of(order, colour))
-    shown: Any = {"opacity": alt.value(0.75)} if apart else {}
-    chosen = (
-        alt.selection_point(fields=[colour], bind="legend", name="chosen") if colour and len(order or ()) > 1 else None
-    )
-    if chosen is not None:
-        shown = {"opacity": alt.condition(chosen, alt.value(0.75 if apart else 1.0), alt.value(0.12))}
+    several = len(order or ()) > 1
+    chosen = alt.selection_point(fields=[colour], bind="legend", name="chosen") if colour and several else None
+
+    def faded(opacity: float, others: float) -> Any:
+        full = alt.value(opacity)
+        return full if chosen is None else alt.condition(chosen, full, alt.value(others))
+
+    shown: Any = {"opacity": faded(0.75 if apart else 1.0, 0.12)} if apart or chosen is not None else {}
     detail = [f"{field}:N" for field in apart]
     dashed = [*detail, f"{dash}:N"] if dash else detail
     layers: list[alt.Chart] = [*_rules(reference, "y")]
     if curves:
-        gray = alt.Chart(alt.Data(values=list(curves))).encode(x=across, y=up, detail="of:N")
         said = [_tip("of", "", ""), _tip(x.field, x.name, x.precision), _tip(y.field, y.name, y.precision)]
-        layers.append(gray.mark_line(**_DASHED).encode(tooltip=said))
+        layers.append(_chart(curves).encode(x=across, y=up, detail="of:N", tooltip=said).mark_line(**_DASHED))
     if band is not None:
-        spread = base.encode(y=_channel(alt.Y, y, rows, fields, band[0]), y2=f"{band[1]}:Q", detail=dashed)
-        faint = alt.value(0.16) if chosen is None else alt.condition(chosen, alt.value(0.16), alt.value(0.02))
-        layers.append(spread.mark_area(strokeWidth=0).encode(opacity=faint))
+        spread = base.encode(y=_channel("y", y, rows, fields, band[0]), y2=f"{band[1]}:Q", detail=dashed)
+        layers.append(spread.mark_area(strokeWidth=0).encode(opacity=faded(0.16, 0.02)))
     drawn = base.mark_line(strokeWidth=1.4 if apart else 2).encode(detail=detail, **shown)
     if dash is not None:
         places = list(dashes or dict.fromkeys(row[dash] for row in rows))
-        drawn = drawn.encode(
-            strokeDash=alt.StrokeDash(
-                f"{dash}:N",
-                title=None,
-                scale=alt.Scale(domain=places, range=[DASHES[at % len(DASHES)] for at in range(len(places))]),
-                legend=legend(2) if len(places) > 1 else None,
-            )
-        )
+        patterns = alt.Scale(domain=places, range=[DASHES[at % len(DASHES)] for at in range(len(places))])
+        key = legend(2) if len(places) > 1 else None
+        drawn = drawn.encode(strokeDash=alt.StrokeDash(f"{dash}:N", title=None, scale=patterns, legend=key))
     told = [_tip(field, field, "") for field in (colour, dash, *apart) if field]
     told += [_tip_of(x), _tip_of(y), *(_tip(*tip) for tip in tips)]
     points = base.mark_point(size=18 if apart else 32).encode(tooltip=told, detail=dashed, **shown)
     layers += [drawn, points if chosen is None else points.add_params(chosen)]
-    return _titled(alt.layer(*layers).properties(width=width, height=height), title)
+    return _titled(alt.layer(*layers).properties(height=height), title)
 
 
 def scatter(
@@ -172,7 +165,6 @@ def scatter(
     published: ChartRows = (),
     reference: float | None = None,
     tips: Sequence[Tip] = (),
-    width: Width = 640,
 ) -> Drawing:
     """Draw a scatter plot: a point per row of data; a categorical y axis has a line of its own for each category.
 
@@ -187,9 +179,11 @@ def scatter(
         tips: further fields in the tooltip of a point.
     """
     both = [*rows, *published]
-    ends_x, ends_y = ([axis.field, f"{axis.field}_low", f"{axis.field}_high"] for axis in (x, y))
-    across, up = _channel(alt.X, x, both, ends_x), _channel(alt.Y, y, both, ends_y)
-    base = alt.Chart(alt.Data(values=list(rows))).encode(x=across, y=up)
+    ends = {
+        name: (axis, [axis.field, f"{axis.field}_low", f"{axis.field}_high"]) for name, axis in (("x", x), ("y", y))
+    }
+    placed: Any = {name: _channel(name, axis, both, fields) for name, (axis, fields) in ends.items()}
+    base = _chart(rows).encode(**placed)
     coloured = base.encode(color=colour_of(order, colour) if len(order) > 1 else alt.value(OURS))
     series = [(colour, colour, "")] if len(order) > 1 else []
     texts, numbers = [*series, *(tip for tip in tips if not tip[2])], [tip for tip in tips if tip[2]]
@@ -198,24 +192,24 @@ def scatter(
     if join is not None:
         joined: Any = colour_of(order, colour) if join == colour else alt.value("currentColor")
         layers.append(base.mark_line(strokeWidth=1.2).encode(detail=f"{join}:N", opacity=alt.value(0.4), color=joined))
-    bars = coloured.mark_rule(opacity=0.5)
-    if any(ends_x[1] in row for row in rows):
-        layers.append(bars.encode(x=_channel(alt.X, x, both, ends_x, ends_x[1]), x2=f"{ends_x[2]}:Q"))
-    if any(ends_y[1] in row for row in rows):
-        layers.append(bars.encode(y=_channel(alt.Y, y, both, ends_y, ends_y[1]), y2=f"{ends_y[2]}:Q"))
+    for name, (axis, fields) in ends.items():
+        if any(fields[1] in row for row in rows):
+            bar: Any = {name: _channel(name, axis, both, fields, fields[1]), f"{name}2": f"{fields[2]}:Q"}
+            layers.append(coloured.mark_rule(opacity=0.5).encode(**bar))
     layers.append(coloured.mark_point(size=56, filled=True, opacity=0.9).encode(tooltip=told))
     if published:
-        paper = alt.Chart(alt.Data(values=list(published))).encode(x=across, y=up, color=colour_of(order, colour))
-        layers.append(paper.mark_point(shape="diamond", **_OPEN).encode(tooltip=told))
+        paper = _chart(published).encode(**placed, color=colour_of(order, colour), tooltip=told)
+        layers.append(paper.mark_point(shape="diamond", **_OPEN))
     if label is not None:
         layers.append(coloured.mark_text(align="left", dx=8, dy=-8).encode(text=f"{label}:N"))
     height = HEIGHT if y.order is None else _listed_height(y.order, LABEL_WIDTH) * len(y.order)
-    return alt.layer(*layers).properties(width=width, height=height)
+    return alt.layer(*layers).properties(height=height)
 
 
 _FIELDS = ("value", "median", "smallest", "largest")
 _SEEDS, _MIDDLES, _PAPER = (alt.NamedData(name) for name in ("seeds", "middles", "paper"))
 """Datasets are named because Altair copies inline data for every layer."""
+_OFFSETS = {"x": alt.XOffset, "y": alt.YOffset}
 
 
 def dots(
@@ -228,7 +222,6 @@ def dots(
     varied: str | None = None,
     *,
     replicate: str = "seed",
-    width: Width = 420,
     label_width: int = 150,
 ) -> Drawing:
     """Draw a cell's value at each seed (draw, model) as a point, with median and range, and the paper's as a diamond.
@@ -247,75 +240,70 @@ def dots(
         replicate: noun for a point in its tooltip: seed, draw or model.
         label_width: width in pixels above which the name of a cell is broken into lines.
     """
-    upright, seeds = varied is not None, _apart(seeds)
+    upright = varied is not None
+    places, count = [], Counter[str]()
+    for row in seeds:
+        count[row["cell"]] += 1
+        places.append(count[row["cell"]])
+    # `place` is the offset of a point within its cell, so that points do not overlap
+    seeds = [{**row, "place": at - (count[row["cell"]] + 1) / 2} for row, at in zip(seeds, places, strict=True)]
     everything = [*seeds, *middles, *paper]
     names = PlotAxis(varied or "", "at" if upright else "cell", order=list(labels.values() if upright else labels))
+    along, across = ("y", "x") if upright else ("x", "y")
 
-    def placed(mark: alt.Chart, field: str, end: str | None = None) -> alt.Chart:
-        if upright:
-            mark = mark.encode(x=_channel(alt.X, names, [], []), y=_channel(alt.Y, values, everything, _FIELDS, field))
-            return mark if end is None else mark.encode(y2=end)
-        cell = _channel(alt.Y, names, [], [], label_width=label_width)
-        mark = mark.encode(x=_channel(alt.X, values, everything, _FIELDS, field), y=cell)
-        return mark if end is None else mark.encode(x2=end)
+    def placed(mark: alt.Chart, field: str, **more: Any) -> alt.Chart:
+        channels: Any = {
+            along: _channel(along, values, everything, _FIELDS, field),
+            across: _channel(across, names, [], [], label_width=label_width),
+        }
+        return mark.encode(**channels, **more)
 
-    def said(mark: alt.Chart, *tips: Tip) -> alt.Chart:
-        return mark.encode(tooltip=[_tip("cell", "cell", ""), *(_tip(*tip) for tip in tips)])
+    def said(*tips: Tip) -> list[alt.Tooltip]:
+        return [_tip("cell", "cell", ""), *(_tip(*tip) for tip in tips)]
 
     known = {field for row in middles for field in row}
+    middle = alt.Chart(_MIDDLES)
     layers: list[alt.Chart] = []
     if upright and paper:
         layers.append(placed(alt.Chart(_PAPER).mark_line(strokeWidth=1.2, strokeDash=[4, 3], color=PAPER), "value"))
     if upright and "median" in known:
-        layers.append(placed(alt.Chart(_MIDDLES).mark_line(strokeWidth=1.8, color=OURS), "median"))
+        layers.append(placed(middle.mark_line(strokeWidth=1.8, color=OURS), "median"))
     if "smallest" in known:
-        rule = alt.Chart(_MIDDLES).mark_rule(strokeWidth=2, opacity=0.55, color=OURS)
-        layers.append(placed(rule.transform_filter("isValid(datum.smallest)"), "smallest", "largest:Q"))
+        rule = middle.mark_rule(strokeWidth=2, opacity=0.55, color=OURS)
+        end: Any = {f"{along}2": "largest:Q"}
+        layers.append(placed(rule.transform_filter("isValid(datum.smallest)"), "smallest", **end))
     form = f",.{decimals}f"
     if "median" in known:
-        tick = alt.Chart(_MIDDLES).mark_tick(thickness=2.5, size=15, color=OURS)
-        tick = placed(tick.transform_filter("isValid(datum.median)"), "median")
-        ends = (("smallest", "smallest", form), ("largest", "largest", form))
-        layers.append(said(tick, ("median", "median", form), *ends))
+        tick = middle.mark_tick(thickness=2.5, size=15, color=OURS).transform_filter("isValid(datum.median)")
+        tooltip = said(*((name, name, form) for name in ("median", "smallest", "largest")))
+        layers.append(placed(tick, "median", tooltip=tooltip))
     if "beyond" in known:
         shape = "triangle-up" if upright else "triangle-right"
-        arrow = alt.Chart(_MIDDLES).mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
-        arrow = placed(arrow.transform_filter("isValid(datum.beyond)"), "beyond")
-        layers.append(said(arrow, ("never_reached", "seeds without the event", "d")))
+        arrow = middle.mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
+        tooltip = said(("never_reached", "seeds without the event", "d"))
+        layers.append(placed(arrow.transform_filter("isValid(datum.beyond)"), "beyond", tooltip=tooltip))
     if paper:
         diamond = alt.Chart(_PAPER).mark_point(shape="diamond", color=PAPER, **_OPEN)
-        layers.append(said(placed(diamond, "value"), ("value", "paper", f",.{max(decimals, 2)}f")))
+        layers.append(placed(diamond, "value", tooltip=said(("value", "paper", f",.{max(decimals, 2)}f"))))
     if seeds:
         point = alt.Chart(_SEEDS).mark_point(size=38, opacity=0.85, color=OURS)
         if any("link" in row for row in seeds):
             point = point.encode(href="link:N")
-        most = max(2.0, *(abs(row["place"]) for row in seeds))
-        if upright:
-            point = point.encode(xOffset=alt.XOffset("place:Q", scale=alt.Scale(domain=[-2 * most, 2 * most])))
-        else:  # points stay in the inner two thirds of their row, away from those of the next
-            point = point.encode(yOffset=alt.YOffset("place:Q", scale=alt.Scale(domain=[-1.5 * most, 1.5 * most])))
-        value = ("value", "value", f",.{decimals + 1}f")
-        layers.append(said(placed(point, "value"), ("seed", replicate, "d"), value, ("run", "run", "")))
-    most_seeds = max(Counter(row["cell"] for row in seeds).values(), default=1)  # below each other in a row
+        # points stay in the inner half of their column, or two thirds of their row, away from those of the next
+        reach = (2 if upright else 1.5) * max(2.0, *(abs(row["place"]) for row in seeds))
+        offset: Any = {f"{across}Offset": _OFFSETS[across]("place:Q", scale=alt.Scale(domain=[-reach, reach]))}
+        tooltip = said(("seed", replicate, "d"), ("value", "value", f",.{decimals + 1}f"), ("run", "run", ""))
+        layers.append(placed(point, "value", **offset, tooltip=tooltip))
+    most_seeds = max(count.values(), default=1)  # below each other in a row
     row_height = max(_listed_height([*labels], label_width), SEED_HEIGHT * (most_seeds + 1))
     rows = {"seeds": seeds, "middles": middles, "paper": paper}
     data = {name: [{**row, "at": labels[row["cell"]]} for row in found] for name, found in rows.items() if found}
-    return alt.layer(*layers, width=width, height=SHORT if upright else row_height * len(labels), datasets=data)
+    return alt.layer(*layers, height=SHORT if upright else row_height * len(labels), datasets=data)
 
 
 def _listed_height(labels: Sequence[Any], label_width: int) -> int:
     """Return the height in pixels of a chart row that fits the longest label, broken into lines."""
     return ROW_HEIGHT + LINE_HEIGHT * max(len(str(one)) * LETTER // label_width for one in labels)
-
-
-def _apart(seeds: ChartRows) -> ChartRows:
-    """Add to every row of `seeds` its offset (`place`) within the cell, so that points do not overlap."""
-    count = {row["cell"]: 0 for row in seeds}
-    placed = []
-    for row in seeds:
-        count[row["cell"]] += 1
-        placed.append((row, count[row["cell"]]))
-    return [{**row, "place": number - (count[row["cell"]] + 1) / 2} for row, number in placed]
 
 
 @dataclass(frozen=True)
@@ -342,15 +330,14 @@ def heatmaps(
     caption: str,
     named: Iterable[Named],
     scale: ColourScale,
-    width: Width,
     rows: Side = LAYERS,
     columns: Side = HEADS,
     height: int | None = None,
+    small: bool = True,
 ) -> Figure:
-    """Draw a figure of heatmaps, one per (title, matrix), that share a colour scale; a page shows the scale once."""
-    own = width != "container"
-    drawn = [heatmap(matrix, scale, name, rows, columns, width, height, own) for name, matrix in named]
-    return Figure(key, title, caption, drawn, scale)
+    """Draw a figure of heatmaps, one per (title, matrix), that share a colour scale."""
+    drawn = [heatmap(matrix, scale, name, rows, columns, height) for name, matrix in named]
+    return Figure(key, title, caption, drawn, scale, small)
 
 
 def heatmap(
@@ -359,9 +346,7 @@ def heatmap(
     title: str,
     rows: Side = LAYERS,
     columns: Side = HEADS,
-    width: Width = 300,
     height: int | None = None,
-    own_legend: bool = True,
     lowest: np.ndarray | None = None,
 ) -> Drawing:
     """Draw a matrix as coloured cells; NaN and infinite entries are left blank.
@@ -370,7 +355,6 @@ def heatmap(
         values_YX: the matrix; its first row is at the top, or at the bottom if `rows.upwards`.
         scale: colour scale, shared by comparable heatmaps.
         height: height of all rows in pixels; by default 9 to 34 for each row, which is about 300 for 9 to 33 rows.
-        own_legend: whether to draw the colour scale below the heatmap.
         lowest: values of an additional lowest row, (X,), labelled `uniform` (attention).
     """
     Y, X = values_YX.shape
@@ -382,29 +366,29 @@ def heatmap(
         shown[UNIFORM] = lowest
         order = [*order, UNIFORM]
     cells = [
-        {"x": x + columns.first, "y": name, "value": round(float(value), 6)}
+        {"x": x, "y": name, "value": round(float(value), 6)}
         for name, row_X in shown.items()
-        for x, value in enumerate(row_X)
+        for x, value in enumerate(row_X, columns.first)
         if math.isfinite(value)
     ]
-    down = _thinned(Y, rows.first, more=None if lowest is None else [UNIFORM])
-    base = alt.Chart(alt.Data(values=cells)).encode(
+    base = _chart(cells).encode(
         x=alt.X("x:O", title=columns.title, axis=_thinned(X, columns.first, labelAngle=0)),
-        y=alt.Y("y:O", title=rows.title, sort=order, axis=down),
+        y=alt.Y("y:O", title=rows.title, sort=order, axis=_thinned(Y, rows.first, [UNIFORM] * (lowest is not None))),
     )
     tooltip = [
         alt.Tooltip("y:O", title=rows.title.split(" (")[0].lower()),
         alt.Tooltip("x:O", title=columns.title.split(" (")[0].lower()),
         alt.Tooltip("value:Q", title=scale.what, format=".4f"),
     ]
-    marked = {"values": [scale.low, *scale.references, scale.high], "format": ".3~f"} if scale.references else {}
-    gradient = alt.Legend(orient="bottom", direction="horizontal", gradientLength=150, gradientThickness=9, **marked)
-    scheme = theme.DIVERGING_SCHEME if scale.diverging else theme.HEAT_SCHEME
+    uniform = ", ".join(f"{value:.3f}" for value in scale.references)
+    marked = {"values": [scale.low, *scale.references, scale.high], "format": ".3~f"} if uniform else {}
     colour = alt.Color(
         "value:Q",
-        title=_scale_title(scale),
-        scale=alt.Scale(scheme=scheme, domain=[scale.low, scale.high]),
-        legend=gradient if own_legend else None,
+        title=scale.what[:1].upper() + scale.what[1:] + (f" ({UNIFORM}: {uniform})" if uniform else ""),
+        scale=alt.Scale(
+            scheme=theme.DIVERGING_SCHEME if scale.diverging else theme.HEAT_SCHEME, domain=[scale.low, scale.high]
+        ),
+        legend=alt.Legend(orient="bottom", direction="horizontal", gradientLength=150, gradientThickness=9, **marked),
     )
     layers = [base.mark_rect(stroke=None, xOffset=0).encode(color=colour, tooltip=tooltip)]
     if scale.outlined is not None:
@@ -412,7 +396,7 @@ def heatmap(
         above = base.transform_filter(alt.datum.value > scale.outlined)
         layers.append(above.mark_rect(filled=False, fill=None, tooltip=False, **outline).encode())
     tall = height or min(34, max(9, 300 // Y)) * len(shown)
-    return _titled(alt.layer(*layers).properties(width=width, height=tall), title)
+    return _titled(alt.layer(*layers).properties(height=tall), title)
 
 
 def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
@@ -433,18 +417,10 @@ def pooled(matrix_TT: np.ndarray, cells: int) -> np.ndarray:
     size = -(-len(matrix_TT) // cells)
     if size == 1:
         return matrix_TT
-    length = -(-len(matrix_TT) // size) * size
-    padded = np.full((length, length), np.nan)
-    padded[: len(matrix_TT), : len(matrix_TT)] = matrix_TT
-    squares = padded.reshape(length // size, size, length // size, size)
-    known = np.isfinite(squares)
-    count = known.sum((1, 3))
-    return np.where(count > 0, np.where(known, squares, 0).sum((1, 3)) / np.maximum(count, 1), np.nan)
-
-
-def _scale_title(scale: ColourScale) -> str:
-    uniform = ", ".join(f"{value:.3f}" for value in scale.references)
-    return scale.what[:1].upper() + scale.what[1:] + (f" ({UNIFORM}: {uniform})" if uniform else "")
+    padded = np.pad(matrix_TT.astype(float), (0, -len(matrix_TT) % size), constant_values=np.nan)
+    count = len(padded) // size
+    squares = np.ma.masked_invalid(padded.reshape(count, size, count, size))
+    return squares.mean((1, 3)).filled(np.nan)
 
 
 def _rounded_up(value: float) -> float:
@@ -453,16 +429,16 @@ def _rounded_up(value: float) -> float:
     return float(f"{math.ceil(value / step - 1e-9) * step:.12g}")
 
 
-def _thinned(count: int, first: int, more: Sequence[str] | None = None, **settings: Any) -> alt.Axis:
+def _thinned(count: int, first: int, more: Sequence[str] = (), **settings: Any) -> alt.Axis:
     """Make an axis over `count` rows or columns, numbered from `first`; about a dozen at most have labels.
 
     Args:
         more: labels of further rows or columns; if they are given, all labels are strings.
     """
     every = -(-count // 12)
-    begins = [first] if more is None else []  # the label of a further row would overlap with the first
+    begins = [] if more else [first]  # the label of a further row would overlap with the first
     values = [at for at in range(first, first + count) if every == 1 or at in begins or at % every == 0]
-    labels = values if more is None else [*map(str, values), *more]
+    labels = [*map(str, values), *more] if more else values
     return alt.Axis(values=labels, grid=False, ticks=False, domain=False, **settings)
 
 
@@ -497,50 +473,52 @@ def legend(columns: int) -> alt.Legend:
     return alt.Legend(orient="top", direction="horizontal", columns=columns, offset=6, symbolOpacity=1)
 
 
+def _chart(rows: ChartRows) -> alt.Chart:
+    return alt.Chart(alt.Data(values=list(rows)))
+
+
 def _channel(
-    kind: type[Channel],
+    name: str,
     axis: PlotAxis,
     rows: ChartRows,
     fields: Sequence[str],
     field: str = "",
     label_width: int = LABEL_WIDTH,
-) -> Channel:
+) -> Any:
     """Encode an axis as a Vega-Lite channel: ordered categories, or a continuous scale over all values of `fields`.
 
     Args:
+        name: x or y.
         field: the encoded field; by default the field of the axis.
         label_width: width in pixels above which the label of a category on the y axis is broken into lines.
     """
-    field, across = field or axis.field, kind is alt.X
+    field, kind, across = field or axis.field, {"x": alt.X, "y": alt.Y}[name], name == "x"
     if axis.order is not None:
-        upright = alt.Axis(labelAngle=0, labelOverlap=True, grid=False)
-        listed = alt.Axis(
-            grid=True, ticks=False, domain=False, labelLimit=0, labelPadding=8, labelExpr=_in_lines(label_width)
-        )
-        return kind(
-            f"{field}:N",
-            title=axis.title or None,
-            scale=alt.Scale(domain=list(axis.order)),
-            axis=upright if across else listed,
-        )
+        settings: dict[str, Any] = {"labelAngle": 0, "labelOverlap": True, "grid": False}
+        if not across:
+            settings = {"grid": True, "ticks": False, "domain": False, "labelLimit": 0, "labelPadding": 8}
+            settings["labelExpr"] = _in_lines(label_width)
+        scale = alt.Scale(domain=list(axis.order))
+        return kind(f"{field}:N", title=axis.title or None, scale=scale, axis=alt.Axis(**settings))
     values = [row[name] for row in rows for name in fields if row.get(name) is not None]
     low, high = min(values, default=0.0), max(values, default=1.0)
     scale, title = axis.scale, axis.title
     if scale == "auto":
         scale = "log" if low > 0 and high > WIDE * low else "linear"
-    settings: dict[str, Any] = {"zero": axis.zero, "nice": not axis.whole}
+    settings = {"zero": axis.zero, "nice": not axis.whole}
     form = axis.format or (",d" if axis.whole else ",~r")
     if scale == "log":
         settings, form = {"type": "log", "nice": False, "padding": 10}, axis.format or "~g"
     elif scale == "symlog":
         settings = {"type": "symlog", "constant": axis.constant}
-    if scale in ("log", "symlog"):
+    if scale != "linear":
         title = f"{title[:-1]}, log scale)" if title.endswith(")") else f"{title} (log scale)"
     if axis.domain is not None:
-        settings = {**settings, "domain": list(axis.domain), "nice": False}
+        settings |= {"domain": list(axis.domain), "nice": False}
     elif axis.at_least is not None and high < axis.at_least:
-        settings = {**settings, "domain": [low if scale == "log" or not axis.zero else min(low, 0.0), axis.at_least]}
-    settings = {name: value for name, value in settings.items() if name != "zero" or "domain" not in settings}
+        settings["domain"] = [low if scale == "log" or not axis.zero else min(low, 0.0), axis.at_least]
+    if "domain" in settings:
+        settings.pop("zero", None)
     look = alt.Axis(
         format=form,
         grid=not across,
@@ -558,9 +536,7 @@ def _in_lines(width: int) -> str:
 
 
 def _rules(value: float | None, channel: str) -> list[alt.Chart]:
-    if value is None:
-        return []
-    return [alt.Chart(alt.Data(values=[{"at": value}])).mark_rule(**_DASHED).encode(**{channel: "at:Q"})]
+    return [] if value is None else [_chart([{"at": value}]).mark_rule(**_DASHED).encode(**{channel: "at:Q"})]
 
 
 def _tip(field: str, title: str, form: str) -> alt.Tooltip:

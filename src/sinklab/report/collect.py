@@ -3,14 +3,15 @@
 A run in progress is read up to its last complete evaluation; the last line of `metrics.jsonl` may be incomplete.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError, SinklabError
@@ -18,18 +19,9 @@ from sinklab.experiments.documents import SUMMARY, CellSummary, JudgedClaim, Sum
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import parse_json, parse_yaml
 from sinklab.measuring.statistics.highest import elsewhere_text
-from sinklab.report.data import (
-    Assessed,
-    ReportData,
-    ReportedRun,
-    Suite,
-    WrittenRecipe,
-    grouped,
-    model_name,
-    recipe_changes,
-)
+from sinklab.report.data import ReportData, ReportedRun, Suite, grouped, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep
-from sinklab.schema import leaves
+from sinklab.schema import ReadDocument, leaves
 from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
 from sinklab.train.directory.checkpoint import steps_saved
 from sinklab.train.directory.history import Evaluation, finite, read_history
@@ -46,6 +38,24 @@ SUITES = {
     "families.json": FamiliesDocument,
     "checkpoints.json": CheckpointsDocument,
 }
+D = TypeVar("D", bound=BaseModel)
+
+
+class _ReadTraining(ReadDocument):
+    steps: int | None = None
+
+
+class _ReadMetric(ReadDocument):
+    eps: float | None = None
+
+
+class _ReadRecipe(ReadDocument):
+    """The keys of a recipe of any version that a report uses."""
+
+    name: str = ""
+    seed: int | None = None
+    train: _ReadTraining = Field(default_factory=_ReadTraining)
+    metric: _ReadMetric = Field(default_factory=_ReadMetric)
 
 
 def collect(dirs: list[Path]) -> ReportData:
@@ -78,16 +88,23 @@ def collect(dirs: list[Path]) -> ReportData:
         runs += [replace(run, cell=prefix + run.cell) for run in found]
         claims += [claim for claim in summary.claims if claim.experiment not in summary.experiments]
         cells |= {prefix + name: cell for name, cell in known.items()}
-    suites = [suite for top in dirs for suite in _read_suites(top)]
+    repeat = "Repeat the command that wrote it, or remove the file."
+    suites = [
+        Suite(
+            top, _validated(top / name, kind, _read_mapping(top / name), "the result of several measurements", repeat)
+        )
+        for top in dirs
+        for name, kind in SUITES.items()
+        if (top / name).is_file()
+    ]
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
     runs = sorted(grouped(runs, cells), key=lambda run: place.get(run.path, -1))
     swept = {sweep.files / run.directory for sweep in sweeps for run in sweep.summary.runs if run.directory}
     assessed = [
-        Assessed(Path(document.model).name or document.model, document)
+        load_assessment(path)
         for top in dirs
         for path in sorted(top.rglob(ASSESSMENT))
         if not any(path.is_relative_to(run) for run in swept)
-        for document in [load_assessment(path)]
     ]
     data = ReportData(dirs, runs, claims, cells, suites, sweeps, assessed)
     order = {cell: index for index, cell in enumerate(data.cells)}
@@ -115,7 +132,7 @@ def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[st
     ]
     uses = Counter(path for path, _ in cells_at)
     cell_of = {path: name for path, name in cells_at if uses[path] == 1}
-    found = folders_with(top, lambda folder: _has(folder, "recipe.yaml") or _has(folder, "measurement.json"))
+    found = folders_with(top, lambda one: (one / "recipe.yaml").is_file() or (one / "measurement.json").is_file())
     paths = [path for path in found if not (several and path in uses)]
     if not paths and not summary.cells and not any(top.rglob(ASSESSMENT)):
         raise InputError(f"nothing to report in {top}: looked there and in the folders below it for {LOOKED_FOR}.")
@@ -126,82 +143,69 @@ def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[st
     return [replace(run, cell=f"pass {run.cell}") if one else run for run, one in zip(runs, clash, strict=True)], cells
 
 
-def _has(folder: Path, name: str) -> bool:
-    return (folder / name).is_file()
-
-
-def folders_with(folder: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
-    """Yield `folder`, or else the folders below it, for which `holds` is true, sorted.
+def folders_with(top: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
+    """Yield `top`, or else the folders below it, for which `holds` is true, sorted.
 
     Subfolders of these folders, symbolic links and folders whose name starts with a dot are not searched.
 
     Raises:
         InputError: if a folder cannot be read.
     """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     try:
-        found = holds(folder)
-        children = [] if found else [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+        for name, children, _ in os.walk(top, onerror=refuse):
+            if found := holds(Path(name)):
+                yield Path(name)
+            children[:] = [] if found else sorted(child for child in children if not child.startswith("."))
     except OSError as error:
         raise InputError(
-            f"cannot read {folder}: {error.strerror}. Make it readable, or pass other directories only."
+            f"cannot read {error.filename}: {error.strerror}. Make it readable, or pass other directories only."
         ) from error
-    if found:
-        yield folder
-    for child in sorted(path for path in children if not path.name.startswith(".")):
-        yield from folders_with(child, holds)
 
 
 def _read_run(path: Path, top: Path, named: Collection[str], cell: str | None) -> ReportedRun:
     recipe, measurement = _read_recipe(path / "recipe.yaml"), None
-    if _has(path, "measurement.json"):
+    if (path / "measurement.json").is_file():
         from sinklab.measuring.measurement import Measurement
 
         measurement = Measurement.load(path)
     folder = SEED_FOLDER.fullmatch(path.name)
     if cell is None:
         parts = path.relative_to(top).parts
-        if parts and SEED_FOLDER.fullmatch(parts[-1]):
+        if parts and folder:
             parts = parts[:-1]
-        if recipe and recipe.name and (recipe.name in named or not parts):
-            cell = recipe.name
+        name: str = recipe.get("name", "")
+        if name and (name in named or not parts):
+            cell = name
         elif parts:
             cell = "/".join(parts)
         elif not recipe and measurement and measurement.model:
             cell = model_name(measurement.model)
         else:
-            cell = _name_of(path.parent if folder else path)
-    return ReportedRun(
-        path=path,
-        cell=cell,
-        seed=recipe.seed if recipe and "seed" in recipe.values else int(folder[1]) if folder else None,
-        recipe=recipe,
-        env=_read_mapping(path / "env.json"),
-        history=read_history(path / "metrics.jsonl"),
-        measurement=measurement,
-    )
+            place = path.parent if folder else path
+            cell = place.resolve().name or str(place)
+    seed = recipe["seed"] if "seed" in recipe else int(folder[1]) if folder else None
+    history = read_history(path / "metrics.jsonl")
+    return ReportedRun(path, cell, seed, recipe, _read_mapping(path / "env.json"), history, measurement)
 
 
-def _name_of(path: Path) -> str:
-    return path.resolve().name or str(path)
-
-
-def _read_recipe(path: Path) -> WrittenRecipe | None:
-    """Read a recipe of any version and check the types of values used in reports; None if missing or empty."""
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """Read a recipe of any version and check the types of values used in reports; empty without the file."""
     values = _read_mapping(path)
-    train, metric = values.get("train", {}), values.get("metric", {})
-    valid = (
-        isinstance(values.get("name", ""), str)
-        and isinstance(train, dict)
-        and isinstance(train.get("steps"), int | None)
-        and isinstance(metric, dict)
-        and isinstance(metric.get("eps"), int | float | None)
-    )
-    if not valid:
-        raise InputError(
-            f"{path} is not the recipe of a run: `name` must be a text, `train` and `metric` mappings, train.steps a "
-            "whole number and metric.eps a number. Repair it or leave its folder out."
-        )
-    return WrittenRecipe(values) if values else None
+    _validated(path, _ReadRecipe, values, "the recipe of a run", "Repair it or leave its folder out.")
+    return values
+
+
+def _validated(path: Path, kind: type[D], document: object, what: str, remedy: str) -> D:
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{path} is not {what}: {where}: {first['msg']}. {remedy}") from error
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -231,29 +235,8 @@ def _read_summary(path: Path) -> Summary:
             "`sinklab reproduce`, which writes it again and keeps finished runs, or use the version of sinklab that "
             "wrote it."
         )
-    try:
-        return Summary.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(
-            f"{path} is not a summary of experiments: {'.'.join(map(str, first['loc']))}: {first['msg']}. Write it "
-            "again with `sinklab reproduce`, or leave its folder out."
-        ) from error
-
-
-def _read_suites(top: Path) -> Iterator[Suite]:
-    for name, kind in SUITES.items():
-        path = top / name
-        if not path.is_file():
-            continue
-        try:
-            document = kind.model_validate(_read_mapping(path))
-        except ValidationError as error:
-            raise InputError(
-                f"{path} cannot be read as the result of several measurements: repeat the command that wrote it, or "
-                "remove the file."
-            ) from error
-        yield Suite(top, document)
+    remedy = "Write it again with `sinklab reproduce`, or leave its folder out."
+    return _validated(path, Summary, document, "a summary of experiments", remedy)
 
 
 State = Literal["running", "done", "stopped", "failed", "not begun", "damaged"]
@@ -301,28 +284,23 @@ def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"{folder} is not a directory: expected one with runs in it or below it")
-    runs = (
-        path
-        for folder in folders
-        for path in folders_with(folder, lambda one: _has(one, "recipe.yaml") and _has(one, "env.json"))
-    )
-    recipes: dict[Path, WrittenRecipe] = {}
-    for path in dict.fromkeys(runs):
-        try:
-            recipes[path] = WrittenRecipe(_read_mapping(path / "recipe.yaml"))
-        except InputError:
-            recipes[path] = WrittenRecipe({})
+    recipes: dict[Path, Mapping[str, Any]] = {}
+    for top in folders:
+        for path in folders_with(top, lambda one: (one / "recipe.yaml").is_file() and (one / "env.json").is_file()):
+            try:
+                recipes[path] = _read_recipe(path / "recipe.yaml")
+            except InputError:
+                recipes[path] = {}
     if not recipes:
         raise InputError(f"no run in or below {', '.join(map(str, folders))}: a run has a recipe.yaml and an env.json")
     return [_listed(path, recipes) for path in recipes]
 
 
-def _listed(path: Path, recipes: dict[Path, WrittenRecipe]) -> ListedRun:
+def _listed(path: Path, recipes: Mapping[Path, Mapping[str, Any]]) -> ListedRun:
     recipe = recipes[path]
-    steps, seed = recipe.steps, recipe.seed
-    if steps is None:
+    steps, seed, name = leaves(recipe).get("train.steps"), recipe.get("seed"), recipe.get("name", "")
+    if not isinstance(steps, int):
         return ListedRun(str(path), "damaged", why=f"{path / 'recipe.yaml'} cannot be read, or has no train.steps")
-    name = str(recipe.values.get("name", ""))
     try:
         history = read_history(path / "metrics.jsonl")
     except SinklabError as error:
@@ -337,14 +315,10 @@ def _listed(path: Path, recipes: dict[Path, WrittenRecipe]) -> ListedRun:
         state = "failed"
     else:
         state = "stopped" if saved else "not begun"
-    changes = recipe_changes(recipe)
-    if changes is None:
-        others = [leaves(other.values) for other in recipes.values() if other.values]
-        changes = [
-            f"{key}={value}"
-            for key, value in leaves(recipe.values).items()
-            if key not in ("seed", "name") and any(other.get(key) != value for other in others)
-        ]
+    if (changes := recipe_changes(recipe)) is None:
+        others = [leaves(other) for other in recipes.values() if other]
+        own = [(key, value) for key, value in leaves(recipe).items() if key not in ("seed", "name")]
+        changes = [f"{key}={value}" for key, value in own if any(other.get(key) != value for other in others)]
     return ListedRun(
         directory=str(path),
         state=state,

@@ -10,20 +10,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from sinklab.assessing.assessment import Assessment
 from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary, JudgedClaim
-from sinklab.report.sweeps import Sweep
+from sinklab.report.sweeps import Sweep, value_text
 from sinklab.schema import leaves
-from sinklab.survey.suites import (
-    CheckpointsDocument,
-    FamiliesDocument,
-    FamilyMember,
-    MeasuredCheckpoint,
-    SuiteDocument,
-)
+from sinklab.survey.suites import FamilyMember, MeasuredCheckpoint, SuiteDocument
 from sinklab.train.directory.history import Evaluation
 from sinklab.train.recipe import KINDS, MANNER, load_recipe
 
@@ -33,52 +27,11 @@ if TYPE_CHECKING:
     from sinklab.measuring.measurement import Measurement
     from sinklab.measuring.statistics.details import Details
 
-T = TypeVar("T")
-HASHED_NAME = re.compile(r"(.+)-[0-9a-f]{16}")
 MOST_CHANGES = 4
 """Maximum number of changes listed in the name of a cell."""
 
 MEASURED = ("sink_rate", "sink_rate_visible", "sink_rate_bias", "hidden_norm_ratio")
 """Fields of an evaluation that the measurement of the run replaces (`ReportedRun.latest`)."""
-
-
-@dataclass(frozen=True)
-class WrittenRecipe:
-    """The recipe of a run as written by any version of sinklab.
-
-    Properties are None for keys that are missing or have a value of an unexpected type.
-
-    Attributes:
-        values: nested mapping of the recipe's keys.
-    """
-
-    values: Mapping[str, object]
-
-    @property
-    def name(self) -> str | None:
-        """Name of the recipe that the run changes, or of the run's cell."""
-        return self._value("name", str)
-
-    @property
-    def seed(self) -> int | None:
-        """Random seed of the initial weights and the order of the data."""
-        return self._value("seed", int)
-
-    @property
-    def steps(self) -> int | None:
-        """Planned number of updates."""
-        return self._value("train.steps", int)
-
-    @property
-    def eps(self) -> float | None:
-        """Threshold ε of the sink rate."""
-        return self._value("metric.eps", int, float)
-
-    def _value(self, key: str, *kinds: type[T]) -> T | None:
-        value: object = self.values
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value if isinstance(value, kinds) else None
 
 
 @dataclass(frozen=True)
@@ -89,7 +42,7 @@ class ReportedRun:
         path: directory; not a real one for a measurement in memory.
         cell: name shared by runs that differ only in the seed (see `grouped`).
         seed: seed in the recipe, else the number of a folder named `seed_N`; None without both.
-        recipe: None for a measured model.
+        recipe: nested mapping of the recipe's keys, as written by any version; empty for a measured model.
         env: content of env.json; empty without the file.
         history: evaluations of the run, ordered by step.
         measurement: measurement of the run; None if it was not measured.
@@ -98,7 +51,7 @@ class ReportedRun:
     path: Path
     cell: str
     seed: int | None = None
-    recipe: WrittenRecipe | None = None
+    recipe: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, object] = field(default_factory=dict)
     history: Sequence[Evaluation] = ()
     measurement: "Measurement | None" = None
@@ -111,12 +64,16 @@ class ReportedRun:
     @property
     def trained(self) -> bool:
         """Whether this is a training run (it has a recipe) rather than a measurement of an existing model."""
-        return self.recipe is not None
+        return bool(self.recipe)
+
+    def setting(self, key: str) -> Any:
+        """Return the value of a dotted key of the recipe; None if it is missing."""
+        return leaves(self.recipe).get(key)
 
     @property
     def planned_steps(self) -> int | None:
         """Number of training steps in the recipe; None if unknown."""
-        return self.recipe.steps if self.recipe else None
+        return self.setting("train.steps")
 
     @property
     def steps_done(self) -> int | None:
@@ -139,9 +96,7 @@ class ReportedRun:
     @property
     def eps(self) -> float:
         """Threshold ε of the sink rate: from the measurement, else from the recipe, else the paper's 0.3."""
-        if self.measurement:
-            return self.measurement.eps
-        return float((self.recipe and self.recipe.eps) or 0.3)
+        return self.measurement.eps if self.measurement else float(self.setting("metric.eps") or 0.3)
 
     @property
     def latest(self) -> Evaluation:
@@ -174,18 +129,6 @@ class Suite:
 
 
 @dataclass(frozen=True)
-class Assessed:
-    """The content of an assessment.json.
-
-    Attributes:
-        name: last part of the model's name or path, used as label.
-    """
-
-    name: str
-    document: Assessment
-
-
-@dataclass(frozen=True)
 class ReportData:
     """The content of a report.
 
@@ -207,7 +150,7 @@ class ReportData:
     summary_cells: dict[str, CellSummary] = field(default_factory=dict)
     suites: list[Suite] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)
-    assessed: list[Assessed] = field(default_factory=list)
+    assessed: list[Assessment] = field(default_factory=list)
 
     @classmethod
     def of_suite(cls, document: SuiteDocument, measured: "Mapping[str, Measurement]") -> "ReportData":
@@ -229,9 +172,9 @@ class ReportData:
         alone = len(self.runs_of(run.cell)) == 1
         return run.cell if alone or run.seed is None else f"{run.cell}, seed {run.seed}"
 
-    def of_model(self, one: Assessed) -> str:
+    def of_model(self, one: Assessment) -> str:
         """Return `: MODEL`, the end of the titles of an assessment; empty if there is only one assessment."""
-        return f": {one.name}" if len(self.assessed) > 1 else ""
+        return f": {model_label(one)}" if len(self.assessed) > 1 else ""
 
     @property
     def eps(self) -> str:
@@ -247,29 +190,18 @@ class ReportData:
         return self.suites[0].document
 
     @property
-    def failures(self) -> list[tuple[str, str]]:
-        """Pairs of name and reason (`not measured: ..`) of the failed measurements of suites."""
-        return [(name, f"not measured: {why}") for suite in self.suites for name, why in suite.document.failed.items()]
-
-    @overload
-    def suite_rows(self, kind: type[FamiliesDocument]) -> dict[str, FamilyMember]: ...
-
-    @overload
-    def suite_rows(self, kind: type[CheckpointsDocument]) -> dict[str, MeasuredCheckpoint]: ...
-
-    def suite_rows(self, kind: Any) -> Any:
-        """Return the entries of all suite documents of one kind by cell, for measurements in `runs`."""
-        return {
-            run.cell: suite.document.measured[name]
-            for suite in self.suites
-            if isinstance(suite.document, kind)
-            for name, run in suite.runs(self)
-        }
+    def entries(self) -> dict[str, FamilyMember | MeasuredCheckpoint | dict[str, object]]:
+        """The entries of all suite documents by cell, for measurements in `runs`."""
+        return {run.cell: suite.document.measured[name] for suite in self.suites for name, run in suite.runs(self)}
 
     @property
     def notes(self) -> list[tuple[str, str]]:
         """Pairs of name and text: the notes of each measured run, and the failed measurements with the reason."""
-        return [*((self.label(run), note) for run, one in self.measured for note in one.notes), *self.failures]
+        failed = [(name, why) for suite in self.suites for name, why in suite.document.failed.items()]
+        return [
+            *((self.label(run), note) for run, one in self.measured for note in one.notes),
+            *((name, f"not measured: {why}") for name, why in failed),
+        ]
 
     @property
     def measured(self) -> "list[tuple[ReportedRun, Measurement]]":
@@ -297,6 +229,11 @@ def model_name(model: str) -> str:
     return model if model.count("/") == 1 and not model.startswith((".", "/", "~")) else Path(model).name or model
 
 
+def model_label(assessment: Assessment) -> str:
+    """Return the last part of the name or path of an assessed model."""
+    return Path(assessment.model).name or assessment.model
+
+
 def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:
     """Return the runs with one cell assigned to all runs whose recipes differ only in the seed.
 
@@ -311,28 +248,30 @@ def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun
     by_recipe: dict[str, list[ReportedRun]] = {}
     for run in runs:
         if run.recipe and run.cell not in named:
-            kept = {key: value for key, value in run.recipe.values.items() if key not in ("seed", "name")}
-            if isinstance(train := kept.get("train"), dict):
-                kept["train"] = {key: value for key, value in train.items() if key not in MANNER}
-            by_recipe.setdefault(json.dumps(kept, sort_keys=True, default=str), []).append(run)
+            by_recipe.setdefault(json.dumps(_effective(run.recipe), sort_keys=True, default=str), []).append(run)
     groups = [group for group in by_recipe.values() if len({run.seed for run in group}) == len(group)]
-    recipes = [group[0].recipe for group in groups if group[0].recipe]
-    several = len({recipe.name for recipe in recipes}) > 1
-    found = [recipe_changes(recipe) for recipe in recipes]
+    bases = [str(group[0].recipe.get("name")) for group in groups]
+    found = [recipe_changes(group[0].recipe) for group in groups]
     lists = [set(changes) for changes in found if changes is not None]
     common = set.intersection(*lists) if len(lists) > 1 else set[str]()
-    names = [_cell_name(str(one.name), changes, common, several) for one, changes in zip(recipes, found, strict=True)]
+    several = len(set(bases)) > 1
+    names = [_cell_name(base, changes, common, several) for base, changes in zip(bases, found, strict=True)]
     inside = {id(run) for group in groups for run in group}
     taken = {*named, *(run.cell for run in runs if id(run) not in inside)}
     cells: dict[int, str] = {}
-    for group, name in sorted(zip(groups, names, strict=True), key=lambda pair: bool(pair[1])):  # new names last
-        first = group[0]
-        hashed = HASHED_NAME.fullmatch(first.cell)  # the folder NAME-HASH of `sinklab train`, shown as NAME
-        plain = hashed[1] if hashed and first.recipe and first.recipe.name == hashed[1] else first.cell
+    for group, name, base in sorted(zip(groups, names, bases, strict=True), key=lambda one: bool(one[1])):
+        first = group[0]  # the folder NAME-HASH of `sinklab train` is shown as NAME; new names come last
+        plain = base if re.fullmatch(rf"{re.escape(base)}-[0-9a-f]{{16}}", first.cell) else first.cell
         cell = next(one for one in (name, plain, first.cell, str(first.path)) if one and one not in taken)
         taken.add(cell)
         cells |= {id(run): cell for run in group}
     return [replace(run, cell=cells.get(id(run), run.cell)) for run in runs]
+
+
+def _effective(recipe: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings by dotted key, without name, seed and those that do not affect the result."""
+    aside = {"seed", "name", *(f"train.{key}" for key in MANNER)}
+    return {key: value for key, value in leaves(recipe).items() if ".".join(key.split(".")[:2]) not in aside}
 
 
 def _cell_name(base: str, changes: list[str] | None, common: Collection[str], several: bool) -> str:
@@ -350,7 +289,7 @@ def _cell_name(base: str, changes: list[str] | None, common: Collection[str], se
     return ", ".join([*([base] if several or not changes else []), *shown])
 
 
-def recipe_changes(recipe: WrittenRecipe) -> list[str] | None:
+def recipe_changes(recipe: Mapping[str, object]) -> list[str] | None:
     """List the settings (KEY=VALUE) in which a resolved recipe differs from the shipped recipe of the same name.
 
     Other kinds (`model.attention.operation=sigmoid`) are listed first; their values are compared with the defaults of
@@ -360,12 +299,8 @@ def recipe_changes(recipe: WrittenRecipe) -> list[str] | None:
     Returns:
         The changes; None if no recipe of that name is shipped.
     """
-    ours = {
-        key: value
-        for key, value in leaves(recipe.values).items()
-        if key not in ("seed", "name") and not (key.startswith("train.") and key[6:] in MANNER)
-    }
-    shipped = str(resources.files("sinklab") / "recipes" / f"{recipe.name}.yaml")
+    ours = _effective(recipe)
+    shipped = str(resources.files("sinklab") / "recipes" / f"{recipe.get('name')}.yaml")
     try:
         theirs = leaves(load_recipe(shipped).model_dump(mode="json"))
     except InputError:
@@ -385,6 +320,5 @@ def recipe_changes(recipe: WrittenRecipe) -> list[str] | None:
     resolved |= {"model.attention.mask.eos_id": None, "model.pattern.mask.eos_id": None}
     for key, value in ours.items():
         if theirs.get(key) != value and not (key in resolved and theirs.get(key) == resolved[key]):
-            text = f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
-            changes.append(f"{key}={text}")
+            changes.append(f"{key}={value_text(value)}")
     return changes

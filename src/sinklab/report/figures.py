@@ -1,6 +1,7 @@
 """The figures of runs, suites and assessments: curves over training, checkpoints and sequence length, and others."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,14 @@ from sinklab.assessing.part import LOSS_ADDED
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.plots import PlotAxis
-from sinklab.report.cells import cell_rows, curve, norm_ratios
-from sinklab.report.charts import Drawing, Figure, Side, Width, heatmaps, layer_axis, lines, scale_over, scatter
+from sinklab.report.cells import averaged, cell_rows, curve
+from sinklab.report.charts import Drawing, Figure, Side, heatmaps, layer_axis, lines, scale_over, scatter
 from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
 from sinklab.report.measurement_figures import details_figures, importance_figures
 from sinklab.survey import suites
 from sinklab.tables import SINK_1
 
 SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs", "runs", "d"))
-SMALL = 300
-"""Width in pixels of a small chart outside a page."""
 FAR = 100
 """Minimum ratio of the last step to the first one after 0 for a symlog axis: public runs save their first steps at
 powers of two."""
@@ -27,26 +26,22 @@ FEWEST = 2
 """Minimum number of sequence lengths for a figure by length."""
 
 
-def figures(data: ReportData, width: Width = "container") -> list[Figure]:
-    """Draw all figures of runs, suites and assessments that have data, in reading order (not those of sweeps).
-
-    Args:
-        width: width in pixels, or "container" inside a page.
-    """
+def figures(data: ReportData) -> list[Figure]:
+    """Draw all figures of runs, suites and assessments that have data, in reading order (not those of sweeps)."""
     made = [
-        *suite_figures(data, width),
-        length_figure(data.summary_cells, width),
-        _sink_by_step(data, width),
-        *importance_figures(data, width),
-        *details_figures(data, width),
-        _norm_ratio(data, width),
-        _loss(data, width),
-        *assessment_figures(data, width),
+        *suite_figures(data),
+        length_figure(data.summary_cells),
+        _sink_by_step(data),
+        *importance_figures(data),
+        *details_figures(data),
+        _norm_ratio(data),
+        _loss(data),
+        *assessment_figures(data),
     ]
     return [figure for figure in made if figure is not None]
 
 
-def _sink_by_step(data: ReportData, width: Width) -> Figure | None:
+def _sink_by_step(data: ReportData) -> Figure | None:
     elsewhere = sorted({row.sink_elsewhere[0] for row in cell_rows(data) if row.sink_elsewhere})
     rows: list[dict[str, Any]] = []
     for position in [1, *elsewhere][:3]:
@@ -61,14 +56,13 @@ def _sink_by_step(data: ReportData, width: Width) -> Figure | None:
         + ("The line style indicates the position of the sink. " if len({row["where"] for row in rows}) > 1 else "")
         + _band(data)
     )
-    rate = PlotAxis(
-        f"Sink rate (percent of heads, ε = {data.eps})", "mean", "percent", at_least=1, format="~g", precision=".2f"
-    )
-    chart = _over_steps(rows, data, rate, width)
+    title = f"Sink rate (percent of heads, ε = {data.eps})"
+    rate = PlotAxis(title, "value", "percent", at_least=1, format="~g", precision=".2f")
+    chart = _over_steps(rows, data, rate)
     return Figure("sink-by-step", "Sink rate during training", caption, [chart])
 
 
-def _loss(data: ReportData, width: Width) -> Figure | None:
+def _loss(data: ReportData) -> Figure | None:
     rows = curve(data.runs, lambda one: one.valid_loss, "validation")
     rows += curve(data.runs, lambda one: one.train_loss, "training")
     if not rows:
@@ -77,28 +71,29 @@ def _loss(data: ReportData, width: Width) -> Figure | None:
         "Mean cross-entropy of the next token on held-out documents (solid) and on the training batches (dashed). "
         "Sinks should be compared only between models of similar loss. " + _band(data)
     )
-    loss = PlotAxis("Loss (nats per token)", "mean", zero=False, precision=".3f")
-    chart = _over_steps(rows, data, loss, width)
+    loss = PlotAxis("Loss (nats per token)", "value", zero=False, precision=".3f")
+    chart = _over_steps(rows, data, loss)
     return Figure("loss-by-step", "Loss during training", caption, [chart])
 
 
-def _over_steps(rows: Sequence[dict[str, Any]], data: ReportData, y: PlotAxis, width: Width) -> Drawing:
-    return lines(
-        rows,
-        PlotAxis("Training step", "step", "step", whole=True, precision=",d"),
-        y,
-        order=data.cells,
-        dash="where",
-        band=("low", "high"),
-        tips=SPREAD,
-        width=width,
+def _over_steps(rows: Sequence[dict[str, Any]], data: ReportData, y: PlotAxis) -> Drawing:
+    x = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
+    return lines(rows, x, y, order=data.cells, dash="where", band=("low", "high"), tips=SPREAD)
+
+
+def _norm_ratio(data: ReportData) -> Figure | None:
+    rows = averaged(
+        ("cell", "layer"),
+        (
+            (run.cell, layer, ratio)
+            for run in data.runs
+            for layer, ratio in enumerate(run.latest.hidden_norm_ratio)
+            if math.isfinite(ratio)
+        ),
     )
-
-
-def _norm_ratio(data: ReportData, width: Width) -> Figure | None:
-    rows, infinite = norm_ratios(data.runs)
     if not rows:
         return None
+    infinite = any(run.latest.largest_norm_ratio == math.inf for run in data.runs)
     caption = (
         "Norm of the hidden state at the first position relative to the mean norm at the other positions, after each "
         "block (for the last block, before the final normalisation). A ratio of 1 (dashed line) means that the first "
@@ -106,18 +101,9 @@ def _norm_ratio(data: ReportData, width: Width) -> Figure | None:
         + ("Infinite ratios (all other norms are zero) are omitted. " if infinite else "")
         + _band(data)
     )
-    chart = lines(
-        rows,
-        layer_axis(rows, "After block (0 is the embedding)"),
-        PlotAxis(
-            "Norm ratio (first token / mean of the others)", "mean", "ratio", scale="auto", format="~g", precision=".3f"
-        ),
-        order=data.cells,
-        band=("low", "high"),
-        reference=1.0,
-        tips=SPREAD,
-        width=width,
-    )
+    x, title = layer_axis(rows, "After block (0 is the embedding)"), "Norm ratio (first token / mean of the others)"
+    y = PlotAxis(title, "value", "ratio", scale="auto", format="~g", precision=".3f")
+    chart = lines(rows, x, y, order=data.cells, band=("low", "high"), reference=1.0, tips=SPREAD)
     return Figure("norm-ratio", "Norm ratio of the first token's hidden state", caption, [chart])
 
 
@@ -126,7 +112,7 @@ def _band(data: ReportData) -> str:
     return "Lines are means over seeds, and bands extend from the lowest to the highest seed." if several else ""
 
 
-def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | None:
+def length_figure(cells: Mapping[str, CellSummary]) -> Figure | None:
     """Draw Sink_1 by eps and sequence length (figure 3 of the paper); None without several lengths.
 
     Args:
@@ -146,39 +132,35 @@ def length_figure(cells: Mapping[str, CellSummary], width: Width) -> Figure | No
         "Sink rate of the first token of the same sequences truncated to different lengths, for several thresholds ε. "
         "Points are medians over draws of sequences, and bands extend from the minimum to the maximum."
     )
-    chart = lines(
-        rows,
-        PlotAxis("Tokens per sequence", "length", "tokens", scale="log", whole=True, precision="d", ticks=lengths),
-        PlotAxis(f"{SINK_1} (percent of heads)", "median", "percent", domain=(0, 100), precision=".1f"),
-        order=list(dict.fromkeys(row["cell"] for row in rows)),
-        band=("low", "high"),
-        tips=(("name", "cell", ""), ("low", "from", ".1f"), ("high", "to", ".1f")),
-        width=width,
-    )
+    x = PlotAxis("Tokens per sequence", "length", "tokens", scale="log", whole=True, precision="d", ticks=lengths)
+    y = PlotAxis(f"{SINK_1} (percent of heads)", "median", "percent", domain=(0, 100), precision=".1f")
+    tips = (("name", "cell", ""), ("low", "from", ".1f"), ("high", "to", ".1f"))
+    thresholds = list(dict.fromkeys(row["cell"] for row in rows))
+    chart = lines(rows, x, y, order=thresholds, band=("low", "high"), tips=tips)
     return Figure("sink-by-length", "Sink rate by threshold and sequence length", caption, [chart])
 
 
-def suite_figures(data: ReportData, width: Width) -> list[Figure]:
+def suite_figures(data: ReportData) -> list[Figure]:
     """Draw the figures of each suite, in the order of the directories."""
     found: list[Figure] = []
     for number, suite in enumerate(data.suites):
         measured = [(run, run.measurement) for _, run in suite.runs(data) if run.measurement]
         match suite.document:
             case suites.FamiliesDocument() as document if document.measured:
-                found.append(_families(document, width, number))
+                found.append(_families(document, number))
             case suites.DomainsDocument() if measured:
-                found.append(_domains(measured, width, number))
+                found.append(_domains(measured, number))
             case suites.ComparisonDocument() if measured:
-                found.append(_comparison(measured, data.cells, width, number))
+                found.append(_comparison(measured, data.cells, number))
             case suites.CheckpointsDocument() as document if measured:
-                found += _checkpoints(document, measured[0][1].eps, width, number)
+                found += _checkpoints(document, measured[0][1].eps, number)
     return found
 
 
 Measured = list[tuple[ReportedRun, Measurement]]
 
 
-def _domains(measured: Measured, width: Width, number: int) -> Figure:
+def _domains(measured: Measured, number: int) -> Figure:
     measured = sorted(measured, key=lambda pair: -pair[1].sink_rate[0])
     domain = PlotAxis("", "domain", "domain", order=[run.cell for run, _ in measured])
     rates = [
@@ -191,23 +173,12 @@ def _domains(measured: Measured, width: Width, number: int) -> Figure:
         for run, one in measured
         if one.loss is not None
     ]
-    drawn = [
-        scatter(
-            rows,
-            PlotAxis(title, "value", zero=zero),
-            domain,
-            "threshold",
-            list(dict.fromkeys(row["threshold"] for row in rows)),
-            join="domain",
-            tips=[("sequences", "sequences", "d")],
-            width=width,
-        )
-        for rows, title, zero in (
-            (rates, f"{SINK_1} (percent of heads)", True),
-            (losses, "Loss (nats per token)", False),
-        )
-        if rows
-    ]
+    drawn = []
+    for rows, title, zero in ((rates, f"{SINK_1} (percent of heads)", True), (losses, "Loss (nats per token)", False)):
+        if rows:
+            x, thresholds = PlotAxis(title, "value", zero=zero), list(dict.fromkeys(row["threshold"] for row in rows))
+            tips = [("sequences", "sequences", "d")]
+            drawn.append(scatter(rows, x, domain, "threshold", thresholds, join="domain", tips=tips))
     caption = (
         "Sink rate of the first token and loss on each text, ordered by decreasing sink rate. Model, tokenizer and "
         "number of tokens per sequence are the same for all texts. A text may have fewer sequences than requested; the "
@@ -216,7 +187,7 @@ def _domains(measured: Measured, width: Width, number: int) -> Figure:
     return Figure(f"domains-{number}", "Sink rate by text domain", caption, drawn)
 
 
-def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: int) -> Figure:
+def _comparison(measured: Measured, cells: Sequence[str], number: int) -> Figure:
     rows = [
         {"cell": run.cell, "layer": layer, "value": float(100 * np.mean(first_NH > one.eps))}
         for run, one in measured
@@ -229,24 +200,19 @@ def _comparison(measured: Measured, cells: Sequence[str], width: Width, number: 
     )
     title = f"{SINK_1} of the layer (percent of heads, ε = {eps:g})"
     y = PlotAxis(title, "value", "percent", domain=(0, 100), precision=".2f")
-    chart = lines(rows, layer_axis(rows, "Layer"), y, order=cells, width=width)
+    chart = lines(rows, layer_axis(rows, "Layer"), y, order=cells)
     return Figure(f"comparison-layers-{number}", "Sink rate by layer", caption, [chart])
 
 
-def _families(document: suites.FamiliesDocument, width: Width, number: int) -> Figure:
+def _families(document: suites.FamiliesDocument, number: int) -> Figure:
     found = document.measured
     about = {name: {"model": name, "family": one.family, "parameters": one.parameters} for name, one in found.items()}
-    chart = scatter(
-        [{**about[name], "value": one.sink_1} for name, one in found.items()],
-        PlotAxis("Parameters", "parameters", scale="log", format="~s", precision=",d"),
-        PlotAxis(f"{SINK_1} (percent of heads)", "value", f"{SINK_1}, percent", domain=(0, 100), precision=".2f"),
-        "family",
-        list(dict.fromkeys(one.family for one in found.values())),
-        join="family",
-        published=[{**about[name], "value": one.published} for name, one in found.items() if one.published is not None],
-        tips=[("model", "model", "")],
-        width=width,
-    )
+    x = PlotAxis("Parameters", "parameters", scale="log", format="~s", precision=",d")
+    y = PlotAxis(f"{SINK_1} (percent of heads)", "value", f"{SINK_1}, percent", domain=(0, 100), precision=".2f")
+    rows = [{**about[name], "value": one.sink_1} for name, one in found.items()]
+    published = [{**about[name], "value": one.published} for name, one in found.items() if one.published is not None]
+    families, tips = list(dict.fromkeys(one.family for one in found.values())), [("model", "model", "")]
+    chart = scatter(rows, x, y, "family", families, join="family", published=published, tips=tips)
     caption = (
         "Sink rate of the first token by number of parameters; lines connect the models of a family. Diamonds are the "
         "values of arXiv 2410.10781, shown only for the paper's setting (100 sequences of 64 tokens, ε = 0.3, the same "
@@ -255,42 +221,36 @@ def _families(document: suites.FamiliesDocument, width: Width, number: int) -> F
     return Figure(f"families-{number}", "Measured and published sink rates", caption, [chart])
 
 
-CURVES: tuple[tuple[str, Callable[[suites.MeasuredCheckpoint], float | None]], ...] = (
-    (f"{SINK_1} (percent of heads)", lambda one: one.sink_1),
-    ("Sink rate of the bias (percent of heads)", lambda one: one.sink_bias),
-    ("Importance of the first token (times uniform)", lambda one: one.uniform_ratio),
-    ("Loss (nats per token)", lambda one: one.loss),
-    ("Norm ratio of the first token", lambda one: one.norm_ratio),
-)
+CURVES = {
+    "sink_1": f"{SINK_1} (percent of heads)",
+    "sink_bias": "Sink rate of the bias (percent of heads)",
+    "uniform_ratio": "Importance of the first token (times uniform)",
+    "loss": "Loss (nats per token)",
+    "norm_ratio": "Norm ratio of the first token",
+}
+"""Titles of the curves over checkpoints, by field of `MeasuredCheckpoint`."""
 
 
-def _checkpoints(document: suites.CheckpointsDocument, eps: float, width: Width, number: int) -> list[Figure]:
+def _checkpoints(document: suites.CheckpointsDocument, eps: float, number: int) -> list[Figure]:
     """Draw the figures of a suite of checkpoints: curves over steps or tokens, and the sink rate by layer and step."""
     found = sorted(document.measured.values(), key=lambda one: one.step)
-    small = width if width == "container" else SMALL
     steps = [one.step for one in found if one.step > 0]
     far = bool(steps) and steps[-1] >= FAR * steps[0]
-    counted = "tokens" if found[0].unit == "tokens" else "steps"
-    x = PlotAxis(
-        "Training tokens" if counted == "tokens" else "Training step",
-        "step",
-        found[0].unit,
-        scale="symlog" if far else "linear",
-        zero=False,
-        whole=True,
-        precision=",d",
-        ticks=[0, *(10**power for power in range(len(str(found[-1].step))))] if far else None,
-    )
+    counted, title = ("tokens", "Training tokens") if found[0].unit == "tokens" else ("steps", "Training step")
+    ticks = [0, *(10**power for power in range(len(str(found[-1].step))))] if far else None
+    scale = "symlog" if far else "linear"
+    x = PlotAxis(title, "step", found[0].unit, scale=scale, zero=False, whole=True, precision=",d", ticks=ticks)
     drawn = []
-    for title, number_of in CURVES:
+    for field, title in CURVES.items():
+        values = [(one, getattr(one, field)) for one in found]
         rows = [
             {"step": one.step, "checkpoint": one.checkpoint, "value": value}
-            for one in found
-            if (value := number_of(one)) is not None
+            for one, value in values
+            if value is not None
         ]
         if rows:
-            y = PlotAxis(title, "value", "value", zero=not title.startswith("Loss"), precision=".3f")
-            drawn.append(lines(rows, x, y, None, tips=[("checkpoint", "checkpoint", "")], width=small))
+            y = PlotAxis(title, "value", "value", zero=field != "loss", precision=".3f")
+            drawn.append(lines(rows, x, y, None, tips=[("checkpoint", "checkpoint", "")]))
     caption = (
         "All checkpoints are measured on the same sequences. The charts show the share of (sequence, layer, head) "
         f"triples in which the importance of the first token exceeds ε = {eps:g}, this importance relative to uniform "
@@ -306,40 +266,40 @@ def _checkpoints(document: suites.CheckpointsDocument, eps: float, width: Width,
         f"{eps:g}. Checkpoints are ordered by {counted}, from {found[0].step:,} to {found[-1].step:,}.",
         [("first token", layers_LS)],
         scale_over("percent of heads", [layers_LS]),
-        width,
         columns=Side("Checkpoint"),
+        small=False,
     )
     return [curves, layers]
 
 
-def assessment_figures(data: ReportData, width: Width) -> list[Figure]:
+def assessment_figures(data: ReportData) -> list[Figure]:
     """Draw the figures of every assessment; with several assessments, titles name the model."""
     found = []
     for number, one in enumerate(data.assessed):
         of = data.of_model(one)
-        if (figure := _answers(one.document, of, number, width)) is not None:
+        if (figure := _answers(one, of, number)) is not None:
             found.append(figure)
-        for name, part in one.document.results.items():
+        for name, part in one.results.items():
             if (figure := part.figure()) is None:
                 continue
             order = figure.series or list(dict.fromkeys(str(row[figure.colour]) for row in figure.rows))
             axes = (figure.rows, figure.x, figure.y, figure.colour, order)
+            more: Any = {"reference": figure.reference, "tips": figure.tooltip}
             if figure.kind == "lines":
-                chart = lines(*axes, reference=figure.reference, tips=figure.tooltip, width=width)
+                chart = lines(*axes, **more)
             else:
-                join = figure.y.field if figure.kind == "dots" else None
-                chart = scatter(*axes, join=join, reference=figure.reference, tips=figure.tooltip, width=width)
+                chart = scatter(*axes, join=figure.y.field if figure.kind == "dots" else None, **more)
             found.append(Figure(f"{name}-{number}", figure.title + of, figure.caption, [chart]))
     return found
 
 
-def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure | None:
+def _answers(document: Assessment, of: str, number: int) -> Figure | None:
     """Draw the added loss of each answer of an assessment; None without any."""
     kinds = ("loss without the sink", "cost of the sink", "other changes")
     rows = [
         {
-            "change": one.lost or one.gained or one.change,
-            "kind": kinds[0] if one.lost else kinds[1] if one.gained else kinds[2],
+            "change": one.lost or one.gained or one.answer,
+            "kind": kinds[0 if one.lost else 1 if one.gained else 2],
             "question": question,
             "added": one.added,
         }
@@ -351,9 +311,7 @@ def _answers(document: Assessment, of: str, number: int, width: Width) -> Figure
     rows.sort(key=lambda row: kinds.index(row["kind"]))
     changes = PlotAxis("", "change", order=list(dict.fromkeys(row["change"] for row in rows)))
     added = PlotAxis(LOSS_ADDED, "added", "loss added, nats per token", format="+~g", precision="+.4f")
-    chart = scatter(
-        rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")], width=width
-    )
+    chart = scatter(rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")])
     caption = (
         "Loss that each change adds relative to the unchanged model (dashed line), or the difference that its label "
         "describes. The table lists the question that each change answers."

@@ -1,18 +1,18 @@
 """The leaderboard of mitigations: every cell of the experiments on mitigations, with median and range over seeds.
 
 The cells of `mitigations_retuned` (other learning rates) are a column, not rows. A new column is an entry in
-`_columns`, or the `column` of a number of an assessment (`assessing/parts/`).
+`_scores`, or the `column` of a number of an assessment (`assessing/parts/`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from sinklab.assessing.assessment import comparable
 from sinklab.assessing.parts import NUMBERS
-from sinklab.experiments.documents import CellRun, CellSummary
+from sinklab.experiments.documents import CellSummary
 from sinklab.plots import PlotAxis
-from sinklab.report.charts import Figure, Width, scatter
+from sinklab.report.charts import Figure, scatter
 from sinklab.report.sweep_figures import with_ends
 from sinklab.report.sweeps import Sweep, sink_elsewhere_text
 from sinklab.tables import SINK_1, Table, TableCell, TableColumn, counted
@@ -42,10 +42,6 @@ class SeedScore:
         low, high = (f"{end(self.seeds, default=self.median):{form}}" for end in (min, max))
         ends = [f"{low} … {high}" if low != high else f"all {low}"] if len(self.seeds) > 1 else []
         return TableCell(self.median, " ".join([*ends, self.note]).strip())
-
-
-ScoreOf = Callable[[str, CellSummary], SeedScore | None]
-"""Function that maps a cell's name and the cell to the cell's score, or to None if it has no score."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class Leaderboard:
             notes.append("Added losses are in nats per token, relative to the unchanged model (sinklab assess).")
         return replace(table, notes=notes)
 
-    def figure(self, key: str, width: Width) -> Figure | None:
+    def figure(self, key: str) -> Figure | None:
         """Draw Sink_1 of every cell against its loss above the baseline's.
 
         Labels mark the baseline and the Pareto front of loss and Sink_1. None unless the baseline and another cell have
@@ -130,7 +126,7 @@ class Leaderboard:
         )
         y = PlotAxis(f"{SINK_1} (% of heads)", "y", SINK_1, precision=".1f")
         order, tips = ["mitigations", self.baseline], [("model", "cell", "")]
-        chart = scatter(rows, x, y, "kind", order, label="named", tips=tips, width=width)
+        chart = scatter(rows, x, y, "kind", order, label="named", tips=tips)
         caption = (
             "Points are medians over seeds, and lines extend from the minimum to the maximum. Labels mark the baseline "
             "and the Pareto front: no other cell is lower in one of loss and sink rate and at most equal in the other. "
@@ -147,56 +143,62 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
         return None
     cells = {cell: found for name in experiments for cell, found in summary.cells_of(name).items()}
     runs = [run for name in experiments for cell in summary.cells_of(name).values() for run in cell.runs if run.hash]
-    assessed = _assessed(sweep, runs)
-    columns = [*_columns(sweep), *assessed]
-    scores = {name: [score(name, cell) for _, score in columns] for name, cell in cells.items()}
+    # Only the largest group of runs assessed with the same text and settings is scored.
+    assessed = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
+    numbers = {run_hash: assessment.numbers() for run_hash, assessment in assessed.items()}
+    found = {name: _scores(sweep, name, cell, numbers) for name, cell in cells.items()}
+    scores = {name: [score for _, score in pairs] for name, pairs in found.items()}
     by_loss = sorted(cells, key=lambda name: (scores[name][0] is None, (scores[name][0] or SeedScore(0.0, ())).median))
     first = summary.experiments[experiments[0]]
     return Leaderboard(
         first.scale,
         first.baseline or first.cells[0],
         bool(assessed),
-        [column for column, _ in columns],
+        [column for column, _ in next(iter(found.values()))],
         {name: scores[name] for name in by_loss},
         {name: cells[name].count("failed") for name in by_loss},
     )
 
 
-def _columns(sweep: Sweep) -> list[tuple[TableColumn, ScoreOf]]:
-    """Return the columns that need no assessment, each with the function that scores a cell."""
+def _scores(
+    sweep: Sweep, name: str, cell: CellSummary, numbers: Mapping[str, Mapping[str, float]]
+) -> list[tuple[TableColumn, SeedScore | None]]:
+    """Return the columns, each with the score of a cell.
+
+    Args:
+        numbers: numbers of the assessments by hash of the run; if empty, the columns have none of an assessment.
+    """
     retuned = "the lowest loss over several learning rates, because a single learning rate favours some cells"
+    done = [run for run in cell.runs if run.status == "done"]
+    assessed = [numbers.get(run.hash, {}) for run in done]
     return [
-        (TableColumn(LOSS, "nats / token", ",.3f"), _quantity("valid_loss")),
-        (
-            TableColumn("Retuned", "loss at the best learning rate", ",.3f", help=retuned),
-            lambda name, cell: _retuned(sweep, name),
+        (TableColumn(LOSS, "nats / token", ",.3f"), _of_quantity(cell, "valid_loss")),
+        (TableColumn("Retuned", "loss at the best learning rate", ",.3f", help=retuned), _retuned(sweep, name)),
+        (TableColumn(SINK, "% of heads", ",.1f"), _of_quantity(cell, "sink_1")),
+        (TableColumn("Sink on the bias", "% of heads", ",.1f"), _of_quantity(cell, "sink_bias")),
+        (TableColumn("Norm ratio", "maximum over blocks", ",.1f"), _of_quantity(cell, "norm_ratio")),
+        (TableColumn("Kurtosis", "maximum over blocks", ",.1f"), _of_quantity(cell, "kurtosis")),
+        (TableColumn("Speed", "tokens / s", ",.0f"), _of_runs(run.tokens_per_second for run in done)),
+        (TableColumn("Memory", "peak, MB", ",.0f"), _of_runs(run.peak_memory_mb for run in done)),
+        *(
+            (TableColumn(*one.column, ",.3f", help=one.explained), _of_runs(found.get(one.name) for found in assessed))
+            for one in NUMBERS
+            if one.column and numbers
         ),
-        (TableColumn(SINK, "% of heads", ",.1f"), _quantity("sink_1")),
-        (TableColumn("Sink on the bias", "% of heads", ",.1f"), _quantity("sink_bias")),
-        (TableColumn("Norm ratio", "maximum over blocks", ",.1f"), _quantity("norm_ratio")),
-        (TableColumn("Kurtosis", "maximum over blocks", ",.1f"), _quantity("kurtosis")),
-        (TableColumn("Speed", "tokens / s", ",.0f"), _of_runs(lambda run: run.tokens_per_second)),
-        (TableColumn("Memory", "peak, MB", ",.0f"), _of_runs(lambda run: run.peak_memory_mb)),
     ]
 
 
-def _quantity(quantity: str) -> ScoreOf:
-    def score(name: str, cell: CellSummary) -> SeedScore | None:
-        estimate = cell.estimate(quantity)
-        if estimate is None or estimate.median is None:
-            return None
-        seeds = tuple(value for _, value in cell.by_seed(quantity))
-        return SeedScore(estimate.median, seeds, sink_elsewhere_text(cell, quantity))
-
-    return score
+def _of_quantity(cell: CellSummary, quantity: str) -> SeedScore | None:
+    estimate = cell.estimate(quantity)
+    if estimate is None or estimate.median is None:
+        return None
+    seeds = tuple(value for _, value in cell.by_seed(quantity))
+    return SeedScore(estimate.median, seeds, sink_elsewhere_text(cell, quantity))
 
 
-def _of_runs(value: Callable[[CellRun], float | None]) -> ScoreOf:
-    def score(name: str, cell: CellSummary) -> SeedScore | None:
-        found = tuple(one for run in cell.runs if run.status == "done" and (one := value(run)) is not None)
-        return SeedScore(median(found), found) if found else None
-
-    return score
+def _of_runs(values: Iterable[float | None]) -> SeedScore | None:
+    found = tuple(value for value in values if value is not None)
+    return SeedScore(median(found), found) if found else None
 
 
 def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
@@ -216,21 +218,3 @@ def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
         rate = next((one for run in cell.runs if (one := sweep.learning_rate(run))), None)
     seeds = tuple(value for _, value in cell.by_seed("valid_loss"))
     return SeedScore(lowest, seeds, f"at {rate:.1e}".replace("e-0", "e-") if rate else "")
-
-
-def _assessed(sweep: Sweep, runs: Sequence[CellRun]) -> list[tuple[TableColumn, ScoreOf]]:
-    """Return the columns with numbers of assessments, each with the function that scores a cell.
-
-    Only the largest group of runs assessed with the same text and settings is scored. Empty if no run is assessed.
-    """
-    found = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
-    numbers = {run_hash: assessment.numbers() for run_hash, assessment in found.items()}
-
-    def score(name: str) -> ScoreOf:
-        return _of_runs(lambda run: numbers.get(run.hash or "", {}).get(name))
-
-    return [
-        (TableColumn(*one.column, ",.3f", help=one.explained), score(one.name))
-        for one in NUMBERS
-        if one.column and found
-    ]

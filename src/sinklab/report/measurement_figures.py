@@ -1,19 +1,25 @@
-"""Figures of measurements: importance by head, layer and position, raw scores, norms, mixing, and --details."""
+"""Figures of measurements: importance by head, layer and position, raw scores, norms, mixing, --details, --explore.
 
+`templates/explore.js` draws the explored heads in the page.
+"""
+
+import base64
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import altair as alt
 import numpy as np
 import torch
 
+from sinklab.assessing.parts.heads import Heads
 from sinklab.errors import InputError
 from sinklab.measuring import metrics
+from sinklab.measuring.explored import Explored
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics import plot_specs
 from sinklab.measuring.statistics.details import STATISTICS, Details
@@ -21,11 +27,11 @@ from sinklab.measuring.statistics.plot_specs import BucketLines, Heatmap, Shown
 from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
 from sinklab.plots import PlotAxis
 from sinklab.report import charts, theme
-from sinklab.report.cells import by_key, over_seeds
-from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure, Named, Width
+from sinklab.report.cells import averaged
+from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.result_tables import layers_table, mixing_table, secondary_table
-from sinklab.tables import SINK_1, Table, TableColumn, names
+from sinklab.tables import SINK_1, Table, TableColumn, counted, names
 
 SHOWN_POSITIONS = 64
 CHARTS = {
@@ -35,37 +41,31 @@ CHARTS = {
     "norms": "norms",
 }
 """Keys of the figures of a measurement that `chart` draws in a notebook, by their short names."""
+NOTEBOOK_WIDTH = 480
+DECIMALS = 4
+"""Number of decimals to which importance is rounded in the data of explored heads."""
 VISIBLE = "visible queries"
+LAYER_FIELDS = ("cell", "where", "layer")
 AFTER_BLOCK = "After block (0 is the embedding)"
 MAP_CELLS = 64  # maximum rows of a map; larger maps are averaged, because every cell is an element of the page
 FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # causes of large logits; value
 LAST = ("secondary", "map-attention", "map-cosine", "map-norms")
 
 
-def importance_figures(data: ReportData, width: Width) -> list[Figure | None]:
-    """Draw the figures of importance, raw scores, norms and mixing in reading order; None for a figure without data."""
-    small = width if width == "container" else 300
-    return [
-        _by_head(data, small),
-        _by_layer(data, small),
-        _by_position(data, width),
-        _row_sums(data, small),
-        _norms(data, small),
-        _mixing(data, width),
-    ]
+def importance_figures(data: ReportData) -> list[Figure]:
+    """Draw the figures of importance, raw scores, norms and mixing that have data, in reading order."""
+    made = (one(data) for one in (_by_head, _by_layer, _by_position, _row_sums, _norms, _mixing))
+    return [figure for figure in made if figure is not None]
 
 
-def _by_head(data: ReportData, width: Width) -> Figure | None:
-    maps: list[Named] = []
-    thresholds: list[float] = []
-    for run, measured in data.measured:
-        label = data.label(run)
-        maps.append((f"{label}: first token", measured.importance[:, :, 0]))
-        if measured.importance_visible is not None:
-            maps.append((f"{label}: first token, {VISIBLE}", measured.importance_visible[:, :, 0]))
-        if measured.importance_bias is not None:
-            maps.append((f"{label}: bias", measured.importance_bias))
-        thresholds += [measured.eps] * (len(maps) - len(thresholds))
+def _by_head(data: ReportData) -> Figure | None:
+    found: list[tuple[str, float, np.ndarray | None]] = []
+    for run, one in data.measured:
+        label, visible = data.label(run), one.importance_visible
+        found.append((f"{label}: first token", one.eps, one.importance[:, :, 0]))
+        found.append((f"{label}: first token, {VISIBLE}", one.eps, None if visible is None else visible[:, :, 0]))
+        found.append((f"{label}: bias", one.eps, one.importance_bias))
+    maps = [(name, eps, matrix) for name, eps, matrix in found if matrix is not None]
     if not maps:
         return None
     lengths = sorted({measured.length for _, measured in data.measured})
@@ -78,16 +78,13 @@ def _by_head(data: ReportData, width: Width) -> Figure | None:
         + _masks_note(data)
         + "Hover over a square to see its value."
     )
-    scale = replace(_importance_scale(maps, data), references=tuple(first for _, first in firsts))
-    scales = [replace(scale, outlined=eps) for eps in thresholds]
-    drawn = [
-        charts.heatmap(matrix, own, name, width=width, own_legend=width != "container")
-        for (name, matrix), own in zip(maps, scales, strict=True)
-    ]
-    return Figure("importance-heads", "Sink by head", caption, drawn, scales[0])
+    highest = _importance_scale([matrix for _, _, matrix in maps], data)
+    scale = replace(highest, references=tuple(first for _, first in firsts))
+    drawn = [charts.heatmap(matrix, replace(scale, outlined=eps), name) for name, eps, matrix in maps]
+    return Figure("importance-heads", "Sink by head", caption, drawn, replace(scale, outlined=maps[0][1]), small=True)
 
 
-def _by_layer(data: ReportData, width: Width) -> Figure | None:
+def _by_layer(data: ReportData) -> Figure | None:
     found = data.arrays(lambda m: m.importance)
     visible = [(f"{label}, {VISIBLE}", array) for label, array in data.arrays(lambda m: m.importance_visible)]
     if not found:
@@ -100,14 +97,12 @@ def _by_layer(data: ReportData, width: Width) -> Figure | None:
         "shows uniform attention over all tokens up to the query. The importance of the last positions is a mean over "
         "few queries, mostly of the same and neighbouring tokens, and can be high without a sink. " + _masks_note(data)
     )
-    scale = _importance_scale(maps, data)
+    scale = _importance_scale([matrix for _, matrix in maps], data)
     drawn = [
-        charts.heatmap(
-            matrix, scale, name, columns=charts.POSITIONS, width=width, own_legend=width != "container", lowest=lowest
-        )
+        charts.heatmap(matrix, scale, name, columns=charts.POSITIONS, lowest=lowest)
         for (name, matrix), lowest in zip(maps, uniform, strict=True)
     ]
-    return Figure("importance-layers", "Importance by layer and position", caption, drawn, scale)
+    return Figure("importance-layers", "Importance by layer and position", caption, drawn, scale, small=True)
 
 
 def uniform_importance(length: int) -> np.ndarray:
@@ -124,26 +119,24 @@ def _masks_note(data: ReportData) -> str:
     )
 
 
-def _importance_scale(maps: list[Named], data: ReportData) -> ColourScale:
+def _importance_scale(maps: list[np.ndarray], data: ReportData) -> ColourScale:
     """Return the colour scale of importance, from 0 to at least ε: a model without a sink has no strong colours."""
-    highest = max(float(matrix.max()) for _, matrix in maps)
+    highest = max(float(matrix.max()) for matrix in maps)
     return ColourScale("importance", 0, max(*(run.eps for run in data.runs), math.ceil(highest * 10) / 10))
 
 
-def _by_position(data: ReportData, width: Width) -> Figure | None:
-    found = by_key(
-        ((run.cell, position), float(value))
-        for run, measured in data.measured
-        for position, value in enumerate(measured.importance.mean((0, 1))[:SHOWN_POSITIONS], start=1)
+def _by_position(data: ReportData) -> Figure | None:
+    rows = averaged(
+        ("cell", "position"),
+        (
+            (run.cell, position, float(value))
+            for run, measured in data.measured
+            for position, value in enumerate(measured.importance.mean((0, 1))[:SHOWN_POSITIONS], start=1)
+        ),
     )
-    if not found:
+    if not rows:
         return None
-    rows = [
-        {"cell": cell, "position": position, "value": spread["mean"], "runs": spread["runs"]}
-        for (cell, position), numbers in found.items()
-        for spread in [over_seeds(numbers)]
-    ]
-    shown = max(position for _, position in found)
+    shown = max(row["position"] for row in rows)
     caption = (
         f"Attention received by each of the first {shown} positions: for every key, the mean over the queries at its "
         "position and later, then the mean over sequences, layers and heads. A sink appears at the left, above the "
@@ -156,36 +149,17 @@ def _by_position(data: ReportData, width: Width) -> Figure | None:
         for length in sorted({measured.length for _, measured in data.measured})
         for k, value in enumerate(uniform_importance(length)[:shown])
     ]
-    positions = [1, *range(8, shown + 1, 8)] if shown > 12 else list(range(1, shown + 1))
-    chart = charts.lines(
-        rows,
-        PlotAxis(
-            "Position of the key (the first token is 1)",
-            "position",
-            "position",
-            domain=(1, shown),
-            whole=True,
-            precision="d",
-            ticks=positions,
-        ),
-        PlotAxis(
-            "Importance (mean attention received)",
-            "value",
-            "importance",
-            at_least=max(run.eps for run in data.runs),
-            precision=".4f",
-            scale="log" if all(row["value"] > 0 for row in rows) else "linear",
-            format="~g",
-        ),
-        order=data.cells,
-        curves=uniform,
-        tips=[("runs", "runs", "d")],
-        width=width,
-    )
+    ticks = [1, *range(8, shown + 1, 8)] if shown > 12 else list(range(1, shown + 1))
+    title = "Position of the key (the first token is 1)"
+    x = PlotAxis(title, "position", "position", domain=(1, shown), whole=True, precision="d", ticks=ticks)
+    least, scale = max(run.eps for run in data.runs), "log" if all(row["value"] > 0 for row in rows) else "linear"
+    title = "Importance (mean attention received)"
+    y = PlotAxis(title, "value", "importance", at_least=least, precision=".4f", scale=scale, format="~g")
+    chart = charts.lines(rows, x, y, order=data.cells, curves=uniform, tips=[("runs", "runs", "d")])
     return Figure("importance-positions", "Attention received by position", caption, [chart])
 
 
-def _row_sums(data: ReportData, width: Width) -> Figure | None:
+def _row_sums(data: ReportData) -> Figure | None:
     maps = data.arrays(lambda m: m.row_sums)
     if not maps:
         return None
@@ -195,24 +169,16 @@ def _row_sums(data: ReportData, width: Width) -> Figure | None:
         "do not depend on this sum. With softmax, the sum is 1."
     )
     scale = charts.scale_over("row sum", [matrix for _, matrix in maps])
-    return charts.heatmaps("row-sums", "Sum of raw scores", caption, maps, scale, width)
+    return charts.heatmaps("row-sums", "Sum of raw scores", caption, maps, scale)
 
 
-NORMS: dict[str, Callable[[Measurement], np.ndarray | None]] = {
-    "Hidden states": lambda m: m.hidden_norm,
-    "Keys": lambda m: m.key_norm,
-    "Values": lambda m: m.value_norm,
-    "Gradients": lambda m: m.gradient_norm,
-}
-
-
-def _norms(data: ReportData, width: Width) -> Figure | None:
+def _norms(data: ReportData) -> Figure | None:
     drawn = []
-    for title, norm in NORMS.items():
-        arrays = ((run.cell, norms) for run, measured in data.measured if (norms := norm(measured)) is not None)
-        if rows := _first_and_rest(arrays, first_layer=int(title != "Hidden states")):
-            at = "Layer" if rows[0]["layer"] else AFTER_BLOCK
-            drawn.append(_layer_lines(rows, data.cells, at, "Norm", width, title))
+    for title, name in (("Hidden states", "hidden"), ("Keys", "key"), ("Values", "value"), ("Gradients", "gradient")):
+        found = [(run.cell, getattr(measured, f"{name}_norm")) for run, measured in data.measured]
+        known = [(cell, norms) for cell, norms in found if norms is not None]
+        if rows := _first_and_rest(known, first_layer=int(name != "hidden")):
+            drawn.append(_layer_lines(rows, data.cells, AFTER_BLOCK if name == "hidden" else "Layer", "Norm", title))
     if not drawn:
         return None
     caption = (
@@ -227,14 +193,17 @@ def _norms(data: ReportData, width: Width) -> Figure | None:
     return Figure("norms", "Hidden states, keys and values of the first token", caption, drawn, small=True)
 
 
-def _mixing(data: ReportData, width: Width) -> Figure | None:
-    rows = _mean_rows(
-        (run.cell, where, block, change)
-        for run, measured in data.measured
-        if (mixing := measured.mixing)
-        for where, spread in (("unchanged model", mixing.spread), ("first key hidden", mixing.spread_without_first))
-        for block, change in enumerate(spread)
-        if block > 0 and math.isfinite(change)
+def _mixing(data: ReportData) -> Figure | None:
+    rows = averaged(
+        LAYER_FIELDS,
+        (
+            (run.cell, where, block, change)
+            for run, measured in data.measured
+            if (mixing := measured.mixing)
+            for where, spread in (("unchanged model", mixing.spread), ("first key hidden", mixing.spread_without_first))
+            for block, change in enumerate(spread)
+            if block > 0 and math.isfinite(change)
+        ),
     )
     if not rows:
         return None
@@ -245,19 +214,18 @@ def _mixing(data: ReportData, width: Width) -> Figure | None:
         "positions and sequences, for the unchanged model (solid) and with the first key hidden from all later queries "
         "(dashed). A higher dashed line means that attention to the first token limits the spread of the change."
     )
-    chart = _layer_lines(rows, data.cells, "After block", "Relative change", width)
+    chart = _layer_lines(rows, data.cells, "After block", "Relative change")
     table = mixing_table([(data.label(run), one) for run, one in data.measured])
     return Figure("mixing", "Spread of a change of one token", caption, [chart], table=table)
 
 
-def details_figures(data: ReportData, width: Width) -> list[Figure]:
+def details_figures(data: ReportData) -> list[Figure]:
     """Draw the figures of --details that have data: those of `FIRST`, others in the order of the statistics, `LAST`."""
-    small = width if width == "container" else 300
     declared: dict[str, list[tuple[str, Shown]]] = {}
     for name, statistic in STATISTICS.items():
         for shown in statistic.figures:
             declared.setdefault(shown.key, []).append((name, shown))
-    drawn = {key: figure for key, parts in declared.items() if (figure := _figure(data, parts, width, small))}
+    drawn = {key: figure for key, parts in declared.items() if (figure := _figure(data, parts))}
     if "angles-cosine" in drawn:
         table = layers_table([(data.label(run), one) for run, one, _ in data.detailed])
         drawn["angles-cosine"] = replace(drawn["angles-cosine"], table=table)
@@ -272,12 +240,12 @@ def details_figures(data: ReportData, width: Width) -> list[Figure]:
             f"norm of the first token is at least {STANDS_OUT:g} times that of the others.",
             "percent of sequences",
         )
-        drawn["secondary"] = replace(_heatmaps(data, "secondary", shown, small), table=table)
+        drawn["secondary"] = replace(_heatmaps(data, "secondary", shown), table=table)
     between = [key for key in drawn if key not in FIRST + LAST]
     return [drawn[key] for key in (*FIRST, *between, *LAST) if key in drawn]
 
 
-def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, small: Width) -> Figure | None:
+def _figure(data: ReportData, parts: list[tuple[str, Shown]]) -> Figure | None:
     """Draw the figure that statistics declare under one key; None if no measurement has any of them."""
     name, shown = parts[0]
     found = _found(data, name)
@@ -285,35 +253,36 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]], width: Width, smal
         return None
     match shown:
         case Heatmap():
-            return _heatmaps(data, name, shown, small)
+            return _heatmaps(data, name, shown)
         case plot_specs.BlockLines():
             of_layers = STATISTICS[name].axes == "LHT"
             arrays = ((run.cell, array.mean(1) if of_layers else array) for run, _, _, array in found)
             rows = _first_and_rest(arrays, first_layer=int(of_layers))
-            chart = _layer_lines(rows, data.cells, "Layer" if of_layers else AFTER_BLOCK, shown.what, width)
+            chart = _layer_lines(rows, data.cells, "Layer" if of_layers else AFTER_BLOCK, shown.what)
             return Figure(shown.key, shown.title, shown.caption, [chart]) if rows else None
         case plot_specs.SequenceLines():
+            rates = [(run.cell, 100 * (one.importance_first > one.eps).mean((0, 2))) for run, one, _, _ in found]
+            ratios = [(run.cell, one.hidden_norm_ratio or ()) for run, one, *_ in found]
             panels = [
                 (shown.what, AFTER_BLOCK, [(run.cell, array_M) for run, _, _, array_M in found]),
-                (
-                    "Norm ratio of the first token",
-                    AFTER_BLOCK,
-                    [(run.cell, one.hidden_norm_ratio or ()) for run, one, _, _ in found],
-                ),
-                (
-                    f"{SINK_1} of the layer (percent of heads)",
-                    "Layer",
-                    [(run.cell, 100 * (one.importance_first > one.eps).mean((0, 2))) for run, one, _, _ in found],
-                ),
+                ("Norm ratio of the first token", AFTER_BLOCK, ratios),
+                (f"{SINK_1} of the layer (percent of heads)", "Layer", rates),
             ]
-            drawn = [
-                _layer_lines(rows, data.cells, at, title, small, title)
-                for title, at, arrays in panels
-                if (rows := _means(arrays, first_layer=int(at == "Layer")))
-            ]
+            drawn = []
+            for title, at, arrays in panels:
+                rows = averaged(
+                    LAYER_FIELDS,
+                    (
+                        (cell, "mean", layer, float(value))
+                        for cell, array_L in arrays
+                        for layer, value in enumerate(array_L, int(at == "Layer"))
+                        if math.isfinite(value)
+                    ),
+                )
+                drawn += [_layer_lines(rows, data.cells, at, title, title)] if rows else []
             return Figure(shown.key, shown.title, shown.caption, drawn, small=True)
         case _:
-            return _buckets(data, [(one, part) for one, part in parts if isinstance(part, BucketLines)], width)
+            return _buckets(data, [(one, part) for one, part in parts if isinstance(part, BucketLines)])
 
 
 def _found(data: ReportData, name: str) -> list[tuple[ReportedRun, Measurement, Details, np.ndarray]]:
@@ -322,38 +291,36 @@ def _found(data: ReportData, name: str) -> list[tuple[ReportedRun, Measurement, 
     return [one for one in found if one[-1] is not None and one[-1].size]
 
 
-def _heatmaps(data: ReportData, name: str, shown: Heatmap, width: Width) -> Figure:
+def _heatmaps(data: ReportData, name: str, shown: Heatmap) -> Figure:
     """Draw a statistic as a heatmap per run, or per chosen head of a run; maps by position are means over heads."""
-    maps: list[Named] = []
-    sides, height, caption = (charts.LAYERS, charts.HEADS), None, shown.caption
+    found, caption = _found(data, name), shown.caption
     lengths = sorted({measured.length for _, measured, _ in data.detailed})
-    for run, _, details, array in _found(data, name):
-        label = data.label(run)
-        match shown:
-            case plot_specs.MatrixMap():
-                for (layer, head), map_TT in zip(details.maps, array, strict=True):
-                    later = np.triu(np.ones_like(map_TT, dtype=bool), 1)
-                    thin = charts.pooled(np.where(later, np.nan, map_TT), MAP_CELLS)
-                    maps.append((f"{label}: layer {layer}, head {head}", thin))
-            case plot_specs.PositionMap():
-                maps.append((label, (array.mean(1) if array.ndim == 3 else array)[:, :SHOWN_POSITIONS]))
-            case _:
-                maps.append((label, array[..., 0] if array.ndim == 3 else array))
+    sides, height = (charts.LAYERS, charts.HEADS), None
     match shown:
         case plot_specs.MatrixMap():
             how = "; maps of long sequences show averages over squares of positions, and the axes number these squares."
             caption += how if lengths[-1] > MAP_CELLS else "."
             sides, height = (charts.QUERIES, charts.KEYS), 260
+            maps = []
+            for run, _, details, array in found:
+                for (layer, head), map_TT in zip(details.maps, array, strict=True):
+                    earlier = np.where(np.tri(len(map_TT), dtype=bool), map_TT, np.nan)
+                    title = f"{data.label(run)}: layer {layer}, head {head}"
+                    maps.append((title, charts.pooled(earlier, MAP_CELLS)))
         case plot_specs.PositionMap():
             sides = (charts.BLOCKS if STATISTICS[name].axes == "MT" else charts.LAYERS, charts.POSITIONS)
-        case plot_specs.HeadMap() if shown.uniform:
-            means = ", ".join(f"{shown.uniform(length):.2f} for T = {length}" for length in lengths)
-            caption += f" Uniform attention over all tokens up to the query gives {means}."
+            means = [(run, array.mean(1) if array.ndim == 3 else array) for run, _, _, array in found]
+            maps = [(data.label(run), array[:, :SHOWN_POSITIONS]) for run, array in means]
+        case _:
+            maps = [(data.label(run), array[..., 0] if array.ndim == 3 else array) for run, _, _, array in found]
+    if isinstance(shown, plot_specs.HeadMap) and shown.uniform:
+        uniform = ", ".join(f"{shown.uniform(length):.2f} for T = {length}" for length in lengths)
+        caption += f" Uniform attention over all tokens up to the query gives {uniform}."
     scale = charts.scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
-    return charts.heatmaps(shown.key, shown.title, caption, maps, scale, width, *sides, height=height)
+    return charts.heatmaps(shown.key, shown.title, caption, maps, scale, *sides, height=height)
 
 
-def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: Width) -> Figure:
+def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]]) -> Figure:
     """Draw statistics by bucket, with a line per cell and statistic, and a table of the values."""
     rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
     shown = parts[0][1]
@@ -362,7 +329,7 @@ def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]], width: Widt
     scale = "log" if shown.logarithmic else "linear"
     y = PlotAxis(shown.y_title, "value", "value", scale=scale, format="~g", precision=".4f")
     dashes = [part.series for _, part in parts]
-    chart = charts.lines(drawn, x, y, order=data.cells, dash="where", dashes=dashes, width=width, height=charts.SHORT)
+    chart = charts.lines(drawn, x, y, order=data.cells, dash="where", dashes=dashes, height=charts.SHORT)
     series = list(dict.fromkeys((row["cell"], row["where"]) for row in rows))
     values = {(row["cell"], row["where"], row["bucket"]): row["value"] for row in rows}
     columns = [*names(shown.bucket), *(TableColumn(cell, where, ".4f") for cell, where in series)]
@@ -376,17 +343,14 @@ def _bucket_order(rows: ChartRows) -> list[str]:
 
 def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any]]:
     """Return a statistic by cell and bucket, averaged over layers, heads and the cell's runs."""
-    shares: list[tuple[tuple[str, int, str], float]] = []
+    shares: list[tuple[str, str, str, int, float]] = []
     for run, measured, details, shares_LHX in _found(data, name):
         of_queries = STATISTICS[name].axes == "LHQ"
         starts = [*details.queries, measured.length + 1] if of_queries else [*details.distances, measured.length]
         for (start, end), share in zip(pairwise(starts), shares_LHX.mean((0, 1)), strict=True):
             bucket = str(start) if end - start == 1 else f"{start}..{end - 1}"
-            shares.append(((run.cell, start, bucket), float(share)))
-    return [
-        {"cell": cell, "where": series, "bucket": bucket, "order": start, "value": fmean(values)}
-        for (cell, start, bucket), values in by_key(shares).items()
-    ]
+            shares.append((run.cell, series, bucket, start, float(share)))
+    return averaged(("cell", "where", "bucket", "order"), shares)
 
 
 def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
@@ -396,47 +360,22 @@ def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int =
         arrays: pairs of cell and array (layers, positions), one per run; arrays with a single position are omitted.
         first_layer: number of the layer or block of the first row.
     """
-    return _mean_rows(
-        (cell, where, layer, float(value))
-        for cell, array_LT in arrays
-        if array_LT.shape[1] > 1
-        for where, values in (("first token", array_LT[:, 0]), ("the others", array_LT[:, 1:].mean(1)))
-        for layer, value in enumerate(values, first_layer)
+    return averaged(
+        LAYER_FIELDS,
+        (
+            (cell, where, layer, float(value))
+            for cell, array_LT in arrays
+            if array_LT.shape[1] > 1
+            for where, values in (("first token", array_LT[:, 0]), ("the others", array_LT[:, 1:].mean(1)))
+            for layer, value in enumerate(values, first_layer)
+        ),
     )
 
 
-def _means(arrays: Iterable[tuple[str, Iterable[float]]], first_layer: int = 0) -> ChartRows:
-    """Return the mean of the finite values by cell and layer, over the runs of a cell.
-
-    Args:
-        arrays: pairs of cell and values (layers,), one per run.
-        first_layer: number of the layer or block of the first value.
-    """
-    return _mean_rows(
-        (cell, "mean", layer, float(value))
-        for cell, array_L in arrays
-        for layer, value in enumerate(array_L, first_layer)
-        if math.isfinite(value)
-    )
-
-
-def _mean_rows(values: Iterable[tuple[str, str, int, float]]) -> ChartRows:
-    """Return rows `cell, where, layer, value` with the mean of the values that agree in cell, where and layer."""
-    found = by_key((tuple(key), value) for *key, value in values)
-    return [
-        {"cell": cell, "where": where, "layer": layer, "value": fmean(numbers)}
-        for (cell, where, layer), numbers in found.items()
-    ]
-
-
-def _layer_lines(
-    rows: ChartRows, cells: Sequence[str], at: str, y_title: str, width: Width, title: str | None = None
-) -> Drawing:
+def _layer_lines(rows: ChartRows, cells: Sequence[str], at: str, y_title: str, title: str | None = None) -> Drawing:
     """Draw the `value` of rows by layer, with a line per cell and per `where`."""
-    y = PlotAxis(y_title, "value", "value", scale="auto", precision=".4f")
-    return charts.lines(
-        rows, charts.layer_axis(rows, at), y, order=cells, dash="where", width=width, height=charts.SHORT, title=title
-    )
+    x, y = charts.layer_axis(rows, at), PlotAxis(y_title, "value", "value", scale="auto", precision=".4f")
+    return charts.lines(rows, x, y, order=cells, dash="where", height=charts.SHORT, title=title)
 
 
 def chart(measurement: Measurement, what: str = "heads") -> Any:
@@ -451,13 +390,76 @@ def chart(measurement: Measurement, what: str = "heads") -> Any:
     if what not in CHARTS:
         raise InputError(f"there is no chart {what!r}: choose from {', '.join(CHARTS)}")
     data = ReportData([Path()], [ReportedRun.of(measurement)])
-    figures = {figure.key: figure for figure in importance_figures(data, 480) if figure is not None}
+    figures = {figure.key: figure for figure in importance_figures(data)}
     if CHARTS[what] not in figures:
         raise InputError(
             f"norms are compared between positions, and the sequences have one: choose {', '.join(list(CHARTS)[:3])}"
         )
     figure = figures[CHARTS[what]]
-    drawn = figure.charts[0] if len(figure.charts) == 1 else alt.vconcat(*figure.charts)
+    width = charts.SMALL if figure.small else NOTEBOOK_WIDTH
+    drawn = [one.properties(width=width) for one in figure.charts]
     config = theme.on_paper()
     config["legend"].pop("layout")  # rejected by Altair's validation
-    return drawn.configure(**config)
+    return (drawn[0] if len(drawn) == 1 else alt.vconcat(*drawn)).configure(**config)
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """The explored heads of one measurement.
+
+    Attributes:
+        key: anchor of the section; the anchor of a head is `#KEY-LAYER.HEAD`.
+        title: title of the section.
+        note: description of the sequence and of the maps.
+        data: JSON-serializable data for the script; `maps` is the base64 text of a zlib stream of bytes n (kept heads,
+            S, S), query by key; the attention weight is (n / 255)^2.
+    """
+
+    key: str
+    title: str
+    note: str
+    data: Mapping[str, Any]
+
+
+def explorers(data: ReportData) -> list[Explorer]:
+    """Make an explorer for every measurement that has attention maps of its heads."""
+    found = [(data.label(run), one, one.explored) for run, one in data.measured if one.explored is not None]
+    return [
+        Explorer(
+            f"explore-{number}",
+            "Explore the heads" + (f": {label}" if len(found) > 1 else ""),
+            f"Attention of {counted(len(explored.heads), 'head')} on the first {len(explored.tokens)} tokens of the "
+            f"first sequence, quantised to 8 bits. Importance and sink rates are averages over all {one.sequences} "
+            "sequences of the measurement.",
+            _content(one, explored, _roles(data, one)),
+        )
+        for number, (label, one, explored) in enumerate(found)
+    ]
+
+
+def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int], str]) -> dict[str, Any]:
+    rates_LH, importance_LHT = one.sink_rate_of_heads(), one.importance.astype(float).round(DECIMALS)
+    return {
+        "eps": one.eps,
+        "layers": one.layers,
+        "heads": one.heads,
+        "first": importance_LHT[:, :, 0].tolist(),
+        "tokens": explored.texts or [str(token) for token in explored.tokens],
+        "kept": [
+            {
+                "layer": layer,
+                "head": head,
+                "rate": round(float(rates_LH[layer - 1, head - 1]), 1),
+                "role": roles.get((layer, head), ""),
+                "importance": importance_LHT[layer - 1, head - 1, : len(explored.tokens)].tolist(),
+            }
+            for layer, head in explored.heads
+        ],
+        "maps": base64.b64encode(zlib.compress(explored.attention.tobytes(), 9)).decode(),
+    }
+
+
+def _roles(data: ReportData, one: Measurement) -> dict[tuple[int, int], str]:
+    """Return the kind of each head by (layer, head), 1-based, from assessments of the same model; empty without any."""
+    same = [found for found in data.assessed if found.model == one.model and Heads.name in found.results]
+    return {(head.layer, head.head): head.kind for found in same for head in found.result(Heads).heads}

@@ -13,9 +13,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from sinklab.assessing.assessment import ASSESSMENT
 from sinklab.errors import InputError
-from sinklab.experiments.documents import RECORD, SUMMARY, CellRun, Summary, read_record, verdict_counts
+from sinklab.experiments.documents import SUMMARY, CellRun, Summary, read_record, verdict_counts
 from sinklab.experiments.sweep.packed import (
     METRICS,
     PACKED_FILES,
@@ -31,7 +30,7 @@ from sinklab.files import parse_json, parse_yaml, write_text
 from sinklab.outputs import REPORT, check_results
 from sinklab.report.collect import collect
 from sinklab.report.page import export_charts, render
-from sinklab.report.sections import glance_of
+from sinklab.report.sections import glance
 from sinklab.report.sweeps import Sweep, with_runs
 from sinklab.schema import leaves
 from sinklab.tables import NOTHING, Table, counted, escaped, markdown, names
@@ -39,7 +38,6 @@ from sinklab.train.directory.environment import read_environment
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 CHECKED = (RECIPE, METRICS)
-EARLIER_FILES = {RECIPE, f"{METRICS}.gz", RECORD, ASSESSMENT}
 CHARTS = "charts"
 
 
@@ -95,11 +93,11 @@ def _manifests(sweep: Sweep) -> list[Path]:
 
 def _check_paths(sweep: Sweep) -> None:
     """Raise InputError if a recipe or manifest contains an absolute path, which may not exist on another machine."""
-    documents = [(path, parse_json(path.read_text(encoding="utf-8"))) for path in _manifests(sweep)]
     folders = [folder for run in sweep.summary.runs if (folder := sweep.folder(run)) is not None]
     recipes = [folder / RECIPE for folder in folders if (folder / RECIPE).is_file()]
-    documents += [(path, parse_yaml(path.read_text(encoding="utf-8"))) for path in recipes]
-    for path, document in documents:
+    for path in (*_manifests(sweep), *recipes):
+        text = path.read_text(encoding="utf-8")
+        document = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
         for key, value in leaves(document).items():
             if isinstance(value, str) and Path(value).is_absolute():
                 raise InputError(
@@ -109,11 +107,10 @@ def _check_paths(sweep: Sweep) -> None:
 
 
 def _remove_earlier_copy(out: Path) -> None:
-    """Remove runs, manifests and charts of an earlier copy in `out`, also runs in the format of a folder per run."""
-    for pattern in (f"*/{RUNS}", f"*/{RECORD}"):
-        for path in out.glob(pattern):
-            if {file.name for file in path.parent.iterdir()} <= {*PACKED_FILES, *EARLIER_FILES}:
-                shutil.rmtree(path.parent)
+    """Remove runs, manifests and charts of an earlier copy in `out`."""
+    for path in out.glob(f"*/{RUNS}"):
+        if {file.name for file in path.parent.iterdir()} <= set(PACKED_FILES):
+            shutil.rmtree(path.parent)
     for name, pattern in ((MANIFESTS, "*.json"), (CHARTS, "*.svg")):
         for path in (out / name).glob(pattern):
             path.unlink()
@@ -206,22 +203,14 @@ def readme(summary: Summary) -> str:
 def _glance(summary: Summary) -> Table | None:
     """Make the table of the paper's statements; None if the sweep has no claim about any of them."""
     rows = []
-    for place, line in enumerate(glance_of([(summary, {})]), 1):
+    for place, line in enumerate(glance([Sweep(Path(), summary, Path())]), 1):
         ours, verdicts = [], []
         for part in line.parts:
             claim = part.claim
             kind = "" if claim.analysis == "confirmatory" else f", {claim.analysis}"
             ours.append("; ".join(f"{cell} {text}" for cell, text in part.ours) or claim.evidence)
             verdicts.append(f"{claim.verdict_said} at {claim.scale} ({claim.experiment}.{claim.id}{kind})")
-        rows.append(
-            (
-                str(place),
-                line.statement.says,
-                line.statement.paper,
-                "\n".join(ours) or NOTHING,
-                "\n".join(verdicts) or "not run",
-                line.statement.caveat,
-            )
-        )
+        texts = ("\n".join(ours) or NOTHING, "\n".join(verdicts) or "not run")
+        rows.append((str(place), line.statement.says, line.statement.paper, *texts, line.statement.caveat))
     columns = names("", "statement", "the paper (% of heads)", "our values, every seed", "verdict", "caveat")
     return Table("The paper at a glance", columns, rows) if rows else None

@@ -32,26 +32,26 @@ from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import verdict_counts
 from sinklab.files import cache_folder, write_text, written_aside
 from sinklab.measuring.answer import answer
-from sinklab.outputs import CHART_MARK, REPORT, REPORT_MARK, check_chart, check_report
+from sinklab.outputs import CHART, CHART_MARK, REPORT, REPORT_MARK, check_file
 from sinklab.report import charts, theme
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.charts import Figure
 from sinklab.report.collect import collect
-from sinklab.report.data import ReportData, ReportedRun
-from sinklab.report.explorer import explorers
+from sinklab.report.data import ReportData, ReportedRun, model_label
 from sinklab.report.figures import figures
 from sinklab.report.leaderboard import leaderboard
+from sinklab.report.measurement_figures import explorers
 from sinklab.report.result_tables import answers_table, assessment_table, suite_tables, templates
 from sinklab.report.sections import ExperimentGroup, experiment_sections, glance, grouped
-from sinklab.report.sweep_figures import experiment_figures, forests, with_keys
+from sinklab.report.sweep_figures import forests
 from sinklab.report.sweeps import Sweep, origins
 from sinklab.tables import Table
 
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
 """The converter may not load data from any address; all data are in the charts."""
-EXPERIMENT_WIDTH, FULL_WIDTH = 420, 640
-"""Widths in pixels of the charts of an experiment and of other charts, in chart files."""
+EXPERIMENT_WIDTH = 420
+"""Width in pixels of the charts of an experiment in chart files."""
 PNG_END = 12
 """Length of the last chunk (IEND) of a PNG file in bytes."""
 
@@ -79,7 +79,7 @@ def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, 
     """
     data = collect(dirs)
     target = out or dirs[0] / REPORT
-    check_report(target)
+    check_file(target, REPORT)
     if formats:
         export_charts(data, target.parent / "charts", formats)
     write_text(target, render(data, target.parent, datetime.now(UTC)))
@@ -98,7 +98,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         SinklabError: if env.json of a run is damaged.
     """
     drawn, experiments, lines = figures(data), experiment_sections(data.sweeps, page), glance(data.sweeps)
-    compared, boards = forests(data.sweeps, page, "container"), _boards(data.sweeps, "container")
+    compared, boards = forests(data.sweeps, page), _boards(data.sweeps)
     charted = [
         *compared,
         *(figure for _, figure in boards if figure),
@@ -106,11 +106,11 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         *drawn,
     ]
     answers = {
-        f"answers-{number}": answers_table(one.document, f"answers-{number}", data.of_model(one))
+        f"answers-{number}": answers_table(one, f"answers-{number}", data.of_model(one))
         for number, one in enumerate(data.assessed)
     }
     every_change = [
-        assessment_table(one.document, f"All changes{data.of_model(one)}", f"assessment-{number}")
+        assessment_table(one, f"All changes{data.of_model(one)}", f"assessment-{number}")
         for number, one in enumerate(data.assessed)
     ]
     tables = [*([cells_table(data)] if data.cells else []), *suite_tables(data), *answers.values()]
@@ -127,9 +127,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         *_anchors([*tables, *drawn[len(leading) :], *every_change]),
     ]
     specs = {
-        f"{figure.key}-{index}": {
-            key: value for key, value in chart.to_dict(validate=False).items() if key not in ("config", "$schema")
-        }
+        f"{figure.key}-{index}": _page_spec(figure, chart)
         for figure in charted
         for index, chart in enumerate(figure.charts)
     }
@@ -147,7 +145,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
             lines=lines,
             forests=compared,
             origins=origins(data.sweeps),
-            boards=[{"table": table, "figure": figure} for table, figure in boards],
+            boards=boards,
             experiments=experiments,
             groups=groups,
             ours=charts.OURS,
@@ -178,7 +176,7 @@ def lead(data: ReportData) -> list[str]:
     For a single measured model, its answer comes first, and only the first sentence of the headline is used.
     """
     said = [
-        f"{f'{one.name}: ' if len(data.assessed) > 1 else ''}{' '.join(one.document.answer())}" for one in data.assessed
+        (f"{model_label(one)}: " if len(data.assessed) > 1 else "") + " ".join(one.answer()) for one in data.assessed
     ]
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
     measured = answer(data.measured[0][1]) if alone else []
@@ -189,11 +187,27 @@ def _anchors(parts: Sequence[Figure | Table | ExperimentGroup]) -> list[tuple[st
     return [(part.key, part.title) for part in parts]
 
 
-def _boards(sweeps: Sequence[Sweep], width: charts.Width) -> list[tuple[Table, Figure | None]]:
+def _boards(sweeps: Sequence[Sweep]) -> list[tuple[Table, Figure | None]]:
     """Return table and figure of the leaderboard of every sweep that has one."""
     found = [board for sweep in sweeps if (board := leaderboard(sweep)) is not None]
     keys = [f"leaderboard{number or ''}" for number in range(len(found))]
-    return [(board.table(key), board.figure(f"{key}-scatter", width)) for board, key in zip(found, keys, strict=True)]
+    return [(board.table(key), board.figure(f"{key}-scatter")) for board, key in zip(found, keys, strict=True)]
+
+
+def _page_spec(figure: Figure, chart: charts.Drawing) -> dict[str, Any]:
+    """Return a chart's specification for the page, whose `config` is shared, and which shows colour scales itself."""
+    spec: dict[str, Any] = chart.to_dict(validate=False) | {"width": "container"}
+    if figure.scale:
+        spec["layer"][0]["encoding"]["color"]["legend"] = None
+    return {key: value for key, value in spec.items() if key not in ("config", "$schema")}
+
+
+def _file_spec(chart: charts.Drawing, width: int) -> dict[str, Any]:
+    """Return a chart's specification for a file, without links, which the converter would resolve."""
+    spec: dict[str, Any] = chart.to_dict(validate=False) | {"width": width, "config": theme.on_paper()}
+    for layer in spec["layer"]:
+        layer.get("encoding", {}).pop("href", None)
+    return spec
 
 
 def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
@@ -212,28 +226,24 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
     unknown = sorted(set(formats) - set(WRITERS))
     if unknown:
         raise InputError(f"unknown chart format {', '.join(unknown)}: choose from {', '.join(WRITERS)}.")
+    compared = [*forests(data.sweeps, out_dir), *(figure for _, figure in _boards(data.sweeps) if figure)]
+    experiments = [figure for one in experiment_sections(data.sweeps, out_dir) for figure in one.figures]
     drawn = [
-        *forests(data.sweeps, None, FULL_WIDTH),
-        *(figure for _, figure in _boards(data.sweeps, FULL_WIDTH) if figure),
-        *(
-            one
-            for sweep, name, key in with_keys(data.sweeps)
-            for one in experiment_figures(sweep, name, key, None, EXPERIMENT_WIDTH)
-        ),
-        *figures(data, FULL_WIDTH),
+        *((figure, charts.WIDE_CHART) for figure in compared),
+        *((figure, EXPERIMENT_WIDTH) for figure in experiments),
+        *((figure, charts.SMALL if figure.small else charts.WIDE_CHART) for figure in figures(data)),
     ]
     wanted = [
-        (out_dir / f"{figure.key if len(figure.charts) == 1 else f'{figure.key}-{number}'}.{kind}", kind, chart)
-        for figure in drawn
+        (out_dir / f"{figure.key if len(figure.charts) == 1 else f'{figure.key}-{number}'}.{kind}", chart, width)
+        for figure, width in drawn
         for number, chart in enumerate(figure.charts, start=1)
         for kind in formats
     ]
     for path, _, _ in wanted:
-        check_chart(path)
-    for path, kind, chart in wanted:
-        spec = chart.to_dict(validate=False) | {"config": theme.on_paper()}
+        check_file(path, CHART)
+    for path, chart, width in wanted:
         with written_aside(path) as aside:
-            aside.write_bytes(WRITERS[kind](spec))
+            aside.write_bytes(WRITERS[path.suffix[1:]](_file_spec(chart, width)))
     return [path for path, _, _ in wanted]
 
 
@@ -255,12 +265,10 @@ def vega_bundle() -> str:
     Bundling takes longer than all the rest of a small page, so the script is cached on disk by version of vl-convert;
     if the cache is not writable, it is bundled in every process.
     """
-    snippet_hash = hashlib.sha256(SNIPPET.encode()).hexdigest()[:8]
-    name = f"vega-{version('vl-convert-python')}-{snippet_hash}.js"
-    try:
+    name = f"vega-{version('vl-convert-python')}-{hashlib.sha256(SNIPPET.encode()).hexdigest()[:8]}.js"
+    bundle = ""
+    with suppress(InputError, OSError, UnicodeDecodeError):
         bundle = (cache_folder() / name).read_text(encoding="utf-8")
-    except (InputError, OSError, UnicodeDecodeError):
-        bundle = ""
     if not bundle:
         bundle = vlc.javascript_bundle(snippet=SNIPPET)
         with suppress(SinklabError):
@@ -310,11 +318,8 @@ def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int
 def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, object]:
     """Return the provenance of a run for the page's template: directory, recipe, seed, versions and machine."""
     one, env = run.measurement, run.env
-    settings: dict[str, object] = {}
-    if one is not None:
-        settings = {"model": one.model, "revision": one.revision, "commit": one.commit, "inputs": one.inputs}
-        settings |= {"sequences": one.sequences, "length": one.length, "bos": one.bos}
-    settings |= {
+    asked = ("model", "revision", "commit", "inputs", "sequences", "length", "bos") if one else ()
+    settings: dict[str, object] = {key: getattr(one, key) for key in asked} | {
         "seed": run.seed,
         "steps": f"{run.steps_done or 0} of {run.planned_steps}" if run.trained else None,
         "run hash": env.get("hash"),
@@ -322,11 +327,15 @@ def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, obj
         "dtype": one.dtype if one else env.get("dtype"),
         "device": env.get("device"),
     }
-    recipe = yaml.safe_dump(run.recipe.values, sort_keys=False, allow_unicode=True) if run.recipe else ""
     # Relative for runs below the page's folder: both may be moved together.
     path = run.path.relative_to(page) if run.path != page and run.path.is_relative_to(page) else run.path
-    texts = {"settings": _plain_values(settings), "environment": _plain_values(run.env), "recipe": recipe}
-    return {"name": data.label(run), "path": str(path), **texts}
+    return {
+        "name": data.label(run),
+        "path": str(path),
+        "settings": _plain_values(settings),
+        "environment": _plain_values(run.env),
+        "recipe": yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True) if run.recipe else "",
+    }
 
 
 def _plain_values(values: Mapping[str, object]) -> dict[str, str]:
@@ -336,6 +345,4 @@ def _plain_values(values: Mapping[str, object]) -> dict[str, str]:
 def _plain(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value)
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

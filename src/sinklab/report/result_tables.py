@@ -1,7 +1,8 @@
 """Tables of measurements, comparisons and assessments for page, terminal and notebooks, and their HTML templates."""
 
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -11,14 +12,14 @@ from markupsafe import Markup
 from sinklab.assessing.assessment import Assessment
 from sinklab.experiments.documents import VERDICTS
 from sinklab.measuring.answer import answer
-from sinklab.measuring.findings import Ablation, Propositions
+from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each
 from sinklab.models.layer_kinds import ranges_text
 from sinklab.report.data import ReportData, rates_by_eps
 from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
-from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers, table_of
+from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers
 
 BREAKS = re.compile(r"(?<=[_/])(?=\w)")
 POSITIONS = 6  # number of first positions with a row in the table of a measurement
@@ -64,16 +65,15 @@ def ablations_table(measured: Labelled) -> Table | None:
     found = [(label, one) for label, m in measured for one in m.ablations or ()]
     if not found:
         return None
-    columns: Sequence[tuple[TableColumn, Callable[[tuple[str, Ablation]], Value]]] = [
-        (TableColumn("Model", text=True), lambda pair: pair[0]),
-        (TableColumn("Ablated part", text=True), lambda pair: pair[1].name),
-        (TableColumn("Loss", "nats / token", ".4f"), lambda pair: pair[1].loss_before),
-        (TableColumn("Ablated", "nats / token", ".4f"), lambda pair: pair[1].loss_after),
-        (TableColumn("Change", "nats / token", "+.4f"), lambda pair: pair[1].loss_change),
-        (TableColumn(SINK_1, "% of heads", ".2f"), lambda pair: pair[1].sink_rate_before),
-        (TableColumn("Ablated", "% of heads", ".2f"), lambda pair: pair[1].sink_rate_after),
-        (TableColumn("Highest sink, ablated", "% at position"), lambda pair: pair[1].highest_after),
-    ]
+    columns = {
+        "name": TableColumn("Ablated part", text=True),
+        "loss_before": TableColumn("Loss", "nats / token", ".4f"),
+        "loss_after": TableColumn("Ablated", "nats / token", ".4f"),
+        "loss_change": TableColumn("Change", "nats / token", "+.4f"),
+        "sink_rate_before": TableColumn(SINK_1, "% of heads", ".2f"),
+        "sink_rate_after": TableColumn("Ablated", "% of heads", ".2f"),
+        "highest_after": TableColumn("Highest sink, ablated", "% at position"),
+    }
     notes = [
         "Both losses of an ablation are computed over the same targets.",
         "The highest sink is the maximum over positions 1 to T / 2; an ablation can shift the sink to another token.",
@@ -82,7 +82,9 @@ def ablations_table(measured: Labelled) -> Table | None:
             for label, one in found
         ),
     ]
-    return _without_model(table_of("Ablations: loss and sink rate", found, columns, notes, "ablations"))
+    rows = [[label, *(getattr(one, field) for field in columns)] for label, one in found]
+    table = Table("Ablations: loss and sink rate", [*names("Model"), *columns.values()], rows, notes, "ablations")
+    return _without_model(table)
 
 
 def propositions_table(measured: Labelled) -> Table | None:
@@ -102,13 +104,11 @@ def propositions_table(measured: Labelled) -> Table | None:
         (label, one.position, one.hidden_deviation, one.attention_deviation, one.bound_slack, _verdict(one))
         for label, one in found
     ]
-    notes = [f"{_of(label)}{_proposition(one)}: {one.statement}." for label, one in found]
-    title = "Repeated tokens: the paper's propositions"
-    return _without_model(Table(title, columns, rows, notes, "propositions"))
-
-
-def _proposition(one: Propositions) -> str:
-    return f"proposition {one.number} of the paper" if one.number else "no proposition of the paper"
+    notes = [
+        f"{_of(label)}{f'proposition {one.number}' if one.number else 'no proposition'} of the paper: {one.statement}."
+        for label, one in found
+    ]
+    return _without_model(Table("Repeated tokens: the paper's propositions", columns, rows, notes, "propositions"))
 
 
 def _verdict(one: Propositions) -> str:
@@ -133,16 +133,8 @@ def _without_model(table: Table) -> Table:
 def measurement_tables(m: Measurement) -> list[Table]:
     """Make the tables of one measurement, for the terminal and notebooks."""
     one = [("", m)]
-    made = [
-        _positions(m),
-        _by_length(m),
-        layers_table(one),
-        _massive(m),
-        ablations_table(one),
-        mixing_table(one),
-        propositions_table(one),
-        secondary_table(one, SHOWN_SINKS),
-    ]
+    labelled = [make(one) for make in (ablations_table, mixing_table, propositions_table)]
+    made = [_positions(m), _by_length(m), layers_table(one), _massive(m), *labelled, secondary_table(one, SHOWN_SINKS)]
     return [table for table in made if table is not None]
 
 
@@ -200,24 +192,28 @@ def _by_length(m: Measurement) -> Table | None:
 def _massive(m: Measurement) -> Table | None:
     if not m.massive_activations:
         return None
-    heads = [*numbers("d", "after layer", "position", "dimension"), *numbers(".1f", "value")]
-    heads += numbers(".0f", "times the median")
-    rows = [
-        (one.layer, one.position, one.dimension, one.value, one.ratio_to_median) for one in m.massive_activations[:3]
-    ]
+    heads = numbers("d", "after layer", "position", "dimension")
+    heads += [TableColumn("value", form=".1f"), TableColumn("times the median", form=".0f")]
+    largest = m.massive_activations[:3]
+    rows = [(one.layer, one.position, one.dimension, one.value, one.ratio_to_median) for one in largest]
     return Table("Largest activations", heads, rows)
 
 
 def layers_table(measured: Labelled) -> Table:
     """Make a table by layer: importance, norms and gradient of position 1, and the columns that statistics declare."""
-    heads = [
-        TableColumn("layer", text=True),
-        *numbers(".3f", "importance", "visible"),
-        TableColumn("highest head"),
-        *numbers(".2f", "|h|", "|k|", "|v|", "gradient", "row sum"),
-    ]
     statistics = {label: _statistics(m.details, m.layers) if m.details else {} for label, m in measured}
     titles = list(dict.fromkeys(title for found in statistics.values() for title in found))
+    heads = [
+        *names("layer"),
+        *numbers(".3f", "importance", "visible"),
+        *numbers("", "highest head"),
+        *numbers(".2f", "|h|", "|k|", "|v|", "gradient", "row sum"),
+        *numbers("", *titles),
+    ]
+
+    def at(values: Sequence[float] | None, index: int) -> float | None:
+        return values[index] if values else None
+
     rows: list[list[Value]] = []
     for label, m in measured:
         hidden = m.hidden_norm_ratio or []
@@ -232,20 +228,20 @@ def layers_table(measured: Labelled) -> Table:
                 None if m.importance_visible is None else float(m.importance_visible[layer, :, 0].mean()),
                 f"{heads_H.max():.3f} (head {int(heads_H.argmax()) + 1})",
                 hidden[layer + 1] if aligned else None,
-                m.key_norm_ratio[layer] if m.key_norm_ratio else None,
-                m.value_norm_ratio[layer] if m.value_norm_ratio else None,
-                m.gradient_norm_ratio[layer] if m.gradient_norm_ratio else None,
+                *(at(norms, layer) for norms in (m.key_norm_ratio, m.value_norm_ratio, m.gradient_norm_ratio)),
                 None if m.row_sums is None else float(m.row_sums[layer].mean()),
             ]
             rows.append([*found, *(statistics[label].get(title, {}).get(layer) for title in titles)])
-    heads += [TableColumn(title) for title in titles]
-    notes = ["|h|, |k| and |v| are norms relative to the mean of the other positions. " * bool(rows)]
-    if any(m.gradient_norm_ratio for _, m in measured):
-        notes[0] += (
-            "The gradient is that of the loss with respect to the inputs of attention, relative to positions 2 to 32. "
-        )
-    notes = [notes[0] + "a / b: with key 1 / with the other keys." * bool(titles)]
-    return Table("Position 1 by layer", heads, rows, [note.strip() for note in notes]).without_empty_columns()
+    gradient = (
+        "The gradient is that of the loss with respect to the inputs of attention, relative to positions 2 to 32."
+    )
+    notes = [
+        "|h|, |k| and |v| are norms relative to the mean of the other positions." * bool(rows),
+        gradient * any(bool(m.gradient_norm_ratio) for _, m in measured),
+        "a / b: with key 1 / with the other keys." * bool(titles),
+    ]
+    note = " ".join(filter(None, notes))
+    return Table("Position 1 by layer", heads, rows, [note]).without_empty_columns()
 
 
 def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
@@ -322,14 +318,14 @@ def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
     rows: list[list[Value]] = []
     before = None
     for question, one in document.answers():
-        rows.append([question if question != before else "", one.change, one.added])
+        rows.append([question if question != before else "", one.answer, one.added])
         before = question
-    notes = [
-        *document.errors(),
-        *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
-        *document.notes,
-    ]
-    return Table(f"Loss added by each change, by question{of}", columns, rows, notes, key)
+    return Table(f"Loss added by each change, by question{of}", columns, rows, _remarks(document), key)
+
+
+def _remarks(document: Assessment) -> list[str]:
+    skipped = [f"Skipped: {part}: {why}" for part, why in document.skipped.items()]
+    return [*document.errors(), *skipped, *document.notes]
 
 
 def assessment_table(document: Assessment, title: str = "Costs and benefits of the sink", key: str = "") -> Table:
@@ -344,15 +340,11 @@ def assessment_table(document: Assessment, title: str = "Costs and benefits of t
     ]
     rows = []
     for part in document.results.values():
-        for number, row in enumerate(part.rows()):
-            loss, kl, name = row.effect.loss, row.effect.kl, "" if number else part.name
-            rows.append((name, row.what, loss, part.added_by(row), row.perplexity, kl, row.more))
-    notes = [
-        *(f"{remark}." for remark in document.remarks()),
-        *document.errors(),
-        *(f"Skipped: {part}: {why}" for part, why in document.skipped.items()),
-        *document.notes,
-    ]
+        shown = [(row, effect) for row in part.rows() if (effect := row.effect)]
+        for number, (row, effect) in enumerate(shown):
+            name, perplexity = "" if number else part.name, f"{math.exp(effect.loss):,.2f}" if effect.loss < 20 else "–"
+            rows.append((name, row.what, effect.loss, row.added, perplexity, effect.kl, row.more))
+    notes = [*(f"{remark}." for remark in document.remarks()), *_remarks(document)]
     return Table(title, columns, rows, notes, key)
 
 
@@ -384,13 +376,7 @@ def verdict_class(verdict: str) -> str:
 def html(m: Measurement) -> str:
     """Render a measurement (facts, answer, tables, notes) as an HTML fragment without scripts or external resources."""
     draw = templates().get_template("table.html.j2").module.draw  # type: ignore[attr-defined]
-    parts = [
-        Markup("<p><b>{}</b><br>{}</p>").format(
-            f"{m.model or 'model'}: {m.sequences} sequences of {m.length} tokens, {m.inputs}",
-            ", ".join(measurement_facts(m)),
-        )
-    ]
-    parts.append(Markup("<p>{}</p>").format(" ".join(answer(m))))
-    parts += [draw(table) for table in measurement_tables(m)]
-    parts += [Markup("<p>note: {}</p>").format(note) for note in m.notes]
-    return str(Markup("").join(parts))
+    about = f"{m.model or 'model'}: {m.sequences} sequences of {m.length} tokens, {m.inputs}"
+    texts = (about, ", ".join(measurement_facts(m)), " ".join(answer(m)))
+    parts = [Markup("<p><b>{}</b><br>{}</p><p>{}</p>").format(*texts), *map(draw, measurement_tables(m))]
+    return str(Markup("").join([*parts, *(Markup("<p>note: {}</p>").format(note) for note in m.notes)]))

@@ -10,7 +10,7 @@ from sinklab.experiments.paper import PaperStatement, statements
 from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.report.charts import Figure
 from sinklab.report.sweep_figures import experiment_figures, link_to, with_keys
-from sinklab.report.sweeps import Sweep, experiment_table, grid_tables, paper_models, quantity_of
+from sinklab.report.sweeps import Sweep, experiment_table, grid_tables, paper_models, quantity_of, value_text
 from sinklab.tables import Table, TableCell, TableColumn, counted, names
 
 
@@ -41,19 +41,13 @@ class GlanceLine:
 def glance(sweeps: Sequence[Sweep]) -> list[GlanceLine]:
     """Collect the paper's statements with their claims; empty if no sweep has any of the claims."""
     keys = {(sweep.top, name): key for sweep, name, key in with_keys(sweeps)}
-    summaries = [(one.summary, {name: keys[one.top, name] for name in one.summary.experiments}) for one in sweeps]
-    return glance_of(summaries)
-
-
-def glance_of(summaries: Sequence[tuple[Summary, Mapping[str, str]]]) -> list[GlanceLine]:
-    """Collect the paper's statements as in `glance`, from summaries with the anchors of their experiments."""
     lines = [
         GlanceLine(
             statement,
             [
-                GlancePart(claim, _numbers_by_seed(summary, claim), keys.get(claim.experiment, ""))
-                for summary, keys in summaries
-                for claim in summary.claims_named(statement.claims)
+                GlancePart(claim, _numbers_by_seed(one.summary, claim), keys.get((one.top, claim.experiment), ""))
+                for one in sweeps
+                for claim in one.summary.claims_named(statement.claims)
             ],
         )
         for statement in statements()
@@ -161,7 +155,7 @@ def _section(sweep: Sweep, name: str, key: str, page: Path) -> ExperimentSection
         if claims
         else any(cell.seeds or cell.count("failed") for cell in cells.values()),
         confirmatory=any(claim.analysis == ANALYSES[0] for claim in own),
-        figures=experiment_figures(sweep, name, key, page, "container"),
+        figures=experiment_figures(sweep, name, key, page),
         table=experiment_table(experiment, cells),
         matrices=grid_tables(experiment, cells),
         elsewhere=paper_models(experiment),
@@ -193,15 +187,9 @@ def _cell_section(sweep: Sweep, experiment: ExperimentSummary, name: str, cell: 
         (sum(bool(run.edited) for run in cell.runs), "edited", "warn"),
         (cell.count("unfinished"), "unfinished", "inconclusive"),
     )
-    change = [f"{key}={_yaml_value(value)}" for key, value in cell.change.items()]
     badges = [(f"{count} {what}", style) for count, what, style in counts if count]
+    change = [f"{key}={value_text(value)}" for key, value in cell.change.items()]
     return CellSection(name, change, badges, Table(f"runs of {name}", columns, rows).without_empty_columns())
-
-
-def _yaml_value(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {True: "true", False: "false", None: "null"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def grouped(experiments: Sequence[ExperimentSection]) -> list[ExperimentGroup]:

@@ -13,7 +13,7 @@ from sinklab.experiments.paper import statements
 from sinklab.experiments.quantities import Quantity
 from sinklab.experiments.verdicts.wording import number
 from sinklab.plots import PlotAxis
-from sinklab.report.charts import Drawing, Figure, Width, dots, lines, scatter
+from sinklab.report.charts import Drawing, Figure, dots, lines, scatter
 from sinklab.report.sweeps import Sweep, quantity_of
 from sinklab.schema import finite_or_none
 from sinklab.tables import NOTHING, SINK_1, Table, TableColumn, names
@@ -73,12 +73,12 @@ def with_keys(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
     return [(sweep, name, key) for key, (sweep, name) in found.items()]
 
 
-def experiment_figures(sweep: Sweep, name: str, key: str, page: Path | None, width: Width) -> list[Figure]:
+def experiment_figures(sweep: Sweep, name: str, key: str, page: Path) -> list[Figure]:
     """Draw the figures of an experiment of a sweep.
 
     Args:
         key: key of the experiment's section.
-        page: folder of the page, to which links of points are relative; None for points without links.
+        page: folder of the page, to which links of points are relative.
 
     Raises:
         InputError: if the metrics of a run are damaged.
@@ -86,32 +86,45 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path | None, wid
     experiment = sweep.summary.experiments[name]
     cells = sweep.summary.cells_of(name)
     asked = {*experiment.columns, *(claim.quantity for claim in sweep.summary.claims_of(name))}
-    made = [_numbers(sweep, experiment, cells, key, page, width)]
-    if chart := against(cells, experiment, width):
+    made = [_numbers(sweep, experiment, cells, key, page)]
+    if chart := against(cells, experiment):
         first, second = (_label(quantity_of(one)) for one in experiment.against)
         many = f"{experiment.replicate}s"
         caption = f"Each point is a model: the median over {many}. Bars extend from the minimum to the maximum."
         made.append(Figure(f"{key}-against", f"{experiment.title}: {second} versus {first}", caption, [chart]))
-    growth = [
-        _curve(sweep, cells, title, value, from_zero, width)
-        for quantities, title, value, from_zero in CURVES
-        if quantities & asked
+    curves = [(title, value, zero) for quantities, title, value, zero in CURVES if quantities & asked]
+    by_layer = any(one.startswith(LAYER_NUMBERS) for one in asked)
+    runs = [(cell, run) for cell, found in cells.items() for run in found.runs] if curves or by_layer else []
+    evaluations = [(cell, run.seed, one) for cell, run in runs for one in sweep.history(run)]
+    growth = []
+    for title, value, from_zero in curves:
+        rows = [
+            {"cell": cell, "seed": seed, "step": one.step, "value": found}
+            for cell, seed, one in evaluations
+            if (found := value(one)) is not None
+        ]
+        if rows:
+            known = {row["cell"] for row in rows}
+            y = PlotAxis(title, "value", zero=from_zero, at_least=1.0 if from_zero else None, precision=".2f")
+            growth.append(lines(rows, STEPS, y, order=[cell for cell in cells if cell in known], apart=["seed"]))
+    if growth:
+        made.append(Figure(f"{key}-growth", f"{experiment.title}: training curves", "One line per seed.", growth))
+    rates = [
+        {"cell": cell, "seed": seed, "step": one.step, "layer": layer, "value": rate}
+        for cell, seed, one in (evaluations if by_layer else ())
+        for layer, rate in enumerate(one.rate_layers, 1)
+        if rate is not None
     ]
-    if charts := [chart for chart in growth if chart is not None]:
-        title = f"{experiment.title}: training curves"
-        made.append(Figure(f"{key}-growth", title, "One line per seed.", charts))
-    if any(one.startswith(LAYER_NUMBERS) for one in asked):
-        made.append(_by_layer(sweep, experiment, cells, key, width))
+    if rates:
+        caption = "For each layer, the head that most often has a sink on the first token at a step; one line per run."
+        y = PlotAxis("Sequences in which the head has a sink (percent)", "value", at_least=1.0, precision=".2f")
+        chart = lines(rates, STEPS, y, "layer", apart=["cell", "seed"])
+        made.append(Figure(f"{key}-layers", f"{experiment.title}: by layer", caption, [chart]))
     return [figure for figure in made if figure is not None]
 
 
 def _numbers(
-    sweep: Sweep,
-    experiment: ExperimentSummary,
-    cells: dict[str, CellSummary],
-    key: str,
-    page: Path | None,
-    width: Width,
+    sweep: Sweep, experiment: ExperimentSummary, cells: dict[str, CellSummary], key: str, page: Path
 ) -> Figure | None:
     """Draw a chart per quantity of an experiment: every cell's seeds, their median and range, and the paper's value."""
     varied, labels = cell_order(list(cells)) or (None, {cell: cell for cell in cells})
@@ -131,8 +144,7 @@ def _numbers(
         printed = {cell: experiment.published.get(cell, {}).get(shown.name) for cell in labels}
         paper = [{"cell": cell, "value": value} for cell, value in printed.items() if value is not None]
         axis = _values_axis(_title(shown), shown.unit in ("%", "steps"))
-        kind = experiment.replicate
-        drawn.append(dots(labels, seeds, middles, paper, axis, shown.decimals, varied, replicate=kind, width=width))
+        drawn.append(dots(labels, seeds, middles, paper, axis, shown.decimals, varied, replicate=experiment.replicate))
     if not drawn:
         return None
     if experiment.replicate == "seed":
@@ -153,7 +165,7 @@ def _numbers(
     return Figure(f"{key}-numbers", experiment.title, caption, drawn, small=True)
 
 
-def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width: Width) -> Drawing | None:
+def against(cells: dict[str, CellSummary], experiment: ExperimentSummary) -> Drawing | None:
     """Plot the second quantity of `experiment.against` against the first, with a colour per family of models.
 
     Returns:
@@ -180,64 +192,20 @@ def against(cells: dict[str, CellSummary], experiment: ExperimentSummary, width:
         for one, field in ((across, "x"), (up, "y"))
     )
     families = list(dict.fromkeys(row["family"] for row in rows))
-    tips = [("model", "model", "")]
-    return scatter(rows, x_axis, y_axis, "family", families, label="model", tips=tips, width=width)
+    return scatter(rows, x_axis, y_axis, "family", families, label="model", tips=[("model", "model", "")])
 
 
-def _curve(
-    sweep: Sweep,
-    cells: dict[str, CellSummary],
-    title: str,
-    value: Callable[[Evaluation], float | None],
-    from_zero: bool,
-    width: Width,
-) -> Drawing | None:
-    """Draw a quantity over the training steps, with a line per run; None if no evaluation has it."""
-    rows = [
-        {"cell": cell, "seed": run.seed, "step": one.step, "value": found}
-        for cell, summary in cells.items()
-        for run in summary.runs
-        for one in sweep.history(run)
-        if (found := value(one)) is not None
-    ]
-    if not rows:
-        return None
-    known = {row["cell"] for row in rows}
-    y = PlotAxis(title, "value", zero=from_zero, at_least=1.0 if from_zero else None, precision=".2f")
-    return lines(rows, STEPS, y, order=[cell for cell in cells if cell in known], apart=["seed"], width=width)
-
-
-def _by_layer(
-    sweep: Sweep, experiment: ExperimentSummary, cells: dict[str, CellSummary], key: str, width: Width
-) -> Figure | None:
-    """Draw the highest sink rate among the heads of each layer over the training steps; None if not recorded."""
-    rows = [
-        {"cell": cell, "seed": run.seed, "step": one.step, "layer": layer, "value": rate}
-        for cell, found in cells.items()
-        for run in found.runs
-        for one in sweep.history(run)
-        for layer, rate in enumerate(one.rate_layers, 1)
-        if rate is not None
-    ]
-    if not rows:
-        return None
-    caption = "For each layer, the head that most often has a sink on the first token at a step; one line per run."
-    y = PlotAxis("Sequences in which the head has a sink (percent)", "value", at_least=1.0, precision=".2f")
-    chart = lines(rows, STEPS, y, "layer", apart=["cell", "seed"], width=width)
-    return Figure(f"{key}-layers", f"{experiment.title}: by layer", caption, [chart])
-
-
-def forests(sweeps: Sequence[Sweep], page: Path | None, width: Width) -> list[Figure]:
+def forests(sweeps: Sequence[Sweep], page: Path) -> list[Figure]:
     """Draw a figure per sweep that judges statements of the paper: its values at all seeds next to the paper's.
 
     Args:
-        page: folder of the page, to which links of points are relative; None for points without links.
+        page: folder of the page, to which links of points are relative.
     """
-    found = [_forest(sweep, f"forest{number or ''}", page, width) for number, sweep in enumerate(sweeps)]
+    found = [_forest(sweep, f"forest{number or ''}", page) for number, sweep in enumerate(sweeps)]
     return [figure for figure in found if figure is not None]
 
 
-def _forest(sweep: Sweep, key: str, page: Path | None, width: Width) -> Figure | None:
+def _forest(sweep: Sweep, key: str, page: Path) -> Figure | None:
     summary = sweep.summary
     claims = {place: summary.claims_named(one.claims) for place, one in enumerate(statements(), 1)}
     if not any(claims.values()):
@@ -258,10 +226,9 @@ def _forest(sweep: Sweep, key: str, page: Path | None, width: Width) -> Figure |
     labels = {row[0]: row[0] for row in rows}
     exploratory = [str(place) for place, found in claims.items() if found and found[0].analysis == "exploratory"]
     caption = (
-        "Each point is a run of one seed"
-        + (" and links to its recipe" if page else "")
-        + ". The bar is the median over seeds, and the line extends from the minimum to the maximum. The open diamond "
-        "is the paper's value, from a single run at the paper's scale; verdicts do not depend on this value. "
+        "Each point is a run of one seed and links to its recipe. The bar is the median over seeds, and the line "
+        "extends from the minimum to the maximum. The open diamond is the paper's value, from a single run at the "
+        "paper's scale; verdicts do not depend on this value. "
         "Statements without a percentage in the paper are omitted."
         + (f" Exploratory statements: {', '.join(exploratory)}." if exploratory else "")
     )
@@ -269,8 +236,8 @@ def _forest(sweep: Sweep, key: str, page: Path | None, width: Width) -> Figure |
     table = Table("", [*columns, TableColumn("Paper", "%", ".2f")], rows)
     scale = f" at {summary.scale}" if summary.scale else ""
     axis = _values_axis("Percent of heads", True)
-    chart = dots(labels, seeds, middles, paper, axis, 1, width=width, label_width=STATEMENT_PIXELS)
-    return Figure(key, f"Our sink rates{scale} compared with the paper's", caption, [chart], small=True, table=table)
+    chart = dots(labels, seeds, middles, paper, axis, 1, label_width=STATEMENT_PIXELS)
+    return Figure(key, f"Our sink rates{scale} compared with the paper's", caption, [chart], table=table)
 
 
 def with_ends(field: str, value: float, spread: Sequence[float | None], baseline: float = 0.0) -> dict[str, Any]:
@@ -296,20 +263,15 @@ def _values_axis(title: str, from_zero: bool) -> PlotAxis:
 
 def _middle(one: CellEstimate) -> dict[str, float]:
     """Return a row of `middles` of `charts.dots`, without its cell; unknown fields are omitted."""
-    reached = [value for value in one.seeds if value is not None]
-    several = len(one.seeds) > 1
-    found = {
-        "median": one.median,
-        "smallest": one.smallest if several else None,
-        "largest": max(reached, default=None) if several else None,
-        "beyond": max(reached, default=None) if one.never_reached else None,
-    }
+    reached = max((value for value in one.seeds if value is not None), default=None)
+    ends = {"smallest": one.smallest, "largest": reached} if len(one.seeds) > 1 else {}
+    found = {"median": one.median, **ends, "beyond": reached if one.never_reached else None}
     return {"never_reached": one.never_reached, **{name: value for name, value in found.items() if value is not None}}
 
 
-def _point(sweep: Sweep, run: CellRun, value: float, page: Path | None) -> dict[str, str | float]:
+def _point(sweep: Sweep, run: CellRun, value: float, page: Path) -> dict[str, str | float]:
     """Return a row of `seeds` of `charts.dots` for one run, without its cell: seed, value, hash and, if any, link."""
-    link = link_to(sweep, run, page) if page else None
+    link = link_to(sweep, run, page)
     return {"seed": run.seed, "value": value, "run": run.hash, **({"link": link} if link else {})}
 
 

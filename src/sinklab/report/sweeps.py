@@ -1,5 +1,6 @@
 """A sweep on disk: its summary, the files of its runs, their versions and machines, the tables of its experiments."""
 
+import json
 import shutil
 import tempfile
 import weakref
@@ -11,7 +12,6 @@ from pathlib import Path
 from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
 from sinklab.experiments.documents import (
     GRID,
-    CellEstimate,
     CellRun,
     CellSummary,
     ExperimentSummary,
@@ -161,35 +161,32 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
     ]
     if not found:
         return None
-    on_card = [not str(env.get("device", "cpu")).startswith("cpu") for env, _ in found]
-    pairs = list(zip(found, on_card, strict=True))
-    cores = sum(seconds * int(env.get("threads") or 1) for (env, seconds), card in pairs if not card)
-    cards = sum(seconds for (_, seconds), card in pairs if card)
-    begun = sorted(str(env["begun"])[:10] for env, _ in found if env.get("begun"))
-    changed = sum(bool(env.get("changed_files")) for env, _ in found)
+    environments = [env for env, _ in found]
+    cards = [not str(env.get("device", "cpu")).startswith("cpu") for env in environments]
+    begun = sorted(str(env["begun"])[:10] for env in environments if env.get("begun"))
+    changed = sum(bool(env.get("changed_files")) for env in environments)
     silent = len(found) - len(begun)
 
     def distinct(values: Iterable[object]) -> str:
         return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
-    def of_key(key: str) -> str:
-        return distinct(env.get(key) for env, _ in found)
-
+    titles = {"sinklab": "sinklab", "python": "Python", "torch": "PyTorch", "processor": "Processor"}
     facts = {
-        "Start date": f"{begun[0]} to {begun[-1]}" if begun and begun[0] != begun[-1] else "".join(begun[:1]),
-        "Commit": distinct(str(env["git"])[:COMMIT_DIGITS] for env, _ in found if env.get("git")),
+        "Start date": " to ".join(dict.fromkeys((begun[0], begun[-1]))) if begun else "",
+        "Commit": distinct(str(env["git"])[:COMMIT_DIGITS] for env in environments if env.get("git")),
         "Uncommitted changes": f"in {counted(changed, 'run')}" if changed else "",
-        "sinklab": of_key("sinklab"),
-        "Python": of_key("python"),
-        "PyTorch": of_key("torch"),
-        "Processor": of_key("processor"),
-        "Device": distinct(env.get("device") for (env, _), card in pairs if card),
-        "Threads": of_key("threads"),
+        **{title: distinct(env.get(key) for env in environments) for key, title in titles.items()},
+        "Device": distinct(env.get("device") for env, card in zip(environments, cards, strict=True) if card),
+        "Threads": distinct(env.get("threads") for env in environments),
         "Not recorded": f"date and versions of {counted(silent, 'run')}" if silent else "",
     }
-    return SweepOrigins(
-        len(found), cores / 3600, cards / 3600, [(title, text) for title, text in facts.items() if text]
-    )
+    core_seconds = [
+        0.0 if card else seconds * int(env.get("threads") or 1)
+        for (env, seconds), card in zip(found, cards, strict=True)
+    ]
+    card_seconds = [seconds for (_, seconds), card in zip(found, cards, strict=True) if card]
+    known = [(title, text) for title, text in facts.items() if text]
+    return SweepOrigins(len(found), sum(core_seconds) / 3600, sum(card_seconds) / 3600, known)
 
 
 def quantity_of(name: str) -> Quantity:
@@ -198,6 +195,11 @@ def quantity_of(name: str) -> Quantity:
         return quantity(name)
     except ValueError:
         return Quantity(name, name, "", 3)
+
+
+def value_text(value: object) -> str:
+    """Return a value of a recipe as `--set` takes it."""
+    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
 def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
@@ -212,16 +214,12 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
     """Make a table with a row per cell: finished runs, then median, range and the paper's value by quantity."""
     paper = {cell: experiment.published.get(cell, {}) for cell in cells}
     in_paper = {name for numbers in paper.values() for name in numbers}
-    estimates = {cell: {one: found.estimate(one) for one in experiment.columns} for cell, found in cells.items()}
     shown = [
         quantity_of(one)
         for one in experiment.columns
-        if one in in_paper or any(found[one] for found in estimates.values())
+        if one in in_paper or any(cell.estimate(one) for cell in cells.values())
     ]
-    columns = [
-        TableColumn("Cell", "", text=True),
-        TableColumn(f"{experiment.replicate}s".capitalize(), "finished"),
-    ]
+    columns = [*names("Cell"), TableColumn(f"{experiment.replicate}s".capitalize(), "finished")]
     for one in shown:
         unit = ", ".join(filter(None, (one.unit, "measured once, at the end" if one.once else "")))
         columns.append(TableColumn(one.label, unit, f",.{one.decimals}f"))
@@ -233,7 +231,7 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
         failed = f"({cell.count('failed')} failed)" if cell.count("failed") else ""
         row: list[Value] = [name, TableCell(str(done) if done == planned else f"{done} of {planned}", failed)]
         for one in shown:
-            row.append(_estimate(estimates[name][one.name], one.decimals, sink_elsewhere_text(cell, one.name)))
+            row.append(_estimate(cell, one, sink_elsewhere_text(cell, one.name)))
             if one.name in in_paper:
                 not_trained = one.name not in paper[name] and paper[name].get("trains") == 0.0
                 row.append(DID_NOT_TRAIN if not_trained else paper[name].get(one.name))
@@ -253,18 +251,18 @@ def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary])
     made = []
     for shown in map(quantity_of, experiment.columns):
         form = f",.{shown.decimals}f"
-        columns = [TableColumn("Cell", text=True), *(TableColumn(", ".join(one), form=form) for one in combinations)]
-        found = {cell: _estimate(one.estimate(shown.name), shown.decimals, "") for cell, one in cells.items()}
+        columns = [*names("Cell"), *(TableColumn(", ".join(one), form=form) for one in combinations)]
+        found = {name: _estimate(cell, shown) for name, cell in cells.items()}
         rows = [[name, *(found.get(GRID.join((name, *one))) for one in combinations)] for name in own]
         notes = [f"Values are median [minimum, maximum] over {experiment.replicate}s."]
         made.append(Table(", ".join(filter(None, (shown.label, shown.unit))), columns, rows, notes))
     return made
 
 
-def _estimate(estimate: CellEstimate | None, decimals: int, elsewhere: str) -> TableCell | None:
-    if estimate is None:
+def _estimate(cell: CellSummary, quantity: Quantity, elsewhere: str = "") -> TableCell | None:
+    if (estimate := cell.estimate(quantity.name)) is None:
         return None
-    form = f",.{decimals}f"
+    form = f",.{quantity.decimals}f"
     ends = ("never" if one is None else f"{one:{form}}" for one in (estimate.smallest, estimate.largest))
     notes = [f"[{', '.join(ends)}]" if len(estimate.seeds) > 1 else ""]
     if estimate.never_reached:
@@ -281,10 +279,8 @@ def paper_models(experiment: ExperimentSummary) -> Table | None:
     printed = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
     if not printed:
         return None
-    columns = [
-        *names("Model"),
-        *(TableColumn(f"{cell}, {quantity_of(name).label}", "", ",.2f") for cell, name in printed),
-    ]
+    labels = [f"{cell}, {quantity_of(name).label}" for cell, name in printed]
+    columns = [*names("Model"), *(TableColumn(label, form=",.2f") for label in labels)]
     rows = [[model, *(row.get(cell, {}).get(name) for cell, name in printed)] for model, row in found.items()]
     return Table("The paper’s values for other models", columns, rows)
 
@@ -295,15 +291,8 @@ def claims_table(claims: Sequence[JudgedClaim]) -> Table:
         f"{kind} {', '.join(f'{number} {verdict}' for verdict, number in found.items())}".strip()
         for kind, found in verdict_counts(claims).items()
     ]
-    rows = [
-        (
-            TableCell(
-                claim.verdict_said + (f" at {claim.scale}" if claim.scale and claim.replicate == "seed" else ""),
-                tone=claim.verdict,
-            ),
-            claim.said,
-            claim.full_evidence,
-        )
-        for claim in claims
-    ]
-    return Table(f"Claims: {'; '.join(kinds)}" if kinds else "Claims", names("Verdict", "Claim", "Evidence"), rows)
+    rows = []
+    for claim in claims:
+        scale = f" at {claim.scale}" if claim.scale and claim.replicate == "seed" else ""
+        rows.append((TableCell(claim.verdict_said + scale, tone=claim.verdict), claim.said, claim.full_evidence))
+    return Table(": ".join(filter(None, ("Claims", "; ".join(kinds)))), names("Verdict", "Claim", "Evidence"), rows)

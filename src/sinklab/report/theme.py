@@ -34,47 +34,21 @@ def colours(cells: list[str]) -> dict[str, str]:
     return {cell: PALETTE[index % len(PALETTE)] for index, cell in enumerate(cells)}
 
 
-def config(ink: str = "currentColor", background: str | None = None, font: str = FONT) -> dict[str, Any]:
+def config(ink: str = "currentColor", background: str = "transparent", font: str = FONT) -> dict[str, Any]:
     """Build the Vega-Lite `config` shared by all charts, with text and axes in the colour `ink`."""
-    text = {
-        "labelColor": ink,
-        "titleColor": ink,
-        "labelFontSize": 12,
-        "titleFontSize": 12,
-        "titleFontWeight": 500,
-    }
-    axis = {
-        **text,
-        "gridColor": ink,
-        "gridOpacity": 0.13,
-        "domainColor": ink,
-        "domainOpacity": 0.5,
-        "tickColor": ink,
-        "tickOpacity": 0.5,
-        "titlePadding": 8,
-        "labelPadding": 4,
-        "labelOpacity": 0.85,
-    }
+    text = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": 500}
+    lines = {"gridColor": ink, "gridOpacity": 0.13, "domainColor": ink, "domainOpacity": 0.5}
+    ticks = {"tickColor": ink, "tickOpacity": 0.5, "titlePadding": 8, "labelPadding": 4, "labelOpacity": 0.85}
+    above = {"direction": "vertical", "anchor": "start", "margin": 2}
+    legend = {"labelLimit": 260, "titleLimit": 320, "symbolStrokeWidth": 2.5, "layout": {"top": above}}
+    title = {"fontSize": 14, "fontWeight": 600, "anchor": "start", "offset": 10}
     return {
-        "background": background or "transparent",
+        "background": background,
         "font": font,
         "view": {"stroke": None},
-        "axis": axis,
-        "legend": {
-            **text,
-            "labelLimit": 260,
-            "titleLimit": 320,
-            "symbolStrokeWidth": 2.5,
-            "layout": {"top": {"direction": "vertical", "anchor": "start", "margin": 2}},
-        },
-        "title": {
-            "color": ink,
-            "subtitleColor": ink,
-            "fontSize": 14,
-            "fontWeight": 600,
-            "anchor": "start",
-            "offset": 10,
-        },
+        "axis": {**text, **lines, **ticks},
+        "legend": {**text, **legend},
+        "title": {"color": ink, "subtitleColor": ink, **title},
         "text": {"color": ink, "fontSize": 12},
         "rule": {"color": ink},
         "line": {"strokeWidth": 2, "strokeJoin": "round", "strokeCap": "round"},
@@ -84,4 +58,4 @@ def config(ink: str = "currentColor", background: str | None = None, font: str =
 
 def on_paper() -> dict[str, Any]:
     """Build the configuration of chart files: dark text on white, in a widely available font."""
-    return config(ink=INK_ON_PAPER, background="white", font="DejaVu Sans, Liberation Sans, sans-serif")
+    return config(INK_ON_PAPER, "white", "DejaVu Sans, Liberation Sans, sans-serif")

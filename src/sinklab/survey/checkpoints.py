@@ -7,28 +7,27 @@ checkpoints are then ordered.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError
 from sinklab.jobs.progress import Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, name_in_results
-from sinklab.opening import is_run
+from sinklab.opening import is_run, open_model
 from sinklab.schema import finite_or_none
-from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all
-from sinklab.survey.measure_one import load_model, measure_loaded
+from sinklab.survey.measure_many import Item, Survey, deciding_request, measure_all, text_hash
+from sinklab.survey.measure_one import measure_loaded
 from sinklab.survey.request import Request
 from sinklab.survey.suites import MeasuredCheckpoint, StepUnit
 from sinklab.train.directory.checkpoint import steps_saved
 
-CHECKPOINTS = "checkpoints.json"
+CHECKPOINTS, CONFIG = "checkpoints.json", "config.json"
 STEP = re.compile(
     r"(?:(?:^|[^a-z])(?:global[-_]?)?(?:step|checkpoint|ckpt|chck|iter)[-_]?|^(?=\d+k?$))(\d+)(k?)(?![a-z\d]|\.\d)",
     re.I,
@@ -43,55 +42,24 @@ class SavedModel:
 
     Attributes:
         step: number of updates or tokens at the checkpoint.
+        unit: unit of `step`.
         name: name of the revision or folder; `step_N` for a run.
         model: Hugging Face id, model directory or run directory.
         revision: revision on the hub; None for a local model.
         place: directory of the checkpoint; None for a model on the hub.
-        unit: unit of `step`.
     """
 
     step: int
+    unit: StepUnit
     name: str
     model: str
-    revision: str | None = None
-    place: Path | None = None
-    unit: StepUnit = "step"
+    revision: str | None
+    place: Path | None
 
     @property
     def key(self) -> str:
         """Key of the checkpoint in the results, and name of its directory: step_100, tokens_100000000."""
         return f"{self.unit}_{self.step}"
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """Measurements of a model's checkpoints, by key (`step_N` or `tokens_N`).
-
-    Attributes:
-        model: name or path of the model.
-        text: path or name of the text; None without a text.
-        saved: checkpoints by key, ordered by step (or tokens).
-        outcome: measurements and reasons for failures, by key.
-    """
-
-    model: str
-    text: str | None
-    saved: dict[str, SavedModel]
-    outcome: Outcome
-
-    def rows(self) -> dict[str, MeasuredCheckpoint]:
-        """Return the main numbers of each measured checkpoint by key, in the order of `saved`."""
-        return {name: _row(self.saved[name], one) for name, one in self.outcome.measured.items()}
-
-    def document(self) -> dict[str, Any]:
-        """Return the content of checkpoints.json."""
-        return {
-            "schema": 1,
-            "model": self.model,
-            "text": self.text,
-            "checkpoints": {name: row.model_dump() for name, row in self.rows().items()},
-            "failed": self.outcome.failed,
-        }
 
 
 def measure_checkpoints(
@@ -103,7 +71,7 @@ def measure_checkpoints(
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
     observe: Observer = ignore,
-) -> Checkpoints:
+) -> Survey:
     """Measure checkpoints of a model at several steps of its training, on the same sequences.
 
     Args:
@@ -120,20 +88,34 @@ def measure_checkpoints(
     """
     saved = {one.key: one for one in saved_models(model, revisions)}
     request.check(text)
-    source = None if text is None else identity(str(text))
+    source = text_hash(text)
 
     def measure(one: SavedModel, how: Loading, progress: Progress) -> Measurement:
         step = one.step if is_run(one.model) else None
-        return measure_loaded(load_model(one.model, how, step, request=request, text=text), text, request, progress)
+        return measure_loaded(open_model(one.model, how, step=step), text, request, progress)
 
     items = []
     for name, one in saved.items():
         how = replace(loading, revision=one.revision)
         decides = deciding_request(one.model, one.place, source, how, request) | {"step": one.step}
         items.append(Item(name, decides, partial(measure, one, how)))
-    result_of = partial(
-        Checkpoints, name_in_results(model, loading.subfolder), None if text is None else str(text), saved
-    )
+
+    def row_of(name: str, measured: Measurement) -> dict[str, Any]:
+        first_LNH = measured.importance_first.swapaxes(0, 1)
+        return MeasuredCheckpoint(
+            step=saved[name].step,
+            unit=saved[name].unit,
+            checkpoint=saved[name].name,
+            sink_1=measured.sink_rate[0],
+            uniform_ratio=measured.uniform_ratio[0],
+            sink_bias=measured.sink_rate_bias,
+            loss=measured.loss,
+            norm_ratio=finite_or_none(max(measured.hidden_norm_ratio or [], default=None)),
+            by_layer=[float(100 * (first_NH > measured.eps).mean()) for first_NH in first_LNH],
+        ).model_dump()
+
+    header = {"model": name_in_results(model, loading.subfolder), "text": None if text is None else str(text)}
+    result_of = partial(Survey, header, "checkpoints", row_of)
     found = measure_all(items, result_of, out, CHECKPOINTS, observe)
     found.outcome.check_any("checkpoints")
     return found
@@ -151,18 +133,25 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     """
     check_name(model)
     folder = Path(model).expanduser()
+    named: list[tuple[str, str, str | None, Path | None]]
     if revisions:
         check_revision(model, revisions[0])
-        found = [_revision(model, name) for name in revisions]
+        named = [(name, model, name, None) for name in revisions]
     elif is_run(model):
         kept = folder / "checkpoints"
-        found = [SavedModel(step, f"step_{step}", model, place=kept / f"step_{step:08d}") for step in steps_saved(kept)]
+        named = [(f"step_{step}", model, None, kept / f"step_{step:08d}") for step in steps_saved(kept)]
     elif folder.is_dir():
-        found = list(_folders(folder))
+        named = [(path.name, str(path), None, path) for path in sorted(folder.iterdir()) if (path / CONFIG).is_file()]
     else:
         raise InputError(
             f"{model} is not a folder of checkpoints or a run: select the checkpoints of a model on the hub by branch "
             "or tag, --revision step1000 --revision step2000"
+        )
+    found = [SavedModel(*known, *one) for one in named if (known := step_in(one[0])) is not None]
+    if unknown := [name for name in revisions if step_in(name) is None]:
+        raise InputError(
+            f"--revision {unknown[0]} does not contain its step or number of tokens, over which several revisions are "
+            "plotted: pass names such as step1000, stage1-step1000-tokens5B or chck_100M"
         )
     if not found:
         raise InputError(
@@ -182,6 +171,12 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     return found
 
 
+def folders_without_step(folder: Path) -> list[str]:
+    """Return the names of model folders that `saved_models` skips, as they contain no step or number of tokens."""
+    folders = [] if is_run(str(folder)) else sorted(path.parent.name for path in folder.glob("*/config.json"))
+    return [name for name in folders if step_in(name) is None]
+
+
 def step_in(name: str) -> tuple[int, StepUnit] | None:
     """Parse the step (50K is 50,000) or number of tokens in a checkpoint name, with its unit; None without either."""
     if found := STEP.search(name):
@@ -189,35 +184,3 @@ def step_in(name: str) -> tuple[int, StepUnit] | None:
     if found := TOKENS.search(name):
         return round(float(found[1]) * MAGNITUDES[found[2].lower()]), "tokens"
     return None
-
-
-def _revision(model: str, name: str) -> SavedModel:
-    if (known := step_in(name)) is None:
-        raise InputError(
-            f"--revision {name} does not contain its step or number of tokens, over which several revisions are "
-            "plotted: pass names such as step1000, stage1-step1000-tokens5B or chck_100M"
-        )
-    return SavedModel(known[0], name, model, revision=name, unit=known[1])
-
-
-def _folders(folder: Path) -> Iterator[SavedModel]:
-    for path in sorted(folder.iterdir()):
-        known = step_in(path.name)
-        if known is not None and (path / "config.json").is_file():
-            yield SavedModel(known[0], path.name, str(path), place=path, unit=known[1])
-
-
-def _row(saved: SavedModel, measured: Measurement) -> MeasuredCheckpoint:
-    return MeasuredCheckpoint(
-        step=saved.step,
-        unit=saved.unit,
-        checkpoint=saved.name,
-        sink_1=measured.sink_rate[0],
-        uniform_ratio=measured.uniform_ratio[0],
-        sink_bias=measured.sink_rate_bias,
-        loss=measured.loss,
-        norm_ratio=finite_or_none(max(measured.hidden_norm_ratio or [], default=None)),
-        by_layer=[
-            float(100 * (first_NH > measured.eps).mean()) for first_NH in measured.importance_first.swapaxes(0, 1)
-        ],
-    )

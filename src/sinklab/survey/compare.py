@@ -5,22 +5,22 @@ are unknown; bits per byte are comparable.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError
 from sinklab.jobs.progress import Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, name_in_results
+from sinklab.opening import open_model
 from sinklab.schema import finite_or_none
-from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all
-from sinklab.survey.measure_one import check_loadable, check_readable, load_model, measure_loaded
+from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all, text_hash
+from sinklab.survey.measure_one import check_loadable, measure_loaded
 from sinklab.survey.request import Request
 from sinklab.survey.suites import ComparedQuantity
 
@@ -44,8 +44,23 @@ class Comparison:
 
     def rows(self) -> list[ComparedQuantity]:
         """Return the rows of the comparison: one per quantity that at least one model has."""
-        rows = [_row(quantity, self.measured) for quantity in _quantities(next(iter(self.measured.values())))]
-        return [row for row in rows if row.infinite or any(value is not None for value in row.values.values())]
+        rows = []
+        first, *others = self.measured
+        for quantity, unit, value_of in _quantities(self.measured[first]):
+            found = {model: value_of(measurement) for model, measurement in self.measured.items()}
+            values = {model: finite_or_none(number) for model, number in found.items()}
+            infinite = [model for model, number in found.items() if number == math.inf]
+            if not infinite and all(value is None for value in values.values()):
+                continue
+            differences: dict[str, float | None] = dict.fromkeys(others)
+            for other in others:
+                same_tokens = self.measured[other].vocabulary == self.measured[first].vocabulary is not None
+                value, reference = values[other], values[first]
+                if value is not None and reference is not None and (unit != PER_TOKEN or same_tokens):
+                    differences[other] = value - reference
+            row = {"values": values, "differences": differences, "infinite": infinite}
+            rows.append(ComparedQuantity(quantity=quantity, unit=unit, **row))
+        return rows
 
     def document(self) -> dict[str, Any]:
         """Return the content of comparison.json."""
@@ -73,9 +88,9 @@ def compare_models(
         out: output directory: comparison.json and one directory per model; a repeated call resumes.
 
     Raises:
-        InputError: before any measurement, if there are fewer than two models, duplicate models or no text, a config or
-            tokenizer cannot be loaded, a chat template fails on the text or gives too few sequences, an option is
-            unusable, or `out` cannot be written or has results with other settings.
+        InputError: before any measurement, if there are fewer than two models, duplicate models or no text, a config
+            cannot be loaded, an option is unusable, or `out` cannot be written or has results with other settings;
+            later, if a model does not fit the text: it has too few sequences, or the chat template fails.
         UnsavedError: if a result cannot be saved; the exception contains the comparison so far.
         SinklabError: if a model cannot be loaded or measured (finished measurements are kept in `out`), or another
             process writes to `out`.
@@ -87,23 +102,22 @@ def compare_models(
     request.check(text)
     for model in models:
         check_revision(model, loading.revision)
-    source = None if text is None else identity(str(text))
+    source = text_hash(text)
     named = {
         label if label != model else name_in_results(model, loading.subfolder): model
         for label, model in labels(models).items()
     }
 
     def measure(model: str, progress: Progress) -> Measurement:
-        return measure_loaded(load_model(model, loading, request=request, text=text), text, request, progress)
+        try:
+            return measure_loaded(open_model(model, loading), text, request, progress)
+        except InputError as error:
+            raise InputError(f"{model}: {error}") from error
 
-    items = [
-        Item(
-            name,
-            deciding_request(model, Path(model).expanduser(), source, loading, request),
-            partial(measure, model),
-        )
-        for name, model in named.items()
-    ]
+    items = []
+    for name, model in named.items():
+        decides = deciding_request(model, Path(model).expanduser(), source, loading, request)
+        items.append(Item(name, decides, partial(measure, model)))
 
     def comparison_of(outcome: Outcome) -> Comparison:
         return Comparison(None if text is None else str(text), outcome.measured)
@@ -111,7 +125,6 @@ def compare_models(
     def prepare(unfinished: Sequence[str]) -> None:
         for name in unfinished:
             check_loadable(named[name], loading)
-            check_readable(named[name], loading, text, request)
 
     return measure_all(items, comparison_of, out, COMPARISON, observe, prepare=prepare, stop_at_failure=True)
 
@@ -124,41 +137,19 @@ def labels(models: Sequence[str]) -> dict[str, str]:
     """
     parts = {model: _parts(model) for model in models}
     for count in range(1, 2 + max(map(len, parts.values()))):
-        named = {"/".join(own if _on_hub(model) else own[-count:]): model for model, own in parts.items()}
+        named = {"/".join(own[-count:]): model for model, own in parts.items()}
         if len(named) == len(models):
             return named
-    twice = next(model for model in models if sum(_parts(other) == _parts(model) for other in models) > 1)
+    twice = next(model for model in models if [*map(_parts, models)].count(_parts(model)) > 1)
     raise InputError(f"{twice} is repeated: pass different models")
 
 
-def _on_hub(model: str) -> bool:
-    return not Path(model).expanduser().exists()
-
-
 def _parts(model: str) -> tuple[str, ...]:
-    """Split a resolved path, or a Hugging Face id, into its parts, without the root."""
-    path = Path(model) if _on_hub(model) else Path(model).expanduser().resolve()
-    return tuple(part for part in path.parts if part not in (path.anchor, "..", "."))
-
-
-def _row(quantity: ComparedNumber, measured: Mapping[str, Measurement]) -> ComparedQuantity:
-    name, unit, value = quantity
-    found = {model: value(measurement) for model, measurement in measured.items()}
-    values = {model: finite_or_none(number) for model, number in found.items()}
-    first, *others = values
-    vocabulary = {model: measurement.vocabulary for model, measurement in measured.items()}
-    differences = {
-        other: _difference(values[other], values[first])
-        if unit != PER_TOKEN or vocabulary[other] == vocabulary[first] is not None
-        else None
-        for other in others
-    }
-    infinite = [model for model, number in found.items() if number == math.inf]
-    return ComparedQuantity(quantity=name, unit=unit, values=values, differences=differences, infinite=infinite)
-
-
-def _difference(value: float | None, reference: float | None) -> float | None:
-    return None if value is None or reference is None else value - reference
+    """Return the parts of a local model's resolved path, without the root; a Hugging Face id is a single part."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return path.resolve().parts[1:]
+    return ("/".join(part for part in path.parts if part not in (path.anchor, "..")),)
 
 
 def _quantities(first: Measurement) -> list[ComparedNumber]:
@@ -166,13 +157,14 @@ def _quantities(first: Measurement) -> list[ComparedNumber]:
     quantities: list[ComparedNumber] = [
         (f"Sink_{k + 1}", "% of heads", lambda m, k=k: m.sink_rate[k]) for k in range(min(POSITIONS, first.length))
     ]
-    others = [eps for eps in first.sink_rates or {} if float(eps) != first.eps]
     quantities += [
-        (f"Sink_1 at eps {eps}", "% of heads", lambda m, eps=eps: (m.sink_rates or {})[eps][0]) for eps in others
+        (f"Sink_1 at eps {eps}", "% of heads", lambda m, eps=eps: (m.sink_rates or {})[eps][0])
+        for eps in first.sink_rates or {}
+        if float(eps) != first.eps
     ]
-    quantities.append(("Sink_1, visible queries", "% of heads", lambda m: (m.sink_rate_visible or [None])[0]))
     return [
         *quantities,
+        ("Sink_1, visible queries", "% of heads", lambda m: (m.sink_rate_visible or [None])[0]),
         ("sink on the bias", "% of heads", lambda m: m.sink_rate_bias),
         ("importance of position 1", "mean", lambda m: float(m.importance[:, :, 0].mean())),
         ("importance of position 1", "times uniform", lambda m: m.uniform_ratio[0]),

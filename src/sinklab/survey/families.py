@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from sinklab.data.sources.corpora import identity
 from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError
 from sinklab.jobs.progress import Observer, ignore
@@ -16,8 +15,9 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, DEVICE_MAP, Loading
 from sinklab.models.memory_budget import LARGEST, LOGITS_AT_ONCE, Sizes
-from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all
-from sinklab.survey.measure_one import load_model, measure_loaded
+from sinklab.opening import open_model
+from sinklab.survey.measure_many import Item, Survey, deciding_request, measure_all, text_hash
+from sinklab.survey.measure_one import measure_loaded
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 from sinklab.survey.request import Request
 
@@ -26,40 +26,6 @@ GB = 10**9
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 PROCESS = 0.5 * GB  # bytes of memory of a process with PyTorch and transformers, as measured
 PER_LOGIT = 12  # bytes: logits, their float32 copy and their softmax
-
-
-@dataclass(frozen=True)
-class Families:
-    """Measurements of the paper's models, with reasons for failures.
-
-    Attributes:
-        models: requested models, and earlier measured models of other families.
-        request: settings of the measurements.
-        outcome: measurements and reasons for failures, by Hugging Face id.
-    """
-
-    models: list[OpenModel]
-    request: Request
-    outcome: Outcome
-
-    def document(self) -> dict[str, Any]:
-        """Return the content of families.json."""
-        return {
-            "schema": 1,
-            "models": {model.id: self._entry(model) for model in self.models if model.id in self.outcome.measured},
-            "failed": self.outcome.failed,
-        }
-
-    def _entry(self, model: OpenModel) -> dict[str, Any]:
-        measurement, printed = self.outcome.measured[model.id], published(model, self.request)
-        return {
-            "family": model.family,
-            "parameters": model.parameters,
-            "sink_1": sink_1(measurement),
-            "published": printed,
-            "source": None if printed is None else model.source,
-            "measurement": measurement.document(),
-        }
 
 
 def measure_families(
@@ -71,7 +37,7 @@ def measure_families(
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
     observe: Observer = ignore,
-) -> Families:
+) -> Survey:
     """Measure every model of the named families.
 
     Args:
@@ -87,24 +53,41 @@ def measure_families(
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     asked = models_of(names)
-    models = [model for model in models_of([EVERY]) if model in asked or (out and _is_measured(out / model.id))]
+    models = {
+        model.id: model
+        for model in models_of([EVERY])
+        if model in asked or (out and (out / model.id / "measurement.json").is_file())
+    }
     check_models_dir(models_dir)
     request.check(text)
-    source = None if text is None else identity(str(text))
+    source = text_hash(text)
 
     def measure(model: OpenModel, progress: Progress) -> Measurement:
-        loaded = load_model(place_of(model, models_dir), loading, request=request, text=text)
-        return measure_loaded(loaded, text, request, progress)
+        place = directory_of(model, models_dir)
+        if place is None and models_dir is not None:
+            last = model.id.rpartition("/")[2]
+            raise InputError(
+                f"{models_dir} does not contain the model: put it there as {last} or {model.id}, or remove --models-dir"
+            )
+        return measure_loaded(open_model(str(place or model.id), loading), text, request, progress)
 
-    items = [
-        Item(
-            model.id,
-            deciding_request(model.id, directory_of(model, models_dir), source, loading, request),
-            partial(measure, model),
-        )
-        for model in models
-    ]
-    return measure_all(items, partial(Families, models, request), out, FAMILIES, observe)
+    def row_of(name: str, measured: Measurement) -> dict[str, Any]:
+        model, printed = models[name], published(models[name], request)
+        rates = (measured.sink_rates or {}).get(f"{setting().eps:g}", measured.sink_rate)
+        return {
+            "family": model.family,
+            "parameters": model.parameters,
+            "sink_1": rates[0],
+            "published": printed,
+            "source": None if printed is None else model.source,
+            "measurement": measured.document(),
+        }
+
+    items = []
+    for name, model in models.items():
+        decides = deciding_request(name, directory_of(model, models_dir), source, loading, request)
+        items.append(Item(name, decides, partial(measure, model)))
+    return measure_all(items, partial(Survey, {}, "models", row_of), out, FAMILIES, observe)
 
 
 def published(model: OpenModel, request: Request) -> float | None:
@@ -114,12 +97,6 @@ def published(model: OpenModel, request: Request) -> float | None:
     same = same and wanted.eps in request.options.eps
     changed = request.no_bos or request.study.swap_position or request.study.replace_position
     return model.published.get(request.options.inputs) if same and not changed else None
-
-
-def sink_1(measurement: Measurement) -> float:
-    """Return Sink_1 of a measurement, percent, at the paper's eps if it was measured, else at the first eps."""
-    rates = (measurement.sink_rates or {}).get(f"{setting().eps:g}", measurement.sink_rate)
-    return rates[0]
 
 
 def check_models_dir(models_dir: Path | None) -> None:
@@ -134,27 +111,6 @@ def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
         return None
     candidates = (models_dir / model.id, models_dir / model.id.rpartition("/")[2])
     return next((path for path in candidates if path.is_dir()), None)
-
-
-def place_of(model: OpenModel, models_dir: Path | None) -> str:
-    """Return the name by which to load a model: its directory in `models_dir`, if set, else its Hugging Face id.
-
-    Raises:
-        InputError: if `models_dir` does not contain the model.
-    """
-    if models_dir is None:
-        return model.id
-    directory = directory_of(model, models_dir)
-    if directory is None:
-        *_, last = model.id.split("/")
-        raise InputError(
-            f"{models_dir} does not contain the model: put it there as {last} or {model.id}, or remove --models-dir"
-        )
-    return str(directory)
-
-
-def _is_measured(folder: Path) -> bool:
-    return (folder / "measurement.json").is_file()
 
 
 @dataclass(frozen=True)
@@ -206,47 +162,41 @@ def sizes(
     """
     check_models_dir(models_dir)
     where = pick_device("auto" if device == DEVICE_MAP else device)
-    return [_size(model, directory_of(model, models_dir), request, dtype, where) for model in models_of(names)]
+    batch = min(request.options.batch_size or LARGEST, request.sequences)
+    found = []
+    for model in models_of(names):
+        directory = directory_of(model, models_dir)
+        counted = parameters_of_config(str(directory or model.id))
+        parameters, in_memory = counted or model.parameters, dtype
+        if dtype == "auto":
+            in_memory = str(float32_if_emulated(getattr(torch, model.dtype), where)).removeprefix("torch.")
+        files = [] if directory is None else list(directory.glob("*.safetensors"))
+        disk = sum(file.stat().st_size for file in files) or parameters * BYTES[model.dtype]
+        activations = Sizes(model.width, ffn_width=4 * model.width, layers=0, heads=0).bytes_per_sequence(
+            request.length
+        )
+        logits = min(batch * request.length * model.vocabulary, LOGITS_AT_ONCE)
+        beside = batch * activations + logits * PER_LOGIT  # one batch: activations of one block, and logits
+        if in_memory != model.dtype:
+            beside = max(beside, disk)
+        size = Size(
+            model=model.id,
+            family=model.family,
+            parameters=parameters,
+            counted="config" if counted else "list",
+            disk_gb=disk / GB,
+            float32_gb=parameters * BYTES["float32"] / GB,
+            bfloat16_gb=parameters * BYTES["bfloat16"] / GB,
+            peak_gb=(parameters * BYTES[in_memory] + beside + PROCESS) / GB,
+            published=published(model, request),
+        )
+        found.append(size)
+    return found
 
 
 def sizes_document(found: Sequence[Size]) -> dict[str, Any]:
     """Return the model sizes as a JSON-serializable dict, printed by `--dry-run --json`."""
     return {"schema": 1, "models": [asdict(size) for size in found]}
-
-
-def working_bytes(width: int, vocabulary: int, request: Request) -> float:
-    """Estimate the memory of one batch in bytes: activations of one block, and logits.
-
-    Args:
-        width: hidden size.
-        vocabulary: vocabulary size.
-    """
-    batch = min(request.options.batch_size or LARGEST, request.sequences)
-    activations = Sizes(width, ffn_width=4 * width, layers=0, heads=0).bytes_per_sequence(request.length)
-    return batch * activations + min(batch * request.length * vocabulary, LOGITS_AT_ONCE) * PER_LOGIT
-
-
-def _size(model: OpenModel, directory: Path | None, request: Request, dtype: str, device: torch.device) -> Size:
-    counted = parameters_of_config(str(directory or model.id))
-    parameters = counted or model.parameters
-    in_memory = dtype
-    if dtype == "auto":
-        in_memory = str(float32_if_emulated(getattr(torch, model.dtype), device)).removeprefix("torch.")
-    disk_gb = _on_disk(directory) or parameters * BYTES[model.dtype] / GB
-    beside = working_bytes(model.width, model.vocabulary, request)
-    if in_memory != model.dtype:
-        beside = max(beside, disk_gb * GB)
-    return Size(
-        model=model.id,
-        family=model.family,
-        parameters=parameters,
-        counted="config" if counted else "list",
-        disk_gb=disk_gb,
-        float32_gb=parameters * BYTES["float32"] / GB,
-        bfloat16_gb=parameters * BYTES["bfloat16"] / GB,
-        peak_gb=(parameters * BYTES[in_memory] + beside + PROCESS) / GB,
-        published=published(model, request),
-    )
 
 
 def parameters_of_config(name: str) -> int | None:
@@ -267,9 +217,3 @@ def parameters_of_config(name: str) -> int | None:
     except (OSError, ValueError, KeyError):
         return None
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _on_disk(directory: Path | None) -> float | None:
-    """Return the size of a directory's weight files in GB; None if there are none."""
-    files = [] if directory is None else list(directory.glob("*.safetensors"))
-    return sum(file.stat().st_size for file in files) / GB or None

@@ -24,9 +24,9 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, name_in_results
-from sinklab.opening import Model, model_files
+from sinklab.opening import Model, model_files, open_model
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
-from sinklab.survey.measure_one import load_model, measure_loaded
+from sinklab.survey.measure_one import measure_loaded
 from sinklab.survey.request import Request
 
 DOMAINS = "domains.json"
@@ -63,11 +63,6 @@ class Item:
         unknown = None in (before.get(FILES), self.request.get(FILES))  # the model is or was not on this machine
         check_request(folder, "a measurement", before, self.request, {FILES} if unknown else set())
         return Measurement.load(folder)
-
-    def save(self, folder: Path, measurement: Measurement) -> None:
-        """Save the measurement with its settings in `folder`."""
-        write_json(folder / REQUEST, self.request)
-        measurement.save(folder)
 
 
 @dataclass(frozen=True)
@@ -130,11 +125,14 @@ def measure_all(
             ledger.save(result())
 
     def run(item: Item, progress: StepProgress) -> str:
-        _release_memory()
+        gc.collect()  # frees the memory of models that are no longer referenced
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         measured[item.name] = item.measure(progress.reach)
         if out is not None:
             with unsaved(result):
-                item.save(out / item.name, measured[item.name])
+                write_json(out / item.name / REQUEST, item.request)
+                measured[item.name].save(out / item.name)
         save()
         return summary_line(measured[item.name])
 
@@ -162,6 +160,15 @@ def summary_line(measurement: Measurement) -> str:
     return ", ".join([*parts, f"{measurement.sequences} sequences"])
 
 
+def text_hash(text: Path | None) -> str | None:
+    """Return a hash of the contents of a text, which a copy has too; None without a text.
+
+    Raises:
+        InputError: if there is no such text.
+    """
+    return None if text is None else identity(str(text), contents=True)
+
+
 def deciding_request(
     model: str, place: Path | None, text: str | None, loading: Loading, request: Request
 ) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def deciding_request(
     Args:
         place: directory or file of the model, whose files are hashed; for a model on the hub, None or a path that does
             not exist.
-        text: identity of the measured text (`corpora.identity`); None without a text.
+        text: hash of the measured text (`text_hash`); None without a text.
     """
     files = None if place is None else model_files(place)
     loaded = {"revision": loading.revision, "dtype": loading.dtype}
@@ -178,36 +185,26 @@ def deciding_request(
     return json.loads(json.dumps({"model": named, FILES: files, "text": text, **loaded, **request.document()}))
 
 
-def _release_memory() -> None:
-    """Release the memory of models that are no longer referenced, on CPU and GPU."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 @dataclass(frozen=True)
-class Domains:
-    """Measurements of a model by domain of text.
+class Survey:
+    """Measurements of a survey, reasons for failures, and the document of both.
 
     Attributes:
-        model: name or path of the model.
-        text: folder of the texts.
-        outcome: measurements and reasons for failures, by domain.
+        header: settings in the document, such as model and text.
+        key: key of the rows in the document: "domains", "models" or "checkpoints".
+        row_of: function that returns the row of a measurement in the document, given its name.
+        outcome: measurements and reasons for failures, by name.
     """
 
-    model: str
-    text: str
+    header: Mapping[str, Any]
+    key: str
+    row_of: Callable[[str, Measurement], dict[str, Any]]
     outcome: Outcome
 
     def document(self) -> dict[str, Any]:
-        """Return the content of domains.json."""
-        return {
-            "schema": 1,
-            "model": self.model,
-            "text": self.text,
-            "domains": {name: measured.document() for name, measured in self.outcome.measured.items()},
-            "failed": self.outcome.failed,
-        }
+        """Return the content of domains.json, families.json or checkpoints.json."""
+        rows = {name: self.row_of(name, measured) for name, measured in self.outcome.measured.items()}
+        return {"schema": 1, **self.header, self.key: rows, "failed": self.outcome.failed}
 
 
 def measure_domains(
@@ -218,7 +215,7 @@ def measure_domains(
     loading: Loading = AS_IT_IS,
     out: Path | None = None,
     observe: Observer = ignore,
-) -> Domains:
+) -> Survey:
     """Measure a model on every .txt and .jsonl file in or below a folder.
 
     A domain has fewer sequences than requested if its file is small.
@@ -245,17 +242,18 @@ def measure_domains(
     loaded: list[Model] = []
 
     def prepare(_: Sequence[str]) -> None:
-        loaded.append(load_model(model, loading, request=request, text=folder))
+        loaded.append(open_model(model, loading))
 
     def measure(file: Path, progress: Progress) -> Measurement:
         return measure_loaded(loaded[0], file, request, progress)
 
     place = Path(model).expanduser()
     items = [
-        Item(name, deciding_request(model, place, identity(str(file)), loading, request), partial(measure, file))
+        Item(name, deciding_request(model, place, text_hash(file), loading, request), partial(measure, file))
         for name, file in domain_files(folder).items()
     ]
-    result_of = partial(Domains, name_in_results(model, loading.subfolder), str(folder))
+    header = {"model": name_in_results(model, loading.subfolder), "text": str(folder)}
+    result_of = partial(Survey, header, "domains", lambda _, measured: measured.document())
     domains = measure_all(items, result_of, out, DOMAINS, observe, prepare=prepare)
     domains.outcome.check_any("domains")
     return domains

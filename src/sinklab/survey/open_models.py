@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sinklab.errors import InputError
 from sinklab.schema import Part
@@ -44,12 +44,6 @@ class OpenModel(Part):
     vocabulary: int = Field(gt=0)
     published: dict[Literal["natural", "random", "repeat"], float] = Field(default_factory=dict)
     source: str | None = None
-
-    @model_validator(mode="after")
-    def _numbers_have_a_source(self) -> Self:
-        if bool(self.published) != (self.source is not None):
-            raise ValueError(f"{self.id}: set both `published` and `source`, or neither")
-        return self
 
 
 @cache

@@ -1,8 +1,7 @@
 """Settings of a measurement: input sequences, measured quantities and ablations."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -10,24 +9,8 @@ from sinklab.errors import InputError
 from sinklab.measuring.options import Options, Study
 from sinklab.settings import ADVANCED, INPUT, CommandSettings, Flag, Seed, SequenceCount, SequenceLength
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sinklab.data.sources.textfiles import Render
-    from sinklab.measuring.inputs import Encode
-
 DECIDING = (
-    "inputs",
-    "sequences",
-    "length",
-    "eps",
-    "lengths",
-    "no_bos",
-    "seed",
-    "fewer",
-    "loss",
-    "study",
-    "details",
+    *("inputs", "sequences", "length", "eps", "lengths", "no_bos", "seed", "fewer", "loss", "study", "details"),
     "maps",
 )
 """Settings that every request.json contains, in this order because it is hashed as text; others only if set."""
@@ -70,7 +53,11 @@ class Request(CommandSettings, frozen=True):
 
         self.check_options()
         if self.options.inputs == "natural":
-            next(documents(str(self.needed(text))))
+            if text is None:
+                raise InputError(
+                    "natural inputs need a text: add --text FILE (.txt or .jsonl), or use --inputs random or repeat"
+                )
+            next(documents(str(text)))
 
     def check_options(self) -> None:
         """Check the options that do not depend on model or text.
@@ -88,53 +75,6 @@ class Request(CommandSettings, frozen=True):
         if "no_bos" in self.study.ablate and (self.no_bos or self.options.inputs != "natural"):
             why = "--no-bos leaves it out already" if self.no_bos else f"--inputs {self.options.inputs} has no BOS"
             raise InputError(f"--ablate no_bos leaves out BOS, but {why}: use only one of the two options")
-
-    def needed(self, text: Path | None) -> Path:
-        """Return the text, which natural inputs require.
-
-        Raises:
-            InputError: if the text is None.
-        """
-        if text is None:
-            raise InputError(
-                "natural inputs need a text: add --text FILE (.txt or .jsonl), or use --inputs random or repeat"
-            )
-        return text
-
-    def text_tokens(
-        self, text: Path, encode: "Encode", *, length: int, prefix: Sequence[int] = (), render: "Render"
-    ) -> "tuple[Tensor, Tensor | None]":
-        """Tokenize the text; return token ids, and bytes of text per token (`inputs.sizes_of`), both (N, T).
-
-        Args:
-            encode: function from text to token ids, without special tokens.
-            length: tokens per sequence, `prefix` included.
-            prefix: token ids prepended to each sequence.
-            render: function from conversations to text.
-
-        Returns:
-            The two tensors; the second is None if `encode` does not return the bytes.
-
-        Raises:
-            InputError: if the text is unusable or too short (`natural_text`, `drawn_text`).
-        """
-        from sinklab.measuring.inputs import drawn_text, natural_text, sizes_of, with_prefix
-
-        wanted: dict[str, Any] = {"sequences": self.sequences, "length": length, "prefix": prefix, "render": render}
-        if self.drawn_text:
-            bodies = drawn_text(text, encode, draw=self.seed, **wanted)
-        else:
-            bodies = natural_text(text, encode, fewer=self.fewer, **wanted)
-        return with_prefix(bodies, prefix), sizes_of(bodies, prefix)
-
-    def synthetic_tokens(self, vocabulary: int) -> "Tensor | None":
-        """Sample random or repeated token ids, (N, T); None for natural inputs."""
-        from sinklab.measuring.inputs import random_tokens, repeated_tokens
-
-        draw = {"random": random_tokens, "repeat": repeated_tokens}.get(self.options.inputs)
-        if draw is None:
-            return None
-        return draw(vocabulary, sequences=self.sequences, length=self.length, seed=self.seed)
 
     def options_for(self, model_name: str, bos: bool) -> Options:
         """Return a copy of the options for one model: with its name, whether position 1 is BOS, and ordered lengths."""

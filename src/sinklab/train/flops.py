@@ -78,9 +78,12 @@ def model_flops(config: ModelConfig) -> Flops:
     kinds = Counter(map(config.of_layer, config.attention_layers))
     of_attention = sum(layers * _attention_flops(kind, positions) for kind, layers in kinds.items())
     predicted = config.context + 2 - config.first_target  # predicted tokens of a chunk, which has context + 1 tokens
+    for linear in (block.attention for block in model.blocks if isinstance(block, LinearBlock)):
+        rule = 6 * linear.heads * linear.key_width * linear.value_width  # and the convolution
+        of_attention += positions * (rule + 2 * linear.conv.weight.numel())
     return Flops(
         FORWARD_AND_BACKWARD * _matrix_flops(model) * positions,
-        FORWARD_AND_BACKWARD * (of_attention + sum(_rule_flops(block, positions) for block in model.blocks)),
+        FORWARD_AND_BACKWARD * of_attention,
         FORWARD_AND_BACKWARD * 2 * model.head.weight.numel() * predicted,
     )
 
@@ -111,54 +114,23 @@ def _matrix_flops(model: Transformer) -> int:
     return total
 
 
-def _rule_flops(block: nn.Module, positions: int) -> int:
-    """Count the forward FLOPs of a linear layer's delta rule and convolution for one sequence; 0 for other layers."""
-    if not isinstance(block, LinearBlock):
-        return 0
-    linear = block.attention
-    return positions * (6 * linear.heads * linear.key_width * linear.value_width + 2 * linear.conv.weight.numel())
-
-
 def _attention_flops(config: ModelConfig, positions: int) -> int:
     """Count the forward FLOPs of the attention core of one layer for one sequence."""
     width, value_width, operation = config.query_width, config.value_width, config.attention.operation
     scored = width * operation.queries_per_head
     core = AttentionCore(
-        config.attention,
-        config.key_heads,
-        width,
-        heads=config.heads,
-        context=config.context,
-        value_width=value_width,
+        config.attention, config.key_heads, width, heads=config.heads, context=config.context, value_width=value_width
     )
     bias = 2 * scored * positions if core.bias.key is not None else 0
     if isinstance(operation, Kernel) and core.mask.running_sum is not None:
-        state = (
-            2 * width * (value_width + int(operation.normalised))
-        )  # to add k v to the state; reading it costs the same
+        state = 2 * width * (value_width + int(operation.normalised))  # to add k v to it; reading it costs the same
         return config.heads * (2 * state * positions + bias)
     pairs = int(visible_keys(core.mask, positions, torch.device("cpu")).sum())
     return config.heads * (2 * (scored + value_width) * pairs + bias)
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Training throughput since `Speedometer.begin`, without the time of evaluations and checkpoints.
-
-    Attributes:
-        tokens_per_second: tokens per second of all processes; None if there was no update.
-        mfu: model FLOPs utilisation, relative to the peak of all devices (0..1); None if there was no update, or if
-            neither `train.peak_flops` nor `peak_flops` gives the peak.
-        stall_share: share of the time that this process waited for batches (0..1); None if there was no update.
-    """
-
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    stall_share: float | None = None
-
-
 class Speedometer:
-    """Measure the training throughput between two evaluations.
+    """Measure the training throughput between two evaluations, without their time and that of checkpoints.
 
     Args:
         recipe: recipe with the model's `vocab_size` set.
@@ -188,11 +160,10 @@ class Speedometer:
         finally:
             self._running_since = time.perf_counter()
 
-    def read(self, step: int, waited: float) -> Speed:
-        """Return the throughput from `begin` to `step`; call only while paused."""
-        tokens = (step - self._step) * self._tokens_per_step
-        if not tokens:
-            return Speed()
-        rate = tokens / self._seconds
+    def read(self, step: int, waited: float) -> dict[str, float | None]:
+        """Return throughput, MFU and stall share since `begin` (see `Evaluation`); call only while paused."""
+        if step == self._step:
+            return dict.fromkeys(("tokens_per_second", "mfu", "stall_share"))
+        rate = (step - self._step) * self._tokens_per_step / self._seconds
         mfu = None if self._peak is None else rate * self._flops_per_token / self._peak
-        return Speed(rate, mfu, (waited - self._waited) / self._seconds)
+        return {"tokens_per_second": rate, "mfu": mfu, "stall_share": (waited - self._waited) / self._seconds}

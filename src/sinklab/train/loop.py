@@ -5,16 +5,17 @@ bit-identical to an uninterrupted one with the same number of processes and thre
 writes its shard of a checkpoint and rank 0 all other files; all make the same decisions.
 """
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from sinklab.errors import InputError, SinklabError, StoppedError
-from sinklab.files import write_json
+from sinklab.files import append_line, write_json
 from sinklab.train.directory.checkpoint import (
     TrainState,
     find_checkpoint,
@@ -23,7 +24,7 @@ from sinklab.train.directory.checkpoint import (
     save_checkpoint,
     step_of,
 )
-from sinklab.train.directory.history import History, finite, read_metrics
+from sinklab.train.directory.history import finite, read_metrics, rewrite_metrics
 from sinklab.train.directory.lock import holder, leave, lock_run, sees
 from sinklab.train.directory.run import Run, establish
 from sinklab.train.evaluator import OTHER_EPS, Evaluator, first_position
@@ -98,7 +99,6 @@ class Trainer:
             world.only_first(lambda: establish(run, self.updater.compiles_loss))
             self.model, self.optimizer = self.updater.model, self.updater.optimizer
             compile_blocks(self.model, self.recipe.train.compile, self.updater.device)
-            self._history = History(run.metrics)
             self._checkpoint = self._continue()
             self._held = holding.pop_all()
         self._speed = Speedometer(self.recipe, self.updater.device, world.size)
@@ -210,16 +210,11 @@ class Trainer:
     def _evaluate(self) -> None:
         with self._settled():
             row = self._row()
-            self.world.only_first(lambda: self._history.add(row))
-            if self._is_regular:  # else kept: an extended run has no evaluation at this step
+            self.world.only_first(lambda: append_line(self.run.metrics, json.dumps(row)))
+            if self.state.step % self.recipe.train.eval_every == 0:  # else kept: an extended run has no evaluation here
                 self.state.loss_sum, self.state.loss_count = 0.0, 0
             self.watch(StepReport(self.state.step, row))
         self._speed.begin(self.state.step, self.updater.batches.waited)
-
-    @property
-    def _is_regular(self) -> bool:
-        """Return True if the current step is a multiple of `eval_every`."""
-        return self.state.step % self.recipe.train.eval_every == 0
 
     def _row(self) -> dict[str, Any]:
         """Evaluate the model and return the results as a line of metrics.jsonl."""
@@ -247,7 +242,7 @@ class Trainer:
             "sink_rate_window_start": measurement.sink_rate_window_start,
             "lr": self.updater.rate,
             "grad_norm": state.grad_norm if state.step else None,
-            **asdict(self._speed.read(state.step, self.updater.batches.waited)),
+            **self._speed.read(state.step, self.updater.batches.waited),
         }
 
     def _save(self) -> None:
@@ -255,7 +250,6 @@ class Trainer:
             return  # a valid checkpoint is not overwritten
         with self._settled():
             self.world.together(self.run.dataset.train.check_unchanged)  # never save weights trained on changed text
-            self.world.only_first(self._history.keep)
             self._checkpoint = save_checkpoint(
                 self.run.checkpoints,
                 self.model,
@@ -275,7 +269,7 @@ class Trainer:
         if checkpoint is not None:
             self.updater.state = load_checkpoint(checkpoint, self.model, self.optimizer, world)
         self._unevaluated = self.state.step if world.from_first(self._resume_history) else None
-        if self._is_regular and self._unevaluated is None:
+        if self.state.step % self.recipe.train.eval_every == 0 and self._unevaluated is None:
             self.state.loss_sum, self.state.loss_count = 0.0, 0
         return checkpoint
 
@@ -294,5 +288,5 @@ class Trainer:
         missing = state.step not in there and state.step in made and (state.loss_count > 0 or state.step == 0)
         if lost := sorted(regular - there - ({state.step} if missing else set())) if state.step else []:
             log.warning("%s lacks evaluations that cannot be repeated, the first at step %s", self.run.metrics, lost[0])
-        self._history.begin(kept)
+        rewrite_metrics(self.run.metrics, kept)
         return missing

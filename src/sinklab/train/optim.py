@@ -45,7 +45,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
         hidden = hidden_matrices(model)
         names = {id(parameter) for parameter in hidden}
         rest = [parameter for parameter in model.parameters() if id(parameter) not in names]
-        self.parts = [_muon(hidden, config), _adamw(rest, config)]
+        kind = getattr(torch.optim, "Muon", None)
+        if kind is None:
+            raise SinklabError(
+                f"optim.name muon needs torch.optim.Muon, which PyTorch {torch.__version__} does not have: "
+                "install PyTorch 2.11 or newer, or use optim.name adamw or sgd"
+            )
+        decay, momentum = config.weight_decay, config.momentum
+        muon = kind(hidden, lr=config.lr, weight_decay=decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        self.parts = [muon, _adamw(rest, config)]
         super().__init__([{"params": hidden}, {"params": rest}], {"lr": config.lr})
         self.param_groups = [group for part in self.parts for group in part.param_groups]
         for part in self.parts:
@@ -74,22 +82,6 @@ def _adamw(parameters: list[nn.Parameter], config: AdamW | Muon) -> torch.optim.
         eps=config.eps,
         weight_decay=config.weight_decay,
         fused=True,
-    )
-
-
-def _muon(parameters: list[nn.Parameter], config: Muon) -> torch.optim.Optimizer:
-    kind = getattr(torch.optim, "Muon", None)
-    if kind is None:
-        raise SinklabError(
-            f"optim.name muon needs torch.optim.Muon, which PyTorch {torch.__version__} does not have: "
-            "install PyTorch 2.11 or newer, or use optim.name adamw or sgd"
-        )
-    return kind(
-        parameters,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        adjust_lr_fn="match_rms_adamw",
     )
 
 

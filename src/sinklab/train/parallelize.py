@@ -19,7 +19,6 @@ gradients.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,22 +75,6 @@ def compiles_loss(choice: Compile, device: torch.device, world: World) -> bool:
     return choice == "loss" and device.type == "cpu" and world.size == 1 and can_compile()
 
 
-@dataclass(frozen=True)
-class SharedLoss:
-    """Loss function of a model that is trained by one or several processes, and its context for gradient accumulation.
-
-    Attributes:
-        losses: function of tokens (B, T), inputs and the last target, that returns the means over these rows of the
-            cross-entropy and the auxiliary losses, (1 + terms,); the backward pass of their sum averages gradients over
-            processes.
-        apart: context manager for all micro-batches but the last, in which gradients are accumulated locally, without
-            averaging.
-    """
-
-    losses: Callable[[Tensor], Tensor]
-    apart: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
 class _Loss(nn.Module):
     """Module whose forward pass returns `Transformer.losses`, because DDP hooks the forward pass of a module."""
 
@@ -103,15 +86,24 @@ class _Loss(nn.Module):
         return self.model.losses(tokens_BT, self.added)
 
 
-def share(model: Transformer, added: AddedLosses, how: Parallel, world: World) -> SharedLoss:
+def share(
+    model: Transformer, added: AddedLosses, how: Parallel, world: World
+) -> tuple[Callable[[Tensor], Tensor], Callable[[], AbstractContextManager[Any]]]:
     """Replicate (DDP) or shard (FSDP) `model` over the processes of `world`; one process leaves it unchanged.
 
     The model must be on its device, with the same weights on every process. FSDP replaces its parameters by sharded
     ones, so the optimiser must be built afterwards. They are gathered in every forward and backward pass and are shards
     between passes.
+
+    Returns:
+        A function of tokens (B, T), inputs and the last target, that returns the means over these rows of the
+        cross-entropy and the auxiliary losses, (1 + terms,); the backward pass of their sum averages gradients over
+        processes. And a context manager for all micro-batches but the last, in which gradients are accumulated locally,
+        without averaging.
     """
+    losses = functools.partial(model.losses, added=added)
     if world.size == 1:
-        return SharedLoss(functools.partial(model.losses, added=added))
+        return losses, nullcontext
     if how == "fsdp":
         mesh = init_device_mesh(next(model.parameters()).device.type, (world.size,))
         for part in [*model.blocks, model]:
@@ -120,12 +112,12 @@ def share(model: Transformer, added: AddedLosses, how: Parallel, world: World) -
         with torch.no_grad():  # FSDP treats the first module that is called as the root
             device = next(model.parameters()).device
             model.losses(torch.zeros(1, model.config.context + 1, dtype=torch.long, device=device), added)
-        return SharedLoss(functools.partial(model.losses, added=added), lambda: _keeping_gradients(model))
+        return losses, lambda: _keeping_gradients(model)
     # Dynamo would split compiled code at DDP's gradient buckets. Block parts are compiled separately anyway, and older
     # PyTorch cannot split custom autograd functions such as RoPE and FlexAttention.
     torch._dynamo.config.optimize_ddp = False
     replica = DistributedDataParallel(_Loss(model, added), gradient_as_bucket_view=True)
-    return SharedLoss(replica, replica.no_sync)
+    return replica, replica.no_sync
 
 
 @contextmanager

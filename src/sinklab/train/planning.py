@@ -22,11 +22,10 @@ savings by `torch.compile`.
 Memory is checked before the model is built, because Linux overcommits memory and later kills the process.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ from sinklab.model.loss import WHOLE, rows_per_chunk
 from sinklab.model.transformer import Transformer
 from sinklab.model.values import NoValueResidual
 from sinklab.models.memory_budget import total_bytes
-from sinklab.train.config import Muon, OptimConfig, Sgd, TrainConfig
+from sinklab.train.config import Muon, OptimConfig, Sgd
 from sinklab.train.directory.run import resolved_precision
 from sinklab.train.flops import Flops, model_flops, peak_flops, shape_of
 from sinklab.train.optim import hidden_matrices
@@ -68,13 +67,6 @@ class MemoryEstimate:
         return sum(asdict(self).values())
 
 
-class _Saved(NamedTuple):
-    """Bytes that autograd saves, in total or per position, inside and outside the first block of a small model."""
-
-    inside: float
-    outside: float
-
-
 def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) -> MemoryEstimate:
     """Estimate the peak memory of one process.
 
@@ -93,19 +85,21 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
     bf16 = train.precision == "bf16"
     positions = sequences * (config.context + model.leading)
     counted = [(kind.layers, number, *_saved(kind, bf16)) for kind, number in _kinds(config)]
-    outside = max(per_position.outside for layers, *_, per_position in counted if layers == 1) * positions
-    blocks = [(number, fixed + per_position.inside * positions) for _, number, fixed, per_position in counted]
+    outside = max(per_position for layers, *_, per_position in counted if layers == 1) * positions
+    blocks = [(number, fixed + per_position * positions) for _, number, fixed, per_position, _ in counted]
     inside, block = sum(number * size for number, size in blocks), max(size for _, size in blocks)
     recomputed = 0.0
     if train.recompute == "blocks":
         inside, recomputed = FLOAT32 * config.layers * config.width * positions, block
+    outputs = [torch.zeros(1, 1, config.width, requires_grad=True) for _ in range(config.layers)]
+    _, of_losses = _saved_bytes(outputs, lambda: [term.of(outputs) for term in recipe.losses.terms.values()])
     others = sum(p.numel() for part in model.blocks[1:] for p in part.parameters())
     gathered = FLOAT32 * (parameters - others) if sharded else 0
     return MemoryEstimate(
         weights=FLOAT32 * parameters // share,
         gradients=FLOAT32 * parameters // (share if sequences == mine else 1),
         optimizer=_optimizer_bytes(model, recipe.optim) // share,
-        activations=round(inside + outside + _bytes_of_losses(recipe) * positions),
+        activations=round(inside + outside + of_losses * positions),
         loss=_loss_bytes(config, sequences * config.context, device, bf16),
         working=round(block + recomputed) + gathered,
     )
@@ -121,58 +115,40 @@ def _kinds(config: ModelConfig) -> list[tuple[ModelConfig, int]]:
     return kinds
 
 
-def _saved(config: ModelConfig, bf16: bool) -> tuple[float, _Saved]:
-    """Measure the bytes that autograd saves: a constant inside the first block, and the bytes per position."""
+def _saved(config: ModelConfig, bf16: bool) -> tuple[float, float, float]:
+    """Measure the bytes that autograd saves: a constant inside the first block; per position inside and outside it."""
     lengths = LENGTHS if config.layers == 1 else (CHUNK, 2 * CHUNK)  # linear layers save activations per chunk
-    lengths = lengths if config.context >= max(lengths) else (config.context // 2, config.context)
+    first, second = lengths if config.context >= max(lengths) else (config.context // 2, config.context)
     model = Transformer(config.model_copy(update={"vocab_size": 2}))
-    first, second = (_saved_at(model, length, bf16) for length in lengths)
-    slope = _Saved(*((more - less) / (lengths[1] - lengths[0]) for less, more in zip(first, second, strict=True)))
-    return max(0.0, first.inside - slope.inside * (lengths[0] + model.leading)), slope
+
+    def bytes_at(length: int) -> tuple[int, int]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            tokens = torch.zeros(1, length, dtype=torch.long)
+            return _saved_bytes(model.parameters(), lambda: model.hidden(tokens), model.blocks[0])
+
+    less, more = bytes_at(first), bytes_at(second)
+    inside, outside = ((b - a) / (second - first) for a, b in zip(less, more, strict=True))
+    return max(0.0, less[0] - inside * (first + model.leading)), inside, outside
 
 
-def _saved_at(model: Transformer, length: int, bf16: bool) -> _Saved:
-    own = _addresses(model.parameters())
-    saved: dict[bool, dict[int, Tensor]] = {True: {}, False: {}}  # key: inside the first block?
-    places = [False]
-
-    def save(tensor: Tensor) -> Tensor:
-        address, inside = tensor.untyped_storage().data_ptr(), places[-1]
-        if address not in own and address not in saved[not inside]:
-            saved[inside][address] = tensor  # kept alive, so that its address is not reused
-        return tensor
-
-    model.blocks[0].register_forward_pre_hook(lambda *_: places.append(True))
-    model.blocks[0].register_forward_hook(lambda *_: places.append(False))
-    with (
-        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
-    ):
-        model.hidden(torch.zeros(1, length, dtype=torch.long))
-    return _Saved(*(_bytes(saved[inside].values()) for inside in (True, False)))
-
-
-def _bytes_of_losses(recipe: Recipe) -> int:
-    """Return the bytes per position that autograd saves for the auxiliary losses, without the blocks' outputs."""
-    outputs = [torch.zeros(1, 1, recipe.model.width, requires_grad=True) for _ in range(recipe.model.layers)]
-    own, saved = _addresses(outputs), dict[int, Tensor]()
+def _saved_bytes(own: Iterable[Tensor], forward: Callable[[], Any], block: nn.Module | None = None) -> tuple[int, int]:
+    """Count the bytes that autograd saves in `forward`, inside and outside `block`, without the tensors in `own`."""
+    counted = {tensor.untyped_storage().data_ptr(): tensor for tensor in own}
+    sizes, places = {True: 0, False: 0}, [False]  # key: inside the block?
 
     def save(tensor: Tensor) -> Tensor:
-        if (address := tensor.untyped_storage().data_ptr()) not in own:
-            saved[address] = tensor
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in counted:
+            counted[storage.data_ptr()] = tensor  # kept alive, so that its address is not reused
+            sizes[places[-1]] += storage.nbytes()
         return tensor
 
+    if block is not None:
+        block.register_forward_pre_hook(lambda *_: places.append(True))
+        block.register_forward_hook(lambda *_: places.append(False))
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        kept = [term.of(outputs) for term in recipe.losses.terms.values()]
-    return _bytes(saved.values()) if kept else 0
-
-
-def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        forward()
+    return sizes[True], sizes[False]
 
 
 def _optimizer_bytes(model: Transformer, config: OptimConfig) -> int:
@@ -213,39 +189,30 @@ def check_fits(recipe: Recipe, world: World) -> None:
     if have is None:
         return
     if device.type == "cpu" and world.size > 1:
-        local = os.environ.get("LOCAL_WORLD_SIZE", "")
-        have //= int(local) if local.isdecimal() and int(local) else world.size
+        have //= world.local_size
     share = world.size if world.size > 1 and recipe.train.parallel == "fsdp" else 1
-    weights = 2 * FLOAT32 * _parameters(recipe.model) // share
+    # A small model for each kind of layer: building all layers is slow, even on the meta device. Without the weights of
+    # value residuals.
+    models = [(shape_of(kind), number) for kind, number in _kinds(recipe.model)]
+    parameters = max(_size(model) - _size(model.blocks) for model, _ in models)
+    parameters += sum(number * _size(model.blocks[0]) for model, number in models)
+    weights = 2 * FLOAT32 * parameters // share
     if weights > have:  # the estimate builds one layer, which must fit
-        needs = f"at least {weights / MB:,.0f} MB for its weights and gradients"
-        raise _refusal(recipe.train, needs, have, device, "weights")
-    estimate = memory_estimate(recipe, device, world.size)
-    if estimate.total > have:
+        largest, needs = "weights", f"at least {weights / MB:,.0f} MB for its weights and gradients"
+    else:
+        estimate = memory_estimate(recipe, device, world.size)
+        if estimate.total <= have:
+            return
         largest, size = max(asdict(estimate).items(), key=lambda part: part[1])
         needs = f"{estimate.total / MB:,.0f} MB by estimate, {size / MB:,.0f} of them for its {largest},"
-        raise _refusal(recipe.train, needs, have, device, largest)
-
-
-def _refusal(train: TrainConfig, needs: str, have: int, device: torch.device, largest: str) -> InputError:
     of_the_model = largest in ("weights", "gradients", "optimizer")
     smaller = "model.width, model.layers or vocabulary" if of_the_model else "train.micro_batch or model.context"
-    if largest == "activations" and train.recompute == "none":
+    if largest == "activations" and recipe.train.recompute == "none":
         smaller += ", or train.recompute to blocks"
-    return InputError(
+    raise InputError(
         f"a process needs {needs} and has {have / MB:,.0f} MB ({device}): set a smaller {smaller} "
         "(--dry-run prints each part), or pass --anyway to skip this check"
     )
-
-
-def _parameters(config: ModelConfig) -> int:
-    """Count the parameters, without those of value residuals, from a small model for each kind of layer.
-
-    Building all layers is slow, even on the meta device.
-    """
-    models = [(shape_of(kind), number) for kind, number in _kinds(config)]
-    outside = max(_size(model) - _size(model.blocks) for model, _ in models)
-    return outside + sum(number * _size(model.blocks[0]) for model, number in models)
 
 
 def _size(module: nn.Module) -> int:

@@ -24,7 +24,6 @@ from sinklab.model.config import ModelConfig
 from sinklab.model.loss import AddedLosses
 from sinklab.schema import Part, leaves
 from sinklab.train.config import AdamW, MetricConfig, OptimConfig, ScheduleConfig, TrainConfig
-from sinklab.train.identity import without_later
 
 KINDS = ("kind", "name")
 """Keys that discriminate unions."""
@@ -37,6 +36,29 @@ DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Sel
 
 MANNER = {"save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
 """Keys of `train` that change the result by rounding at most, and may differ when a run is resumed."""
+
+LATER: dict[str, object] = {
+    "model.embedding": "plain",
+    "model.init": {"kind": "declared"},
+    "model.init_sha256": None,
+    "model.attention.bias.start": None,
+    "model.attention.bias.count": 1,
+    "model.attention.operation.shift": "none",
+    "model.exclusive": False,
+    "model.projection": {"kind": "full"},
+    "model.mixer": {"kind": "attention"},
+    "model.pattern": None,
+    "model.position.share": 1.0,
+    "model.value_residual": {"kind": "none"},
+    "model.norm.head_norm": False,
+    "model.norm.gate_rank": None,
+    "train.float32_matmul": "highest",
+    "losses": {"hidden_z": None, "tweo": None},
+}
+"""Neutral values of keys added later, by dotted key. The hash leaves them out, so that earlier runs keep theirs.
+
+With these values a run equals one without the key. The table can be removed when no study uses those runs.
+"""
 
 
 class Recipe(Part):
@@ -65,10 +87,7 @@ class Recipe(Part):
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.metric.length > self.model.context:
-            raise ValueError(
-                f"metric.length {self.metric.length} is beyond model.context {self.model.context}: "
-                "use a length at which the model is trained"
-            )
+            raise ValueError(f"metric.length {self.metric.length} is beyond model.context {self.model.context}")
         if self.schedule.min_lr > self.optim.lr:
             raise ValueError(f"schedule.min_lr {self.schedule.min_lr} is above optim.lr {self.optim.lr}")
         return self
@@ -77,11 +96,15 @@ class Recipe(Part):
         """Return the hash of recipe and data that identifies the run: 16 hexadecimal digits.
 
         Excluded are `name`, the keys in `MANNER`, the source of the data (`DATA_ORIGIN`; the fingerprint identifies the
-        data), keys added later at their neutral value (identity.py), and the path of an initial checkpoint, whose
+        data), keys added later at their neutral value (`LATER`), and the path of an initial checkpoint, whose
         weights have their own hash.
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
-        without_later(recipe)
+        for key, neutral in LATER.items():
+            *above, last = key.split(".")
+            part = reduce(lambda part, name: part[name], above, recipe)
+            if part.get(last, neutral) == neutral:
+                part.pop(last, None)
         del recipe["model"]["init_from"]
         hashed = {"recipe": recipe, "data": data_fingerprint}
         return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:16]
@@ -143,13 +166,11 @@ def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin
     try:
         for overlay in (values, *overlays):
             merged = merge(merged, overlay)
-    except _NoSectionError as error:
+    except ValueError as error:
         raise InputError(f"{origin} is not a valid recipe:\n  {error}") from error
     missing = [key for key, value in leaves(merged).items() if value == MUST_BE_SET]
     if missing:
-        raise InputError(
-            f"{origin} needs a value for {missing[0]}: add --set {missing[0]}=VALUE, or set it in the recipe"
-        )
+        raise InputError(f"{origin} needs a value for {missing[0]}: add --set {missing[0]}=VALUE, or write it there")
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
@@ -211,10 +232,6 @@ def _discriminator(field: Schema) -> str | None:
     return next((node["discriminator"]["propertyName"] for node in nodes if "discriminator" in node), None)
 
 
-class _NoSectionError(ValueError):
-    """A recipe section was set to a plain value or to null."""
-
-
 def merge(
     base: Mapping[str, Any], overlay: Mapping[str, Any], node: Schema | None = None, path: tuple[str, ...] = ()
 ) -> dict[str, Any]:
@@ -247,7 +264,7 @@ def merge(
             if all("properties" in one for one in types):
                 where, known = ".".join((*path, key)), ", ".join(types[0]["properties"])
                 got = "nothing" if value is None else f"{value!r}"
-                raise _NoSectionError(f"{where} is a section with keys such as {known}, not a value (got {got})")
+                raise ValueError(f"{where} is a section with keys such as {known}, not a value (got {got})")
         merged[key] = value
     return merged
 
@@ -258,8 +275,15 @@ def _explain(error: ValidationError, origin: str) -> str:
         where = ".".join(_walk(item["loc"])[0]) or "the recipe as a whole"
         reason = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            allowed = _walk(item["loc"][:-1])[1].get("properties", ())
+            above, here = _walk(item["loc"][:-1])
+            allowed = here.get("properties", ())
             reason = f"unknown key; allowed here: {', '.join(allowed)}" if allowed else "unknown key"
+            field = reduce(lambda node, key: _field(node, key) or {}, above, recipe_schema())
+            kinds = [
+                kind for one in members(field) if item["loc"][-1] in one.get("properties", ()) for kind in _kinds(one)
+            ]
+            if kinds and (tag := _discriminator(field)):
+                reason += f". It is a key of {', '.join(kinds)}: set {'.'.join([*above, tag])} as well"
         elif item["type"] not in ("value_error", "missing"):
             reason += f" (got {item['input']!r})"
         lines.append(f"  {where}: {reason}")
@@ -284,5 +308,5 @@ def _walk(path: tuple[int | str, ...]) -> tuple[list[str], Schema]:
     return kept, found[0] if len(found) == 1 else {}
 
 
-def _kinds(part: Schema) -> set[str]:
-    return {field.get("const", "") for key, field in part.get("properties", {}).items() if key in KINDS}
+def _kinds(part: Schema) -> list[str]:
+    return [field["const"] for key, field in part.get("properties", {}).items() if key in KINDS and "const" in field]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,11 @@ class Replay:
 
     def document(self) -> dict[str, Any]:
         """Return the result as a JSON-serializable dict; non-finite numbers are strings."""
-        return {
-            "step": self.step,
+        return asdict(self) | {
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-            "repeated": self.repeated,
             "loss": _as_json(self.loss),
             "grad_norm": _as_json(self.grad_norm),
             "grad_norms": {name: _as_json(norm) for name, norm in self.grad_norms.items()},
-            "first_not_finite": self.first_not_finite,
         }
 
 
@@ -115,15 +112,11 @@ def _observed(model: nn.Module) -> Iterator[_NotFinite]:
         if parameter.grad is not None and not _finite(parameter.grad):
             found.backward.append(f"gradient of {name}")
 
-    with hooked(
-        [
-            *(m.register_forward_hook(partial(after_module, name)) for name, m in model.named_modules()),
-            *(
-                p.register_post_accumulate_grad_hook(partial(after_gradient, name))
-                for name, p in model.named_parameters()
-            ),
-        ]
-    ):
+    hooks = [m.register_forward_hook(partial(after_module, name)) for name, m in model.named_modules()]
+    hooks += [
+        p.register_post_accumulate_grad_hook(partial(after_gradient, name)) for name, p in model.named_parameters()
+    ]
+    with hooked(hooks):
         yield found
 
 

@@ -145,7 +145,7 @@ def started(recipe: Recipe) -> Recipe:
     for part, bias in (("attention", recipe.model.attention.bias), ("pattern", None if own is None else own.bias)):
         before = (start.model.get(part) or {}).get("bias") or (start.model.get("attention") or {}).get("bias") or {}
         has_key = before.get("kind") in ("k", "kv") and before["start"] is None  # an offset would alter its logit
-        if bias is not None and bias.may_start and bias.starts_at is None and operation.has_logits and not has_key:
+        if getattr(bias, "start", ASIDE) is None and operation.has_logits and not has_key:
             found[part] = {"bias": {"start": ASIDE}}
     given = recipe.model_dump(mode="json", exclude_unset=True)
     return build_recipe(defaults, given, {"model": found}, origin=f"the recipe on {name}")

@@ -6,10 +6,10 @@ A resumed run continues its log: in W&B by the id in tracking.json, in TensorBoa
 import importlib.util
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from sinklab.errors import InputError
 from sinklab.extras import install_command
@@ -22,30 +22,8 @@ TrackerName = Literal["wandb", "tensorboard"]
 FROM_0 = {"hidden_norm_ratio"}  # its index 0 is before the first block; other lists are numbered from 1
 
 
-class Tracker(Protocol):
-    """An experiment tracker (W&B or TensorBoard) of one run.
-
-    Attributes:
-        is_new: True if this tracker has no log of the run yet.
-    """
-
-    is_new: bool
-
-    def row(self, row: Mapping[str, Any]) -> None:
-        """Log the numbers of one evaluation, a line of metrics.jsonl."""
-        ...
-
-    def charts(self, files: Sequence[Path]) -> None:
-        """Log the charts of the finished run (PNG files)."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close the tracker's log."""
-        ...
-
-
 @contextmanager
-def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list[Tracker]]:
+def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list["Tracker"]]:
     """Open the trackers of a run that continues at `step`; they are closed at the end of the `with` block.
 
     A new tracker first logs the evaluations in metrics.jsonl.
@@ -94,19 +72,25 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _Wandb:
-    """W&B run, configured by W&B's own settings such as `WANDB_MODE=offline`."""
+    """W&B run, configured by W&B's own settings such as `WANDB_MODE=offline`.
+
+    Attributes:
+        is_new: True if this tracker has no log of the run yet.
+    """
 
     def __init__(self, run: Run, step: int) -> None:
         import wandb  # pyright: ignore[reportMissingImports]  # not in the extra `dev`
 
         self._wandb = wandb
-        identity, known = _identity(run.directory / "tracking.json")
-        self.is_new = not known
+        path = run.directory / "tracking.json"
+        self.is_new = not path.exists()
+        if self.is_new:
+            write_json(path, {"wandb": {"project": PROJECT, "id": secrets.token_hex(8)}})
         self._run = wandb.init(
             project=PROJECT,
             name=run.recipe.name,
-            id=identity,
-            resume="allow" if known else None,
+            id=json.loads(path.read_text(encoding="utf-8"))["wandb"]["id"],
+            resume=None if self.is_new else "allow",
             dir=run.directory,
             config={**run.recipe.model_dump(mode="json"), "run_hash": run.hash},
             settings=wandb.Settings(console="off", silent=True),
@@ -114,10 +98,12 @@ class _Wandb:
         self._step = step
 
     def row(self, row: Mapping[str, Any]) -> None:
+        """Log the numbers of one evaluation, a line of metrics.jsonl."""
         self._step = row["step"]
         self._run.log(numbers_of(row), step=self._step)
 
     def charts(self, files: Sequence[Path]) -> None:
+        """Log the charts of the finished run (PNG files)."""
         self._run.log({f"charts/{path.stem}": self._wandb.Image(str(path)) for path in files}, step=self._step)
 
     def close(self) -> None:
@@ -125,7 +111,7 @@ class _Wandb:
 
 
 class _TensorBoard:
-    """Event files in the folder `tensorboard` of the run directory."""
+    """Event files in the folder `tensorboard` of the run directory; attributes and methods as in `_Wandb`."""
 
     def __init__(self, run: Run, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -156,13 +142,5 @@ class _TensorBoard:
         self._writer.close()
 
 
-def _identity(path: Path) -> tuple[str, bool]:
-    """Return the run's W&B id and True if the file at `path` has one, else a new id, written to the file, and False."""
-    if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))["wandb"]["id"], True
-    identity = secrets.token_hex(8)
-    write_json(path, {"wandb": {"project": PROJECT, "id": identity}})
-    return identity, False
-
-
-TRACKERS: dict[TrackerName, Callable[[Run, int], Tracker]] = {"wandb": _Wandb, "tensorboard": _TensorBoard}
+Tracker = _Wandb | _TensorBoard
+TRACKERS: dict[TrackerName, type[Tracker]] = {"wandb": _Wandb, "tensorboard": _TensorBoard}

@@ -11,7 +11,6 @@ device (`found_inf`), for this and all later updates, and the host reads the num
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,10 +65,9 @@ class Updater:
         self.model = model.to(self.device)
         recompute_blocks(self.model, self.recipe.train.recompute)
         with self.autocast():  # FSDP needs a forward pass
-            self._shared = share(self.model, self.recipe.losses, self.recipe.train.parallel, world)
+            self._losses, self._apart = share(self.model, self.recipe.losses, self.recipe.train.parallel, world)
         self.compiles_loss = compiles_loss(self.recipe.train.compile, self.device, world)
-        losses = self._shared.losses
-        self._training_losses = compiled(losses, dynamic=False) if self.compiles_loss else losses
+        self._training_losses = compiled(self._losses, dynamic=False) if self.compiles_loss else self._losses
         self.optimizer = build_optimizer(self.model, self.recipe.optim)
         late = self.device.type == "cuda" and isinstance(self.optimizer, torch.optim.AdamW)
         self.finite = FiniteCheck(self.optimizer, world, late)
@@ -102,27 +100,24 @@ class Updater:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         state.step += 1
-        self._take_results()
+        self.settle(late=int(self.finite.late))
         return self._loss
 
-    def settle(self) -> None:
-        """Wait until all updates are finished and checked; `state` and weights then belong to `state.step`.
+    def settle(self, late: int = 0) -> None:
+        """Wait until all updates but the last `late` are finished and checked, and take their results into `state`.
 
         Raises:
             NotFiniteError: as in `update`.
         """
-        self._take_results(all_of_them=True)
+        state = self.state
+        with self._not_updated():
+            for loss, state.grad_norm in self.finite.read(late):
+                self._loss = loss
+                state.loss_sum, state.loss_count = state.loss_sum + loss, state.loss_count + 1
 
     def has_finite_weights(self) -> bool:
         """Return True if this process's weights (shards) are finite; a step may overflow despite a finite gradient."""
         return bool(torch.stack([local(p.detach()).isfinite().all() for p in self.model.parameters()]).all())
-
-    def _take_results(self, all_of_them: bool = False) -> None:
-        state = self.state
-        with self._not_updated():
-            for made in self.finite.read(all_of_them):
-                self._loss, state.grad_norm = made.loss, made.grad_norm
-                state.loss_sum, state.loss_count = state.loss_sum + made.loss, state.loss_count + 1
 
     @contextlib.contextmanager
     def _not_updated(self) -> Iterator[None]:
@@ -146,10 +141,10 @@ class Updater:
         """
         tokens_BT = self.batches.batch(self.state.step)
         parts = tokens_BT.split(self.recipe.train.micro_batch or len(tokens_BT))
-        losses_of = self._shared.losses if hooked else self._training_losses
+        losses_of = self._losses if hooked else self._training_losses
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, part in enumerate(parts, 1):
-            apart = contextlib.nullcontext() if number == len(parts) else self._shared.apart()
+            apart = contextlib.nullcontext() if number == len(parts) else self._apart()
             with apart, float32_matmul(self.recipe.train.float32_matmul, self.device):
                 with self.autocast():
                     losses = losses_of(part) * (len(part) / len(tokens_BT))
@@ -197,14 +192,6 @@ class NotFiniteError(SinklabError):
         self.step = step
 
 
-@dataclass(frozen=True)
-class UpdateResult:
-    """Result of one update: mean loss over the global batch, nats per token, and gradient norm before clipping."""
-
-    loss: float
-    grad_norm: float
-
-
 class FiniteCheck:
     """Check that loss and gradient norm of every update are finite.
 
@@ -215,7 +202,7 @@ class FiniteCheck:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World, late: bool) -> None:
-        self._optimizer, self._world, self._late = optimizer, world, late
+        self._optimizer, self._world, self.late = optimizer, world, late
         self._waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self._broken: Tensor | None = None
 
@@ -233,8 +220,8 @@ class FiniteCheck:
         broken = ~(loss.isfinite() & grad_norm.isfinite())
         sums = self._world.sum_on_device(torch.stack((loss.double(), broken.double())))
         numbers = torch.stack((sums[0] / self._world.size, grad_norm.double(), sums[1]))
-        if not self._late:
-            _refuse(step, numbers.tolist())
+        if not self.late:
+            _finite(step, numbers)
             self._waiting.append((step, numbers, None))
             return
         now = (sums[1] > 0).float()
@@ -242,30 +229,27 @@ class FiniteCheck:
         self._optimizer.found_inf = self._broken  # type: ignore[attr-defined]  # as GradScaler sets it
         self._waiting.append((step, *_begin_copy(numbers)))
 
-    def read(self, all_of_them: bool = False) -> list[UpdateResult]:
-        """Return the results of the updates since the last call; with `late`, the last update is not included yet.
+    def read(self, left: int = 0) -> Iterator[tuple[float, float]]:
+        """Yield the results of the updates since the last call, all but the last `left`.
 
-        Args:
-            all_of_them: include the last update even with `late`.
+        A result is the mean loss over the global batch, nats per token, and the gradient norm before clipping.
 
         Raises:
             NotFiniteError: on all processes, if a number is not finite.
         """
-        left, found = int(self._late and not all_of_them), []
         while len(self._waiting) > left:
             step, numbers, copied = self._waiting.popleft()
             if copied is not None:
                 copied.synchronize()
-            loss, grad_norm, _ = _refuse(step, numbers.tolist())
-            found.append(UpdateResult(loss, grad_norm))
-        return found
+            yield _finite(step, numbers)
 
 
-def _refuse(step: int, numbers: list[float]) -> list[float]:
-    loss, grad_norm, broken_processes = numbers
+def _finite(step: int, numbers: Tensor) -> tuple[float, float]:
+    """Return loss and gradient norm; raise NotFiniteError if the third number, of broken processes, is not 0."""
+    loss, grad_norm, broken_processes = numbers.tolist()
     if broken_processes:
         raise NotFiniteError(step, loss, grad_norm)
-    return numbers
+    return loss, grad_norm
 
 
 def _begin_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

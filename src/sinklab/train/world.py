@@ -38,6 +38,12 @@ class World:
         """True on rank 0, which writes all messages, and all files but the other ranks' shards of checkpoints."""
         return self.rank == 0
 
+    @property
+    def local_size(self) -> int:
+        """Number of processes on this machine; all of them if torchrun does not say."""
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return int(local) if local.isdecimal() and int(local) else self.size
+
     def device(self, name: str) -> torch.device:
         """Return this process's device; with several processes, "auto" and "cuda" choose the GPU of the local rank.
 
@@ -84,31 +90,14 @@ class World:
         return flag if self.size == 1 else bool(self.sum_on_device(torch.tensor(int(flag))))
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0 and return its result on all processes.
+        """Call `make` on rank 0 and return its result, which must be picklable, on all processes; raises as `together`.
 
         Args:
-            make: function without collectives; its result must be picklable.
-
-        Raises:
-            Exception: on rank 0, the exception of `make`.
-            SinklabError: on the other processes, with the same message; InputError if `make` raised an InputError.
+            make: function without collectives.
         """
-        if self.size == 1:
-            return make()
-        answer: list[Any] = [None, None]
-        error: Exception | None = None
-        if self.is_first:
-            try:
-                answer[0] = make()
-            except Exception as caught:
-                error = caught
-                answer[1] = (InputError if isinstance(caught, InputError) else SinklabError, str(caught))
-        dist.broadcast_object_list(answer)
-        if error is not None:
-            raise error
-        if answer[1] is not None:
-            kind, message = answer[1]
-            raise self.shared_error(kind(message))
+        answer: list[Any] = [self.together(make if self.is_first else lambda: None)]
+        if self.size > 1:
+            dist.broadcast_object_list(answer)
         return answer[0]
 
     def shared_error(self, error: E) -> E:
@@ -117,34 +106,36 @@ class World:
         return error
 
     def together(self, work: Callable[[], T]) -> T:
-        """Call `work` on every process and return the local result; a SinklabError of any process is raised on all.
+        """Call `work` on every process and return the local result; an exception of any process is raised on all.
 
         Args:
             work: function without collectives.
 
         Raises:
-            SinklabError: with the message of the lowest rank on which `work` failed; InputError if it was one there.
-                With one process, the error of `work`.
+            Exception: on the lowest rank on which `work` failed, its exception.
+            SinklabError: on the other processes, with the same message; InputError if it was one there.
         """
         if self.size == 1:
             return work()
         made: list[T] = []
-        failed: tuple[type[SinklabError], str] | None = None
+        error, failure = None, None
         try:
             made.append(work())
-        except SinklabError as error:
-            failed = (InputError if isinstance(error, InputError) else SinklabError, str(error))
+        except Exception as caught:
+            error, failure = caught, (InputError if isinstance(caught, InputError) else SinklabError, str(caught))
         failures: list[Any] = [None] * self.size
-        dist.all_gather_object(failures, failed)
-        for kind, message in filter(None, failures):
-            raise self.shared_error(kind(message))
-        return made[0]
+        dist.all_gather_object(failures, failure)
+        failed = [rank for rank, failure in enumerate(failures) if failure]
+        if not failed:
+            return made[0]
+        if error is None or failed[0] != self.rank:
+            kind, message = failures[failed[0]]
+            error = kind(message)
+        raise self.shared_error(error) if isinstance(error, SinklabError) else error
 
-    def only_first(self, work: Callable[[], T]) -> T | None:
-        """Call `work` on rank 0 only; return its result there and None elsewhere. Raises as `from_first`."""
-        made: list[T] = []
-        self.from_first(lambda: made.append(work()))
-        return made[0] if self.is_first else None
+    def only_first(self, work: Callable[[], object]) -> None:
+        """Call `work` on rank 0 only; raises as `together`."""
+        self.together(work if self.is_first else lambda: None)
 
 
 ALONE = World()
@@ -202,9 +193,7 @@ def _join(world: World) -> None:
 
 def own_card(world: World) -> torch.device | None:
     """Return the GPU of this process's local rank; None if the machine has fewer GPUs than processes."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    processes = int(here) if here.isdecimal() else world.size
-    return torch.device("cuda", world.local_rank) if processes <= torch.cuda.device_count() else None
+    return torch.device("cuda", world.local_rank) if world.local_size <= torch.cuda.device_count() else None
 
 
 def _world_of_environment() -> World:

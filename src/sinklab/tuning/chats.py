@@ -91,7 +91,7 @@ class ChatTemplate:
         self._is_marked = MARK.search(str(tokenizer.chat_template)) is not None
 
     def tokenize(self, messages: list[Message], where: str) -> TokenizedChat:
-        """Tokenize a conversation.
+        """Tokenize a conversation such that no token crosses a boundary of the assistant's text.
 
         Raises:
             InputError: if the template fails, the assistant's text cannot be located in the rendered conversation, or
@@ -104,26 +104,21 @@ class ChatTemplate:
                 f"{where}: the chat template writes none of the assistant's text, or none between its "
                 f"{{% generation %}} marks: pass another template as --chat-template FILE"
             )
-        chat = self._tokens(whole.text, spans, where)
-        if not any(chat.is_trained):
-            raise InputError(
-                f"{where}: the model's tokenizer has no tokens for the assistant's text: remove the conversation"
-            )
-        return chat
-
-    def _tokens(self, text: str, spans: list[tuple[int, int]], where: str) -> TokenizedChat:
-        """Tokenize a text such that no token crosses a boundary of a (start, end) span of the assistant's text."""
         ids: list[int] = []
         is_trained: list[bool] = []
         start, before, is_exact = 0, list[int](), True
-        for end, trained in [*((cut, i % 2 == 1) for i, cut in enumerate(chain(*spans))), (len(text), False)]:
-            until = self._encode(text[:end])
-            added = self._added(before, until, text[start:end], where)
+        for end, trained in [*((cut, i % 2 == 1) for i, cut in enumerate(chain(*spans))), (len(whole.text), False)]:
+            until = self._encode(whole.text[:end])
+            added = self._added(before, until, whole.text[start:end], where)
             if trained:
-                is_exact &= self._decode(added).strip() == text[start:end].strip()
+                is_exact &= self._decode(added).strip() == whole.text[start:end].strip()
             ids += added
             is_trained += [trained] * len(added)
             start, before = end, until
+        if not any(is_trained):
+            raise InputError(
+                f"{where}: the model's tokenizer has no tokens for the assistant's text: remove the conversation"
+            )
         return TokenizedChat(ids, is_trained, is_exact)
 
     def _added(self, before: list[int], until: list[int], piece: str, where: str) -> list[int]:
@@ -166,40 +161,16 @@ class ChatTemplate:
         return render_chat(self._tokenizer, messages, where, generation_prompt=generation_prompt, remedy=REMEDY)
 
 
-@dataclass(frozen=True)
-class Chats:
-    """Usable conversations of a file, shuffled and truncated to the sequence length.
-
-    Attributes:
-        usable: conversations with assistant tokens after truncation.
-        read: number of conversations in the file.
-        cut: number of usable conversations that were truncated.
-        inexact: number of conversations, also of unusable ones, in which the tokenizer changes the assistant's text.
-    """
-
-    usable: list[TokenizedChat]
-    read: int
-    cut: int
-    inexact: int = 0
-
-    def note(self, length: int) -> str:
-        """Return a note with the numbers of conversations read, truncated to `length`, excluded and changed."""
-        silent = self.read - len(self.usable)
-        left_out = f", {silent:,} left out because they have no assistant text before the cut" if silent else ""
-        otherwise = (
-            f"; in {self.inexact:,} the tokenizer drops or changes characters of the assistant's text"
-            if self.inexact
-            else ""
-        )
-        return f"{self.read:,} conversations, {self.cut:,} of them cut after {length:,} tokens{left_out}{otherwise}"
-
-
-def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Chats:
+def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> tuple[list[TokenizedChat], str]:
     """Read and tokenize all conversations of a file.
 
     Args:
         length: maximum length in tokens.
         seed: random seed of the shuffling.
+
+    Returns:
+        The conversations with assistant tokens after truncation, shuffled, and a note with the numbers of conversations
+        read, truncated, excluded, and (also of excluded ones) changed by the tokenizer.
 
     Raises:
         InputError: if the file cannot be read or has no conversations, or a conversation has no assistant text or fails
@@ -215,10 +186,14 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> Ch
     if not chats:
         raise InputError(f"{path} contains no conversation: pass a .jsonl file with rows that have `messages`")
     taught = [one for one in chats if any(one.is_trained[1:length])]
-    usable = [TokenizedChat(one.ids[:length], one.is_trained[:length]) for one in taught]
-    cut = sum(len(one.ids) > length for one in taught)
-    order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed)).tolist()
-    return Chats([usable[i] for i in order], len(chats), cut, sum(not one.is_exact for one in chats))
+    note = f"{len(chats):,} conversations, {sum(len(one.ids) > length for one in taught):,} of them cut after "
+    note += f"{length:,} tokens"
+    if silent := len(chats) - len(taught):
+        note += f", {silent:,} left out because they have no assistant text before the cut"
+    if inexact := sum(not one.is_exact for one in chats):
+        note += f"; in {inexact:,} the tokenizer drops or changes characters of the assistant's text"
+    order = torch.randperm(len(taught), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [TokenizedChat(taught[i].ids[:length], taught[i].is_trained[:length]) for i in order], note
 
 
 def first_tokens(chats: Sequence[TokenizedChat], sequences: int, length: int) -> Tensor:

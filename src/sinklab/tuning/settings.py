@@ -140,7 +140,8 @@ def settings_for(options: TuneOptions, length: int, held_out: int, trained: int)
         InputError: if the batch size is not a multiple of the micro-batch, or the sequences of the sink metric are
             longer than `length`.
     """
-    micro = options.micro_batch or _largest_divisor(options.batch_size, max(1, TOKENS_AT_A_TIME // length))
+    most = min(options.batch_size, max(1, TOKENS_AT_A_TIME // length))
+    micro = options.micro_batch or next(size for size in range(most, 0, -1) if options.batch_size % size == 0)
     if options.batch_size % micro:
         raise InputError(f"--batch-size {options.batch_size} is not a multiple of --micro-batch {micro}: set a divisor")
     sink_length = min(SINK_LENGTH, length) if options.sink_length is None else options.sink_length
@@ -150,17 +151,6 @@ def settings_for(options: TuneOptions, length: int, held_out: int, trained: int)
         )
     steps = options.steps or math.ceil(options.epochs * math.ceil(trained / options.batch_size))
     every = max(1, steps // EVALUATIONS)
-    decided = {
-        "micro_batch": micro,
-        "length": length,
-        "steps": steps,
-        "held_out": held_out,
-        "eval_every": options.eval_every or every,
-        "save_every": options.save_every or every,
-        "sink_length": sink_length,
-    }
-    return TuneSettings(**{**dict(options), **decided})
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
+    decided = {"micro_batch": micro, "length": length, "steps": steps, "held_out": held_out, "sink_length": sink_length}
+    intervals = {"eval_every": options.eval_every or every, "save_every": options.save_every or every}
+    return TuneSettings(**{**dict(options), **decided, **intervals})

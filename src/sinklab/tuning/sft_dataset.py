@@ -18,7 +18,7 @@ from sinklab.models.huggingface.loading import DEVICE_MAP, Loading
 from sinklab.opening import Model, open_model
 from sinklab.train.recipe import load_recipe
 from sinklab.tuning.chats import ChatTemplate, TokenizedChat, first_tokens, read_chats
-from sinklab.tuning.settings import TuneManifest, TuneOptions, TuneSettings, held_out_for, length_for, settings_for
+from sinklab.tuning.settings import TuneManifest, TuneOptions, held_out_for, length_for, settings_for
 from sinklab.tuning.tuned_directory import Tuning
 
 if TYPE_CHECKING:
@@ -65,23 +65,39 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
     Raises:
         InputError: if the model, a file or an option is unusable.
     """
-    given = None if sources.template is None else _read_template(sources.template)
+    try:
+        given = None if sources.template is None else sources.template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--chat-template {sources.template} cannot be read: {error}") from error
     opened = open_trainable(model, loading)
     template = ChatTemplate(opened.tokenizer, given)
-    length = length_for(options, _context(opened))
-    chats = read_chats(sources.chats, template, length, options.seed)
-    count = held_out_for(options, len(chats.usable))
-    held_out, trained = chats.usable[:count], chats.usable[count:]
+    config = cast("PreTrainedModel", opened.module).config.get_text_config(decoder=True)
+    length = length_for(options, getattr(config, "max_position_embeddings", None) or None)
+    usable, counts = read_chats(sources.chats, template, length, options.seed)
+    count = held_out_for(options, len(usable))
+    held_out, trained = usable[:count], usable[count:]
     settings = settings_for(options, length, count, len(trained))
-    tokens_NT = _sink_tokens(sources.text, opened, held_out, settings)
-    notes = [*_notes_of_loading(opened), *template.notes, chats.note(length)]
+    if sources.text is None:
+        tokens_NT = first_tokens(held_out, settings.sequences, settings.sink_length)
+    else:
+        bodies = natural_text(
+            sources.text,
+            opened.encode,
+            sequences=settings.sequences,
+            length=settings.sink_length,
+            prefix=opened.special,
+            fewer=True,
+            render=opened.conversations(keep_bos=not opened.special).render,
+        )
+        tokens_NT = with_prefix(bodies, opened.special)
+    notes = [*_notes_of_loading(opened), *template.notes, counts]
     if len(tokens_NT) < settings.sequences:
         notes.append(
             f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: the text, or the held-out "
             "conversations of at least that length, give no more"
         )
     tuning = Tuning(
-        model=model,
+        model=opened.name,
         architecture=type(opened.module).__name__,
         parameters=sum(parameter.numel() for parameter in opened.module.parameters()),
         asked=TuneManifest(
@@ -118,13 +134,6 @@ def open_trainable(name: str, loading: Loading) -> Model:
     return model
 
 
-def _context(model: Model) -> int | None:
-    """Return `max_position_embeddings` of the model; None if its config has none."""
-    config = cast("PreTrainedModel", model.module).config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None)
-    return int(context) if context else None
-
-
 def _notes_of_loading(model: Model) -> list[str]:
     if model.step is None:
         return [*model.notes]
@@ -136,26 +145,3 @@ def _notes_of_loading(model: Model) -> list[str]:
             "conversations are not replaced"
         )
     return notes
-
-
-def _sink_tokens(text: Path | None, model: Model, held_out: list[TokenizedChat], settings: TuneSettings) -> Tensor:
-    """Build the tokens (N, T) of the sink metric from `text` or held-out conversations; N may be below `sequences`."""
-    if text is None:
-        return first_tokens(held_out, settings.sequences, settings.sink_length)
-    bodies = natural_text(
-        text,
-        model.encode,
-        sequences=settings.sequences,
-        length=settings.sink_length,
-        prefix=model.special,
-        fewer=True,
-        render=model.conversations(keep_bos=not model.special).render,
-    )
-    return with_prefix(bodies, model.special)
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--chat-template {path} cannot be read: {error}") from error

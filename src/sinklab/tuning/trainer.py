@@ -11,14 +11,14 @@ is skipped. Differences from SFTTrainer:
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with trl, an extra that `dev` leaves out
 from transformers import Trainer
-from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
-from transformers.training_args import TrainingArguments
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 from sinklab.errors import SinklabError
@@ -27,77 +27,61 @@ from sinklab.measuring.huggingface.callback import EVALUATION, SinkCallback
 from sinklab.model.loss import IGNORED
 from sinklab.models.native import is_exported
 from sinklab.tuning.chats import TokenizedChat
-from sinklab.tuning.settings import TuneSettings
 from sinklab.tuning.sft_dataset import SftDataset
 from sinklab.tuning.tuned_directory import METRICS, UPDATES, TuneEvaluation, TuneUpdate, mark_complete, write_rows
 
 
+@dataclass(eq=False)
 class TuneRecord(TrainerCallback):
     """Callback that collects updates and evaluations from the Trainer's logs and writes them with every checkpoint.
 
-    Args:
+    Attributes:
         folder: folder of metrics.jsonl and updates.jsonl.
-        updates, evaluations: rows of earlier calls, up to the checkpoint from which training resumes.
+        updates, evaluations: rows; at first those of earlier calls, up to the checkpoint from which training resumes.
         sink: sink callback of the same trainer, called before this callback.
         should_stop: callback, called after every update; if it returns True, the trainer saves and stops.
         progress: receives a unit per update, and a note per evaluation.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        updates: Sequence[TuneUpdate],
-        evaluations: Sequence[TuneEvaluation],
-        sink: SinkCallback,
-        should_stop: Callable[[], bool],
-        progress: StepProgress,
-    ) -> None:
-        self.updates, self.evaluations = list(updates), list(evaluations)
-        self._folder, self._sink, self._should_stop, self._progress = folder, sink, should_stop, progress
+    folder: Path
+    updates: list[TuneUpdate]
+    evaluations: list[TuneEvaluation]
+    sink: SinkCallback
+    should_stop: Callable[[], bool]
+    progress: StepProgress
 
-    def on_log(  # type: ignore[override]  # transformers passes `logs` as a keyword
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record a log entry of the Trainer if it belongs to an update or an evaluation.
 
         Raises:
             SinklabError: if a loss or gradient is not finite.
         """
-        if logs is None:
-            return
-        if "loss" in logs and "grad_norm" in logs:
-            self._add_update(state.global_step, logs)
-        elif f"{EVALUATION}loss" in logs:
-            self._add_evaluation(state.global_step, logs[f"{EVALUATION}loss"])
+        step = state.global_step
+        if logs and "loss" in logs and "grad_norm" in logs:
+            made = TuneUpdate(step=step, loss=logs["loss"], grad_norm=logs["grad_norm"], lr=logs["learning_rate"])
+            if not (math.isfinite(made.loss) and math.isfinite(made.grad_norm)):
+                raise SinklabError(
+                    f"update {step} has loss {made.loss} and gradient norm {made.grad_norm}, which must be finite: "
+                    "lower --lr, or inspect the model with `sinklab measure`. Earlier checkpoints are unchanged"
+                )
+            self.updates.append(made)
+            self.progress.advance(text=f"loss {made.loss:.3f}, gradient {made.grad_norm:.3g}")
+        elif logs and f"{EVALUATION}loss" in logs:
+            self._add_evaluation(step, logs[f"{EVALUATION}loss"])
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the trainer save and stop if a stop was requested."""
-        if self._should_stop():
+        if self.should_stop():
             control.should_save = control.should_training_stop = True
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write metrics.jsonl and updates.jsonl, and mark the checkpoint as complete."""
-        write_rows(self._folder / UPDATES, self.updates)
-        write_rows(self._folder / METRICS, self.evaluations)
-        mark_complete(Path(cast(str, args.output_dir)), state.global_step)
-
-    def _add_update(self, step: int, logs: dict[str, Any]) -> None:
-        made = TuneUpdate(step=step, loss=logs["loss"], grad_norm=logs["grad_norm"], lr=logs["learning_rate"])
-        if not (math.isfinite(made.loss) and math.isfinite(made.grad_norm)):
-            raise SinklabError(
-                f"update {step} has loss {made.loss} and gradient norm {made.grad_norm}, which must be finite: "
-                "lower --lr, or inspect the model with `sinklab measure`. Earlier checkpoints are unchanged"
-            )
-        self.updates.append(made)
-        self._progress.advance(text=f"loss {made.loss:.3f}, gradient {made.grad_norm:.3g}")
+        write_rows(self.folder / UPDATES, self.updates)
+        write_rows(self.folder / METRICS, self.evaluations)
+        mark_complete(Path(args.output_dir), state.global_step)
 
     def _add_evaluation(self, step: int, loss: float) -> None:
-        measurement = self._sink.measurement
+        measurement = self.sink.measurement
         assert measurement is not None  # the sink callback is called first
         before = self.evaluations[-1].step if self.evaluations else 0
         since = [one for one in self.updates if one.step > before]
@@ -116,7 +100,7 @@ class TuneRecord(TrainerCallback):
         self.evaluations.append(made)
         trained = "" if made.train_loss is None else f"train {made.train_loss:.4f}, "
         gradient = "" if made.grad_norm is None else f", gradient {made.grad_norm:.3g}"
-        self._progress.note(
+        self.progress.note(
             f"step {made.step}: {trained}held out {made.valid_loss:.4f}, Sink_1 {made.sink_rate[0]:.2f} %{gradient}"
         )
 
@@ -154,9 +138,37 @@ def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], b
         begins: True if training starts at step 0; the model is then evaluated before the first update.
     """
     model: Any = dataset.model.module
+    settings = dataset.tuning.asked
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers' warning about an option that trl sets
-        config = _config(dataset.tuning.asked, folder, model.device, begins)
+        config = SFTConfig(
+            output_dir=str(folder),
+            learning_rate=settings.lr,
+            lr_scheduler_type="cosine",
+            warmup_steps=settings.warmup,  # a fraction of all steps if below 1
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            max_steps=settings.steps,
+            per_device_train_batch_size=settings.micro_batch,
+            per_device_eval_batch_size=settings.micro_batch,
+            gradient_accumulation_steps=settings.batch_size // settings.micro_batch,
+            max_length=settings.length,
+            gradient_checkpointing=False,  # trl's default is True
+            bf16=model.device.type == "cuda" and torch.cuda.is_bf16_supported(),
+            use_cpu=model.device.type == "cpu",
+            seed=settings.seed,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            eval_strategy="steps",
+            eval_steps=settings.eval_every,
+            eval_on_start=begins,
+            save_strategy="steps",
+            save_steps=settings.save_every,
+            save_total_limit=2,
+            report_to=[],
+            disable_tqdm=True,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
     made = Tuner(
         model,
         config,
@@ -169,45 +181,9 @@ def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], b
     return made
 
 
-def _config(settings: TuneSettings, folder: Path, device: torch.device, begins: bool) -> SFTConfig:
-    return SFTConfig(
-        output_dir=str(folder),
-        learning_rate=settings.lr,
-        lr_scheduler_type="cosine",
-        warmup_steps=settings.warmup,  # a fraction of all steps if below 1
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        max_steps=settings.steps,
-        per_device_train_batch_size=settings.micro_batch,
-        per_device_eval_batch_size=settings.micro_batch,
-        gradient_accumulation_steps=settings.batch_size // settings.micro_batch,
-        max_length=settings.length,
-        gradient_checkpointing=False,  # trl's default is True
-        bf16=device.type == "cuda" and torch.cuda.is_bf16_supported(),
-        use_cpu=device.type == "cpu",
-        seed=settings.seed,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        eval_strategy="steps",
-        eval_steps=settings.eval_every,
-        eval_on_start=begins,
-        save_strategy="steps",
-        save_steps=settings.save_every,
-        save_total_limit=2,
-        report_to=[],
-        disable_tqdm=True,
-        dataset_kwargs={"skip_prepare_dataset": True},
-    )
-
-
 def _rows(chats: Sequence[TokenizedChat]) -> Dataset:
-    rows = [
-        {
-            "input_ids": chat.ids,
-            "labels": [
-                token if is_trained else IGNORED for token, is_trained in zip(chat.ids, chat.is_trained, strict=True)
-            ],
-        }
-        for chat in chats
-    ]
+    rows = []
+    for chat in chats:
+        labels = [token if trained else IGNORED for token, trained in zip(chat.ids, chat.is_trained, strict=True)]
+        rows.append({"input_ids": chat.ids, "labels": labels})
     return Dataset.from_list(rows)

@@ -15,23 +15,10 @@ from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, without_bars
 from sinklab.models.native import is_exported
 from sinklab.signals import stop_on_signals
+from sinklab.tuning import tuned_directory
 from sinklab.tuning.settings import TuneOptions, settings_for
 from sinklab.tuning.sft_dataset import SftDataset, TuneSources, prepare_dataset
-from sinklab.tuning.tuned_directory import (
-    CHECKPOINTS,
-    METRICS,
-    MODEL,
-    SFT,
-    UPDATES,
-    TuneEvaluation,
-    TuneUpdate,
-    Tuning,
-    discard_torn,
-    load_tuning,
-    newest,
-    read_rows,
-    write_model,
-)
+from sinklab.tuning.tuned_directory import CHECKPOINTS, METRICS, MODEL, SFT, UPDATES, TuneEvaluation, TuneUpdate, Tuning
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ def tune(
     with ledger.locked(), without_bars():
         data = prepare_dataset(model, sources, options, loading)
         found = data.tuning
-        if (before := ledger.earlier(load_tuning)) is not None:
+        if (before := ledger.earlier(tuned_directory.load_tuning)) is not None:
             there, now = ({"model": one.model, **one.asked.model_dump()} for one in (before, found))
             check_request(out / SFT, "a tuning run", there, now)
             found = before
@@ -100,7 +87,7 @@ def check_tuned(path: Path, options: TuneOptions, chats: Path) -> None:
         InputError: if a setting or the conversations differ (the message names the first difference), or sft.json is
             damaged.
     """
-    found = load_tuning(path)
+    found = tuned_directory.load_tuning(path)
     before = found.asked
     length, held_out = options.length or before.length, options.held_out or before.held_out
     settings = settings_for(options, length, held_out, found.conversations)
@@ -124,12 +111,36 @@ def check_extra() -> None:
 
 def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], observe: Observer) -> TuneEnd:
     """Run the missing updates and write sft.json; after the last, write the tuned model and delete the checkpoints."""
-    begun, folder = time.perf_counter(), out / CHECKPOINTS
+    from sinklab.measuring.huggingface.callback import SinkCallback
+    from sinklab.tuning.trainer import TuneRecord, tuner
+
+    begun, folder, steps, exit_status = time.perf_counter(), out / CHECKPOINTS, data.tuning.asked.steps, 0
     ledger.save(found)
-    discard_torn(folder)
-    updates, evaluations, exit_status = _update(data, out, observe)
-    last = newest(folder)
-    done = last is not None and last[0] == data.tuning.asked.steps
+    tuned_directory.discard_torn(folder)
+    step, place = tuned_directory.newest(folder) or (0, None)
+    updates = [row for row in tuned_directory.read_rows(out / UPDATES, TuneUpdate) if row.step <= step]
+    evaluations = [
+        row for row in tuned_directory.read_rows(out / METRICS, TuneEvaluation) if row.step <= step and place
+    ]
+    if step < steps:
+        sink, progress = SinkCallback(data.tokens_NT, eps=data.tuning.asked.eps), StepProgress("updates", observe)
+        with stop_on_signals() as should_stop:
+            record = TuneRecord(out, updates, evaluations, sink, should_stop, progress)
+            progress.note(f"continues after {step} of {steps} updates" if step else f"{steps} updates")
+            progress.begin(steps, done=step)
+            made = tuner(data, folder, [sink, record], begins=place is None)
+            try:
+                made.train(resume_from_checkpoint=str(place) if place else None)
+            except Exception as error:
+                if not is_full(error):
+                    raise
+                raise SinklabError(
+                    f"the disk of {out} is full: free some space, and run the same command again, which resumes from "
+                    "the last checkpoint"
+                ) from error
+            exit_status = should_stop.exit_status
+        step, place = tuned_directory.newest(folder) or (0, None)
+    done = step == steps
     found = found.model_copy(
         update={
             "base": evaluations[0] if evaluations else None,
@@ -138,42 +149,12 @@ def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], o
             "seconds": round(found.seconds + time.perf_counter() - begun, 1),
         }
     )
-    if last is not None and done and not (out / MODEL).exists():
-        write_model(last[1], out / MODEL, found, is_exported(data.model.module))
+    if done and place is not None and not (out / MODEL).exists():
+        tuned_directory.write_model(place, out / MODEL, found, is_exported(data.model.module))
     ledger.save(found)
     if done:
         shutil.rmtree(folder, ignore_errors=True)
     return TuneEnd(found, 0 if done else exit_status)
-
-
-def _update(data: SftDataset, out: Path, observe: Observer) -> tuple[list[TuneUpdate], list[TuneEvaluation], int]:
-    """Run the missing updates; return the rows of all updates and evaluations, and the exit status."""
-    from sinklab.measuring.huggingface.callback import SinkCallback
-    from sinklab.tuning.trainer import TuneRecord, tuner
-
-    settings, checkpoint = data.tuning.asked, newest(out / CHECKPOINTS)
-    step, place = checkpoint or (0, None)
-    updates = [row for row in read_rows(out / UPDATES, TuneUpdate) if row.step <= step]
-    evaluations = [row for row in read_rows(out / METRICS, TuneEvaluation) if row.step <= step and place]
-    if step == settings.steps:
-        return updates, evaluations, 0
-    sink = SinkCallback(data.tokens_NT, eps=settings.eps)
-    with stop_on_signals() as should_stop:
-        progress = StepProgress("updates", observe)
-        record = TuneRecord(out, updates, evaluations, sink, should_stop, progress)
-        progress.note(f"continues after {step} of {settings.steps} updates" if step else f"{settings.steps} updates")
-        progress.begin(settings.steps, done=step)
-        made = tuner(data, out / CHECKPOINTS, [sink, record], begins=place is None)
-        try:
-            made.train(resume_from_checkpoint=str(place) if place else None)
-        except Exception as error:
-            if not is_full(error):
-                raise
-            raise SinklabError(
-                f"the disk of {out} is full: free some space, and run the same command again, which resumes from the "
-                "last checkpoint"
-            ) from error
-        return record.updates, record.evaluations, should_stop.exit_status
 
 
 def _check_free(out: Path, model: str) -> None:

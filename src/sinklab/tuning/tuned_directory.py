@@ -24,16 +24,7 @@ PREFIX = "checkpoint-"
 COMPLETE = "complete"
 """Marker file in a complete checkpoint; training resumes only from checkpoints with this file."""
 
-NOT_THE_MODEL = (
-    "optimizer.pt",
-    "scheduler.pt",
-    "scaler.pt",
-    "rng_state*.pth",
-    "trainer_state.json",
-    "training_args.bin",
-    "README.md",
-    COMPLETE,
-)
+NOT_THE_MODEL = ("*.pt", "*.pth", "training_args.bin", "trainer_state.json", "README.md", COMPLETE)
 """Files of a checkpoint that are not files of the model, as glob patterns."""
 
 AnyRow = TypeVar("AnyRow", bound=BaseModel)
@@ -202,21 +193,18 @@ def write_model(checkpoint: Path, directory: Path, tuning: Tuning, is_ours: bool
                 shutil.copy2(path, aside / path.name)
         if is_ours:
             write_code(aside)
-        write_text(aside / "README.md", tuned_card(tuning))
+        write_text(aside / "README.md", _card(tuning))
 
 
-def tuned_card(tuning: Tuning) -> str:
+def _card(tuning: Tuning) -> str:
     """Build README.md of the tuned model: loss and Sink_1 before and after tuning, and the settings."""
     asked = tuning.asked.model_dump(exclude={"files", "data", "sink_tokens"})
-    rows = [f"| {name} | {value} |" for name, value in asked.items()]
-    settings = "\n".join(row for row in rows if "\n" not in row)
-    numbers = "\n".join(
-        f"| {name} | {side.valid_loss:.4f} | {side.sink_rate[0]:.2f} |" for name, side in tuning.sides().items()
-    )
+    settings = [f"| {name} | {value} |" for name, value in asked.items() if "\n" not in str(value)]
+    sides = [f"| {name} | {side.valid_loss:.4f} | {side.sink_rate[0]:.2f} |" for name, side in tuning.sides().items()]
     return (
         f"{card_head('sft')}\n# {Path(tuning.model).name}, tuned on conversations\n\n"
         f"{tuning.architecture} of {tuning.parameters:,} parameters, tuned by sinklab {sinklab.__version__} on the "
         f"assistant's tokens of {tuning.conversations:,} conversations.\n\n"
         "| | loss held out, nats per token | Sink_1, percent |\n|---|---|---|\n"
-        f"{numbers}\n\n## Settings\n\n| | |\n|---|---|\n{settings}\n"
+        + "\n".join([*sides, "\n## Settings\n", "| | |", "|---|---|", *settings, ""])
     )

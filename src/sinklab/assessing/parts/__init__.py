@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from sinklab.assessing.part import AssessPart
+from sinklab.errors import InputError
 
 for file in iter_modules(__path__):
     import_module(f"{__name__}.{file.name}")
@@ -17,7 +18,7 @@ PARTS = {part.name: part for part in sorted(AssessPart.__subclasses__(), key=lam
 USUAL = tuple(name for name, part in PARTS.items() if not part.on_request)
 """Names of the parts that run by default."""
 
-IN_QUICK = tuple(name for name in USUAL if PARTS[name].in_quick)
+IN_QUICK = tuple(name for name in USUAL if not PARTS[name].long_text)
 """Names of the parts that run by default with --quick."""
 
 NUMBERS = tuple(number for part in PARTS.values() for number in part.numbers)
@@ -28,10 +29,10 @@ def known_part(name: str) -> str:
     """Return `name` if it is the name of a part.
 
     Raises:
-        ValueError: if no part has this name.
+        InputError: if no part has this name.
     """
     if name not in PARTS:
-        raise ValueError(f"unknown part {name!r}; choose from {', '.join(PARTS)}")
+        raise InputError(f"unknown part {name!r}: choose from {', '.join(PARTS)}")
     return name
 
 

@@ -23,11 +23,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.streaming import Kept, RollingCache
 from sinklab.assessing.plan import KEPT, AssessSettings
 from sinklab.assessing.reading import (
@@ -121,33 +122,27 @@ class Budgets(AssessPart):
         passes, passes_by_head = 2 + len(FULL) * (3 + BUDGET_DRAWS), 2 + len(key_heads(adapter))
         return PartJob(passes * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
-    def answers(self) -> Iterator[PartAnswer]:
-        """List the loss added under every policy when a quarter of the heads keeps all keys."""
-        for one in self.policies:
-            if one.full == SHOWN_FULL:
-                yield PartAnswer(f"{one.keys:,.0f} of {self.length:,} keys, {one.policy}", self.added(one))
-
     def rows(self) -> Iterator[PartRow]:
+        """Answers are all policies if a quarter of the heads keeps all keys."""
         yield self.unchanged_row()
-        yield PartRow(f"{self.size} keys, first {self.first} kept", self.restricted)
+        yield self.row(f"{self.size} keys, first {self.first} kept", self.restricted)
+        names = {BY_COST: "budget_by_head_added", FOR_ALL: "budget_for_all_added"}
         for one in self.policies:
-            yield PartRow(f"{one.policy}, {100 * one.full:g} % full", one, f"{one.keys:g} keys per head at the end")
+            shown: dict[str, Any] = {}
+            if one.full == SHOWN_FULL:
+                shown["answer"] = f"{one.keys:,.0f} of {self.length:,} keys, {one.policy}"
+                shown["numbers"] = [names[one.policy]] if one.policy in names else []
+            more = f"{one.keys:g} keys per head at the end"
+            yield self.row(f"{one.policy}, {100 * one.full:g} % full", one, more, **shown)
 
     def remark(self) -> str:
         dearest = ", ".join(f"{layer}.{head}" for layer, head in self.retrieval[:8])
-        total, costs = sum(one.kl for one in self.heads), {(one.layer, one.head): one.kl for one in self.heads}
-        share = sum(costs[head] for head in self.retrieval) / total if total > 0 else 0
+        costs = {(one.layer, one.head): one.kl for one in self.heads}
+        share = sum(costs[head] for head in self.retrieval) / (sum(costs.values()) or 1)
         return (
             f"budgets: with each KV head restricted alone, a quarter of the heads accounts for {100 * share:.0f} % of "
             f"the summed KL divergence; the largest (layer.head): {dearest}"
         )
-
-    def values(self) -> Iterator[tuple[str, float]]:
-        """List the losses added if a quarter of the heads keeps all keys, and with this budget shared by all heads."""
-        quarter = {one.policy: one for one in self.policies if one.full == SHOWN_FULL}
-        if quarter:
-            yield "budget_by_head_added", self.added(quarter[BY_COST])
-            yield "budget_for_all_added", self.added(quarter[FOR_ALL])
 
     def figure(self) -> PartFigure:
         none = [self.point(self.restricted, policy, self.size) for policy in (BY_COST, BY_SINK, ANY, FOR_ALL)]
@@ -193,8 +188,15 @@ def assess_budgets(
     """
     alone = PairedReader(adapter, others_MT, step)
     heads = alone.by_key_head(lambda chosen: alone.under(RestrictedHeads(size, first, chosen)))
-    names = [(one.layer, one.head) for one in heads]
-    shares = _sink_shares(alone)
+    found: dict[tuple[int, int], list[Tensor]] = {(one.layer, one.head): [] for one in heads}
+
+    def observe(layer: LayerCall) -> None:
+        for head, share_BR in enumerate(first_importance(layer).chunk(layer.call.k_BGTD.shape[1], 1), 1):
+            found[layer.index, head].append(share_BR.flatten().cpu())
+
+    with intercept(adapter, observe=observe):
+        alone.observed()
+    names, shares = list(found), {head: float(torch.cat(values).mean()) for head, values in found.items()}
     dearest = [(one.layer, one.head) for one in sorted(heads, key=lambda one: -one.kl)]
     least = sorted(names, key=lambda head: shares[head])
     reader, draw, T = PairedReader(adapter, tokens_NT, step), random.Random(seed), tokens_NT.shape[1]
@@ -219,20 +221,8 @@ def assess_budgets(
         size=size,
         first=first,
         heads=heads,
-        sink_shares=[shares[head] for head in names],
+        sink_shares=list(shares.values()),
         retrieval=dearest[: round(SHOWN_FULL * len(names))],
         restricted=restricted(()),
         policies=policies,
     )
-
-
-def _sink_shares(reader: PairedReader) -> dict[tuple[int, int], float]:
-    """Return the mean importance of the first position, or of learned tokens before it, by KV head (layer, head)."""
-    found: dict[tuple[int, int], list[Tensor]] = {}
-
-    def observe(layer: LayerCall) -> None:
-        for head, share_BR in enumerate(first_importance(layer).chunk(layer.call.k_BGTD.shape[1], 1), 1):
-            found.setdefault((layer.index, head), []).append(share_BR.flatten().cpu())
-
-    reader.observed(surgery=intercept(reader.adapter, observe=observe))
-    return {head: float(torch.cat(shares).mean()) for head, shares in found.items()}

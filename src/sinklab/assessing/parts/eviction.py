@@ -12,13 +12,13 @@ share a cache, so their sums are added (H2O's code predates grouped-query attent
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.plan import KEPT, AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, refused
@@ -59,7 +59,7 @@ class Eviction(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        return refused(adapter, edit=HeavyHitters(2))
+        return refused(adapter, edit=partial(keep_heavy_hitters, budget=2))
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
@@ -68,23 +68,14 @@ class Eviction(AssessPart):
         run = partial(assess_eviction, text.model.adapter, tokens_NT, settings.budgets, first, settings.seed)
         return PartJob((1 + POLICIES * len(settings.budgets)) * len(tokens_NT), run)
 
-    def answers(self) -> Iterator[PartAnswer]:
-        """List the loss added by every eviction policy at the smallest budget."""
-        smallest = min((one.budget for one in self.policies), default=0)
-        for one in self.policies:
-            if one.budget == smallest:
-                yield PartAnswer(f"{one.policy}, {one.budget:,} keys", self.added(one))
-
     def rows(self) -> Iterator[PartRow]:
+        """Answers are all policies at the smallest budget."""
         yield self.unchanged_row()
+        smallest = min(one.budget for one in self.policies)
         for one in self.policies:
-            yield PartRow(f"{one.policy}, {one.budget} keys", one)
-
-    def values(self) -> Iterator[tuple[str, float]]:
-        """List the loss added when the smallest cache keeps only recent keys."""
-        recent = [one for one in self.policies if one.policy == "recent"]
-        if recent:
-            yield "recent_keys_added", self.added(min(recent, key=lambda one: one.budget))
+            answer = f"{one.policy}, {one.budget:,} keys" if one.budget == smallest else ""
+            numbers = ["recent_keys_added"] if answer and one.policy == "recent" else []
+            yield self.row(f"{one.policy}, {one.budget} keys", one, answer=answer, numbers=numbers)
 
     def figure(self) -> PartFigure:
         return PartFigure(
@@ -96,59 +87,42 @@ class Eviction(AssessPart):
         )
 
 
-@dataclass(frozen=True)
-class HeavyHitters:
-    """Attention edit that keeps recent keys and the keys with the most accumulated attention.
+def keep_heavy_hitters(layer: LayerCall, budget: int, barred: int = 0) -> LayerCall:
+    """Return the call with every query restricted to recent keys and the keys with the most accumulated attention.
 
-    Attributes:
+    Args:
         budget: number C of keys in the cache when a query reads it, the query's own key included.
         barred: number of first keys that are kept only while recent.
     """
+    B, _, L, _ = layer.call.q_BHTD.shape
+    total_BGL = layer.call.q_BHTD.new_zeros(B, layer.call.k_BGTD.shape[1], L, dtype=torch.float32)
+    total_BGL[..., :barred] = -torch.inf
+    row = _row_of_softmax(layer) if layer.operation.plain else partial(_row, layer)
 
-    budget: int
-    barred: int = 0
+    def observe(t: int, kept_BGS: Tensor) -> Tensor:
+        total_BGL[..., : t + 1] += row(t, kept_BGS).float().sum(2)
+        return total_BGL
 
-    def __call__(self, layer: LayerCall) -> LayerCall:
-        """Return the call with every query restricted to the keys in its cache."""
-        B, _, L, _ = layer.call.q_BHTD.shape
-        groups = layer.call.k_BGTD.shape[1]
-        total_BGL = layer.call.q_BHTD.new_zeros(B, groups, L, dtype=torch.float32)
-        total_BGL[..., : self.barred] = -torch.inf
-        row = _row_of_softmax(layer) if layer.operation.plain else partial(_row, layer)
-
-        def observe(t: int, kept_BGS: Tensor) -> Tensor:
-            total_BGL[..., : t + 1] += row(t, kept_BGS).float().sum(2)
-            return total_BGL
-
-        return _finding(layer, _kept(layer, self.budget, observe))
+    return _restricted(layer, budget, observe)
 
 
-@dataclass(frozen=True)
-class RandomKeys:
-    """Attention edit that keeps recent keys and random other keys, drawn per layer, KV head and sequence: a control."""
-
-    budget: int
-    seed: int
-
-    def __call__(self, layer: LayerCall) -> LayerCall:
-        """Return the call with every query restricted to the keys in its cache."""
-        B, groups, L, _ = layer.call.k_BGTD.shape
-        draw = torch.Generator().manual_seed(self.seed + layer.index)
-        rank_BGL = torch.rand(B, groups, L, generator=draw).to(layer.call.k_BGTD.device)
-        return _finding(layer, _kept(layer, self.budget, lambda t, kept_BGS: rank_BGL))
+def keep_random_keys(layer: LayerCall, budget: int, seed: int) -> LayerCall:
+    """Return the call with every query restricted to recent and random keys, drawn by layer, KV head and sequence."""
+    draw = torch.Generator().manual_seed(seed + layer.index)
+    rank_BGL = torch.rand(layer.call.k_BGTD.shape[:3], generator=draw).to(layer.call.k_BGTD.device)
+    return _restricted(layer, budget, lambda t, kept_BGS: rank_BGL)
 
 
-def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Return a boolean mask (B, G, L, L), True where a key is in the cache when a query reads it.
+def _restricted(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor]) -> LayerCall:
+    """Return the call with every query restricted to the keys in its cache.
 
     Args:
         observe: (query index, keys in its cache) -> score of every key; the cache keeps the recent keys and, of the
             older keys, those with the highest scores.
     """
     B, groups, L, _ = layer.call.k_BGTD.shape
-    device = layer.call.k_BGTD.device
-    found_BGLL = torch.zeros(B, groups, L, L, dtype=torch.bool, device=device)
-    held_BGL = torch.zeros(B, groups, L, dtype=torch.bool, device=device)
+    found_BGLL = torch.zeros(B, groups, L, L, dtype=torch.bool, device=layer.call.k_BGTD.device)
+    held_BGL = torch.zeros_like(found_BGLL[:, :, 0])
     recent = max(1, budget // 2)
     for t in range(L):
         held_BGL[..., t] = True
@@ -156,13 +130,11 @@ def _kept(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor
         score_BGL = observe(t, held_BGL[..., : t + 1])
         if t + 1 < budget:
             continue
-        older = t + 2 - recent  # in the cache of the next query, whose own key is recent
-        heavy = budget - recent
-        candidates = score_BGL[..., :older].masked_fill(~held_BGL[..., :older], -torch.inf)
-        chosen = candidates.topk(heavy, -1).indices
-        stays = torch.zeros_like(held_BGL[..., :older]).scatter_(-1, chosen, True)
-        held_BGL[..., :older] &= stays & candidates.isfinite()
-    return found_BGLL
+        older_BGS = held_BGL[..., : t + 2 - recent]  # in the cache of the next query, whose own key is recent
+        candidates = score_BGL[..., : t + 2 - recent].masked_fill(~older_BGS, -torch.inf)
+        chosen = candidates.topk(budget - recent, -1).indices
+        older_BGS &= torch.zeros_like(older_BGS).scatter_(-1, chosen, True) & candidates.isfinite()
+    return layer.masked(Dense(found_BGLL.repeat_interleave(layer.call.q_BHTD.shape[1] // groups, 1)))
 
 
 def _row_of_softmax(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
@@ -193,11 +165,6 @@ def _row(layer: LayerCall, t: int, kept_BGS: Tensor) -> Tensor:
     return next(iter(layer.operation.rows(short))).weights_BHQS[:, :, 0].unflatten(1, (groups, -1))
 
 
-def _finding(layer: LayerCall, found_BGLL: Tensor) -> LayerCall:
-    repeats = layer.call.q_BHTD.shape[1] // found_BGLL.shape[1]
-    return layer.masked(Dense(found_BGLL.repeat_interleave(repeats, 1)))
-
-
 def assess_eviction(
     adapter: Adapter, tokens_NT: Tensor, budgets: Sequence[int], first: int, seed: int, step: Step
 ) -> Eviction:
@@ -213,9 +180,9 @@ def assess_eviction(
         policies: dict[str, Edit] = {
             "recent": RollingCache(budget, 0, in_cache=False),
             "first and recent": RollingCache(budget, kept, in_cache=False),
-            "heavy hitters": HeavyHitters(budget),
-            "heavy without sink": HeavyHitters(budget, barred=kept),
-            "random": RandomKeys(budget, seed),
+            "heavy hitters": partial(keep_heavy_hitters, budget=budget),
+            "heavy without sink": partial(keep_heavy_hitters, budget=budget, barred=kept),
+            "random": partial(keep_random_keys, budget=budget, seed=seed),
         }
         for policy, edit in policies.items():
             effect = reader.under(edit).effect()

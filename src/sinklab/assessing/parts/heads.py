@@ -16,14 +16,13 @@ sink token a broadcast head.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, PartAnswer, PartFigure, PartJob
+from sinklab.assessing.part import AssessPart, AssessText, PartFigure, PartJob, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, refused
 from sinklab.attention.layer_call import LayerCall
@@ -87,17 +86,16 @@ class Heads(AssessPart):
         tokens_NT = text.sequences(settings.sequences, settings.length)
         return PartJob(2 * len(tokens_NT), partial(assess_heads, text.model.adapter, tokens_NT))
 
-    def answers(self) -> Iterator[PartAnswer]:
+    def rows(self) -> Iterator[PartRow]:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
-        yield PartAnswer(counts, None)
+        yield PartRow("", None, None, answer=counts)
 
     def remark(self) -> str:
-        return f"heads ({self.sink}): {next(self.answers()).change}"
+        return f"heads ({self.sink}): {next(self.rows()).answer}"
 
     def figure(self) -> PartFigure:
         kinds = [kind for kind in get_args(HeadKind) if self.counts.get(kind)]
         counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds)
-        logarithmic = all(head.value_norm > 0 for head in self.heads)
         return PartFigure(
             "Roles of the heads",
             f"One point per head; the sink is the {self.sink}. In a nop head the value of the sink is negligible; in a "
@@ -109,7 +107,7 @@ class Heads(AssessPart):
                 "|v| of the sink over that of the other keys",
                 "value_norm",
                 "value's norm, times the others'",
-                scale="log" if logarithmic else "linear",
+                scale="log" if all(head.value_norm > 0 for head in self.heads) else "linear",
                 format="~g",
             ),
             kind="scatter",
@@ -125,91 +123,67 @@ class Heads(AssessPart):
         )
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Statistics of one layer summed over sequences: (H,) each, and the Gram matrices (H, V, V) of head outputs."""
-
-    share_H: Tensor
-    value_H: Tensor
-    other_H: Tensor
-    added_H: Tensor
-    output_H: Tensor
-    gram_HVV: Tensor
-
-
-class _Watch:
-    """Compute function that leaves the output unchanged and accumulates the statistics of each layer's heads."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, _Sums] = {}
-        self.bias = False
-
-    def __call__(self, layer: LayerCall) -> Tensor:
-        scores_BHLL, bias_BHL = layer.scores()
-        out_BHLV = layer.weighted(scores_BHLL, bias_BHL)
-        repeats = scores_BHLL.shape[1] // layer.value_BGSV.shape[1]
-        v_BHLV = layer.value_BGSV.repeat_interleave(repeats, 1).float()
-        if bias_BHL is None:
-            given_BHL, sink_BHV = scores_BHLL[:, :, 1:, 0], v_BHLV[:, :, 0]
-            others_BHLV, after_BHLV = v_BHLV[:, :, 1:], out_BHLV[:, :, 1:].float()
-            whole_BHL = scores_BHLL[:, :, 1:].sum(-1)
-        else:
-            self.bias = True
-            value_HV, others_BHLV, after_BHLV = layer.call.value_HV, v_BHLV, out_BHLV.float()
-            sink_BHV = (
-                torch.zeros_like(v_BHLV[:, :, 0]) if value_HV is None else value_HV.float().expand_as(v_BHLV[:, :, 0])
-            )
-            given_BHL, whole_BHL = bias_BHL, scores_BHLL.sum(-1) + bias_BHL
-        norm_BH = sink_BHV.norm(dim=-1)
-        share_BHL = given_BHL / whole_BHL.masked_fill(whole_BHL == 0, 1)
-        sums = _Sums(
-            share_BHL.mean(-1).double().sum(0),
-            norm_BH.double().sum(0),
-            others_BHLV.norm(dim=-1).mean(-1).double().sum(0),
-            (given_BHL.mean(-1) * norm_BH).double().sum(0),
-            after_BHLV.norm(dim=-1).mean(-1).double().sum(0),
-            torch.einsum("bhlv,bhlw->hvw", after_BHLV.double(), after_BHLV.double()),
-        )
-        if before := self.layers.get(layer.index):
-            sums = _Sums(*(getattr(before, name) + getattr(sums, name) for name in vars(sums)))
-        self.layers[layer.index] = sums
-        return out_BHLV
-
-
 def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
     """Classify every query head by the role of the sink in it.
 
     Raises:
         InputError: if the attention weights cannot be edited (`LayerCall.scores`).
     """
-    reader, watch = PairedReader(adapter, tokens_NT, step), _Watch()
-    reader.observed(compute=watch)
+    reader, with_bias = PairedReader(adapter, tokens_NT, step), False
+    sums: dict[int, list[Tensor]] = {}
+
+    def add_sums(layer: LayerCall) -> Tensor:
+        nonlocal with_bias
+        scores_BHLL, bias_BHL = layer.scores()
+        out_BHLV = layer.weighted(scores_BHLL, bias_BHL)
+        with_bias = with_bias or bias_BHL is not None
+        here = _sums(layer, scores_BHLL, bias_BHL, out_BHLV)
+        before = sums.get(layer.index)
+        sums[layer.index] = here if before is None else [a + b for a, b in zip(before, here, strict=True)]
+        return out_BHLV
+
+    reader.observed(compute=add_sums)
     roles = []
-    for number, sums in sorted(watch.layers.items()):
-        for head in range(len(sums.share_H)):
-            values = (sums.value_H, sums.other_H, sums.added_H, sums.output_H)
-            value, other, added, output = (float(x[head]) for x in values)
-            share = float(sums.share_H[head]) / len(tokens_NT)
-            value_norm, output_share = value / max(other, 1e-30), added / max(output, 1e-30)
-            rank, width = effective_rank(sums.gram_HVV[head]), sums.gram_HVV.shape[-1]
-            roles.append(
-                HeadRole(
-                    layer=number,
-                    head=head + 1,
-                    share=share,
-                    value_norm=value_norm,
-                    output_share=output_share,
-                    effective_rank=rank,
-                    kind=kind_of(share, value_norm, output_share, rank / width),
-                )
-            )
+    for layer, (share_H, value_H, other_H, added_H, output_H, gram_HVV) in sorted(sums.items()):
+        numbers_3H = (share_H / len(tokens_NT), value_H / other_H.clamp(min=1e-30), added_H / output_H.clamp(min=1e-30))
+        for head, numbers in enumerate(zip(*(x_H.tolist() for x_H in numbers_3H), strict=True), start=1):
+            rank = effective_rank(gram_HVV[head - 1])
+            share, value_norm, output_share = numbers
+            kind = kind_of(share, value_norm, output_share, rank / gram_HVV.shape[-1])
+            named = dict(zip(("share", "value_norm", "output_share"), numbers, strict=True))
+            roles.append(HeadRole(layer=layer, head=head, **named, effective_rank=rank, kind=kind))
     return Heads(
         **reader.result_fields(),
-        sink="bias" if watch.bias else "first position",
-        width=watch.layers[1].gram_HVV.shape[-1],
+        sink="bias" if with_bias else "first position",
+        width=sums[1][-1].shape[-1],
         heads=roles,
         counts=dict(Counter(role.kind for role in roles)),
     )
+
+
+def _sums(layer: LayerCall, scores_BHLL: Tensor, bias_BHL: Tensor | None, out_BHLV: Tensor) -> list[Tensor]:
+    """Sum statistics over sequences, (H,) each: share of attention on the sink, norms of the sink's value, of the other
+    values, of the sink's contribution and of the output; last the Gram matrices (H, V, V) of the outputs.
+    """
+    v_BHLV = layer.value_BGSV.repeat_interleave(scores_BHLL.shape[1] // layer.value_BGSV.shape[1], 1).float()
+    if bias_BHL is None:
+        given_BHL, sink_BHV = scores_BHLL[:, :, 1:, 0], v_BHLV[:, :, 0]
+        v_BHLV, out_BHLV = v_BHLV[:, :, 1:], out_BHLV[:, :, 1:]
+        whole_BHL = scores_BHLL[:, :, 1:].sum(-1)
+    else:
+        given_BHL, value_HV, first_BHV = bias_BHL, layer.call.value_HV, v_BHLV[:, :, 0]
+        sink_BHV = torch.zeros_like(first_BHV) if value_HV is None else value_HV.float().expand_as(first_BHV)
+        whole_BHL = scores_BHLL.sum(-1) + bias_BHL
+    norm_BH, out_BHLV = sink_BHV.norm(dim=-1), out_BHLV.float()
+    means_5BH = (
+        (given_BHL / whole_BHL.masked_fill(whole_BHL == 0, 1)).mean(-1),
+        norm_BH,
+        v_BHLV.norm(dim=-1).mean(-1),
+        given_BHL.mean(-1) * norm_BH,
+        out_BHLV.norm(dim=-1).mean(-1),
+    )
+    gram_HVV = torch.einsum("bhlv,bhlw->hvw", out_BHLV.double(), out_BHLV.double())
+    return [*(x_BH.double().sum(0) for x_BH in means_5BH), gram_HVV]
 
 
 def effective_rank(gram_VV: Tensor) -> float:

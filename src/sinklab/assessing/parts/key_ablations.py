@@ -18,12 +18,12 @@ The last two are controls, and exclude the first n keys. Early queries have fewe
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.heads import Heads
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, probe
@@ -98,39 +98,24 @@ class KeyAblations(AssessPart):
         run = partial(ablate_keys, text.model.adapter, tokens_NT, settings.sink_tokens, SHIFTS, settings.seed)
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
-    def answers(self) -> Iterator[PartAnswer]:
-        """List the added loss with bias and sink hidden, spread and its value zeroed; for control keys, only hidden."""
-        names = {
-            "bias": "learned bias",
-            "sink": "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys",
-            "recent": "as many recent keys",
-            "random": "as many random keys",
-        }
-        for number, one in enumerate(self.keys):
-            name, lost = names[one.keys], number == 0  # the bias, if any
-            clause = f"with the {name} hidden" if lost else ""
-            yield PartAnswer(f"{name} hidden", self.added(one.hidden), lost=clause)
-            if one.keys in ("bias", "sink"):
-                clause = "with its attention spread over the other keys" if lost else ""
-                yield PartAnswer(f"attention to the {name} spread over others", self.added(one.spread), lost=clause)
-                yield PartAnswer(f"value of the {name} zeroed", self.added(one.value_zeroed))
-
     def rows(self) -> Iterator[PartRow]:
+        """Answers are bias and sink hidden, spread and their value zeroed, and the control keys hidden."""
         yield self.unchanged_row()
-        for one in self.keys:
-            yield PartRow(f"{one.keys}: value zeroed", one.value_zeroed, f"share {100 * one.share:.1f} %")
-            yield PartRow(f"{one.keys}: hidden", one.hidden)
-            yield PartRow(f"{one.keys}: spread", one.spread)
-            for shift in one.shifted:
-                if shift.by is not None:
-                    yield PartRow(f"{one.keys}: logit {shift.by:+g}", shift)
-
-    def values(self) -> Iterator[tuple[str, float]]:
-        """List the added loss with the bias hidden; in a model without bias, with the first tokens hidden."""
-        hidden = {one.keys: one.hidden for one in self.keys}
-        effect = hidden.get("bias", hidden.get("sink"))
-        if effect is not None:
-            yield "sink_hidden_added", self.added(effect)
+        first = "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys"
+        names = {"bias": "learned bias", "sink": first}
+        for number, one in enumerate(self.keys):
+            name, keys = names.get(one.keys, f"as many {one.keys} keys"), one.keys
+            hidden, spread, zeroed = dict[str, Any](answer=f"{name} hidden"), dict[str, Any](), dict[str, Any]()
+            if keys in names:
+                spread["answer"] = f"attention to the {name} spread over others"
+                zeroed["answer"] = f"value of the {name} zeroed"
+            if number == 0:  # the bias, if any
+                hidden |= {"lost": f"with the {name} hidden", "numbers": ["sink_hidden_added"]}
+                spread["lost"] = "with its attention spread over the other keys"
+            yield self.row(f"{keys}: hidden", one.hidden, f"share {100 * one.share:.1f} %", **hidden)
+            yield self.row(f"{keys}: spread", one.spread, **spread)
+            yield self.row(f"{keys}: value zeroed", one.value_zeroed, **zeroed)
+            yield from (self.row(f"{keys}: logit {by:+g}", one) for one in one.shifted if (by := one.by) is not None)
 
     def figure(self) -> PartFigure:
         rows = [
@@ -148,7 +133,7 @@ class KeyAblations(AssessPart):
 
 @dataclass(frozen=True)
 class SelectedKeys:
-    """Rule that selects the keys to ablate for every query.
+    """Rule that selects the keys to ablate for every query, and the ablations, as attention edits or outputs.
 
     Attributes:
         keys: which keys are selected (see the module).
@@ -177,6 +162,42 @@ class SelectedKeys:
         chosen_HLL = torch.zeros(len(chosen_HLN), L, L, dtype=torch.bool, device=device)
         return chosen_HLL.scatter_(-1, chosen_HLN, True).logical_and_(candidates_LL)
 
+    def hidden(self, layer: LayerCall) -> LayerCall:
+        """Return the call with the selected keys masked; for the bias, without bias key, sink logit and their value."""
+        if self.keys == "bias":
+            return layer.changed(key_HD=None, logit_H=None, value_HV=None)
+        return layer.masked(Dense(~self.matrix(layer)[None], later=True))
+
+    def shifted(self, layer: LayerCall, by: float) -> LayerCall:
+        """Return the call with `by` added to the logits of the selected keys."""
+        if self.keys == "bias":
+            return replace(layer, call=_WithShiftedBias(**vars(layer.call), by=by), library=None)
+        matrix_HLL = self.matrix(layer)
+
+        def added(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, matrix_HLL: Tensor) -> Tensor:
+            return z + by * matrix_HLL[h if len(matrix_HLL) > 1 else 0, q, k].to(z.dtype)
+
+        return layer.changed(position=compose(layer.call.position, Score(added, (matrix_HLL,))))
+
+    def value_zeroed(self, layer: LayerCall) -> Tensor:
+        """Return the layer's output with the values of the selected keys set to zero, all weights unchanged."""
+        scores_BHLL, bias_BHL = layer.scores()
+        if self.keys == "bias":
+            layer = layer.changed(value_HV=None)
+        return layer.weighted(scores_BHLL.masked_fill(self.matrix(layer), 0), bias_BHL)
+
+    def spread(self, layer: LayerCall) -> Tensor:
+        """Return the layer's output with the attention of the selected keys spread over the other visible keys."""
+        scores_BHLL, bias_BHL = layer.scores()
+        L, selected_HLL = layer.length, self.matrix(layer)
+        others_BHLL = layer.call.mask.block(0, L, 0, L, scores_BHLL.device) & ~selected_HLL
+        taken_BHL = (scores_BHLL * selected_HLL).sum(-1)
+        if self.keys == "bias" and bias_BHL is not None:
+            taken_BHL, bias_BHL = bias_BHL, torch.zeros_like(bias_BHL)
+        each_BHL = taken_BHL / others_BHLL.sum(-1).clamp(min=1)
+        spread_BHLL = torch.where(selected_HLL, 0, scores_BHLL + each_BHL[..., None] * others_BHLL)
+        return layer.weighted(spread_BHLL, bias_BHL)
+
 
 @lru_cache(maxsize=LAYERS_KEPT)
 def _drawn(heads: int, L: int, count: int, seed: int) -> Tensor:
@@ -187,78 +208,6 @@ def _drawn(heads: int, L: int, count: int, seed: int) -> Tensor:
     q_L1, k_L = torch.arange(L)[:, None], torch.arange(L)
     rank_HLL = torch.rand(heads, L, L, generator=torch.Generator().manual_seed(seed))
     return rank_HLL.masked_fill_((k_L < count) | (k_L >= q_L1), -1).topk(min(count, L), -1).indices
-
-
-@dataclass(frozen=True)
-class ZeroedValues:
-    """Attention output with the values of the selected keys set to zero and all attention weights unchanged."""
-
-    selection: SelectedKeys
-
-    def __call__(self, layer: LayerCall) -> Tensor:
-        """Return the layer's output with the values of the selected keys set to zero."""
-        scores_BHLL, bias_BHL = layer.scores()
-        if self.selection.keys == "bias":
-            layer = layer.changed(value_HV=None)
-        return layer.weighted(scores_BHLL.masked_fill(self.selection.matrix(layer), 0), bias_BHL)
-
-
-@dataclass(frozen=True)
-class SpreadShares:
-    """Attention output with the weights of the selected keys divided equally among the other visible keys (no bias)."""
-
-    selection: SelectedKeys
-
-    def __call__(self, layer: LayerCall) -> Tensor:
-        """Return the layer's output with the attention of the selected keys spread over the other keys."""
-        scores_BHLL, bias_BHL = layer.scores()
-        L, device = layer.length, scores_BHLL.device
-        selected_HLL = self.selection.matrix(layer)
-        others_BHLL = layer.call.mask.block(0, L, 0, L, device) & ~selected_HLL
-        taken_BHL = (scores_BHLL * selected_HLL).sum(-1)
-        if self.selection.keys == "bias" and bias_BHL is not None:
-            taken_BHL, bias_BHL = bias_BHL, torch.zeros_like(bias_BHL)
-        each_BHL = taken_BHL / others_BHLL.sum(-1).clamp(min=1)
-        spread_BHLL = torch.where(selected_HLL, 0, scores_BHLL + each_BHL[..., None] * others_BHLL)
-        return layer.weighted(spread_BHLL, bias_BHL)
-
-
-@dataclass(frozen=True)
-class HiddenKeys:
-    """Attention edit that hides the selected keys."""
-
-    selection: SelectedKeys
-
-    def __call__(self, layer: LayerCall) -> LayerCall:
-        """Return the call with the selected keys masked; for the bias, without bias key, sink logit and their value."""
-        if self.selection.keys == "bias":
-            return layer.changed(key_HD=None, logit_H=None, value_HV=None)
-        return layer.masked(Dense(~self.selection.matrix(layer)[None], later=True))
-
-
-@dataclass(frozen=True)
-class ShiftedLogits:
-    """Attention edit that adds `by` to the logits of the selected keys."""
-
-    selection: SelectedKeys
-    by: float
-
-    def __call__(self, layer: LayerCall) -> LayerCall:
-        """Return the call with the logits of the selected keys shifted."""
-        if self.selection.keys == "bias":
-            return replace(layer, call=_WithShiftedBias(**vars(layer.call), by=self.by), library=None)
-        return layer.changed(position=compose(layer.call.position, self._added(layer)))
-
-    def _added(self, layer: LayerCall) -> Score:
-        selected_HLL, by = self.selection.matrix(layer), self.by
-
-        def shifted(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, selected_HLL: Tensor) -> Tensor:
-            return z + by * selected_HLL[h, q, k].to(z.dtype)
-
-        def alike(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, selected_LL: Tensor) -> Tensor:
-            return z + by * selected_LL[q, k].to(z.dtype)  # the same for all heads
-
-        return Score(alike, (selected_HLL[0],)) if len(selected_HLL) == 1 else Score(shifted, (selected_HLL,))
 
 
 @dataclass(frozen=True)
@@ -274,30 +223,6 @@ class _WithShiftedBias(Call):
         return super().bias_logits(compose(Score(shifted), similarity))
 
 
-class _Shares:
-    """Compute function that leaves the output unchanged and accumulates the attention on each selection of keys."""
-
-    def __init__(self, selections: Sequence[SelectedKeys]) -> None:
-        self.selections = selections
-        self.totals, self.rows = [0.0] * len(selections), [0] * len(selections)
-
-    def __call__(self, layer: LayerCall) -> Tensor:
-        scores_BHLL, bias_BHL = layer.scores()
-        whole_BHL = scores_BHLL.sum(-1) + (0 if bias_BHL is None else bias_BHL)
-        whole_BHL = whole_BHL.masked_fill(whole_BHL == 0, 1)
-        for number, selection in enumerate(self.selections):
-            if selection.keys == "bias" and bias_BHL is not None:
-                share_BHL, counted = bias_BHL / whole_BHL, bias_BHL.numel()
-            else:
-                selected_HLL = selection.matrix(layer)
-                share_BHL = (scores_BHLL * selected_HLL).sum(-1) / whole_BHL
-                rows_HL = selected_HLL.any(-1)
-                counted = int(rows_HL.sum()) * (share_BHL.shape[0] * share_BHL.shape[1] // len(rows_HL))
-            self.totals[number] += float(share_BHL.double().sum())
-            self.rows[number] += counted
-        return layer.weighted(scores_BHLL, bias_BHL)
-
-
 def ablate_keys(
     adapter: Adapter, tokens_NT: Tensor, sink_keys: int, shifts: Sequence[float], seed: int, step: Step
 ) -> KeyAblations:
@@ -311,30 +236,42 @@ def ablate_keys(
         InputError: if the attention weights cannot be edited (`LayerCall.scores`).
     """
     reader = PairedReader(adapter, tokens_NT, step)
-    others: tuple[Keys, ...] = ("sink", "recent", "random")
-    kinds: tuple[Keys, ...] = ("bias", *others) if has_bias(adapter) else others
-    shares = _Shares([SelectedKeys(keys, sink_keys, seed) for keys in kinds])
-    reader.observed(compute=shares)
-    found = [
-        _ablated(reader, selection, total / max(rows, 1), shifts)
-        for selection, total, rows in zip(shares.selections, shares.totals, shares.rows, strict=True)
-    ]
+    kinds: list[Keys] = [*(["bias"] if has_bias(adapter) else []), "sink", "recent", "random"]
+    selections = [SelectedKeys(keys, sink_keys, seed) for keys in kinds]
+    totals, rows = [0.0] * len(kinds), [0] * len(kinds)
+
+    def add_shares(layer: LayerCall) -> Tensor:
+        scores_BHLL, bias_BHL = layer.scores()
+        whole_BHL = scores_BHLL.sum(-1) + (0 if bias_BHL is None else bias_BHL)
+        whole_BHL = whole_BHL.masked_fill(whole_BHL == 0, 1)
+        for number, selection in enumerate(selections):
+            if selection.keys == "bias" and bias_BHL is not None:
+                share_BHL, counted = bias_BHL / whole_BHL, bias_BHL.numel()
+            else:
+                selected_HLL = selection.matrix(layer)
+                share_BHL = (scores_BHLL * selected_HLL).sum(-1) / whole_BHL
+                rows_HL = selected_HLL.any(-1)
+                counted = int(rows_HL.sum()) * (share_BHL.shape[0] * share_BHL.shape[1] // len(rows_HL))
+            totals[number] += float(share_BHL.double().sum())
+            rows[number] += counted
+        return layer.weighted(scores_BHLL, bias_BHL)
+
+    reader.observed(compute=add_shares)
+    found = []
+    for selection, total, counted in zip(selections, totals, rows, strict=True):
+        hidden = reader.under(selection.hidden).effect()
+        shifted = {by: reader.under(partial(selection.shifted, by=by)).effect() for by in shifts}
+        found.append(
+            AblatedKeys(
+                keys=selection.keys,
+                share=total / max(counted, 1),
+                value_zeroed=reader.under(compute=selection.value_zeroed).effect(),
+                hidden=hidden,
+                spread=reader.under(compute=selection.spread).effect(),
+                shifted=[Shift(by=by, **one.model_dump()) for by, one in {None: hidden, **shifted}.items()],
+            )
+        )
     return KeyAblations(**reader.result_fields(), sink_keys=sink_keys, keys=found)
-
-
-def _ablated(reader: PairedReader, selection: SelectedKeys, share: float, shifts: Sequence[float]) -> AblatedKeys:
-    hidden = reader.under(HiddenKeys(selection)).effect()
-    curve = [Shift(by=None, **hidden.model_dump())]
-    for by in shifts:
-        curve.append(Shift(by=by, **reader.under(ShiftedLogits(selection, by)).effect().model_dump()))
-    return AblatedKeys(
-        keys=selection.keys,
-        share=share,
-        value_zeroed=reader.under(compute=ZeroedValues(selection)).effect(),
-        hidden=hidden,
-        spread=reader.under(compute=SpreadShares(selection)).effect(),
-        shifted=curve,
-    )
 
 
 def has_bias(adapter: Adapter) -> bool:

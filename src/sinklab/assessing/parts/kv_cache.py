@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import CACHE_GROUP, AssessSettings
 from sinklab.assessing.reading import (
     LOG_PROBABILITIES_KEPT,
@@ -141,30 +141,25 @@ class KVCache(AssessPart):
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
-        adapter = text.model.adapter
-        given = (settings.sink_tokens, settings.seed, settings.residual)
-        run = partial(assess_kv_cache, adapter, tokens_NT, others_MT, *given)
-        passes_by_head = 1 + len(key_heads(adapter))
-        return PartJob((3 + 3 * len(BITS)) * len(tokens_NT) + passes_by_head * len(others_MT), run)
-
-    def answers(self) -> Iterator[PartAnswer]:
-        fewest = min(self.settings, key=lambda one: one.bits)
-        for one in self.settings:
-            yield PartAnswer(f"keys and values in {one.bits} bits", self.added(one.everything))
-        words = f"with a cache in {fewest.bits} bits"
-        yield PartAnswer(f"part of the loss in {fewest.bits} bits due to the sink", fewest.due_to_sink, gained=words)
+        adapter, given = text.model.adapter, (settings.sink_tokens, settings.seed, settings.residual)
+        passes = (3 + 3 * len(BITS)) * len(tokens_NT) + (1 + len(key_heads(adapter))) * len(others_MT)
+        return PartJob(passes, partial(assess_kv_cache, adapter, tokens_NT, others_MT, *given))
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
-        spared = f"first {self.counted(self.sink_positions, 'token')}"
+        spared, fewest = f"first {self.counted(self.sink_positions, 'token')}", min(one.bits for one in self.settings)
         for one in self.settings:
-            due = f"due to the sink {one.due_to_sink:+.4f}"
-            yield PartRow(f"{one.bits} bits", one.everything, due)
-            yield PartRow(f"{one.bits} bits, {spared} spared", one.first_spared)
-            yield PartRow(f"{one.bits} bits, outliers spared", one.found_spared)
-        heads = f"KV head{'s' * (len(self.exempt) > 1)}"
-        yield PartRow(f"{self.head_bits} bits except {len(self.exempt)} costliest {heads}", self.without_exempt)
-        yield PartRow(f"{self.head_bits} bits except {len(self.exempt)} random {heads}", self.without_random)
+            bits, due = f"{one.bits} bits", f"due to the sink {one.due_to_sink:+.4f}"
+            numbers = [f"cache_{one.bits}_bits_added", "cache_added"][: 2 if one.bits == fewest else 1]
+            yield self.row(bits, one.everything, due, answer=f"keys and values in {bits}", numbers=numbers)
+            yield self.row(f"{bits}, {spared} spared", one.first_spared)
+            yield self.row(f"{bits}, outliers spared", one.found_spared)
+            if one.bits == fewest:
+                answer, words = f"part of the loss in {bits} due to the sink", f"with a cache in {bits}"
+                yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["cache_due_to_sink"])
+        count, heads = len(self.exempt), f"KV head{'s' * (len(self.exempt) > 1)}"
+        yield self.row(f"{self.head_bits} bits except {count} costliest {heads}", self.without_exempt)
+        yield self.row(f"{self.head_bits} bits except {count} random {heads}", self.without_random)
 
     def remark(self) -> str:
         found = sum(map(len, self.found))
@@ -177,14 +172,6 @@ class KVCache(AssessPart):
     @property
     def _recent(self) -> str:
         return f"; up to {self.residual} recent tokens are in full precision" if self.residual else ""
-
-    def values(self) -> Iterator[tuple[str, float]]:
-        """List the losses added when all positions are rounded, and the part due to the sink with the fewest bits."""
-        for one in self.settings:
-            yield f"cache_{one.bits}_bits_added", self.added(one.everything)
-        fewest = min(self.settings, key=lambda one: one.bits)
-        yield "cache_added", self.added(fewest.everything)
-        yield "cache_due_to_sink", fewest.due_to_sink
 
     def figure(self) -> PartFigure:
         rows = [
@@ -267,7 +254,7 @@ class RoundedCache:
         outs = []
         for start in range(0, T, R):
             stop = min(start + R, T)
-            seen_BHQS = mask.block(start, stop, 0, stop, device).expand(mask.rows, mask.heads, stop - start, stop)
+            seen_BHQS = mask.block(start, stop, 0, stop, device).expand(*mask.sizes, stop - start, stop)
             k_BGSD = torch.cat((whole.call.k_BGTD[:, :, :start], layer.call.k_BGTD[:, :, start:]), 2)
             call = replace(replace(whole.call, k_BGTD=k_BGSD).cut(stop, start), mask=Dense(seen_BHQS))
             both_BGSV = torch.cat((whole.value_BGSV[:, :, :stop], layer.value_BGSV[:, :, :stop]), 2)
@@ -312,26 +299,18 @@ def assess_kv_cache(
         ]
         return joined(read).effect()
 
-    none, N = [None] * len(readers), len(readers)
-    settings = []
+    N = len(readers)
+    none, settings = [None] * N, []
     for bits in BITS:
-        everything, spared = effect(bits, none), effect(bits, [first_S] * N)
-        settings.append(
-            CacheRounding(
-                bits=bits,
-                everything=everything,
-                first_spared=spared,
-                found_spared=effect(bits, found_NS),
-                due_to_sink=everything.loss - spared.loss,
-            )
-        )
+        everything, first_spared = effect(bits, none), effect(bits, [first_S] * N)
+        rounding = {"everything": everything, "first_spared": first_spared, "found_spared": effect(bits, found_NS)}
+        settings.append(CacheRounding(bits=bits, **rounding, due_to_sink=everything.loss - first_spared.loss))
     alone = PairedReader(adapter, others_MT, step)
     heads = alone.by_key_head(
         lambda chosen: alone.under(compute=RoundedCache(HEAD_BITS, heads=chosen, residual=residual).output)
     )
-    names = frozenset((one.layer, one.head) for one in heads)
     dearest = sorted(heads, key=lambda one: -one.kl)[: max(1, len(heads) // EXEMPT)]
-    exempt = [(one.layer, one.head) for one in dearest]
+    exempt, names = ([(one.layer, one.head) for one in some] for some in (dearest, heads))
     drawn = random.Random(seed).sample(sorted(names), len(exempt))
     return KVCache(
         sequences=N,
@@ -344,8 +323,8 @@ def assess_kv_cache(
         head_bits=HEAD_BITS,
         heads=heads,
         exempt=exempt,
-        without_exempt=effect(HEAD_BITS, none, names - set(exempt)),
-        without_random=effect(HEAD_BITS, none, names - set(drawn)),
+        without_exempt=effect(HEAD_BITS, none, frozenset(names) - set(exempt)),
+        without_random=effect(HEAD_BITS, none, frozenset(names) - set(drawn)),
     )
 
 

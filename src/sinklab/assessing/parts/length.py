@@ -1,12 +1,13 @@
 """Length: loss by position of the target, within and beyond the training context."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
 from sinklab.models.adapter import Adapter
@@ -44,7 +45,6 @@ class LossByLength(AssessPart):
     rank = 4
     question = "Can the model read beyond its context?"
     long_text = True
-    in_quick = False
     numbers = (
         PartNumber(
             "beyond_context_added",
@@ -72,20 +72,15 @@ class LossByLength(AssessPart):
         tokens_NT = text.sequences(max(1, settings.sizes.streamed // settings.long_length), settings.long_length)
         return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
 
-    def answers(self) -> Iterator[PartAnswer]:
-        """List the loss added at the last positions by reading the text in one piece instead of in windows."""
-        for _, added in self.values():
-            yield PartAnswer(f"positions {self.buckets[-1].positions} read at once", added)
-
     def rows(self) -> Iterator[PartRow]:
+        """The answer is the loss added at the last positions, if these are beyond the context."""
         for one in self.buckets:
-            within = f"within the context {one.within.loss:.4f}" if one.start > self.context else ""
-            yield PartRow(f"positions {one.positions}", one.whole, within, one.whole.loss - one.within.loss)
-
-    def values(self) -> Iterator[tuple[str, float]]:
-        """List the loss added at the last positions, if these are beyond the context."""
-        if self.buckets and (last := self.buckets[-1]).start > self.context:
-            yield "beyond_context_added", last.whole.loss - last.within.loss
+            beyond, added = one.start > self.context, one.whole.loss - one.within.loss
+            within = f"within the context {one.within.loss:.4f}" if beyond else ""
+            row = PartRow(f"positions {one.positions}", one.whole, added, within)
+            if beyond and one is self.buckets[-1]:
+                row = replace(row, answer=f"{row.what} read at once", numbers=["beyond_context_added"])
+            yield row
 
     def figure(self) -> PartFigure:
         rows = [self.point(one.whole, "read at once", one.positions, one.whole.loss) for one in self.buckets]

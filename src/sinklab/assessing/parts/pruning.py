@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.heads import HeadRole, Heads, assess_heads
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, mean_effect
@@ -100,24 +100,20 @@ class Pruning(AssessPart):
         run = partial(assess_pruning, text.model.adapter, tokens_NT, settings.seed)
         return PartJob(passes * len(tokens_NT), run)
 
-    def answers(self) -> Iterator[PartAnswer]:
-        for one in self.orders:
-            if one.share == SHOWN_SHARE:
-                yield PartAnswer(f"{self.counted(one.heads, 'head')} removed, {one.order}", self.added(one))
-
     def rows(self) -> Iterator[PartRow]:
+        """Answers are all orders if a tenth of the heads is removed."""
         yield self.unchanged_row()
-        for one in self.orders:
-            yield PartRow(f"{one.order}, {100 * one.share:.0f} % removed", one, _spread(one))
-        for one in self.kinds:
-            yield PartRow(f"{one.order}, {self.counted(one.heads, 'head')} removed", one, _spread(one))
-
-    def values(self) -> Iterator[tuple[str, float]]:
-        """List the losses added when a tenth of the heads is removed, sink heads first and at random."""
-        tenth = {one.order: one for one in self.orders if one.share == SHOWN_SHARE}
-        if tenth:
-            yield "sink_heads_pruned_added", self.added(tenth[SINK_FIRST])
-            yield "random_heads_pruned_added", self.added(tenth[RANDOM])
+        names = {SINK_FIRST: ["sink_heads_pruned_added"], RANDOM: ["random_heads_pruned_added"]}
+        for one in (*self.orders, *self.kinds):
+            heads, ordered = self.counted(one.heads, "head"), one in self.orders
+            tenth = ordered and one.share == SHOWN_SHARE
+            yield self.row(
+                f"{one.order}, {f'{100 * one.share:.0f} %' if ordered else heads} removed",
+                one,
+                f"draws {min(one.losses):.4f} to {max(one.losses):.4f}" if len(one.losses) > 1 else "",
+                answer=f"{heads} removed, {one.order}" if tenth else "",
+                numbers=names.get(one.order, []) if tenth else [],
+            )
 
     def figure(self) -> PartFigure:
         return PartFigure(
@@ -129,10 +125,6 @@ class Pruning(AssessPart):
             PlotAxis("Heads removed (percent)", "x", "percent"),
             series=(SINK_FIRST, SINK_LAST, RANDOM, SAME_LAYERS),
         )
-
-
-def _spread(one: RemovedHeads) -> str:
-    return f"draws {min(one.losses):.4f} to {max(one.losses):.4f}" if len(one.losses) > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -157,13 +149,11 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -
     roles = assess_heads(adapter, tokens_NT, step).heads
     reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(seed)
 
-    def removed(order: str, choices: Sequence[Sequence[HeadRole]]) -> RemovedHeads:
-        effects = []
-        for chosen in choices:
-            heads = frozenset((role.layer, role.head) for role in chosen)
-            effects.append(reader.under(compute=WithoutHeads(heads)).effect())
+    def removed(order: str, choices: Sequence[Sequence[HeadRole]], share: float | None = None) -> RemovedHeads:
+        chosen = [frozenset((role.layer, role.head) for role in some) for some in choices]
+        effects = [reader.under(compute=WithoutHeads(heads)).effect() for heads in chosen]
         count = len(choices[0])
-        return RemovedHeads(order=order, share=count / len(roles), heads=count, **mean_effect(effects))
+        return RemovedHeads(order=order, share=share or count / len(roles), heads=count, **mean_effect(effects))
 
     def alike(chosen: Sequence[HeadRole]) -> list[HeadRole]:
         layers = [role.layer for role in chosen]
@@ -179,19 +169,14 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -
         count = max(1, round(share * len(roles)))
         most, least = falling[:count], falling[-count:]
         orders += [
-            one.model_copy(update={"share": share})
-            for one in (
-                removed(SINK_FIRST, [most]),
-                removed(SINK_LAST, [least]),
-                removed(RANDOM, [draw.sample(roles, count) for _ in range(DRAWS)]),
-                removed(SAME_LAYERS, [alike(most) for _ in range(DRAWS)]),
-            )
+            removed(SINK_FIRST, [most], share),
+            removed(SINK_LAST, [least], share),
+            removed(RANDOM, [draw.sample(roles, count) for _ in range(DRAWS)], share),
+            removed(SAME_LAYERS, [alike(most) for _ in range(DRAWS)], share),
         ]
     kinds = []
     for kind in KINDS:
-        chosen = [role for role in roles if role.kind == kind]
-        if not chosen:
-            continue
-        kinds.append(removed(f"all {kind}", [chosen]))
-        kinds.append(removed(f"as many random as {kind}", [draw.sample(roles, len(chosen)) for _ in range(DRAWS)]))
+        if chosen := [role for role in roles if role.kind == kind]:
+            kinds.append(removed(f"all {kind}", [chosen]))
+            kinds.append(removed(f"as many random as {kind}", [draw.sample(roles, len(chosen)) for _ in range(DRAWS)]))
     return Pruning(**reader.result_fields(), total=len(roles), orders=orders, kinds=kinds)

@@ -15,17 +15,17 @@ products as well. Models with experts are refused: transformers fuses experts in
 not seen from outside, and single experts read only some of the tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import LOSS_ADDED, AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, refused
 from sinklab.errors import InputError
@@ -51,6 +51,8 @@ SETTINGS: dict[Weights, dict[str, Activations]] = {
     "int4 in groups of 32": {"int4 weights": "full"},
 }
 """Settings by quantisation of the weights: quantisation of the activations by name of the setting."""
+SHARE_A_SCALE = {"dynamic per tensor": (1, 2), "per token": (2,)}
+"""Axes of the activations (B, T, I) over which values share a scale; sequences have their own, whatever the batch."""
 CALIBRATED = 4  # maximum number of calibration sequences
 DESTROYED = 10  # factor above the unchanged loss from which a model counts as destroyed
 DEVIATIONS = 6  # standard deviations from the mean beyond which a value is an outlier (2306.12929)
@@ -132,8 +134,10 @@ class Quantisation(AssessPart):
         for block in adapter.blocks:
             for name, weight in block.named_parameters():
                 if weight.ndim > 2 and min(weight.shape[-2:]) > 1:
-                    return f"its blocks have several linear layers in one tensor ({name}), which cannot be quantised"
-        return refused(adapter, surgery=watched_maxima(linear_maps(adapter.blocks), 0))
+                    kinds = "such as experts in one tensor or a convolution over channels"
+                    return f"its blocks have a weight with more than two axes ({name}), {kinds}: it cannot be quantised"
+        with watched_maxima(linear_maps(adapter.blocks), 0):
+            return refused(adapter)
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
@@ -142,24 +146,16 @@ class Quantisation(AssessPart):
         run = partial(assess_quantisation, text.model.adapter, tokens_NT, calibration_NT, settings.sink_tokens)
         return PartJob((1 + 2 * sum(map(len, SETTINGS.values()))) * len(tokens_NT) + 2 * len(calibration_NT), run)
 
-    def answers(self) -> Iterator[PartAnswer]:
-        for one in self.settings:
-            yield PartAnswer(one.name, self.added(one.everything))
-            if one.name == STATIC:
-                yield PartAnswer("part of this loss due to the sink", one.due_to_sink, gained="in static int8")
-
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         for one in self.settings:
             due = f"due to the sink {one.due_to_sink:+.4f}" + (", destroyed" if one.destroyed else "")
-            yield PartRow(one.name, one.everything, due)
-
-    def values(self) -> Iterator[tuple[str, float]]:
-        """List the loss added by static int8, and the part of it that is due to the sink."""
-        for one in self.settings:
-            if one.name == STATIC:
-                yield "int8_added", self.added(one.everything)
-                yield "int8_due_to_sink", one.due_to_sink
+            static = one.name == STATIC
+            numbers = ["int8_added"] if static else []
+            yield self.row(one.name, one.everything, due, answer=one.name, numbers=numbers)
+            if static:
+                answer, words = "part of this loss due to the sink", "in static int8"
+                yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["int8_due_to_sink"])
 
     def figure(self) -> PartFigure:
         rows = [
@@ -172,7 +168,7 @@ class Quantisation(AssessPart):
             f"Loss added to {self.unchanged.loss:.3f} by simulated quantisation of everything, and with the first "
             f"{self.counted(self.sink_positions, 'token')} in full precision and outside the scales.",
             rows,
-            PlotAxis(self.loss_axis, "x", "nats per token"),
+            PlotAxis(LOSS_ADDED, "x", "nats per token"),
             PlotAxis("", "y", "setting", order=[one.name for one in self.settings]),
             kind="dots",
             reference=0.0,
@@ -205,10 +201,11 @@ def assess_quantisation(
     for weights, settings in SETTINGS.items():
         with quantised_weights(maps, weights) as exact:
             for name, activations in settings.items():
-                everything, without = (
-                    reader.under(surgery=quantised_inputs(maps, exact, activations, maxima[skipped], skipped)).effect()
-                    for skipped in (0, spared)
-                )
+                effects = []
+                for skipped in (0, spared):
+                    with quantised_inputs(maps, exact, activations, maxima[skipped], skipped):
+                        effects.append(reader.under().effect())
+                everything, without = effects
                 found.append(
                     Quantised(
                         name=name,
@@ -228,28 +225,27 @@ def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
     """Compute outlier statistics of the residual stream of the first sequence, after each block."""
     with evaluating(adapter.module), residual_stream(adapter.blocks, _outliers) as found:
         adapter.hidden(tokens_NT[:1].to(adapter.device))
-    return [one.model_copy(update={"layer": number}) for number, one in enumerate(found) if number]
+    return [Outliers(layer=layer, **one) for layer, one in enumerate(found) if layer]
 
 
-def _outliers(x_BTC: Tensor) -> Outliers:
+def _outliers(x_BTC: Tensor) -> dict[str, Any]:
     x_BTC = x_BTC.float()
     norms_BT = token_norms(x_BTC)
     far_BTC = (x_BTC - x_BTC.mean()).abs() > DEVIATIONS * x_BTC.std(correction=0)
-    return Outliers(
-        layer=0,
-        kurtosis=float(kurtosis(x_BTC).mean()),
-        largest=float(x_BTC.abs().max()),
-        largest_norm=float(norms_BT.max()),
-        median_norm=float(norms_BT.median()),
-        channels=int(far_BTC.any((0, 1)).sum()),
-    )
+    return {
+        "kurtosis": float(kurtosis(x_BTC).mean()),
+        "largest": float(x_BTC.abs().max()),
+        "largest_norm": float(norms_BT.max()),
+        "median_norm": float(norms_BT.median()),
+        "channels": int(far_BTC.any((0, 1)).sum()),
+    }
 
 
 def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
     """Round x to a symmetric grid of `bits` bits whose largest value is `largest`, which is broadcast to x."""
     steps = 2 ** (bits - 1) - 1
     scale = largest / steps
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = torch.where(scale > 0, scale, 1)
     return (x / scale).round().clamp(-steps, steps) * scale
 
 
@@ -277,18 +273,9 @@ class LinearMap:
 
     @property
     def weight(self) -> Tensor:
-        """The layer's weight, without gradients."""
+        """View (O, I) of the layer's weight, without gradients."""
         found: Any = self.module.weight
-        return found.data
-
-    def quantised(self, kind: Weights) -> Tensor:
-        """Return the quantised weight in the layout of the parameter, (I, O) if `transposed`, else (O, I)."""
-        return quantised_weight(self.weight.T, kind).T if self.transposed else quantised_weight(self.weight, kind)
-
-    def apply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Compute the layer's output for the input x with `weight` instead of its own weight."""
-        bias: Any = self.module.bias
-        return F.linear(x, weight.T if self.transposed else weight, bias)
+        return found.data.T if self.transposed else found.data
 
 
 def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
@@ -305,15 +292,14 @@ def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
 def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
     """Record the largest |x| of each linear layer's inputs in the `with` block, without `skipped` first positions."""
     found: Maxima = {}
-    shape = _SequenceShape()
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
-        rest = shape.unflattened(args[0])[:, skipped:]
+        rest = unflattened(args[0])[:, skipped:]
         if rest.numel():
             here = rest.abs().amax()
             found[module] = torch.maximum(found[module], here) if module in found else here
 
-    with shape.watched(maps), hooked(one.module.register_forward_pre_hook(entering) for one in maps):
+    with _unflattening(maps) as unflattened, hooked(one.module.register_forward_pre_hook(entering) for one in maps):
         yield found
 
 
@@ -323,7 +309,7 @@ def quantised_weights(maps: Sequence[LinearMap], weights: Weights) -> Iterator[d
     exact = {one.module: one.weight.clone() for one in maps}
     try:
         for one in maps:
-            one.weight.copy_(one.quantised(weights))
+            one.weight.copy_(quantised_weight(one.weight, weights))
         yield exact
     finally:
         for one in maps:
@@ -341,90 +327,58 @@ def quantised_inputs(
         maxima: largest |x| of the inputs of every layer, for static scales; may be empty for other activations.
         spared: number of first positions in full precision and excluded from dynamic scales.
     """
-    by_module = {one.module: one for one in maps}
     exact: dict[nn.Module, Tensor] = {}
-    shape = _SequenceShape()
-    last: list[_RoundedInput] = []
+    last: tuple[Tensor, int, Tensor | None, Tensor] | None = None
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal last
         x, largest = args[0], maxima.get(module)
-        x_BTI = shape.unflattened(x)
+        x_BTI = unflattened(x)
         exact[module] = x_BTI[:, :spared]
-        if not (last and last[0].of(x, largest)):  # queries, keys and values often have one input, as have gate and up
+        # queries, keys and values often have one input, as have gate and up; in-place changes of x count up `_version`
+        if last is None or x is not last[0] or x._version != last[1] or (largest is not None and largest != last[2]):
             rounded_BTI = _rounded(x_BTI[:, spared:], activations, largest)
-            rounded = torch.cat((exact[module], rounded_BTI), 1).view_as(x)
-            last[:] = [_RoundedInput(x, x._version, largest, rounded)]
-        return (last[0].rounded,)
+            last = x, x._version, largest, torch.cat((exact[module], rounded_BTI), 1).view_as(x)
+        return (last[-1],)
 
     def leaving(module: nn.Module, _: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        first = exact.pop(module)
+        first_BSI, bias = exact.pop(module), cast("Tensor | None", module.bias)
         if not spared:
             return None
-        rest = shape.unflattened(output)[:, spared:]
-        return torch.cat((by_module[module].apply(first, weights[module]), rest), 1).view_as(output)
+        first_BSO = F.linear(first_BSI, weights[module], bias)
+        return torch.cat((first_BSO, unflattened(output)[:, spared:]), 1).view_as(output)
 
     hooks = [one.module.register_forward_pre_hook(entering) for one in maps]
     hooks += [one.module.register_forward_hook(leaving) for one in maps]
-    with shape.watched(maps), hooked(hooks):
+    with _unflattening(maps) as unflattened, hooked(hooks):
         yield
 
 
-@dataclass(frozen=True)
-class _RoundedInput:
-    """The latest input of a linear layer and its rounded values, cached for layers with the same input.
+@contextmanager
+def _unflattening(maps: Sequence[LinearMap]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Yield a function that reshapes (B T, I) to (B, T, I), as OPT flattens sequences before its feed-forward layers.
 
-    Attributes:
-        x: input tensor.
-        version: PyTorch's in-place version counter of `x` at the time of rounding.
-        largest: maximum that sets the static scale; None for dynamic scales.
-        rounded: rounded values of `x`.
+    The function raises InputError if its argument has another number of rows.
     """
+    shape = torch.Size((1, 1))
 
-    x: Tensor
-    version: int
-    largest: Tensor | None
-    rounded: Tensor
+    def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal shape
+        shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
 
-    def of(self, x: Tensor, largest: Tensor | None) -> bool:
-        """Return whether `rounded` is valid for the input `x` and the maximum `largest`."""
-        if x is not self.x or x._version != self.version:
-            return False
-        if largest is None or self.largest is None:
-            return largest is self.largest
-        return bool(largest == self.largest)
-
-
-class _SequenceShape:
-    """The batch size and length of the sequences, which OPT flattens before its feed-forward layers."""
-
-    def __init__(self) -> None:
-        self._shape = torch.Size((1, 1))
-
-    def watched(self, maps: Sequence[LinearMap]) -> AbstractContextManager[None]:
-        """Record the shape from the input of each block, in the `with` block."""
-        blocks = dict.fromkeys(one.block for one in maps)
-        return hooked(block.register_forward_pre_hook(self._read, with_kwargs=True) for block in blocks)
-
-    def unflattened(self, x: Tensor) -> Tensor:
-        """Reshape (B T, I) to (B, T, I).
-
-        Raises:
-            InputError: if x has another number of rows.
-        """
-        if x.ndim == 2 and len(x) != self._shape.numel():
+    def unflattened(x: Tensor) -> Tensor:
+        if x.ndim == 2 and len(x) != shape.numel():
             raise InputError("a linear layer of its blocks, such as an expert, reads only some of the tokens")
-        return x.unflatten(0, self._shape) if x.ndim == 2 else x
+        return x.unflatten(0, shape) if x.ndim == 2 else x
 
-    def _read(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
+    with hooked(one.block.register_forward_pre_hook(entering, with_kwargs=True) for one in maps[:1]):
+        yield unflattened
 
 
 def _rounded(x_BTI: Tensor, activations: Activations, largest: Tensor | None) -> Tensor:
     if activations == "full" or not x_BTI.numel():
         return x_BTI
-    if activations == "per token":
-        return on_grid(x_BTI, INT8, x_BTI.abs().amax(-1, keepdim=True))
-    if activations == "dynamic per tensor":  # one scale per sequence, so that results do not depend on the batch
-        return on_grid(x_BTI, INT8, x_BTI.abs().amax((1, 2), keepdim=True))
+    if activations in SHARE_A_SCALE:
+        largest = x_BTI.abs().amax(SHARE_A_SCALE[activations], keepdim=True)
     assert largest is not None, "static scales need the maxima of a calibration"
     return on_grid(x_BTI, INT8, largest)

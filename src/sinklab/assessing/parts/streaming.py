@@ -16,11 +16,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings, Placed
 from sinklab.assessing.reading import PairedReader, Step, refused
 from sinklab.attention.layer_call import LayerCall
@@ -88,38 +89,33 @@ class Streaming(AssessPart):
         run = partial(assess_streaming, text.model.adapter, tokens_NT, sizes, kept, settings.positions)
         return PartJob((1 + readings) * len(tokens_NT), run)
 
-    def answers(self) -> Iterator[PartAnswer]:
-        """List the loss added by the smallest cache with the fewest and with the most first tokens kept.
-
-        If the fewest are 0, their difference, the loss without the sink, is listed as well.
-        """
-        size = min((one.cache for one in self.caches), default=0)
-        by_first = {one.first: one for one in self.caches if one.cache == size}
-        for first in sorted({min(by_first), max(by_first)} if by_first else ()):
-            kept = f"first {first}" if first else "no first token"
-            yield PartAnswer(f"cache of {size:,} keys, {kept} kept", self.added(by_first[first]))
-        if len(by_first) > 1 and 0 in by_first:
-            due = by_first[0].loss - by_first[max(by_first)].loss
-            yield PartAnswer("difference of the two", due, lost=f"in streaming through {size:,} keys")
-
     def rows(self) -> Iterator[PartRow]:
+        """Answers are the smallest cache with the fewest and with the most first tokens kept, and their difference.
+
+        The difference is listed if the fewest are 0: it is the loss without the sink.
+        """
         yield self.unchanged_row()
+        size = min(one.cache for one in self.caches)
+        smallest = {one.first: one for one in self.caches if one.cache == size}
+        fewest, most = smallest[min(smallest)], smallest[max(smallest)]
         for one in self.caches:
-            yield PartRow(f"cache {one.cache}, first {one.first} kept", one)
+            kept = f"first {one.first}" if one.first else "no first token"
+            ends = {"streaming_added": fewest, "streaming_kept_added": most}
+            numbers = [name for name, end in ends.items() if end is one]
+            answer = f"cache of {size:,} keys, {kept} kept" if numbers else ""
+            yield self.row(f"cache {one.cache}, first {one.first} kept", one, answer=answer, numbers=numbers)
+        if most.first > fewest.first == 0:
+            lost = f"in streaming through {size:,} keys"
+            yield PartRow("", None, fewest.loss - most.loss, answer="difference of the two", lost=lost)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List loss and gap of the largest cache by number N of first keys, and loss added by the smallest cache."""
-        if not self.caches:
-            return
-        sizes = {one.cache for one in self.caches}
-        largest, smallest = (
-            {one.first: one for one in self.caches if one.cache == size} for size in (max(sizes), min(sizes))
-        )
-        for first, one in largest.items():
-            yield f"streamed_loss_{first}", one.loss
-            yield f"streamed_gap_{first}", one.loss - largest[max(largest)].loss
-        yield "streaming_added", self.added(smallest[min(smallest)])
-        yield "streaming_kept_added", self.added(smallest[max(smallest)])
+        """List also loss and gap of the largest cache by number N of first keys."""
+        yield from super().values()
+        size = max(one.cache for one in self.caches)
+        largest = {one.first: one.loss for one in self.caches if one.cache == size}
+        for first, loss in largest.items():
+            yield f"streamed_loss_{first}", loss
+            yield f"streamed_gap_{first}", loss - largest[max(largest)]
 
     def figure(self) -> PartFigure:
         rows = [
@@ -150,10 +146,8 @@ def assess_streaming(
     """
     reader = PairedReader(adapter, tokens_NT, step)
     caches = []
-    for size in sizes:
-        for first in kept:
-            if first >= size:
-                continue
+    for size, first in product(sizes, kept):
+        if first < size:
             effect = reader.under(RollingCache(size, first, in_cache=positions == "cache")).effect()
             perplexity = math.exp(effect.loss) if effect.loss < 700 else None
             caches.append(CachedReading(cache=size, first=first, perplexity=perplexity, **effect.model_dump()))
@@ -204,19 +198,23 @@ class RollingCache:
     def __call__(self, layer: LayerCall) -> LayerCall:
         """Return the call with the cache's mask and, if `in_cache`, with positions in the cache.
 
+        Queries are then shifted, relative to the first keys, to their positions in the cache.
+
         Raises:
             InputError: if RoPE cannot be shifted, because the attention operation has no logits.
         """
         layer = layer.masked(Kept(self.size, self.first))
-        if self.in_cache and layer.length > self.size and (self.first or layer.call.key_HD is not None):
-            return self._placed(layer)
-        return layer
-
-    def _placed(self, layer: LayerCall) -> LayerCall:
-        """Return the call with queries shifted, relative to the first keys, to their positions in the cache."""
         call = layer.call
-        if call.position is not None:
-            call = replace(call, position=self._nearer(call.position))
+        if not self.in_cache or layer.length <= self.size or (self.first == 0 and call.key_HD is None):
+            return layer
+        if (position := call.position) is not None:
+
+            def nearer(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
+                return position.function(
+                    z, b, h, torch.where(k < self.first, q.clamp(max=self.size - 1), q), k, *tensors
+                )
+
+            call = replace(call, position=Score(nearer, position.tensors))
         if layer.shift_rope is not None:
             if not layer.operation.has_logits:
                 raise InputError(
@@ -235,14 +233,6 @@ class RollingCache:
                 key_HD = _side_by_side(torch.zeros_like(key_HD), key_HD, parts)  # it meets unshifted queries
             call = replace(call, q_BHTD=q, k_BGTD=k, key_HD=key_HD)
         return replace(layer, call=call)
-
-    def _nearer(self, position: Score) -> Score:
-        last = self.size - 1
-
-        def function(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
-            return position.function(z, b, h, torch.where(k < self.first, q.clamp(max=last), q), k, *tensors)
-
-        return Score(function, position.tensors)
 
 
 def _side_by_side(one: Tensor, other: Tensor, parts: int) -> Tensor:

@@ -35,7 +35,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartAnswer, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, first_importance
 from sinklab.attention.layer_call import LayerCall
@@ -174,14 +174,12 @@ class Writer(AssessPart):
         tokens_NT = text.sequences(settings.sequences, settings.length)
         return PartJob(7 * len(tokens_NT), partial(assess_writer, text.model.adapter, tokens_NT))
 
-    def answers(self) -> Iterator[PartAnswer]:
-        for one in self.zeroed[1:]:
-            yield PartAnswer(f"{one.what} zeroed", self.added(one))
-
     def rows(self) -> Iterator[PartRow]:
-        for one in self.zeroed:
+        """Answers are all ablations."""
+        for number, one in enumerate(self.zeroed):
             more = f"channel {self.channel}: {one.channel:,.0f}, all: {one.largest:,.0f}, sink {one.sink:.1f} %"
-            yield PartRow(one.what, one, more)
+            numbers = ["single_weight_added"] if one.what == WEIGHT else []
+            yield self.row(one.what, one, more, answer=f"{one.what} zeroed" if number else "", numbers=numbers)
 
     def remark(self) -> str:
         one, expert = self.weight, "" if self.weight.expert is None else f", expert {self.weight.expert}"
@@ -190,12 +188,6 @@ class Writer(AssessPart):
             f"largest addition is by the {self.sublayer} of block {self.layer}; the single weight is that of neuron "
             f"{one.neuron}{expert} in block {self.ffn_layer}, {one.weight:.4g}, which adds {one.adds:,.4g}"
         )
-
-    def values(self) -> Iterator[tuple[str, float]]:
-        """List the loss added when the single weight is zeroed."""
-        for one in self.zeroed:
-            if one.what == WEIGHT:
-                yield "single_weight_added", self.added(one)
 
     def figure(self) -> PartFigure:
         return PartFigure(
@@ -266,32 +258,25 @@ class DownMap:
         name: parameter name within the feed-forward part.
         weight: weight of shape (I, E) or (E, I); with experts, after a leading expert axis.
         axis: axis of the E channels.
-        channel: 0-based index of channel c.
         activation: activation a_j of each neuron, (I,) or (experts, I).
     """
 
     name: str
     weight: Tensor
     axis: int
-    channel: int
     activation: Tensor
 
     @property
-    def written(self) -> Tensor:
-        """Weights W_down[c, j] to channel c, in the shape of `activation`."""
-        return self.weight.detach().movedim(self.axis, 0)[self.channel]
-
-    def entry(self, expert: int | None, neuron: int | slice, channel: int | slice) -> tuple[Any, ...]:
-        """Return the index into `weight` of the given expert, neurons and channels."""
-        rest = (neuron,) if expert is None else (expert, neuron)
-        return (*rest[: self.axis], channel, *rest[self.axis :])
+    def by_channel(self) -> Tensor:
+        """View of the weight by channel, whose entries have the shape of `activation`: (E, I) or (E, experts, I)."""
+        return self.weight.detach().movedim(self.axis, 0)
 
 
 def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int) -> tuple[list[DownMap], Tensor]:
     """Return the down projections of a feed-forward part, and its output (E,) at the first position, mean over N."""
     outputs: list[Tensor] = []
     weights = {name: weight for name, weight in part.named_parameters() if weight.ndim > 1}
-    asked = {name: weight.requires_grad for name, weight in weights.items()}
+    asked = [weight.requires_grad for weight in weights.values()]
     try:
         for weight in weights.values():
             weight.requires_grad_(True)
@@ -302,16 +287,16 @@ def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int
             out_E = out.reshape(-1, adapter.leading + 1, out.shape[-1])[:, 0].mean(0)
             grads = torch.autograd.grad(out_E[channel], list(weights.values()), allow_unused=True)
     finally:
-        for name, weight in weights.items():
-            weight.requires_grad_(asked[name])
+        for weight, before in zip(weights.values(), asked, strict=True):
+            weight.requires_grad_(before)
     found = []
     for (name, weight), grad in zip(weights.items(), grads, strict=True):
         for axis in range(max(0, weight.ndim - 2), weight.ndim):
             if grad is None or weight.shape[axis] != len(out_E):
                 continue
             ordered = grad.movedim(axis, 0)
-            if ordered[channel].any() and not ordered[:channel].any() and not ordered[channel + 1 :].any():
-                found.append(DownMap(name, weight, axis, channel, ordered[channel].detach()))
+            if ordered.any(tuple(range(1, ordered.ndim))).nonzero().tolist() == [[channel]]:
+                found.append(DownMap(name, weight, axis, ordered[channel].detach()))
     return found, out_E.detach()
 
 
@@ -322,28 +307,26 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
         InputError: if no weight is found that writes it.
     """
     tokens_N1, S = tokens_NT[:, :1], adapter.leading + tokens_NT.shape[1]
-    parts = [feed_forward(block) for block in adapter.blocks]
+    parts = [part for block in adapter.blocks if (part := feed_forward(block)) is not None]  # all, as else refused
     x_ME = _first_position(adapter, tokens_N1).mean(1)
     block, channel = divmod(int(x_ME[1:].abs().argmax()), x_ME.shape[1])
     block, value = block + 1, float(x_ME[block + 1, channel])
     blocks = []
     for layer, part in enumerate(parts, 1):
-        assert part is not None, "refused otherwise"
         with silenced(part):
             without = float(_first_position(adapter, tokens_N1)[layer, :, channel].mean())
         whole, before = float(x_ME[layer, channel]), float(x_ME[layer - 1, channel])
         blocks.append(BlockWrites(layer=layer, attention=without - before, feed_forward=whole - without))
     sign = 1 if value > 0 else -1
-    kinds: tuple[Sublayer, Sublayer] = ("attention", "feed-forward")
     additions: list[tuple[float, int, Sublayer]] = [
-        (sign * adds, one.layer, kind)
-        for one in blocks[:block]
-        for kind, adds in zip(kinds, (one.attention, one.feed_forward), strict=True)
+        (sign * one.attention, one.layer, "attention") for one in blocks[:block]
     ]
-    _, layer, sublayer = max(additions)
-    added, ffn_layer, _ = max(one for one in additions if one[2] == "feed-forward")
+    parts_add: list[tuple[float, int, Sublayer]] = [
+        (sign * one.feed_forward, one.layer, "feed-forward") for one in blocks[:block]
+    ]
+    _, layer, sublayer = max(additions + parts_add)
+    added, ffn_layer, _ = max(parts_add)
     part = parts[ffn_layer - 1]
-    assert part is not None
     maps, out_E = down_maps(adapter, part, tokens_N1, channel)
     if not maps or not out_E[channel]:
         raise InputError(
@@ -351,30 +334,32 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
             f"{channel} of the first position: its gradients, or its output there, are zero"
         )
     behind = sign * added / float(out_E[channel])
-    neurons, experts = _neurons(maps, behind, sign), _experts(maps, behind, sign)
     by_name = {one.name: one for one in maps}
+    neurons, experts = _neurons_and_experts(maps, channel, behind, sign)
+
+    def zeroed(one: NeuronWrites, channels: int | slice) -> AbstractContextManager[None]:
+        at = (one.neuron,) if one.expert is None else (one.expert, one.neuron)
+        return zeroed_entries(by_name[one.name].by_channel, (channels, *at))
 
     def left(one: NeuronWrites) -> float:
-        here = by_name[one.name]
-        with zeroed_entries(here.weight, here.entry(one.expert, one.neuron, channel)):
+        with zeroed(one, channel):
             return float(_first_position(adapter, tokens_N1)[block, :, channel].abs().mean())
 
     chosen = min(neurons, key=left)
-    here = by_name[chosen.name]
+    here, everywhere = by_name[chosen.name], slice(None)
     reader = PairedReader(adapter, tokens_NT, step)
-    everywhere = slice(None)
     magnitude = here.weight.detach().abs().clone()
     magnitude.movedim(here.axis, 0)[channel] = 0
     largest = torch.unravel_index(magnitude.argmax(), magnitude.shape)
     changes: dict[str, AbstractContextManager[None]] = {
         "nothing zeroed": nullcontext(),
-        WEIGHT: zeroed_entries(here.weight, here.entry(chosen.expert, chosen.neuron, channel)),
-        "neuron": zeroed_entries(here.weight, here.entry(chosen.expert, chosen.neuron, everywhere)),
+        WEIGHT: zeroed(chosen, channel),
+        "neuron": zeroed(chosen, everywhere),
         "feed-forward at the first position": silenced(part, S),
         "largest weight to others": zeroed_entries(here.weight, tuple(map(int, largest))),
     }
     if chosen.expert is not None:
-        changes["expert"] = zeroed_entries(here.weight, (chosen.expert,))
+        changes["expert"] = zeroed_entries(here.by_channel, (everywhere, chosen.expert))
     rule = None
     if chosen.expert is None and len(maps) == 1:
         rule = (int(out_E.abs().argmax()), int(here.activation.abs().argmax())) == (channel, chosen.neuron)
@@ -404,36 +389,34 @@ def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:
     return torch.stack(found).float()
 
 
-def _neurons(maps: Sequence[DownMap], behind: float, sign: int) -> list[NeuronWrites]:
-    """Return the neurons of all down projections with the largest additions, largest first."""
-    found = []
+def _neurons_and_experts(
+    maps: Sequence[DownMap], channel: int, behind: float, sign: int
+) -> tuple[list[NeuronWrites], list[ExpertWrites]]:
+    """Return the neurons of all down projections with the largest additions, and all experts, largest first."""
+    neurons, experts = [], []
     for one in maps:
-        adds = behind * (one.activation * one.written).float()
-        width = adds.shape[-1]
-        for place in (sign * adds).flatten().topk(min(STRONGEST_NEURONS, adds.numel())).indices.tolist():
-            at = divmod(place, width) if adds.ndim > 1 else place
-            found.append(
+        writes = (one.activation * one.by_channel[channel]).float()
+        adds = behind * writes
+        for place in (sign * adds).flatten().topk(min(STRONGEST_NEURONS, adds.numel())).indices:
+            at = tuple(map(int, torch.unravel_index(place, adds.shape)))
+            neurons.append(
                 NeuronWrites(
                     name=one.name,
-                    expert=place // width if adds.ndim > 1 else None,
-                    neuron=place % width,
+                    expert=at[0] if adds.ndim > 1 else None,
+                    neuron=at[-1],
                     activation=float(one.activation[at]),
-                    weight=float(one.written[at]),
+                    weight=float(one.by_channel[channel][at]),
                     adds=float(adds[at]),
                 )
             )
-    return sorted(found, key=lambda neuron: -sign * neuron.adds)[:STRONGEST_NEURONS]
+        if adds.ndim > 1:
+            sums = enumerate((behind * writes.sum(-1)).tolist())
+            experts += [ExpertWrites(name=one.name, expert=expert, adds=total) for expert, total in sums if total]
 
+    def largest_first(one: NeuronWrites | ExpertWrites) -> float:
+        return -sign * one.adds
 
-def _experts(maps: Sequence[DownMap], behind: float, sign: int) -> list[ExpertWrites]:
-    found = [
-        ExpertWrites(name=one.name, expert=expert, adds=float(adds))
-        for one in maps
-        if one.activation.ndim > 1
-        for expert, adds in enumerate(behind * (one.activation * one.written).float().sum(-1))
-        if adds
-    ]
-    return sorted(found, key=lambda expert: -sign * expert.adds)
+    return sorted(neurons, key=largest_first)[:STRONGEST_NEURONS], sorted(experts, key=largest_first)
 
 
 def _zeroed(
@@ -451,14 +434,10 @@ def _zeroed(
     def observe(layer: LayerCall) -> None:
         above.append((first_importance(layer) > EPS).flatten().cpu())
 
-    @contextmanager
-    def watched() -> Iterator[None]:
-        adapter = reader.adapter
-        with change, intercept(adapter, observe=observe), residual_stream(adapter.blocks, stream):
-            yield
-
-    effect = reader.under(surgery=watched()).effect()
-    M = len(reader.adapter.blocks) + 1
+    adapter = reader.adapter
+    with change, intercept(adapter, observe=observe), residual_stream(adapter.blocks, stream):
+        effect = reader.under().effect()
+    M = len(adapter.blocks) + 1
     largest_NS = torch.cat([torch.stack(largest[start + 1 : start + M]).amax(0) for start in range(0, len(largest), M)])
     return ZeroedWriter(
         what=what,

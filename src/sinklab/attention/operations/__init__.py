@@ -2,8 +2,9 @@
 
 z_ts is the score of query t and key s after softcap, position bias and forget gates; a bias key adds one key to every
 row. To add an operation, add its class in a file here, a member of the union below and a row in docs/interventions.md.
-The class has a `kind`, the formula in its docstring, `examples` for training, tests and timings, the methods of
-`OperationPart` (usually of `LogSimilarity`: a log-similarity and a divisor), and the paper's formula as `reference`.
+The class has a `kind`, the formula in its docstring, `examples` for training, tests and timings, and the methods of
+`OperationPart` (usually of `LogSimilarity`: a log-similarity and a divisor). The tests hold it against the paper's
+formula on explicit matrices, in tests/support/independent_attention.py.
 """
 
 from typing import Annotated
@@ -12,10 +13,8 @@ from pydantic import Field
 
 from sinklab.attention.operations.differential import Differential, DifferentialV2
 from sinklab.attention.operations.entmax import Entmax15
-from sinklab.attention.operations.forgetting import Forgetting
 from sinklab.attention.operations.kernel import EluKernel, IdentityKernel, MlpKernel
-from sinklab.attention.operations.scalable import ScalableSoftmax
-from sinklab.attention.operations.similarity import Elu1, Relu, Sigmoid, Softmax
+from sinklab.attention.operations.similarity import Elu1, Forgetting, Relu, ScalableSoftmax, Sigmoid, Softmax
 from sinklab.attention.operations.stick_breaking import StickBreaking
 from sinklab.attention.operations.two_pass import ClippedSoftmax, ElasticSoftmax, Softpick
 

@@ -13,11 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from sinklab.attention.biases import ExtraKey
+from sinklab.attention.biases import with_extra_key
 from sinklab.attention.chunked import finite_normaliser
 from sinklab.attention.importance import Rows
 from sinklab.attention.operations.call import Call
-from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Score
 from sinklab.schema import Kind
 
@@ -31,12 +30,13 @@ class OperationPart(Kind, ABC):
     sequential: ClassVar[bool] = False  # whether attention weights depend on the order of keys (stick-breaking)
     keys_per_head: ClassVar[int] = 1  # number of parts into which a head's queries and keys are split
     queries_per_head: ClassVar[int] = 1  # number of queries per head for each key, concatenated
+    normal: ClassVar[bool] = False  # whether the scores of a row sum to one with any settings
     weighs: ClassVar[bool] = False  # whether every query and head has a weight from `weight_gate`
 
     @property
     def sums_to_one(self) -> bool:
         """True if the scores of a row sum to one; otherwise importance is computed from proxy scores."""
-        return False
+        return self.normal or self.plain
 
     @property
     def only_values(self) -> bool:
@@ -63,10 +63,7 @@ class OperationPart(Kind, ABC):
             head_width: width of a head's queries and keys, before any split by `keys_per_head`.
             value_width: width of a head's values and output.
             layer: layer number, 1-based.
-            context: training sequence length; None if unknown.
-
-        Raises:
-            ValueError: if the operation depends on the context and it is unknown.
+            context: training sequence length; None if unknown, for operations that do not depend on it.
         """
         return None
 
@@ -104,17 +101,6 @@ class OperationPart(Kind, ABC):
     def row_sums(self, call: Call) -> Tensor:
         """Compute the row sums sum_s A_ts, including the bias key or the remaining attention: (B, H, T)."""
 
-    @abstractmethod
-    def reference(self, given: Explicit) -> Tensor:
-        """Compute A_ts by the paper's formula on explicit matrices, sharing no code with `output`: (B, H, T, S).
-
-        Column 0 is that of a bias key, sink logit or remaining attention, if there is one.
-        """
-
-    def reference_output(self, given: Explicit, out_BHTV: Tensor) -> Tensor:
-        """Compute the output from out_BHTV = sum_s A_ts v_s by the paper's formula; by default, return `out_BHTV`."""
-        return out_BHTV
-
 
 @dataclass(frozen=True)
 class Normalisation:
@@ -148,9 +134,9 @@ class LogSimilarity(OperationPart):
         else:
             out, lse = call.attend(v_BGTV, normalisation.similarity)
             if logits is not None:
-                out, lse = ExtraKey(logits, call.value_HV).merge(out, lse)
+                out, lse = with_extra_key(out, lse, logits, call.value_HV)
             if normalisation.log_addend is not None:
-                out, _ = ExtraKey(normalisation.log_addend).merge(out, lse)
+                out, _ = with_extra_key(out, lse, normalisation.log_addend)
             if normalisation.log_divisor is not None:
                 out = out * _quotient(lse, normalisation.log_divisor)[..., None].to(out.dtype)
         return out if normalisation.factor == 1 else out * normalisation.factor

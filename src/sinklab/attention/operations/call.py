@@ -2,23 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sinklab.attention.biases import ExtraKey, extra_logits
+from sinklab.attention.biases import extra_logits, with_extra_key
 from sinklab.attention.importance import Rows, score_rows
 from sinklab.attention.masks import Mask, visible_keys
 from sinklab.attention.primitive import Backend, attend, attend_output, log_normaliser
-from sinklab.attention.query_blocks import accumulate_dtype, default_scale
+from sinklab.attention.query_blocks import ScoreMatrix, accumulate_dtype
 from sinklab.attention.scores import Score, compose, plus_of_head
-
-
-class _Scoring(TypedDict):
-    score: Score | None
-    mask: Mask
-    scale: float | None
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class Call:
     offset_H: Tensor | None = None
     logit_H: Tensor | None = None
     value_HV: Tensor | None = None
-    learned: nn.Module | None = None
+    learned: Any = None
     weight_BTH: Tensor | None = None
     scale: float | None = None
 
@@ -73,21 +67,22 @@ class Call:
         weight_BTH = None if self.weight_BTH is None else self.weight_BTH[:, first:positions]
         return replace(self, q_BHTD=q_BHTD, k_BGTD=k_BGTD, weight_BTH=weight_BTH)
 
+    def matrix(self, similarity: Score | None = None, mask: Mask | None = None) -> ScoreMatrix:
+        """Return the score matrix for a log-similarity, without bias key and sink logit, under this or another mask."""
+        mask = self.mask if mask is None else mask
+        return ScoreMatrix(self.q_BHTD, self.k_BGTD, mask, self.score(similarity), self.scale)
+
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
         """Compute (out_BHTV, lse_BHT) of `primitive.attend` for a log-similarity, without bias key and sink logit."""
-        return attend(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
+        return attend(self.matrix(similarity), v_BGTV, self.backend)
 
     def attend_output(self, v_BGTV: Tensor, similarity: Score | None = None) -> Tensor:
         """Compute the output of `attend` without lse, which may use a fused kernel."""
-        return attend_output(self.q_BHTD, self.k_BGTD, v_BGTV, backend=self.backend, **self._scoring(similarity))
+        return attend_output(self.matrix(similarity), v_BGTV, self.backend)
 
     def rows(self, similarity: Score | None = None) -> Iterator[Rows]:
         """Compute similarities divided by their row sums, including the bias key, in blocks of queries."""
-        bias_logits_BHT = self.bias_logits(similarity)
-        return score_rows(self.q_BHTD, self.k_BGTD, bias_logits_BHT=bias_logits_BHT, **self._scoring(similarity))
-
-    def _scoring(self, similarity: Score | None) -> "_Scoring":
-        return {"score": self.score(similarity), "mask": self.mask, "scale": self.scale}
+        return score_rows(self.matrix(similarity), self.bias_logits(similarity))
 
     def keys_per_row(self) -> Tensor:
         """Return the number of visible keys per query, including a bias key or sink logit: (B, T), dtype of scores."""
@@ -104,15 +99,15 @@ class Call:
             return at_every_query(similarity, self.logit_H.to(dtype)[None, :, None].expand(B, H, T), self.first)
         if self.key_HD is None:
             return None
-        z_BHT = extra_logits(self.q_BHTD, self.key_HD, default_scale(self.q_BHTD) if self.scale is None else self.scale)
+        z_BHT = extra_logits(self.q_BHTD, self.key_HD, self.matrix().factor)
         offset = None if self.offset_H is None else Score(plus_of_head, (self.offset_H,))
         return at_every_query(compose(self.cap, offset, similarity), z_BHT, self.first)
 
     def normaliser(self, similarity: Score | None) -> Tensor:
         """Compute the log of the row sum of the similarity, including the bias key: (B, H, T)."""
-        lse_BHT = log_normaliser(self.q_BHTD, self.k_BGTD, backend=self.backend, **self._scoring(similarity))
+        lse_BHT = log_normaliser(self.matrix(similarity), self.backend)
         logits_BHT = self.bias_logits(similarity)
-        return lse_BHT if logits_BHT is None else ExtraKey(logits_BHT).merge(lse_BHT[..., None], lse_BHT)[1]
+        return lse_BHT if logits_BHT is None else with_extra_key(lse_BHT[..., None], lse_BHT, logits_BHT)[1]
 
     def score(self, similarity: Score | None = None) -> Score | None:
         """Compose the score function: softcap, position bias, forget gates, then the log-similarity."""

@@ -10,12 +10,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.attention.biases import ExtraKey
+from sinklab.attention.biases import with_extra_key
 from sinklab.attention.importance import Rows
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.attention.reference import Explicit
 from sinklab.schema import Example
 
 
@@ -54,7 +53,7 @@ class Difference(OperationPart):
         for half in halves(call):
             out, lse = half.attend(v_BGTV)
             logits = half.bias_logits()
-            outs.append(out if logits is None else ExtraKey(logits, half.value_HV).merge(out, lse)[0])
+            outs.append(out if logits is None else with_extra_key(out, lse, logits, half.value_HV)[0])
         of_value = strength if strength.ndim == 0 else strength[..., None]
         return outs[0].to(strength.dtype) - of_value * outs[1].to(strength.dtype)
 
@@ -103,22 +102,11 @@ class Differential(Difference):
         return Lambda(head_width, by_depth if self.lambda_init == "depth" else self.lambda_init)
 
     def strength(self, call: Call) -> Tensor:
-        return _learned(call.learned)()
+        return call.learned()
 
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
-        learned = _learned(call.learned)
+        learned = call.learned
         return (learned.norm(self.difference(call, v_BGTV)) * (1 - learned.lambda_init)).to(v_BGTV.dtype)
-
-    def reference(self, given: Explicit) -> Tensor:
-        learned, half = _learned(given.learned), given.q_BHTD.shape[-1] // 2
-        strength = torch.exp((learned.q1 * learned.k1).sum()) - torch.exp((learned.q2 * learned.k2).sum())
-        first, second = (torch.softmax(given.logits(part), -1) for part in (slice(0, half), slice(half, None)))
-        return first - (strength + learned.lambda_init) * second
-
-    def reference_output(self, given: Explicit, out_BHTV: Tensor) -> Tensor:
-        learned = _learned(given.learned)
-        root = (out_BHTV.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        return (1 - learned.lambda_init) * learned.norm.weight * out_BHTV / root
 
 
 class DifferentialV2(Difference):
@@ -147,19 +135,6 @@ class DifferentialV2(Difference):
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
         return self.difference(call, v_BGTV).to(v_BGTV.dtype)
 
-    def reference(self, given: Explicit) -> Tensor:
-        assert given.weight_BHT is not None
-        whole, width = slice(None), given.q_BHTD.shape[-1] // 2
-        first, second = (slice(0, width), slice(width, None))
-        weight_BHT1 = 1 / (1 + torch.exp(-given.weight_BHT[..., None]))
-        one, other = (torch.softmax(given.logits(part, whole), -1) for part in (first, second))
-        return one - weight_BHT1 * other
-
-
-def _learned(module: nn.Module | None) -> Lambda:
-    assert isinstance(module, Lambda)
-    return module
-
 
 def halves(call: Call) -> tuple[Call, Call]:
     """Return the calls with the first and with the second half of every head's queries, of width D / 2.
@@ -167,15 +142,10 @@ def halves(call: Call) -> tuple[Call, Call]:
     Keys are also split in halves, unless their dimension is already D / 2.
     """
     width = call.q_BHTD.shape[-1] // 2
-    parts = (slice(0, width), slice(width, None))
-    halved = call.k_BGTD.shape[-1] > width
-    first, second = (
-        replace(
-            call,
-            q_BHTD=call.q_BHTD[..., part],
-            k_BGTD=call.k_BGTD[..., part] if halved else call.k_BGTD,
-            key_HD=call.key_HD[..., part] if halved and call.key_HD is not None else call.key_HD,
-        )
-        for part in parts
-    )
-    return first, second
+
+    def half(part: slice) -> Call:
+        of_key = part if call.k_BGTD.shape[-1] > width else slice(None)
+        key_HD = None if call.key_HD is None else call.key_HD[..., of_key]
+        return replace(call, q_BHTD=call.q_BHTD[..., part], k_BGTD=call.k_BGTD[..., of_key], key_HD=key_HD)
+
+    return half(slice(0, width)), half(slice(width, None))

@@ -7,7 +7,7 @@ Newton step on the row sum h^2, computed from the primitive's normaliser, provid
 -2 sum relu(z / 2 - tau) held fixed, it is the implicit derivative. The output is computed with `attend`, on any
 backend.
 
-Rejected alternatives: sorting every row (the closed form of the paper, used by `reference`), because a sort costs more
+Rejected alternatives: sorting every row (the closed form of the paper), because a sort costs more
 than the at most six steps for rows of 2,048 keys; and iterating the closed form from a support that is too large, which
 loses keys of the true support.
 """
@@ -21,7 +21,6 @@ from torch import Tensor
 from sinklab.attention import query_blocks as bl
 from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
-from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Score, log_of
 from sinklab.schema import Example
 
@@ -34,30 +33,13 @@ class Entmax15(LogSimilarity):
     """
 
     kind: Literal["entmax15"] = "entmax15"
+    normal: ClassVar[bool] = True
     examples: ClassVar = {"entmax15": Example()}
-
-    @property
-    def sums_to_one(self) -> bool:
-        return True
 
     def normalisation(self, call: Call) -> Normalisation:
         tau_BHT, slope_BHT = thresholds(call)
         total_BHT = torch.exp(call.normaliser(_above(tau_BHT, call.first)))
         return Normalisation(_above(tau_BHT + (total_BHT - 1) / slope_BHT, call.first))
-
-    def reference(self, given: Explicit) -> Tensor:
-        x = given.logits() / 2
-        x = x - x.detach().amax(-1, keepdim=True)
-        ordered = x.detach().clamp(min=-2).sort(-1, descending=True).values
-        k = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
-        mean = ordered.cumsum(-1) / k
-        spread = ordered.square().cumsum(-1) - k * mean.square()
-        largest = (mean - ((1 - spread) / k).clamp(min=0).sqrt()).le(ordered).sum(-1, keepdim=True)
-        support = x.ge(ordered.gather(-1, largest - 1))
-        inside, k = x.masked_fill(~support, 0), support.sum(-1, keepdim=True)
-        mean = inside.sum(-1, keepdim=True) / k
-        spread = ((inside - mean) * support).square().sum(-1, keepdim=True)
-        return F.relu(x - mean + ((1 - spread) / k).sqrt()).square()
 
 
 def _above(tau_BHT: Tensor, first: int) -> Score:
@@ -76,16 +58,12 @@ def thresholds(call: Call) -> tuple[Tensor, Tensor]:
 
     In a row without keys, tau is -1 and the slope is 1.
     """
-    q, k, mask, score = call.q_BHTD, call.k_BGTD, call.mask, call.score()
-    S, offset = k.shape[2], call.first
-    scale = bl.default_scale(q) if call.scale is None else call.scale
-    bias_BHT = call.bias_logits()
+    q = call.q_BHTD
+    matrix, bias_BHT = call.matrix(), call.bias_logits()
     tau_BHT = q.new_empty(q.shape[:3], dtype=bl.accumulate_dtype(q.dtype))
     slope_BHT = torch.empty_like(tau_BHT)
-    for block in bl.blocks(q, k, mask):
-        rows = slice(block.start, block.stop)
-        logits = bl.score_block(bl.raw_scores(q, k, block, scale), block, offset, score)
-        logits = bl.mask_block_(logits, block, offset, S, mask)
+    for block in matrix.blocks():
+        logits, rows = matrix.logits(block), block.rows
         if bias_BHT is not None:
             logits = torch.cat([logits, bias_BHT[:, :, rows, None].to(logits.dtype)], -1)
         peak = logits.amax(-1, keepdim=True)

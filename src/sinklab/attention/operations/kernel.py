@@ -14,15 +14,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from sinklab.attention.importance import Rows
-from sinklab.attention.masks import Mask, RunningSum
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
 from sinklab.attention.query_blocks import CHUNK, accumulate_dtype, default_scale, grouped_product
-from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import log_magnitude, log_relu
 from sinklab.schema import Example
 
@@ -36,15 +34,6 @@ class Kernel(OperationPart):
     has_logits: ClassVar[bool] = False
     signed: ClassVar[bool] = True  # whether a similarity can be negative
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_norm(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "p" in data:
-            raise ValueError(
-                "kernels do not support a p-norm: leave p out, and set normalised to divide by the row sum"
-            )
-        return data
-
     @property
     def divides(self) -> bool:
         return self.normalised
@@ -54,7 +43,7 @@ class Kernel(OperationPart):
         return self.normalised and not self.signed
 
     @abstractmethod
-    def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
+    def feature(self, x: Tensor, learned: Any) -> Tensor:
         """Compute the feature map phi(x): (.., D) -> (.., D).
 
         Args:
@@ -91,13 +80,14 @@ class Kernel(OperationPart):
 
 
 def _signed_sums(call: Call, v_BGTV: Tensor, signed: bool) -> Tensor:
-    rows = call.mask.running_sum
-    if call.backend in ("auto", "chunked"):
-        q_BHTD = call.q_BHTD * default_scale(call.q_BHTD)
-        if call.first:
-            return last_sums(q_BHTD, call.k_BGTD, v_BGTV, call.mask)
-        if rows is not None:
-            return linear_sums(q_BHTD, call.k_BGTD, v_BGTV, rows)
+    mask, q_BHTD, k_BGTD = call.mask, call.q_BHTD, call.k_BGTD
+    if call.backend in ("auto", "chunked") and (call.first or mask.running_sum is not None):
+        q_BHTD = q_BHTD * default_scale(q_BHTD)
+        if mask.running_sum is not None and not call.first:
+            return linear_sums(q_BHTD, k_BGTD, v_BGTV, *mask.running_sum)
+        T, S = q_BHTD.shape[2], k_BGTD.shape[2]  # the T x S matrix is stored: there are few new queries
+        similarity_BHTS = grouped_product(q_BHTD, k_BGTD.mT) * mask.block(S - T, S, 0, S, q_BHTD.device)
+        return grouped_product(similarity_BHTS, v_BGTV)
     total = torch.zeros(())
     for sign in (1, -1) if signed else (1,):
         out, lse = call.attend(v_BGTV, log_relu(sign))
@@ -127,12 +117,8 @@ class EluKernel(Kernel):
         "elu_kernel_normalised": Example({"normalised": True}),
     }
 
-    def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
+    def feature(self, x: Tensor, learned: Any) -> Tensor:
         return F.elu(x) + 1
-
-    def reference(self, given: Explicit) -> Tensor:
-        similarity = given.products(lambda x: torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0))))
-        return similarity / similarity.sum(-1, keepdim=True) if self.normalised else similarity
 
 
 class IdentityKernel(Kernel):
@@ -144,12 +130,8 @@ class IdentityKernel(Kernel):
         "identity_normalised": Example({"normalised": True}, may_diverge=True),
     }
 
-    def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
+    def feature(self, x: Tensor, learned: Any) -> Tensor:
         return x
-
-    def reference(self, given: Explicit) -> Tensor:
-        similarity = given.products(lambda x: x)
-        return similarity / similarity.sum(-1, keepdim=True).abs().clamp(min=1) if self.normalised else similarity
 
 
 class Mlp(nn.Module):
@@ -176,37 +158,20 @@ class MlpKernel(Kernel):
     def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
         return Mlp(head_width)
 
-    def feature(self, x: Tensor, learned: nn.Module | None) -> Tensor:
-        assert isinstance(learned, Mlp)
+    def feature(self, x: Tensor, learned: Any) -> Tensor:
         return learned(x)
 
-    def reference(self, given: Explicit) -> Tensor:
-        assert isinstance(given.learned, Mlp)
-        inner, outer = given.learned.inner.weight, given.learned.outer.weight
-        similarity = given.products(lambda x: F.relu(x @ inner.T) @ outer.T)
-        return similarity / similarity.sum(-1, keepdim=True).abs().clamp(min=1) if self.normalised else similarity
 
-
-def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, rows: RunningSum) -> Tensor:
-    """Compute the sum of (q_t.k_s) v_s over the keys visible under the mask `rows`: (B, H, T, V); requires T = S."""
-    if not rows.shared:
+def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, leading: int, shared: int) -> Tensor:
+    """Compute the sum of (q_t.k_s) v_s over the visible keys (see `Mask.running_sum`): (B, H, T, V); T = S."""
+    if not shared:
         return causal_sums(q_BHTD, k_BGTD, v_BGTV)
-    leading, end = rows.leading, min(rows.shared, k_BGTD.shape[2])
+    end = min(shared, k_BGTD.shape[2])
     later_BGTD = torch.cat((torch.zeros_like(k_BGTD[:, :, :end]), k_BGTD[:, :, end:]), dim=2)
     own = causal_sums(q_BHTD[:, :, :leading], k_BGTD[:, :, :leading], v_BGTV[:, :, :leading])
     state_BGDV = k_BGTD[:, :, :end].mT @ v_BGTV[:, :, :end]
     seen = torch.cat((own, grouped_product(q_BHTD[:, :, leading:], state_BGDV)), dim=2)
     return seen + causal_sums(q_BHTD, later_BGTD, v_BGTV)
-
-
-def last_sums(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, mask: Mask) -> Tensor:
-    """Compute the sum of (q_t.k_s) v_s over the keys visible under any mask: (B, H, T, V).
-
-    The T x S matrix is stored: intended for a few queries, at the last T of S positions.
-    """
-    T, S = q_BHTD.shape[2], k_BGSD.shape[2]
-    similarity_BHTS = grouped_product(q_BHTD, k_BGSD.mT) * mask.block(S - T, S, 0, S, q_BHTD.device)
-    return grouped_product(similarity_BHTS, v_BGSV)
 
 
 def causal_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor) -> Tensor:

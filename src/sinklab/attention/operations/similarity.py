@@ -1,4 +1,4 @@
-"""Softmax, and operations with an elementwise similarity that is unnormalised or divided by the row sum or a p-norm."""
+"""Softmax, its variants by length and by forget gates, and operations with another elementwise similarity."""
 
 import math
 from abc import abstractmethod
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
-from sinklab.attention.reference import Explicit, over_norm
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.scores import Apart, Score, compose, log_elu_plus_one, log_relu, log_sigmoid, plus_of_head, times
 from sinklab.schema import Example
 
@@ -40,10 +40,6 @@ class Softmax(LogSimilarity):
     }
 
     @property
-    def sums_to_one(self) -> bool:
-        return self.plain
-
-    @property
     def plain(self) -> bool:
         return self.alpha == 1 and self.p == 1
 
@@ -51,9 +47,98 @@ class Softmax(LogSimilarity):
         normalisation = by_norm(call, None, self.p)
         return replace(normalisation, factor=self.alpha)
 
-    def reference(self, given: Explicit) -> Tensor:
-        z = given.logits()
-        return self.alpha * torch.exp(z) / torch.exp(self.p * z).sum(-1, keepdim=True) ** (1 / self.p)
+
+class Temperature(nn.Module):
+    """Factor s log n + b of the scores, learned per head.
+
+    Attributes:
+        scale: learned s, (H,).
+        offset: learned b, (H,), or None.
+    """
+
+    def __init__(self, heads: int, start: float, offset: float | None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((heads,), start))
+        self.offset = None if offset is None else nn.Parameter(torch.full((heads,), offset))
+        self.initial = {"scale": (start, 0.0)} | ({} if offset is None else {"offset": (offset, 0.0)})
+
+    def forward(self, keys_BT: Tensor) -> Tensor:
+        """Compute the factor (B, H, T) from the number of visible keys of each query, in the dtype of `keys_BT`."""
+        factor_BHT = self.scale.to(keys_BT.dtype)[:, None] * keys_BT.log()[:, None]
+        return factor_BHT if self.offset is None else factor_BHT + self.offset.to(keys_BT.dtype)[:, None]
+
+
+class ScalableSoftmax(LogSimilarity):
+    """Scalable softmax: softmax((s_h log n_t) z_ts), s learned per head, n_t the number of visible keys (2501.19399).
+
+    n includes every visible key, a bias key and a sink logit. z includes softcap and position bias. `offset` enables
+    the paper's variant softmax((s_h log n_t + b_h) z_ts), which according to the paper generalises less well to long
+    contexts. The default start is the inverse of the mean of log n for n = 1 .. 1024, so that the initial scale is
+    about that of softmax. Only the abstract and the formulas of the paper were available; its initial b is unknown.
+    """
+
+    kind: Literal["scalable_softmax"] = "scalable_softmax"
+    start: float = Field(default=0.168, description="initial s; default: 1 / mean of log n, n = 1 .. 1024")
+    offset: float | None = Field(default=None, description="initial b, learned per head; null: no b")
+    normal: ClassVar[bool] = True
+    examples: ClassVar = {"scalable_softmax": Example(), "scalable_softmax_offset": Example({"offset": 0.5})}
+
+    def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
+        return Temperature(heads, self.start, self.offset)
+
+    def normalisation(self, call: Call) -> Normalisation:
+        first = call.first
+
+        def scaled(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, factor_BHT: Tensor) -> Tensor:
+            return z * factor_BHT[b, h, q - first]
+
+        factor_BHT = call.learned(call.keys_per_row())
+        return Normalisation(Score(scaled, (factor_BHT,), apart=Apart(None, factor_BHT)))
+
+
+class ForgetGate(nn.Linear):
+    """Cumulative log forget gates log f_1 + .. + log f_t per query head, f_t = sigmoid(w.x_t + b).
+
+    Args:
+        width: hidden size, the dimension of x.
+        heads: number of query heads.
+        start: initial b.
+    """
+
+    def __init__(self, width: int, heads: int, start: float) -> None:
+        super().__init__(width, heads)
+        self.initial = {"bias": (start, 0.0)}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute the cumulative log gates (B, L, H), float32 (float64 for float64), from the input x (B, L, E)."""
+        gate_BLH = super().forward(input)
+        return F.logsigmoid(gate_BLH.to(accumulate_dtype(gate_BLH.dtype))).cumsum(1)
+
+
+class Forgetting(LogSimilarity):
+    """Forgetting attention: softmax(z_ts + sum over s < l <= t of log f_l), f_l = sigmoid(w_h.x_l + b_h) (2503.02130).
+
+    x is the attention input after the norm; there is one gate per query head (`ForgetGate`). The sum is added after
+    softcap and position bias; it does not apply to a bias key, a sink logit, or keys later than the query (prefix
+    mask). w is initialised like other linear weights, b with `start`: 0 in the authors' code, so f = 1/2
+    (github.com/zhixuan-lin/forgetting-transformer, `ForgettingAttentionLayer`, where the gate is `full`). The authors
+    use no RoPE; here it depends on `model.position`. Their "pro" block (output gate and norm, shifted keys and values,
+    qk_norm) is not implemented.
+    """
+
+    kind: Literal["forgetting"] = "forgetting"
+    start: float = Field(
+        default=0.0, description="initial bias b of the gate f = sigmoid(w.x + b); large b: no forgetting"
+    )
+    forgets: ClassVar[bool] = True
+    normal: ClassVar[bool] = True
+    examples: ClassVar = {"forgetting": Example()}
+
+    def forget_gate(self, width: int, heads: int) -> nn.Module:
+        return ForgetGate(width, heads, self.start)
+
+    def normalisation(self, call: Call) -> Normalisation:
+        return Normalisation()
 
 
 class Similarity(LogSimilarity):
@@ -80,18 +165,10 @@ class Similarity(LogSimilarity):
     def log_similarity(self, call: Call) -> Score:
         """Return the score function z -> log sim(z) for this call."""
 
-    @abstractmethod
-    def similarity(self, given: Explicit) -> Tensor:
-        """Compute sim(z) on explicit matrices for `reference`, with sim(-inf) = 0: (B, H, T, S)."""
-
     def normalisation(self, call: Call) -> Normalisation:
         if not self.normalised:
             return Normalisation(self.log_similarity(call), 0.0)
         return by_norm(call, self.log_similarity(call), self.p)
-
-    def reference(self, given: Explicit) -> Tensor:
-        similarity = self.similarity(given)
-        return over_norm(similarity, self.p) if self.normalised else similarity
 
 
 class SigmoidShift(nn.Module):
@@ -155,11 +232,7 @@ class Sigmoid(Similarity):
     ) -> nn.Module | None:
         if self.shift in ("none", "row"):
             return None
-        if context is None:
-            raise ValueError(
-                f"sigmoid attention with shift {self.shift} needs the context: pass context, the training sequence "
-                "length, or use shift row"
-            )
+        assert context is not None, f"sigmoid attention with shift {self.shift} needs the context"
         return SigmoidShift(-math.log(context), heads if self.shift == "learned" else None)
 
     def log_similarity(self, call: Call) -> Score:
@@ -172,35 +245,18 @@ class Sigmoid(Similarity):
 
             shift = Score(shifted, (call.keys_per_row().log(),))
         elif self.shift != "none":
-            assert isinstance(call.learned, SigmoidShift)
             shift = call.learned.score(call.first, call.q_BHTD.shape[2])
         return log_sigmoid() if shift is None else shift.then(log_sigmoid())
-
-    def similarity(self, given: Explicit) -> Tensor:
-        z = given.logits()
-        if self.shift == "none":
-            return torch.sigmoid(z)
-        if self.shift == "row":
-            return 1 / (1 + given.seen().sum(-1, keepdim=True) * torch.exp(-z))
-        assert isinstance(given.learned, SigmoidShift)
-        learned = given.learned.shift
-        return torch.sigmoid(z + given.learned.start + (0.0 if learned is None else learned[:, None, None]))
 
 
 class Elu1(Similarity):
     """ELU attention: sim(z) = elu(z) + 1 (table 6)."""
 
     kind: Literal["elu1"] = "elu1"
-    examples: ClassVar = {
-        "elu1": Example(),
-        "elu1_normalised": Example({"normalised": True}, may_diverge=True),
-    }
+    examples: ClassVar = {"elu1": Example(), "elu1_normalised": Example({"normalised": True}, may_diverge=True)}
 
     def log_similarity(self, call: Call) -> Score:
         return log_elu_plus_one()
-
-    def similarity(self, given: Explicit) -> Tensor:
-        return F.elu(given.logits()) + 1
 
 
 class Relu(Similarity):
@@ -216,6 +272,3 @@ class Relu(Similarity):
 
     def log_similarity(self, call: Call) -> Score:
         return log_relu()
-
-    def similarity(self, given: Explicit) -> Tensor:
-        return F.relu(given.logits())

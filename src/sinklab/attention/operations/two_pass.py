@@ -12,7 +12,6 @@ from sinklab.attention.biases import SMALLEST_LOGIT
 from sinklab.attention.chunked import LARGEST_LOG_SUM
 from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
-from sinklab.attention.reference import Explicit
 from sinklab.attention.scores import Score, log_of
 from sinklab.schema import Example, NeutralExample
 
@@ -29,10 +28,6 @@ class ClippedSoftmax(LogSimilarity):
     neutral: ClassVar = {"gamma": NeutralExample("0, zeta 1", {"gamma": 0.0})}
 
     @property
-    def sums_to_one(self) -> bool:
-        return self.plain
-
-    @property
     def plain(self) -> bool:
         return self.zeta == 1 and self.gamma == 0
 
@@ -46,9 +41,6 @@ class ClippedSoftmax(LogSimilarity):
             return stretched if zeta == 1 else stretched.clamp(max=1)
 
         return Normalisation(log_of(clipped, (call.normaliser(None),)), 0.0)
-
-    def reference(self, given: Explicit) -> Tensor:
-        return ((self.zeta - self.gamma) * torch.softmax(given.logits(), -1) + self.gamma).clamp(0, 1)
 
 
 def _share(z: Tensor, lse: Tensor) -> Tensor:
@@ -71,10 +63,6 @@ class Softpick(LogSimilarity):
         deficit = call.normaliser(DEFICIT).clamp(min=SMALLEST_LOGIT)
         eps = torch.full_like(deficit, math.log(self.eps))
         return Normalisation(EXCESS, log_addend=torch.logaddexp(deficit, eps))
-
-    def reference(self, given: Explicit) -> Tensor:
-        distance = (torch.exp(given.logits()) - 1) * given.seen()
-        return F.relu(distance) / (distance.abs().sum(-1, keepdim=True) + self.eps)
 
 
 def _excess(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -116,7 +104,6 @@ class ElasticSoftmax(LogSimilarity):
 
     def normalisation(self, call: Call) -> Normalisation:
         lse_BHT, first = call.normaliser(None), call.first
-        assert isinstance(call.learned, Offset)
         offset_BHT = call.learned.tau.to(lse_BHT.dtype)[:, None] / call.keys_per_row()[:, None]
 
         def shifted(
@@ -125,9 +112,3 @@ class ElasticSoftmax(LogSimilarity):
             return _share(z, lse_BHT[b, h, q - first]) + offset_BHT[b, h, q - first]
 
         return Normalisation(log_of(shifted, (lse_BHT, offset_BHT)), 0.0)
-
-    def reference(self, given: Explicit) -> Tensor:
-        assert isinstance(given.learned, Offset)
-        seen = given.seen()
-        offset = given.learned.tau[:, None, None] / seen.sum(-1, keepdim=True)
-        return F.relu(torch.softmax(given.logits(), -1) + offset) * seen

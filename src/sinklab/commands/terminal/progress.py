@@ -34,7 +34,7 @@ MANY = 8  # with more runs, only active runs have a line
 LOOKS_EVERY = 1.0  # seconds between two estimates of the time left during updates
 SPEED_OVER = 600.0  # seconds over which the speed is averaged, evaluations included
 STALLED = 0.02  # minimum share of time spent waiting for data that is shown
-SECONDS_OF_A_YEAR = 365.25 * 86400
+YEAR = 365.25 * 86400  # seconds
 DAYS_WITH_HOURS = 10  # durations of more days are shown without hours
 
 Clock = Callable[[], float]
@@ -42,28 +42,24 @@ Clock = Callable[[], float]
 
 def duration(seconds: float) -> str:
     """Format a duration for display: `40 s`, `5 min`, `3 h 20 min`, `2 d 4 h`, `136 d`, `1.4 years`, `27 years`."""
-    minutes = round(seconds / 60)
+    minutes, hours, days, years = (round(seconds / 60), round(seconds / 3600), round(seconds / 86400), seconds / YEAR)
     if seconds < 59.5:
         return f"{max(1, round(seconds))} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    days, hours = divmod(round(seconds / 3600), 24)
-    years = seconds / SECONDS_OF_A_YEAR
-    if days >= DAYS_WITH_HOURS:
-        whole_days = round(seconds / 86400)
-        return (
-            f"{whole_days} d" if whole_days < 365 else f"{years:.1f} years" if years < 9.95 else f"{years:,.0f} years"
-        )
-    return f"{days} d {hours} h" if hours else f"{days} d"
+    if minutes < 24 * 60:
+        return _two_units(minutes, 60, "h", "min")
+    if hours < 24 * DAYS_WITH_HOURS:
+        return _two_units(hours, 24, "d", "h")
+    return f"{days} d" if days < 365 else f"{years:.1f} years" if years < 9.95 else f"{years:,.0f} years"
+
+
+def _two_units(count: int, size: int, large: str, small: str) -> str:
+    parts = zip(divmod(count, size), (large, small), strict=True)
+    return " ".join(f"{number} {unit}" for number, unit in parts if number)
 
 
 def elapsed(seconds: float) -> str:
     """Format a growing duration, so that lines ten seconds apart differ: `1 min 10 s`, from ten minutes on `12 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if 1 <= minutes < 10 and rest else duration(seconds)
+    return _two_units(round(seconds), 60, "min", "s") if 60 <= round(seconds) < 600 else duration(seconds)
 
 
 def short_duration(seconds: float) -> str:
@@ -75,29 +71,33 @@ def short_duration(seconds: float) -> str:
     elif seconds < 364.5 * 86400:
         value, unit = seconds / 86400, "d"
     else:
-        value, unit = seconds / SECONDS_OF_A_YEAR, "y"
+        value, unit = seconds / YEAR, "y"
     return f"{value:.1f} {unit}" if value < 9.95 else f"{value:,.0f} {unit}"
 
 
-class Lines:
-    """Progress lines without a terminal, at most one per SPEAKS_EVERY seconds since the last line of any kind.
+class Board:
+    """Context with a live display: bars in a terminal; otherwise progress lines, at most one per SPEAKS_EVERY seconds.
 
-    Within the context, a thread prints the current phase if there was no event for that long, as when opening a large
-    model or drawing a report. In a terminal the bars are animated instead.
+    Without a terminal, a thread prints the current phase if there was no event for that long, as when opening a large
+    model or drawing a report.
 
     Args:
         phase: name of the first phase of the work.
         clock: clock in seconds.
+        columns: columns of rich's progress bars.
+        settings: further settings of `rich.progress.Progress`.
     """
 
-    def __init__(self, console: Console, phase: str = "", clock: Clock = time.monotonic) -> None:
-        self._console, self._clock, self._said = console, clock, clock()
+    def __init__(self, console: Console, phase: str, clock: Clock, *columns: ProgressColumn, **settings: Any) -> None:
+        self.console, self.clock = console, clock
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal, **settings)
         self._left, self._thread = threading.Event(), threading.Thread(target=self._beats, daemon=True)
         self._phase = self._place = phase
-        self._since = self._said
+        self._since = self._said = clock()
 
     def __enter__(self) -> Self:
-        if not self._console.is_terminal:
+        self.progress.start()
+        if not self.console.is_terminal:
             self._thread.start()
         return self
 
@@ -105,21 +105,22 @@ class Lines:
         self._left.set()
         if self._thread.is_alive():
             self._thread.join()
+        self.progress.stop()
 
     @property
     def due(self) -> bool:
         """True if a progress line may be printed: SPEAKS_EVERY seconds after the last line, and never in a terminal."""
-        return not self._console.is_terminal and self._clock() - self._said >= SPEAKS_EVERY
+        return not self.console.is_terminal and self.clock() - self._said >= SPEAKS_EVERY
 
     def begin(self, phase: str) -> None:
         """Set the current phase of the work; a new phase restarts the clock. Prints nothing."""
         if phase != self._phase:
-            self._phase, self._place, self._since = phase, phase, self._clock()
+            self._phase, self._place, self._since = phase, phase, self.clock()
 
     def say(self, what: str) -> None:
         """Print a line at once, whether or not a line is due, in a terminal as well."""
-        self._said = self._clock()
-        self._console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
+        self._said = self.clock()
+        self.console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
 
     def reached(self, name: str, done: float, total: float | None, shown: str = "", unit: str = "") -> None:
         """Print a progress line `NAME: DONE of TOTAL UNIT, SHOWN`, if one is due."""
@@ -135,35 +136,11 @@ class Lines:
     def beat(self) -> None:
         """Print the latest progress text and the duration of the phase so far, if a line is due."""
         if self._place and self.due:
-            self.say(f"{self._place}, {elapsed(self._clock() - self._since)} so far")
+            self.say(f"{self._place}, {elapsed(self.clock() - self._since)} so far")
 
     def _beats(self) -> None:
         while not self._left.wait(BEATS_EVERY):
             self.beat()
-
-
-class Board:
-    """Context with a live display: bars in a terminal, progress lines otherwise.
-
-    Args:
-        phase: name of the first phase of the work.
-        clock: clock in seconds.
-        columns: columns of rich's progress bars.
-        settings: further settings of `rich.progress.Progress`.
-    """
-
-    def __init__(self, console: Console, phase: str, clock: Clock, *columns: ProgressColumn, **settings: Any) -> None:
-        self.console, self.clock, self.lines = console, clock, Lines(console, phase, clock)
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal, **settings)
-
-    def __enter__(self) -> Self:
-        self.progress.start()
-        self.lines.__enter__()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.lines.__exit__()
-        self.progress.stop()
 
 
 class RunBoard(Board):
@@ -228,8 +205,8 @@ class RunBoard(Board):
         whole = left if len(self.lengths) == 1 or not left else f"{left} for all"
         said = "  ".join(filter(None, (reached, latest, ended, whole)))
         if latest and not self.console.is_terminal:
-            self.lines.say(said)
-        self.lines.reach(said)
+            self.say(said)
+        self.reach(said)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -268,10 +245,10 @@ class DataBoard(Board):
         if stage not in self._tasks:
             self._tasks[stage] = self.progress.add_task(name, total=total, rate="")
             if not self.console.is_terminal:
-                self.lines.say(f"{name} ...")
-            self.lines.begin(name)
+                self.say(f"{name} ...")
+            self.begin(name)
         self.progress.update(self._tasks[stage], completed=done, total=total, rate=self._rate)
-        self.lines.reached(name, done / 1e6, total and total / 1e6, self._rate, unit="MB")
+        self.reached(name, done / 1e6, total and total / 1e6, self._rate, unit="MB")
 
     def counted(self, tokens: int) -> None:
         """Update the tokens per second from the number written so far; passed to `prepare` as callback `counted`."""
@@ -304,19 +281,13 @@ class JobProgress(Board):
         times = (TimeElapsedColumn(), TimeRemainingColumn())
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), *times)
         super().__init__(console, phase, clock, *columns, transient=True)
-        self._phase = phase
         self._all = None if steps is None else self.progress.add_task(what, total=steps)
         self._step = self.progress.add_task(escape(printable(phase)), total=None)
 
     def begin(self, phase: str, total: int | None = None, done: float = 0) -> None:
         """Begin a phase of `total` units and show its name; in a phase without events, also its duration so far."""
-        self._phase = phase
         self.progress.reset(self._step, description=escape(printable(phase)), total=total, completed=int(done))
-        self.lines.begin(phase)
-
-    def say(self, text: str) -> None:
-        """Print a line of text above the bars."""
-        self.lines.say(text)
+        super().begin(phase)
 
     def __call__(self, event: "JobEvent") -> None:
         """Update bars and lines with an event of the job."""
@@ -330,7 +301,7 @@ class JobProgress(Board):
                     self.begin(event.step, event.total, event.done)
                 name = escape(printable(event.text or event.step))
                 self.progress.update(self._step, description=name, total=event.total, completed=event.done)
-                self.lines.reached(event.step, event.done, event.total, event.text)
+                self.reached(event.step, event.done, event.total, event.text)
             case "noted":
                 self.say(event.text)
             case "finished":

@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from sinklab.experiments.sweep.verifying import Verified
     from sinklab.measuring.measurement import Measurement
     from sinklab.survey.backends import Parity
-    from sinklab.survey.checkpoints import Checkpoints
     from sinklab.survey.compare import Comparison
-    from sinklab.survey.families import Families, Size
-    from sinklab.survey.measure_many import Domains
+    from sinklab.survey.families import Size
+    from sinklab.survey.measure_many import Survey
     from sinklab.train.recipe import Recipe
     from sinklab.train.replay import Replay
     from sinklab.tuning.tuned_directory import Tuning
@@ -116,9 +115,7 @@ def print_measurement(measurement: "Measurement", console: Console) -> None:
 
 
 def print_survey(
-    kind: type[DomainsDocument | FamiliesDocument | CheckpointsDocument],
-    survey: "Domains | Families | Checkpoints",
-    console: Console,
+    kind: type[DomainsDocument | FamiliesDocument | CheckpointsDocument], survey: "Survey", console: Console
 ) -> None:
     """Print a headline, and a line per measured domain, model or checkpoint; nothing if no measurement succeeded."""
     if measured := survey.outcome.measured:

@@ -37,14 +37,16 @@ def printable(text: str) -> str:
 
 def print_table(table: Table, console: Console) -> None:
     """Print a table with its notes; columns beyond the console width are printed below as further tables."""
-    names = list(range(table.names))
-    title, group = table.title, list[int]()
+    names, wanted = list(range(table.names)), _wanted(table)
+    least = [min(width, NARROWEST_NAME) if table.columns[at].text else width for at, width in enumerate(wanted)]
+    groups: list[list[int]] = [[]]
     for column in range(table.names, len(table.columns)):
-        if group and _narrowest(table, [*names, *group, column]) > console.width:
-            console.print(_drawn(table, [*names, *group], title, console.width))
-            title, group = "", []
-        group.append(column)
-    console.print(_drawn(table, [*names, *group], title, console.width))
+        if groups[-1] and EDGES + sum(BETWEEN + least[at] for at in (*names, *groups[-1], column)) > console.width:
+            groups.append([])
+        groups[-1].append(column)
+    for number, group in enumerate(groups):
+        title = "" if number else table.title
+        console.print(_drawn(table, [*names, *group], title, console.width, wanted))
     for note in table.notes:
         console.print(printable(note), style="dim", markup=False, highlight=False)
 
@@ -62,35 +64,20 @@ def print_title(title: str, console: Console, below: Sequence[str] = ()) -> None
         console.print(Text(printable(", ".join(below)), style="dim"))
 
 
-def _narrowest(table: Table, columns: Sequence[int]) -> int:
-    """Return the minimum total width in characters of the given columns, with text wrapped and numbers unbroken."""
-    wanted = _wanted(table, columns)
-    return EDGES + sum(
-        BETWEEN + (min(width, NARROWEST_NAME) if table.columns[at].text else width) for at, width in wanted.items()
-    )
+def _wanted(table: Table) -> list[int]:
+    """Return the width in characters of the longest line of each column, heading included."""
+    cells, wanted = table.cells(), list[int]()
+    for at, column in enumerate(table.columns):
+        said = (f"{text} {cell.note}".strip() for text, cell in (row[at] for row in cells))
+        lines = (line for text in (column.title, column.unit, *said) for line in printable_lines(text))
+        wanted.append(max(map(cell_len, lines)))
+    return wanted
 
 
-def _wanted(table: Table, columns: Sequence[int]) -> dict[int, int]:
-    """Return the width in characters of the longest line of each column, heading included, by column index."""
-    return {
-        at: max(
-            cell_len(line)
-            for text in (
-                table.columns[at].title,
-                table.columns[at].unit,
-                *(f"{text} {cell.note}".strip() for text, cell in (row[at] for row in table.cells())),
-            )
-            for line in printable_lines(text)
-        )
-        for at in columns
-    }
-
-
-def _widths(table: Table, columns: Sequence[int], width: int) -> dict[int, int]:
+def _widths(table: Table, columns: Sequence[int], width: int, wanted: Sequence[int]) -> dict[int, int]:
     """Return the width of each column of text: full width for short columns, equal shares of the rest for long ones."""
-    wanted = _wanted(table, columns)
     texts = sorted((at for at in columns if table.columns[at].text), key=wanted.__getitem__)
-    left = width - EDGES - BETWEEN * len(wanted) - sum(wanted[at] for at in columns if at not in texts)
+    left = width - EDGES - BETWEEN * len(columns) - sum(wanted[at] for at in columns if at not in texts)
     found: dict[int, int] = {}
     for number, at in enumerate(texts):
         found[at] = max(1, min(wanted[at], left // (len(texts) - number)))
@@ -116,10 +103,10 @@ def printable_lines(text: str) -> list[str]:
     return [printable(line) for line in text.split("\n")]
 
 
-def _drawn(table: Table, columns: Sequence[int], title: str, width: int) -> RichTable:
+def _drawn(table: Table, columns: Sequence[int], title: str, width: int, wanted: Sequence[int]) -> RichTable:
     heading = Text(printable(title), style="bold") if title else None
     drawn = RichTable(title=heading, title_justify="left", header_style="bold", box=SIMPLE_HEAD)
-    widths = _widths(table, columns, width)
+    widths = _widths(table, columns, width, wanted)
     for at in columns:
         column = table.columns[at]
         head = Text(printable(column.title))

@@ -1,7 +1,7 @@
 """Documents of a source, fingerprints of texts, and corpora of the Python installation.
 
-`Fingerprint` identifies a text by the SHA-256 of all documents in order. `identity` identifies a source without reading
-it: files by paths, sizes and times, corpora by file names, sizes and Python version, other sources by name.
+`Fingerprint` identifies a text by the SHA-256 of all documents in order. `identity` identifies a source: files by
+paths, sizes and times or by their contents, corpora by file names, sizes and Python version, other sources by name.
 
 Two corpora consist of files of the Python installation. `stdlib`: sources (with tests, if installed) and documentation
 of the standard library, that is, the language reference in `pydoc` and .rst and .txt files. `site-packages`: sources,
@@ -25,6 +25,7 @@ from sinklab.data.sources.hub import PREFIX, hub_documents
 from sinklab.data.sources.synthetic import VERSION, parse, synthetic_documents
 from sinklab.data.sources.textfiles import Render, expanded, plain_conversation, read_documents, text_files
 from sinklab.errors import InputError
+from sinklab.files import sha256_of
 
 CORPORA = ("stdlib", "site-packages")
 _SUFFIXES = {"stdlib": (".py", ".rst", ".txt"), "site-packages": (".py", ".pyi", ".md", ".rst", ".txt")}
@@ -75,7 +76,14 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
     Raises:
         InputError: if the source is missing, empty or malformed (the message names file and line).
     """
-    texts = _all_documents(source, render)
+    if names := installed_names(source):
+        texts = installed_documents(names)
+    elif source.startswith(PREFIX):
+        texts = hub_documents(source, render)
+    elif request := parse(source):
+        texts = synthetic_documents(request)
+    else:
+        texts = (text for path in text_files(expanded(source)) for text in read_documents(path, render))
     found = False
     if limit_bytes is not None:
         texts = (text for _, text in cut((("", text) for text in texts), limit_bytes))
@@ -99,10 +107,14 @@ def total_bytes(source: str) -> int | None:
     return sum(path.stat().st_size for path in text_files(expanded(source)))
 
 
-def identity(source: str) -> str:
-    """Hash a source without reading it; the SHA-256 changes if the text may have changed.
+def identity(source: str, contents: bool = False) -> str:
+    """Hash a source; the SHA-256 changes if the text may have changed.
 
     For `hf:` sources only the name is hashed: changes on the hub are not detected.
+
+    Args:
+        contents: hash the contents of files, so that a copy has the same hash; default: paths, sizes and times, which
+            takes no time for a large corpus.
 
     Raises:
         InputError: if there is no such source.
@@ -116,20 +128,11 @@ def identity(source: str) -> str:
         state = [source, VERSION, repr(request)]
     else:
         files = text_files(expanded(source))
-        state = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+        state = [
+            [p.suffix.lower(), sha256_of(p)] if contents else [str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns]
+            for p in files
+        ]
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
-
-
-def _all_documents(source: str, render: Render) -> Iterator[str]:
-    if names := installed_names(source):
-        yield from installed_documents(names)
-    elif source.startswith(PREFIX):
-        yield from hub_documents(source, render)
-    elif request := parse(source):
-        yield from synthetic_documents(request)
-    else:
-        for path in text_files(expanded(source)):
-            yield from read_documents(path, render)
 
 
 def cut(documents: Iterable[tuple[str, str]], limit_bytes: int) -> Iterator[tuple[str, str]]:
@@ -187,11 +190,12 @@ def installed_documents(names: list[str]) -> Iterator[str]:
     """Yield the texts of the named corpora, without duplicates, empty and unreadable files, and files not in UTF-8."""
     seen: set[bytes] = set()
     for entry in entries(names):
-        text = entry.text if entry.text is not None else _utf8(entry.path)
-        if text is None or not text.strip():
+        try:
+            text = entry.path.read_text(encoding="utf-8") if entry.text is None else entry.text
+        except (UnicodeDecodeError, OSError):
             continue
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        if digest not in seen:
+        if text.strip() and digest not in seen:
             seen.add(digest)
             yield text
 
@@ -204,20 +208,9 @@ def _below(corpus: str) -> Iterator[InstalledText]:
                 path = Path(parent, file)
                 inside = path.relative_to(folder)
                 if corpus == "stdlib" and inside == _TOPICS:
-                    yield from _topics(path)
+                    from pydoc_data.topics import topics
+
+                    for name, text in topics.items():
+                        yield InstalledText(f"stdlib/{inside.as_posix()}/{name}", path, len(text.encode()), text)
                 elif path.suffix in _SUFFIXES[corpus] and path.is_file():
                     yield InstalledText(f"{corpus}/{inside.as_posix()}", path, path.stat().st_size)
-
-
-def _topics(path: Path) -> Iterator[InstalledText]:
-    from pydoc_data.topics import topics
-
-    for name, text in topics.items():
-        yield InstalledText(f"stdlib/{_TOPICS.as_posix()}/{name}", path, len(text.encode()), text)
-
-
-def _utf8(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, OSError):
-        return None

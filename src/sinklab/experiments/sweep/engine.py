@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import yaml
 
@@ -21,7 +21,7 @@ from sinklab.train.directory.lock import is_held
 from sinklab.train.recipe import Recipe, build_recipe
 
 Ending = Literal["done", "failed", "stopped", "busy"]
-ENDINGS: tuple[Ending, ...] = ("done", "failed", "stopped", "busy")
+ENDINGS: tuple[Ending, ...] = get_args(Ending)
 
 EVENT_TIMEOUT_S = 0.2
 HELD_POLL_S = 1.0
@@ -210,11 +210,12 @@ class _Scheduler:
 
     def _report_recorded(self) -> None:
         """Report runs with a record first, so that the remaining time is estimated from the unfinished runs only."""
-        found = [(run, run.recorded()) for run in self._waiting]
-        self._waiting = deque(run for run, ended in found if ended is None)
-        for _, ended in found:
-            if ended is not None:
+        runs, self._waiting = self._waiting, deque()
+        for run in runs:
+            if (ended := run.recorded()) is not None:
                 self._end(ended)
+            else:
+                self._waiting.append(run)
 
     def _submit(self) -> None:
         """Submit waiting runs to the engine in order, up to its room; runs with a record or held lock are skipped."""

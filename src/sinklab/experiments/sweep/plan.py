@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError
@@ -88,10 +88,9 @@ def scale_of(experiment: Experiment, scale: str) -> Scale:
     Raises:
         InputError: if the experiment lacks the scale; the message lists its scales.
     """
-    for known in experiment.base:
-        if known == scale:
-            return known
-    raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
+    if scale not in experiment.base:
+        raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
+    return cast(Scale, scale)
 
 
 def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> SweepPlan:
@@ -145,7 +144,9 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
     for name, overlays in experiment.cells_at(scale).items():
         top = {"name": name, "seed": 0}
         recipe = started(build_recipe(values, *overlays, overlay, top, origin=f"cell {name} of {experiment.id}"))
-        may_diverge = name in diverging or any(_may_diverge(one) for one in overlays)
+        may_diverge = name in diverging or any(
+            variant.may_diverge and variant.overlay in overlays for variant in VARIANTS.values()
+        )
         found[name] = SweepCell(name, recipe, change_of(recipe, base, overlays), question.own_seeds, may_diverge)
     return found
 
@@ -212,10 +213,6 @@ def place_sweep(
 def data_key(recipe: Recipe) -> str:
     """Return a key of the prepared data of a recipe: its `DATA_ORIGIN` as JSON; equal keys share the data."""
     return recipe.data.model_dump_json(include=DATA_ORIGIN)
-
-
-def _may_diverge(overlay: Mapping[str, Any]) -> bool:
-    return any(variant.may_diverge and variant.overlay == overlay for variant in VARIANTS.values())
 
 
 def _first_difference(one: Recipe, other: Recipe) -> str:

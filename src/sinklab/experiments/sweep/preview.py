@@ -8,17 +8,17 @@ sequence, and two per sequence of the sink metric.
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from sinklab.data.prepare import find_prepared
+from sinklab.data.prepare import find_prepared, known_vocabulary
 from sinklab.data.shards import TokenDataset
-from sinklab.data.tokenizers import trained_size
 from sinklab.device import pick_device
 from sinklab.errors import SinklabError
 from sinklab.experiments.documents import RunRecord, read_record, record_of
@@ -38,7 +38,7 @@ UNKNOWN_VOCABULARY = 1024
 LONGEST_UPDATE_S = 1.0  # updates expected to be longer are not timed, as large models also take long to initialise
 SOURCES = {
     "runs": "estimated from the finished runs in the directory of the sweep",
-    "updates": "estimated from some updates timed on this machine",
+    "updates": "estimated from some updates timed on this machine, not compiled",
     "products": "at the speed of matmuls on this machine, which no run reaches",
 }
 BY_RECIPE = "; finished runs are recognised by their recipes, as the text is not prepared here"
@@ -50,20 +50,11 @@ class Pace:
 
     Attributes:
         operations_per_second: FLOP/s of one run.
-        source: how the throughput was estimated, a key of SOURCES.
+        said: phrase on how the throughput was estimated, one of `SOURCES`.
     """
 
     operations_per_second: float
-    source: Literal["runs", "updates", "products"]
-
-    def seconds(self, recipe: Recipe) -> float:
-        """Return the estimated duration of the run of a recipe, in seconds."""
-        return operations(recipe) / self.operations_per_second
-
-    @property
-    def said(self) -> str:
-        """Phrase on how the throughput was estimated, such as `estimated from some updates timed on this machine`."""
-        return SOURCES[self.source]
+    said: str
 
 
 @dataclass(frozen=True)
@@ -131,7 +122,11 @@ def preview(
     Raises:
         InputError: if a record is damaged, or a model's vocabulary is smaller than the tokenizer's.
     """
-    data = _prepared_data(plan)
+    data: dict[str, TokenDataset] = {}
+    for key, recipe in {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}.items():
+        with suppress(SinklabError):  # reported when the data is prepared
+            if (dataset := find_prepared(recipe.data)) is not None:
+                data[key] = dataset
     known = {name: cell for name, cell in plan.cells.items() if data_key(cell.recipe) in data}
     order = tuple((name, seed) for name, seed in plan.order if name in known)
     placed = place_sweep(SweepPlan(known, order), data, out, found)
@@ -141,37 +136,21 @@ def preview(
     if unknown:  # a record may be that of a shorter run, which the run in its directory extends
         recorded = {_key(recipe, record.seed) for record, recipe in _read_runs(found.values()) if record.hash in found}
         ended |= {pair for pair, key in unknown.items() if key in recorded}
+    same_runs = {name: cell.recipe.model_dump_json(exclude={"name"}) for name, cell in plan.cells.items()}
     first: dict[str, str] = {}
-    cells, left, runs = [], 0.0, {(_identity(plan, name), seed): name for name, seed in reversed(plan.order)}
+    cells, left, runs = [], 0.0, {(same_runs[name], seed): name for name, seed in reversed(plan.order)}
     missing = 0
     for name, cell in plan.cells.items():
         missed = [seed for seed in cell.seeds if (name, seed) not in ended]
-        own = sum(runs[_identity(plan, name), seed] == name for seed in missed)
-        hours = None if pace is None else pace.seconds(cell.recipe) / 3600
+        own = sum(runs[same_runs[name], seed] == name for seed in missed)
+        hours = None if pace is None else operations(cell.recipe) / pace.operations_per_second / 3600
         missing, left = missing + own, left + own * (hours or 0.0)
-        same_as = first.setdefault(_identity(plan, name), name)
-        seeds, other = len(cell.seeds), "" if same_as == name else same_as
-        cells.append(CellPreview(name, cell.change, seeds, seeds - len(missed), hours, other))
+        same_as = first.setdefault(same_runs[name], name)
+        other, done_here = "" if same_as == name else same_as, len(cell.seeds) - len(missed)
+        cells.append(CellPreview(name, cell.change, len(cell.seeds), done_here, hours, other))
     whole = None if pace is None or jobs is None else left / max(1, min(jobs, missing))
     estimated = "" if pace is None else f"{pace.said}{BY_RECIPE if ended & unknown.keys() else ''}"
     return Preview(cells, len(runs), missing, engine, jobs, whole, estimated)
-
-
-def _identity(plan: SweepPlan, name: str) -> str:
-    """Return a key that is equal for cells with the same runs: the recipe as JSON, without its name."""
-    return plan.cells[name].recipe.model_dump_json(exclude={"name"})
-
-
-def _prepared_data(plan: SweepPlan) -> dict[str, TokenDataset]:
-    found: dict[str, TokenDataset] = {}
-    for key, recipe in {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}.items():
-        try:
-            dataset = find_prepared(recipe.data)
-        except SinklabError:  # reported when the data is prepared
-            continue
-        if dataset is not None:
-            found[key] = dataset
-    return found
 
 
 def _key(recipe: Recipe, seed: int) -> str:
@@ -211,10 +190,17 @@ def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace
     """
     if found := pace_of_runs(finished):
         return found
+    device = pick_device(base.train.device)
+    dtype = torch.bfloat16 if resolved_precision(base.train.precision, device) == "bf16" else torch.float32
+    update = _of_sequence(base) * base.train.batch_size
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return _timed(base)
+        square = torch.randn(MATRIX, MATRIX, device=device).to(dtype)
+        of_products = 2 * MATRIX**3 / _seconds_each(lambda: square @ square, MATRICES_S, device)
+        if update / of_products > LONGEST_UPDATE_S:
+            return Pace(of_products, SOURCES["products"])
+        return Pace(update / _seconds_of_update(base, device, dtype == torch.bfloat16), SOURCES["updates"])
     finally:
         torch.set_num_threads(before)
 
@@ -229,7 +215,7 @@ def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
         for record, recipe in _read_runs(directories)
         if record.status == "done" and record.seconds
     ]
-    return Pace(median(found), "runs") if found else None
+    return Pace(median(found), SOURCES["runs"]) if found else None
 
 
 def _read_runs(directories: Iterable[Path]) -> Iterator[tuple[RunRecord, Recipe]]:
@@ -243,19 +229,12 @@ def _read_runs(directories: Iterable[Path]) -> Iterator[tuple[RunRecord, Recipe]
             yield record, recipe
 
 
-def _timed(base: Recipe) -> Pace:
-    device = pick_device(base.train.device)
-    precision = resolved_precision(base.train.precision, device)
-    of_products = _speed_of_products(device, torch.bfloat16 if precision == "bf16" else torch.float32)
-    update = _of_sequence(base) * base.train.batch_size
-    if update / of_products > LONGEST_UPDATE_S:
-        return Pace(of_products, "products")
-    return Pace(update / _seconds_of_update(base, device, precision == "bf16"), "updates")
-
-
 def _sized(recipe: Recipe) -> ModelConfig:
-    size = recipe.model.vocab_size or trained_size(recipe.data.tokenizer) or UNKNOWN_VOCABULARY
-    return recipe.model.model_copy(update={"vocab_size": size})
+    try:
+        known = recipe.model.vocab_size or known_vocabulary(recipe.data)
+    except SinklabError:  # a damaged data.json is reported when the data is prepared
+        known = None
+    return recipe.model.model_copy(update={"vocab_size": known or UNKNOWN_VOCABULARY})
 
 
 def _of_sequence(recipe: Recipe) -> int:
@@ -266,12 +245,6 @@ def _of_sequence(recipe: Recipe) -> int:
 @lru_cache(maxsize=4096)
 def _of_model(config: str) -> int:
     return model_flops(ModelConfig.model_validate_json(config)).total
-
-
-def _speed_of_products(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of square matmuls."""
-    square = torch.randn(MATRIX, MATRIX, device=device).to(dtype)
-    return 2 * MATRIX**3 / _seconds_each(lambda: square @ square, MATRICES_S, device)
 
 
 def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:

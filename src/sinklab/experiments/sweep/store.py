@@ -65,10 +65,6 @@ class SweepManifest(VersionedDocument):
     overlay: dict[str, Any] = Field(default_factory=dict)
     cells: dict[str, ManifestCell] = Field(default_factory=dict)
 
-    def shares_summary_with(self, other: "SweepManifest") -> bool:
-        """Return True if both manifests have the same scale and overlay, and so belong to one summary."""
-        return self.scale == other.scale and self.overlay == other.overlay
-
     @property
     def seeds(self) -> list[int]:
         """Seeds of the experiment's runs, sorted."""
@@ -94,13 +90,12 @@ class SweepManifest(VersionedDocument):
 
 def manifest_of(question: Question, sweep: PlannedSweep, overlay: Mapping[str, Any]) -> SweepManifest:
     """Return the manifest of one experiment of a planned sweep; `overlay` is that of `plan_sweep`."""
-    names = question.experiment.cells_at(question.scale)
     cells = {
         name: ManifestCell(
             change=dict(sweep.plan.cells[name].change),
             hashes={seed: sweep.hashes[name, seed] for seed in question.own_seeds},
         )
-        for name in names
+        for name in question.experiment.cells_at(question.scale)
     }
     return SweepManifest(experiment=question.experiment, scale=question.scale, overlay=dict(overlay), cells=cells)
 
@@ -138,7 +133,7 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
         InputError: if an earlier manifest of another experiment has a different run for the same cell and seed.
     """
     first = next(iter(now.values()))
-    kept = {name: one for name, one in before.items() if one.shares_summary_with(first)}
+    kept = {name: one for name, one in before.items() if (one.scale, one.overlay) == (first.scale, first.overlay)}
     known = {(name, seed): (run_hash, one.experiment.id) for one in now.values() for name, seed, run_hash in one.runs()}
     merged = {name: one for name, one in kept.items() if name not in now}
     for one in merged.values():
@@ -243,23 +238,12 @@ def _quantities(one: SweepManifest) -> Iterator[str]:
 def _read(
     directory: Path | None, out: Path, seed: int, run_hash: str, wanted: Sequence[str]
 ) -> tuple[CellRun, RunNumbers | None]:
-    if directory is None:
-        return CellRun(seed=seed, hash=run_hash, directory="", status="unfinished"), None
-    where = directory.relative_to(out).as_posix()
-    record = record_of(directory, run_hash)
-    if record is None:
-        return CellRun(seed=seed, hash=run_hash, directory=where, status="unfinished"), None
-    run = CellRun(
-        seed=seed,
-        hash=run_hash,
-        directory=where,
-        status=record.status,
-        message=record.message,
-        edited=edited(directory, record),
-        seconds=record.seconds,
-        tokens_per_second=record.tokens_per_second,
-        peak_memory_mb=record.peak_memory_mb,
-    )
+    where = directory.relative_to(out).as_posix() if directory else ""
+    run = CellRun(seed=seed, hash=run_hash, directory=where, status="unfinished")
+    if directory is None or (record := record_of(directory, run_hash)) is None:
+        return run, None
+    known = record.model_dump(include={"status", "message", "seconds", "tokens_per_second", "peak_memory_mb"})
+    run = run.model_copy(update={**known, "edited": edited(directory, record)})
     if record.status == "failed":
         return run, None
     try:
@@ -301,16 +285,11 @@ def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed
         InputError: if a record or an assessment is damaged.
         SinklabError: if an env.json is damaged.
     """
-    found, wanted, names = found_runs(out), dict[str, dict[str, None]](), dict[str, str]()
-    for one in manifests:
-        for name, seed, run_hash in one.runs() if one.experiment.assess else ():
-            names.setdefault(run_hash, f"{name} seed {seed}")
-            wanted.setdefault(run_hash, {}).update(dict.fromkeys(one.experiment.assess))
-    return [
-        Unassessed(names[run_hash], found[run_hash], tuple(parts))
-        for run_hash, parts in wanted.items()
-        if run_hash in found and _is_done(found[run_hash], run_hash) and _lacks(found[run_hash], parts)
-    ]
+    wanted, names = dict[Path, dict[str, None]](), dict[Path, str]()
+    for experiment, name, directory in _finished([one for one in manifests if one.experiment.assess], out):
+        names.setdefault(directory, name)
+        wanted.setdefault(directory, {}).update(dict.fromkeys(experiment.assess))
+    return [Unassessed(names[one], one, tuple(parts)) for one, parts in wanted.items() if _lacks(one, parts)]
 
 
 @dataclass(frozen=True)
@@ -353,20 +332,23 @@ def tuning_requests(manifests: Iterable[SweepManifest], out: Path) -> list[Tunin
         InputError: if a record is damaged.
         SinklabError: if an env.json is damaged.
     """
-    found = found_runs(out)
+    tuned = [one for one in manifests if one.experiment.tune is not None]
     requests = {
-        run_hash: TuningRequest(f"{name} seed {seed}", found[run_hash], one.experiment.tune)
-        for one in manifests
-        if one.experiment.tune is not None
-        for name, seed, run_hash in one.runs()
-        if run_hash in found and _is_done(found[run_hash], run_hash)
+        directory: TuningRequest(name, directory, experiment.tune)
+        for experiment, name, directory in _finished(tuned, out)
+        if experiment.tune is not None
     }
     return list(requests.values())
 
 
-def _is_done(directory: Path, run_hash: str) -> bool:
-    record = record_of(directory, run_hash)
-    return record is not None and record.status == "done"
+def _finished(manifests: Iterable[SweepManifest], out: Path) -> Iterator[tuple[Experiment, str, Path]]:
+    """Yield experiment, display name and directory of all finished runs in and below a directory."""
+    found = found_runs(out)
+    for one in manifests:
+        for name, seed, run_hash in one.runs():
+            record = record_of(found[run_hash], run_hash) if run_hash in found else None
+            if record is not None and record.status == "done":
+                yield one.experiment, f"{name} seed {seed}", found[run_hash]
 
 
 def _lacks(directory: Path, parts: Iterable[str]) -> bool:

@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
 from sinklab.data.prepare import prepared
 from sinklab.errors import InputError, SinklabError
-from sinklab.experiments.documents import SUMMARY, RunRecord, Summary, edited, first_line, read_record
+from sinklab.experiments.documents import SUMMARY, Summary, edited, first_line, read_record
 from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.experiments.sweep.packed import CHECKSUMS, read_checksums, unpack
 from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_manifests, summary_of
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.experiments.verdicts.wording import plural
 from sinklab.files import parse_json, sha256_of
-from sinklab.train.directory.environment import read_environment
+from sinklab.train.directory.environment import read_environment, recorded_hash
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.recipe import load_recipe
 
@@ -92,15 +91,13 @@ def verify_packed(
 def _check_files(top: Path) -> Verified:
     expected = read_checksums(top)
     there = {path.relative_to(top).as_posix() for path in top.rglob("*") if path.is_file()} - {CHECKSUMS}
-    check = Verified("checksums of files", len(expected))
-    check.problems += [f"{name} is missing" for name in sorted(expected.keys() - there)]
-    check.problems += [f"{name} is not in {CHECKSUMS}" for name in sorted(there - expected.keys())]
-    check.problems += [
-        f"{name} differs from the packed file"
-        for name in sorted(expected.keys() & there)
-        if sha256_of(top / name) != expected[name]
+    changed = (name for name in sorted(expected.keys() & there) if sha256_of(top / name) != expected[name])
+    problems = [
+        *(f"{name} is missing" for name in sorted(expected.keys() - there)),
+        *(f"{name} is not in {CHECKSUMS}" for name in sorted(there - expected.keys())),
+        *(f"{name} differs from the packed file" for name in changed),
     ]
-    return check
+    return Verified("checksums of files", len(expected), problems)
 
 
 def _check_runs(runs: dict[str, Path]) -> Verified:
@@ -185,9 +182,7 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     """
     recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
     dataset = prepared(recipe.data)
-    record = read_record(directory)
-    assert isinstance(record, RunRecord)
-    if recipe.content_hash(dataset.fingerprint) != record.hash:
+    if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
         raise InputError(
             f"its text, {recipe.data.source}, differs on this machine, or its recipe was changed (trained with Python "
             f"{before.get('python')}): the run cannot be trained again here"
@@ -195,9 +190,8 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     threads = torch.get_num_threads()
     torch.set_num_threads(before.get("threads") or threads)
     try:
-        planned = PlannedRun(
-            directory.name, (directory / "recipe.yaml").read_text(encoding="utf-8"), again, record.hash
-        )
+        text = (directory / "recipe.yaml").read_text(encoding="utf-8")
+        planned = PlannedRun(directory.name, text, again, recipe.content_hash(dataset.fingerprint))
         ended = train_cell(planned, None, lambda event: None, lambda: False)
     finally:
         torch.set_num_threads(threads)
@@ -219,23 +213,20 @@ def _different_bits(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Ite
         yield "it was evaluated at other steps"
         return
     for before, after in zip(old, new, strict=True):
-        keys = [key for key, value in _numbers(before).items() if _numbers(after)[key] != value]
-        if keys:
+        numbers, again = (
+            one.model_dump(exclude={"tokens_per_second", "mfu", "stall_share"}) for one in (before, after)
+        )
+        if keys := [key for key in numbers if numbers[key] != again[key]]:
             yield f"step {before.step}: {', '.join(keys)} differ"
             return
-
-
-def _numbers(one: Evaluation) -> dict[str, Any]:
-    return one.model_dump(exclude={"tokens_per_second", "mfu", "stall_share"})
 
 
 def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iterator[str]:
     for place, limit in ((1, FIRST_LOSS), (-1, LAST_LOSS)):
         before, after = old[place], new[place]
-        if before.valid_loss is None or after.valid_loss is None:
-            continue
-        if abs(after.valid_loss / before.valid_loss - 1) > limit:
-            yield f"step {before.step}: validation loss {after.valid_loss:.4f} here and {before.valid_loss:.4f} there"
+        there, here = before.valid_loss, after.valid_loss
+        if there is not None and here is not None and abs(here / there - 1) > limit:
+            yield f"step {before.step}: validation loss {here:.4f} here and {there:.4f} there"
 
 
 def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:

@@ -67,7 +67,15 @@ def train_cell(
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        return _ended(planned, watch, should_stop, world)
+        if (recorded := world.from_first(planned.recorded)) is not None:
+            return recorded
+        if world.from_first(lambda: _recorded_without_checkpoint(planned)):
+            return Event(planned.name, "done")
+        recipe = planned.read_recipe()
+        processes = planned.processes or cards_for(recipe)
+        if world.size == 1 and processes > 1:
+            return train_with_torchrun(planned, processes, watch, should_stop)
+        return _trained(planned, _opened(planned, recipe, world), watch, should_stop, world)
     except HeldError as error:
         return Event(planned.name, "busy", message=str(error))
     except StoppedError:  # while the model was built, or before a finished run was recorded
@@ -77,18 +85,6 @@ def train_cell(
     except Exception as error:
         log.exception("%s failed", planned.name)
         return Event(planned.name, "failed", message=f"{type(error).__name__}: {error}")
-
-
-def _ended(planned: PlannedRun, watch: Callable[[Event], None], should_stop: Callable[[], bool], world: World) -> Event:
-    if (recorded := world.from_first(planned.recorded)) is not None:
-        return recorded
-    if world.from_first(lambda: _recorded_without_checkpoint(planned)):
-        return Event(planned.name, "done")
-    recipe = planned.read_recipe()
-    processes = planned.processes or cards_for(recipe)
-    if world.size == 1 and processes > 1:
-        return train_with_torchrun(planned, processes, watch, should_stop)
-    return _trained(planned, _opened(planned, recipe, world), watch, should_stop, world)
 
 
 def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
@@ -139,7 +135,9 @@ def _trained(
         watch(Event(planned.name, "ready", trainer.state.step))
         if (recorded := world.from_first(planned.recorded)) is not None:  # by another process
             return recorded
-        if world.from_first(lambda: _is_finished(trainer)):
+        measured = run.directory / "measurement.json"
+        if world.from_first(lambda: measured.is_file() and trainer.state.step == run.recipe.train.steps):
+            # trained by `sinklab train`, or stopped before it was recorded
             record(trainer, None)
             return Event(planned.name, "done", trainer.state.step)
         try:
@@ -147,12 +145,6 @@ def _trained(
         except DivergedError as error:
             return Event(planned.name, "failed", trainer.state.step, message=str(error))
     return Event(planned.name, outcome.status, outcome.step)
-
-
-def _is_finished(trainer: Trainer) -> bool:
-    """Return True if the run is trained and measured, for example by `sinklab train`; it then only lacks its record."""
-    is_measured = (trainer.run.directory / "measurement.json").is_file()
-    return is_measured and trainer.state.step == trainer.recipe.train.steps
 
 
 class _PeakMemory:
@@ -190,7 +182,8 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
     """
     run, recipe = trainer.run, trainer.recipe
     peak_memory_mb = memory.mb()  # read before the kurtosis is measured, which needs more memory than training
-    kurtosis = None if diverged else _kurtosis(trainer)
+    details = None if diverged else trainer.evaluator.measure(details=True).details
+    kurtosis_by_block = details.by_layer.get("kurtosis_by_block") if details else None
 
     def write() -> None:
         _record(
@@ -203,7 +196,7 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
             steps=recipe.train.steps,
             triples=recipe.metric.sequences * len(recipe.model.attention_layers) * recipe.model.heads,
             peak_memory_mb=peak_memory_mb,
-            kurtosis=kurtosis,
+            kurtosis=max(kurtosis_by_block) if kurtosis_by_block else None,
         )
 
     trainer.world.only_first(write)
@@ -238,13 +231,6 @@ def _record(directory: Path, recipe: Recipe, **fields: Any) -> None:
         files=checksums(directory),
         **fields,
     ).save(directory)
-
-
-def _kurtosis(trainer: Trainer) -> float | None:
-    """Compute the kurtosis of the finished model's hidden states on the metric's sequences, maximum over blocks."""
-    details = trainer.evaluator.measure(details=True).details
-    by_block = details.by_layer.get("kurtosis_by_block") if details else None
-    return max(by_block) if by_block else None
 
 
 def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:

@@ -119,9 +119,9 @@ def verdict_of_five(claim: JudgedClaim, committed: Committed | None = None) -> s
     """
     known = (committed or shipped_verdicts()).scales.get(claim.scale, {})
     found = known.get(claim.same_as or f"{claim.experiment}.{claim.id}")
-    return (
-        f"An earlier sweep with {found.seeds} seeds had the verdict {found.verdict}. {found.evidence}" if found else ""
-    )
+    if found is None:
+        return ""
+    return f"An earlier sweep with {found.seeds} seeds had the verdict {found.verdict}. {found.evidence}"
 
 
 def _shipped(name: str) -> Any:

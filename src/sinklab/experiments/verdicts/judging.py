@@ -31,7 +31,7 @@ from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, seed_by_seed
 from sinklab.experiments.verdicts.five_seeds import detectable
 from sinklab.experiments.verdicts.kinds import Finding, Runs, put_to
-from sinklab.experiments.verdicts.wording import by_seed, number, plural, unit
+from sinklab.experiments.verdicts.wording import number, plural, unit
 
 GROWN = 2.0
 """Minimum growth of the norm ratio in training, as a factor, for `asks_massive` claims to be judged."""
@@ -99,39 +99,33 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
         return blank.model_copy(update={"evidence": f"{claim.same_as} is not part of these experiments."})
     verdict, said, count = _judged(claim.check, runs, published)
     if runs.noun != "seed" and verdict != "not run":
-        said += f" The replicates are {_replicates(claim, runs)}."
+        numbers = [run for cell in claim.cells for run in runs.of(cell)]
+        read = [run.sequences or 0 for run in numbers]
+        each = " to ".join(map(str, dict.fromkeys((min(read), max(read)))))
+        replicates = plural(len({run.seed for run in numbers}), runs.noun)
+        on = "of" if runs.noun == "draw" else "on"
+        said += f" The replicates are {replicates} {on} {each} sequences."
     others = {eps: _at_eps(claim.check, replace(runs, eps=eps)) for eps in BESIDE}
     at_eps = {eps: other for eps, other in others.items() if other is not None}
     return blank.model_copy(update={"verdict": verdict, "evidence": said, "seeds": count, "at_eps": at_eps})
 
 
-def _replicates(claim: Claim, runs: Runs) -> str:
-    """Return number and size of the replicates as text: `5 draws of 100 sequences`, `9 models on 100 sequences`."""
-    numbers = [run for cell in claim.cells for run in runs.of(cell)]
-    read = [run.sequences or 0 for run in numbers]
-    each = str(max(read)) if min(read) == max(read) else f"{min(read)} to {max(read)}"
-    on = "of" if runs.noun == "draw" else "on"
-    return f"{plural(len({run.seed for run in numbers}), runs.noun)} {on} {each} sequences"
-
-
 def _blank(claim: Claim) -> JudgedClaim:
-    names = quantities_of(claim.check) if claim.check else ()
-    return JudgedClaim(
-        id=claim.id,
-        text=claim.text,
-        cells=list(claim.cells),
-        quantity=names[0] if names else "",
-        same_as=claim.same_as or "",
-    )
+    main = next(iter(quantities_of(claim.check) if claim.check else ()), "")
+    cells = list(claim.cells)
+    return JudgedClaim(id=claim.id, text=claim.text, cells=cells, quantity=main, same_as=claim.same_as or "")
 
 
 def _judged(check: Check, runs: Runs, published: Published | None = None) -> tuple[Verdict, str, int]:
     """Return the verdict on a check, the evidence as text, and the number of seeds (of `all`: the fewest of a part)."""
     found = [_part(part, runs, published) for part in parts_of(check)]
-    verdict: Verdict = next(one for one in ORDER if any(part[0] == one for part in found))
-    failures = [] if isinstance(check, Diverges) else _failures(check.cells, runs)
-    said = " ".join([*(part[1] for part in found), *failures])
-    return verdict, said, min(part[2] for part in found)
+    verdicts, said, counts = zip(*found, strict=True)
+    failed = {cell: count for cell in check.cells if (count := runs.failed(cell)) and runs.of(cell)}
+    excluded = [
+        f"Training of {cell} diverged at {plural(count, 'seed')}, which {'is' if count == 1 else 'are'} excluded."
+        for cell, count in ({} if isinstance(check, Diverges) else failed).items()
+    ]
+    return next(one for one in ORDER if one in verdicts), " ".join([*said, *excluded]), min(counts)
 
 
 def _part(check: Check, runs: Runs, published: Published | None) -> tuple[Verdict, str, int]:
@@ -141,17 +135,12 @@ def _part(check: Check, runs: Runs, published: Published | None) -> tuple[Verdic
     found = put_to(check, runs)
     if found.holds and published and found.seeds >= FEWEST:
         found = _beside_published(found, check, published, runs)
-    return _verdict(found), found.said, found.seeds
-
-
-def _verdict(found: Finding) -> Verdict:
-    if found.seeds < FEWEST:
-        return "no verdict"
-    if found.holds is None:
-        return "inconclusive"
-    if not found.holds:
-        return "contradicted"
-    return "reproduced" if found.size else "direction only"
+    decided: dict[bool | None, Verdict] = {
+        None: "inconclusive",
+        False: "contradicted",
+        True: "reproduced" if found.size else "direction only",
+    }
+    return decided[found.holds] if found.seeds >= FEWEST else "no verdict", found.said, found.seeds
 
 
 def _at_eps(check: Check, runs: Runs) -> Verdict | None:
@@ -174,7 +163,7 @@ def _waits_for(check: Check, runs: Runs) -> str:
     """
     said, waiting = [], []
     for cell in check.cells:
-        failed = runs.results[cell].failed if cell in runs.results else 0
+        failed = runs.failed(cell)
         if runs.of(cell) or (isinstance(check, Diverges) and failed):
             continue
         if failed:
@@ -184,13 +173,6 @@ def _waits_for(check: Check, runs: Runs) -> str:
     if waiting:
         said.append(f"{', '.join(waiting)} {'has' if len(waiting) == 1 else 'have'} no finished run.")
     return " ".join(said)
-
-
-def _failures(cells: Sequence[str], runs: Runs) -> list[str]:
-    """Return a sentence for each cell with seeds that are excluded because their training diverged."""
-    failed = {cell: runs.results[cell].failed for cell in cells if cell in runs.results and runs.of(cell)}
-    return [f"Training of {cell} diverged at {plural(count, 'seed')}, which {'is' if count == 1 else 'are'} excluded."
-            for cell, count in failed.items() if count]  # fmt: skip
 
 
 def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
@@ -213,9 +195,9 @@ def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellRes
     held = [value >= GROWN for value in growth.values()]
     if all(held) or (len(held) >= FEWEST and seed_by_seed(held)):
         return None
-    shown = by_seed({baseline: growth.values()}, quantity("norm_growth"), runs.noun)
     said = (
-        f"The claim requires that training at least doubles the norm ratio of {baseline}. {shown} "
+        f"The claim requires that training at least doubles the norm ratio of {baseline}. "
+        f"{runs.shown({baseline: growth.values()}, 'norm_growth')} "
         f"The value is at least {GROWN:g} at {runs.counted(held)}."
     )
     verdict = "not asked" if len(held) >= FEWEST else "no verdict"

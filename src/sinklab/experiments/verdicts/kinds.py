@@ -1,8 +1,10 @@
 """Evaluate checks on the runs of their cells: one function per kind of check, one for `equal` and `alike`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 from itertools import pairwise
+from typing import TypeVar
 
 from sinklab.experiments.claims import (
     Alike,
@@ -20,19 +22,17 @@ from sinklab.experiments.claims import (
 from sinklab.experiments.documents import ReplicateKind
 from sinklab.experiments.quantities import AT_EPS, NO_SINK, RunNumbers, quantity
 from sinklab.experiments.results import CellResults
-from sinklab.experiments.verdicts.counts import pairs_against, seed_by_seed, separated
-from sinklab.experiments.verdicts.wording import (
-    bounds,
-    by_seed,
-    counted,
-    difference,
-    number,
-    step_unit,
-    unit,
-)
+from sinklab.experiments.verdicts.counts import FEWEST, pairs_against, seed_by_seed, separated, share_interval
+from sinklab.experiments.verdicts.wording import bounds, difference, each_seed, number, plural, step_unit, unit
+
+T = TypeVar("T")
 
 Values = Mapping[str, Mapping[int, float]]
 """Values of a check's quantity by cell and seed."""
+
+
+class _UnmeasuredError(Exception):
+    """A cell has no value of a quantity; the message is the evidence."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ class Runs:
         found = self.results[cell].numbers if cell in self.results else ()
         return sorted(found, key=lambda run: run.seed)
 
+    def failed(self, cell: str) -> int:
+        """Return the number of runs of a cell that diverged; 0 for an unknown cell."""
+        return self.results[cell].failed if cell in self.results else 0
+
     def by_seed(self, cell: str, name: str, at_step: int | None = None) -> dict[int, float]:
         """Return the value of a quantity by seed (`RunNumbers.value`); seeds without a value are omitted."""
         found = {run.seed: run.value(name, at_step, self._eps(name)) for run in self.of(cell)}
@@ -82,65 +86,70 @@ class Runs:
         found = {run.seed: run.evaluations(name, at_step, self._eps(name), count) for run in self.of(cell)}
         return {seed: values for seed, values in found.items() if values}
 
+    def values(self, cells: Sequence[str], name: str, at_step: int | None = None) -> Values:
+        """Return the value of a quantity by cell and seed.
+
+        Raises:
+            _UnmeasuredError: if a cell has no value.
+        """
+        return _measured({cell: self.by_seed(cell, name, at_step) for cell in cells}, name, at_step)
+
     def counted(self, held: Sequence[bool]) -> str:
-        """Return the count of True as text, such as `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`."""
-        return counted(held, self.noun)
+        """Format the count of True: `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`, below FEWEST `3 of 3 seeds`."""
+        kept, n = sum(held), len(held)
+        if n < FEWEST:
+            return f"{kept} of {plural(n, self.noun)}"
+        low, high = share_interval(kept, n)
+        return f"{kept} of {n} {self.noun}s (95 % CI: {100 * low:.0f} to {100 * high:.0f} % of all {self.noun}s)"
+
+    def shown(self, values: Mapping[str, Iterable[float]], name: str) -> str:
+        """Return a sentence with the values of all seeds by cell: `Sink_1 by seed: softmax 12.1, 15.3, 9.8 %.`"""
+        of = quantity(name)
+        return f"{of.label} by {self.noun}: {'; '.join(each_seed(cell, one, of) for cell, one in values.items())}."
 
     def _eps(self, name: str) -> str | None:
         return self.eps if name in AT_EPS else None
 
 
+def _measured(found: Mapping[str, T], name: str, at_step: int | None) -> Mapping[str, T]:
+    """Return the values by cell; raise _UnmeasuredError if a cell has none."""
+    if absent := [cell for cell, values in found.items() if not values]:
+        when = f" at step {at_step:,}" if at_step else ""
+        raise _UnmeasuredError(f"{quantity(name).label}{when} was not measured in {' and '.join(absent)}.")
+    return found
+
+
 def put_to(check: SingleCheck, runs: Runs) -> Finding:
     """Evaluate a check on the runs of its cells; if a cell has no value, `holds` is None and `seeds` is 0."""
-    match check:
-        case StandsAt():
-            return _stands_at(check, runs)
-        case Appears():
-            return _appears(check, runs)
-        case Precedes():
-            return _precedes(check, runs)
-        case Diverges():
-            return _diverges(check, runs)
-        case _:
-            values = {cell: runs.by_seed(cell, check.value, check.at_step) for cell in check.cells}
-    if absent := [cell for cell, found in values.items() if not found]:
-        return _missing(check.value, check.at_step, absent)
-    match check:
-        case Within():
-            return _within(check, values, runs)
-        case SinkAbsent():
-            return _absent(check, values, runs)
-        case Differs():
-            return _differs(check, values, runs)
-        case Equal():
-            return _equivalence(check, [check.cell], check.to, values, runs)
-        case Alike():
-            return _equivalence(check, check.of[1:], check.of[0], values, runs)
-        case Monotone():
-            return _monotone(check, values, runs)
+    try:
+        return _found(check, runs)
+    except _UnmeasuredError as error:
+        return Finding(None, str(error), 0)
 
 
-def _missing(name: str, at_step: int | None, cells: Sequence[str]) -> Finding:
-    when = f" at step {at_step:,}" if at_step else ""
-    return Finding(None, f"{quantity(name).label}{when} was not measured in {' and '.join(cells)}.", 0)
+@singledispatch
+def _found(check: SingleCheck, runs: Runs) -> Finding:
+    raise NotImplementedError(type(check))
 
 
 def _keeps(value: float, at_least: float | None, at_most: float | None) -> bool:
     return (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
 
 
-def _within(check: Within, values: Values, runs: Runs) -> Finding:
-    found, of = values[check.cell].values(), quantity(check.value)
+@_found.register
+def _within(check: Within, runs: Runs) -> Finding:
+    found = runs.values(check.cells, check.value, check.at_step)[check.cell].values()
     held = [_keeps(value, check.at_least, check.at_most) for value in found]
-    limits = bounds(check.at_least, check.at_most, of)
-    shown = by_seed({check.cell: found}, of, runs.noun)
-    return Finding(seed_by_seed(held), f"{shown} The value is {limits} at {runs.counted(held)}.", len(held))
+    limits = bounds(check.at_least, check.at_most, quantity(check.value))
+    said = f"{runs.shown({check.cell: found}, check.value)} The value is {limits} at {runs.counted(held)}."
+    return Finding(seed_by_seed(held), said, len(held))
 
 
-def _absent(check: SinkAbsent, values: Values, runs: Runs) -> Finding:
+@_found.register
+def _absent(check: SinkAbsent, runs: Runs) -> Finding:
+    found = runs.values(check.cells, check.value, check.at_step)[check.cell].values()
     held, said = _no_sink(check, runs)
-    shown = by_seed({check.cell: values[check.cell].values()}, quantity(check.value), runs.noun)
-    return Finding(seed_by_seed(held), f"{shown} {said}", len(held))
+    return Finding(seed_by_seed(held), f"{runs.shown({check.cell: found}, check.value)} {said}", len(held))
 
 
 def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
@@ -151,7 +160,9 @@ def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
     return held, f"The rate of {check.cell} is below {NO_SINK:g} %{each} at {runs.counted(held)}."
 
 
-def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
+@_found.register
+def _differs(check: Differs, runs: Runs) -> Finding:
+    values = runs.values(check.cells, check.value, check.at_step)
     of, cell, than = quantity(check.value), values[check.cell], values[check.than]
     greater = check.kind == "greater"
     a, b = list(cell.values()), list(than.values())
@@ -163,7 +174,7 @@ def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
         return f"In {pairs_against(high, below)} of {len(a) * len(b)} pairs of {runs.noun}s, {opposed}."
 
     said = [
-        by_seed({check.cell: a, check.than: b}, of, runs.noun),
+        runs.shown({check.cell: a, check.than: b}, check.value),
         opposing(low),
         difference([cell[seed] - than[seed] for seed in cell if seed in than], of, runs.noun),
     ]
@@ -176,9 +187,8 @@ def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
     if check.at_least is not None or check.at_most is not None:
         held = [_keeps(value, check.at_least, check.at_most) for value in a]
         sizes.append(seed_by_seed(held) is True)
-        said.append(
-            f"The value of {check.cell} is {bounds(check.at_least, check.at_most, of)} at {runs.counted(held)}."
-        )
+        limits = bounds(check.at_least, check.at_most, of)
+        said.append(f"The value of {check.cell} is {limits} at {runs.counted(held)}.")
     if check.absent:
         held, below = _no_sink(check, runs)
         sizes.append(seed_by_seed(held) is True)
@@ -186,20 +196,26 @@ def _differs(check: Differs, values: Values, runs: Runs) -> Finding:
     return Finding(holds, " ".join(said), min(len(a), len(b)), all(sizes))
 
 
-def _paired(values: Values, runs: Runs, check: Equal | Alike | Monotone) -> tuple[list[int], str]:
-    """Return the seeds with values in all cells, and the values of all cells as text."""
-    found = {cell: by_cell.values() for cell, by_cell in values.items()}
-    each = by_seed(found, quantity(check.value), runs.noun)
-    shared = sorted(set.intersection(*(set(by_cell) for by_cell in values.values())))
-    return shared, each if shared else f"{each} No {runs.noun} has values of all cells."
+def _paired(check: Equal | Alike | Monotone, runs: Runs) -> tuple[Values, list[int], str]:
+    """Return the values of all cells, the seeds with values in all, and the values as text.
 
-
-def _equivalence(check: Equal | Alike, others: Sequence[str], first: str, values: Values, runs: Runs) -> Finding:
-    """Evaluate equivalence: the cells `others` must be within the margin of the cell `first` at every seed."""
-    of = quantity(check.value)
-    shared, each = _paired(values, runs, check)
+    Raises:
+        _UnmeasuredError: if a cell has no value, or no seed has values in all cells.
+    """
+    values = runs.values(check.cells, check.value, check.at_step)
+    each = runs.shown({cell: by_cell.values() for cell, by_cell in values.items()}, check.value)
+    shared = sorted(set.intersection(*map(set, values.values())))
     if not shared:
-        return Finding(None, each, 0)
+        raise _UnmeasuredError(f"{each} No {runs.noun} has values of all cells.")
+    return values, shared, each
+
+
+@_found.register
+def _equivalence(check: Equal | Alike, runs: Runs) -> Finding:
+    """Evaluate equivalence: every other cell must be within the margin of the reference cell at every seed."""
+    others, first = ([check.cell], check.to) if isinstance(check, Equal) else (check.of[1:], check.of[0])
+    values, shared, each = _paired(check, runs)
+    of = quantity(check.value)
     apart = {cell: [values[cell][seed] - values[first][seed] for seed in shared] for cell in others}
     held = [all(abs(d[at]) <= check.margin for d in apart.values()) for at in range(len(shared))]
     beyond = any(
@@ -216,38 +232,37 @@ def _equivalence(check: Equal | Alike, others: Sequence[str], first: str, values
     return Finding(holds, said, len(shared))
 
 
-def _monotone(check: Monotone, values: Values, runs: Runs) -> Finding:
+@_found.register
+def _monotone(check: Monotone, runs: Runs) -> Finding:
     sign = 1 if check.kind == "rising" else -1
-    shared, each = _paired(values, runs, check)
-    if not shared:
-        return Finding(None, each, 0)
-    held = [sign * _slope([values[cell][seed] for cell in check.over]) > 0 for seed in shared]
+    values, shared, each = _paired(check, runs)
+    middle = (len(check.over) - 1) / 2
+
+    def slope(seed: int) -> float:
+        """Return the least-squares slope of the values over the ranks of the cells, up to a positive factor."""
+        found = enumerate(values[cell][seed] for cell in check.over)
+        return sum((rank - middle) * value for rank, value in found if rank != middle)
+
+    held = [sign * slope(seed) > 0 for seed in shared]
     against = [
         f"{one} to {other}"
         for one, other in pairwise(check.over)
         if separated(*(list(values[cell].values()) for cell in ((one, other) if sign > 0 else (other, one))))
     ]
     holds = seed_by_seed(held)
-    slope = "positive" if sign > 0 else "negative"
-    said = f"{each} The slope over the cells in this order is {slope} at {runs.counted(held)}."
+    said = f"{each} The slope over the cells in this order is {'positive' if sign > 0 else 'negative'} at "
+    said += f"{runs.counted(held)}."
     if holds and against:
         steps = " and ".join(against)
         said += f" From {steps}, the values change in the opposite direction without overlap of the {runs.noun}s."
-        return Finding(None, said, len(shared))
+        holds = None
     return Finding(holds, said, len(shared))
 
 
-def _slope(values: Sequence[float]) -> float:
-    """Return the least-squares slope of the values over their indices, up to a positive factor."""
-    middle = (len(values) - 1) / 2
-    return sum((rank - middle) * value for rank, value in enumerate(values) if rank != middle)
-
-
+@_found.register
 def _stands_at(check: StandsAt, runs: Runs) -> Finding:
     name = f"sink_{check.position}"
-    of, rates = quantity(name), runs.by_seed(check.cell, name)
-    if not rates:
-        return _missing(name, None, [check.cell])
+    rates = runs.values(check.cells, name)[check.cell]
     ahead = []
     for run in runs.of(check.cell):
         if run.seed in rates:
@@ -256,26 +271,27 @@ def _stands_at(check: StandsAt, runs: Runs) -> Finding:
             ahead.append(rates[run.seed] > max(others, default=0.0))
     large = [rate >= check.at_least for rate in rates.values()]
     said = (
-        f"{by_seed({check.cell: rates.values()}, of, runs.noun)} The rate at position {check.position} is the highest "
+        f"{runs.shown({check.cell: rates.values()}, name)} The rate at position {check.position} is the highest "
         f"of all positions at {runs.counted(ahead)}, and at least {check.at_least:g} % at {runs.counted(large)}."
     )
     return Finding(seed_by_seed(ahead), said, len(ahead), seed_by_seed(large) is True)
 
 
+@_found.register
 def _appears(check: Appears, runs: Runs) -> Finding:
     steps = [check.before] if check.after is None else [check.after, check.before]
-    found = [runs.last(check.cell, "sink_1", step, count=1) for step in steps]
-    for step, one in zip(steps, found, strict=True):
-        if not one:
-            return _missing("sink_1", step, [check.cell])
-    of, shared = quantity("sink_1"), sorted(set.intersection(*(set(one) for one in found)))
+    found = [
+        _measured({check.cell: runs.last(check.cell, "sink_1", step, count=1)}, "sink_1", step)[check.cell]
+        for step in steps
+    ]
+    shared = sorted(set.intersection(*map(set, found)))
     rates = [[one[seed][0] for seed in shared] for one in found]
     held = [
         after >= check.rate and (check.after is None or before < check.rate)
         for before, after in zip(rates[0], rates[-1], strict=True)
     ]
     shown = " ".join(
-        f"At the last evaluation up to step {step:,}, {by_seed({check.cell: values}, of, runs.noun)}"
+        f"At the last evaluation up to step {step:,}, {runs.shown({check.cell: values}, 'sink_1')}"
         for step, values in zip(steps, rates, strict=True)
     )
     when = "between these steps" if check.after is not None else "by this step"
@@ -283,11 +299,9 @@ def _appears(check: Appears, runs: Runs) -> Finding:
     return Finding(seed_by_seed(held), said, len(held))
 
 
+@_found.register
 def _precedes(check: Precedes, runs: Runs) -> Finding:
-    first, then = (runs.by_seed(check.cell, name) for name in (check.first, check.then))
-    for name, found in ((check.first, first), (check.then, then)):
-        if not found:
-            return _missing(name, None, [check.cell])
+    first, then = (runs.values(check.cells, name)[check.cell] for name in (check.first, check.then))
     shared = sorted(set(first) & set(then))
     held = [first[seed] < then[seed] for seed in shared]
     one, other = quantity(check.first), quantity(check.then)
@@ -299,11 +313,11 @@ def _precedes(check: Precedes, runs: Runs) -> Finding:
     return Finding(seed_by_seed(held), said, len(held))
 
 
+@_found.register
 def _diverges(check: Diverges, runs: Runs) -> Finding:
-    trained = len(runs.of(check.cell))
-    failed = runs.results[check.cell].failed if check.cell in runs.results else 0
-    diverged = [True] * failed + [False] * trained
-    held = [one == (check.kind == "diverges") for one in diverged]
-    ended = "diverged" if check.kind == "diverges" else "did not diverge"
+    trained, failed = len(runs.of(check.cell)), runs.failed(check.cell)
+    diverges = check.kind == "diverges"
+    held = [diverges] * failed + [not diverges] * trained
+    ended = "diverged" if diverges else "did not diverge"
     said = f"Training of {check.cell} {ended} at {runs.counted(held)}."
     return Finding(seed_by_seed(held), said, len(held))

@@ -1,11 +1,11 @@
 """Format numbers and counts for the evidence of a claim. `noun` is the unit of replication: seed, draw, or model."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from sinklab.experiments.documents import ReplicateKind
 from sinklab.experiments.quantities import Quantity
-from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, share_interval
+from sinklab.experiments.verdicts.counts import middle_and_ends
 
 
 def number(value: float, of: Quantity) -> str:
@@ -34,11 +34,6 @@ def each_seed(cell: str, values: Iterable[float], of: Quantity) -> str:
     return f"{cell} {', '.join(number(value, of) for value in values)}{unit(of)}"
 
 
-def by_seed(values: Mapping[str, Iterable[float]], of: Quantity, noun: ReplicateKind) -> str:
-    """Return a sentence with the values of all seeds by cell: `Sink_1 by seed: softmax 12.1, 15.3, 9.8 %.`"""
-    return f"{of.label} by {noun}: {'; '.join(each_seed(cell, found, of) for cell, found in values.items())}."
-
-
 def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what: str = "") -> str:
     """Return a sentence with median, minimum and maximum of differences over seeds (`middle_and_ends`).
 
@@ -52,18 +47,10 @@ def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what:
     what = what or f"The median difference at the same {noun}"
     if not known:
         return f"{what} is undefined, because no {noun} has finite values of both cells."
-    middle, low, high = (_signed(number(value, of)) for value in middle_and_ends(known))
+    shown = [number(value, of) for value in middle_and_ends(known)]
+    middle, low, high = (text if text.startswith("-") or not float(text) else f"+{text}" for text in shown)
     text = f"{what} is {middle}{step_unit(of)}"
     return f"{text}." if len(known) == 1 else f"{text} [{low}, {high}]."
-
-
-def counted(held: Sequence[bool], noun: ReplicateKind) -> str:
-    """Format the count of True: `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`, or `3 of 3 seeds` below FEWEST."""
-    kept, n = sum(held), len(held)
-    if n < FEWEST:
-        return f"{kept} of {plural(n, noun)}"
-    low, high = share_interval(kept, n)
-    return f"{kept} of {n} {noun}s (95 % CI: {100 * low:.0f} to {100 * high:.0f} % of all {noun}s)"
 
 
 def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:
@@ -76,7 +63,3 @@ def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:
 def plural(count: int, noun: str) -> str:
     """Format a count with its noun: `1 seed`, `3 seeds`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _signed(text: str) -> str:
-    return text if text.startswith("-") or not float(text) else f"+{text}"

@@ -52,29 +52,27 @@ class LayerTotals:
     def __init__(self, leading: int = 0) -> None:
         self.prefixes: tuple[Tensor, ...] = ()
         self._leading = leading
-        self._row_sums_BH: Tensor | None = None
-        self._sums_BHT: Tensor | None = None
-        self._earlier_BHT: Tensor | None = None
-        self._seen_by_BGT: Tensor | None = None
-        self._bias_BH: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}  # over the queries of all passes, by name
         self._keys_BTN: Tensor | None = None  # fingerprint of each key
         self._key_norms: list[Tensor] = []
         self._value_norms: list[Tensor] = []
 
     @torch.no_grad()
-    def add(self, sums: ColumnSums, seen_by_BGS: Tensor, key_BGSD: Tensor, value_BGSV: Tensor, queries: int) -> None:
+    def add(self, sums: ColumnSums, seen_by_BGS: Tensor, row_sums_BH: Tensor | None, layer: LayerCall) -> None:
         """Add the column sums and norms of a forward pass with the last S keys (a windowed cache drops older keys).
 
         Args:
             sums: column sums over the real queries of this pass.
             seen_by_BGS: number of real queries of this pass that may see each key; batch and head may be 1.
-            queries: number of new tokens T of this pass, including padding.
+            row_sums_BH: raw row sums over the real queries of this pass; None for scores that sum to one.
+            layer: attention call of this pass, with the keys and values and T queries, including padding.
 
         Raises:
             SinklabError: if there are more keys than tokens seen (a static cache, or a probe that starts within a
                 sequence), or the keys of earlier tokens have changed.
         """
-        before = 0 if self._sums_BHT is None else self._sums_BHT.shape[-1]
+        key_BGSD, value_BGSV, queries = layer.call.k_BGTD.detach(), layer.value_BGSV.detach(), layer.length
+        before = self._sums["keys_BHT"].shape[-1] if self._sums else 0
         seen, keys = before + queries, key_BGSD.shape[2]
         if keys > seen:
             raise SinklabError(
@@ -82,12 +80,13 @@ class LayerTotals:
                 "call on a sequence, and use a dynamic cache (the default) or use_cache=False"
             )
         self._check_keys(key_BGSD[:, 0, :, :FINGERPRINT], keys - queries)
-        self._sums_BHT = _grown(self._sums_BHT, sums.keys_BHS, seen)
-        self._seen_by_BGT = _grown(self._seen_by_BGT, seen_by_BGS, seen)
-        if sums.earlier_BHS is not None:
-            self._earlier_BHT = _grown(self._earlier_BHT, sums.earlier_BHS, seen)
-        if sums.bias_BH is not None:
-            self._bias_BH = sums.bias_BH if self._bias_BH is None else self._bias_BH + sums.bias_BH
+        parts = {"keys_BHT": sums.keys_BHS, "seen_by_BGT": seen_by_BGS, "earlier_BHT": sums.earlier_BHS}
+        for name, part in (parts | {"bias_BH": sums.bias_BH, "rows_BH": row_sums_BH}).items():
+            if part is not None:
+                grown = F.pad(part, (seen - part.shape[-1], 0)) if name in parts else part  # the last S positions
+                if (total := self._sums.get(name)) is not None:
+                    grown = F.pad(total, (0, grown.shape[-1] - total.shape[-1])) + grown
+                self._sums[name] = grown
         self._key_norms.append(token_norms(key_BGSD[:, :, -queries:]).mean(1))
         self._value_norms.append(token_norms(value_BGSV[:, :, -queries:]).mean(1))
 
@@ -105,45 +104,33 @@ class LayerTotals:
             )
         self._keys_BTN = new_BTN if before_BTN is None else torch.cat((before_BTN, new_BTN), dim=1)
 
-    def add_row_sums(self, sums_BH: Tensor) -> None:
-        """Add the raw row sums (B, H), summed over the real queries of a pass, of scores that do not sum to one."""
-        self._row_sums_BH = sums_BH if self._row_sums_BH is None else self._row_sums_BH + sums_BH
-
     @torch.no_grad()
     def record(self, real: RealTokens) -> LayerRecord:
         """Return importance and norms of the tokens read so far; `real` are the real tokens among their columns."""
-        assert self._sums_BHT is not None
-        count_B = real.count_B.to(self._sums_BHT.device)
-        importance_BHT = importance_from_sums(real.align(self._sums_BHT), count_B)
-        assert self._seen_by_BGT is not None
-        all_BHT = self._sums_BHT  # over all queries, including earlier queries that see a prefix
-        if self._earlier_BHT is not None:
-            all_BHT = all_BHT + F.pad(self._earlier_BHT, (0, all_BHT.shape[-1] - self._earlier_BHT.shape[-1]))
-        seen_by_BGT = real.align(self._seen_by_BGT.expand(len(all_BHT), -1, -1))
+        sums_BHT = all_BHT = self._sums["keys_BHT"]
+        count_B = real.count_B.to(sums_BHT.device)
+        if (earlier_BHT := self._sums.get("earlier_BHT")) is not None:  # of earlier queries, which see a prefix
+            all_BHT = sums_BHT + F.pad(earlier_BHT, (0, sums_BHT.shape[-1] - earlier_BHT.shape[-1]))
+        seen_by_BGT = real.align(self._sums["seen_by_BGT"].expand(len(all_BHT), -1, -1))
         visible_BHT, view = seen_over(real.align(all_BHT), seen_by_BGT, count_B)
-        bias_BH, registers_BHN = None if self._bias_BH is None else self._bias_BH / count_B[:, None], None
+        mean = {name: self._sums[name] / count_B[:, None] for name in ("bias_BH", "rows_BH") if name in self._sums}
+        bias_BH, registers_BHN = mean.get("bias_BH"), None
         if self._leading:
             at_BN = real.index_BR[:, :1] - self._leading + torch.arange(self._leading, device=real.index_BR.device)
-            at_BHN = at_BN[:, None].expand(-1, self._sums_BHT.shape[1], -1)
-            registers_BHN = self._sums_BHT.gather(-1, at_BHN) / count_B[:, None, None]
+            at_BHN = at_BN[:, None].expand(-1, sums_BHT.shape[1], -1)
+            registers_BHN = sums_BHT.gather(-1, at_BHN) / count_B[:, None, None]
             bias_BH = registers_BHN.sum(-1) if bias_BH is None else registers_BHN.sum(-1) + bias_BH
         return LayerRecord(
-            importance_BHT,
+            importance_from_sums(real.align(sums_BHT), count_B),
             real.align(torch.cat(self._key_norms, -1)),
             real.align(torch.cat(self._value_norms, -1)),
             bias_BH=bias_BH,
             visible_BHT=visible_BHT,
-            row_sums_BH=None if self._row_sums_BH is None else self._row_sums_BH / count_B[:, None],
+            row_sums_BH=mean.get("rows_BH"),
             registers_BHN=registers_BHN if self._leading > 1 else None,
             view=view,
             prefixes=self.prefixes,
         )
-
-
-def _grown(total_BHT: Tensor | None, part_BHS: Tensor, positions: int) -> Tensor:
-    """Add the sums of a pass, at the last S positions, to the running sums at all positions."""
-    part_BHT = F.pad(part_BHS, (positions - part_BHS.shape[-1], 0))
-    return part_BHT if total_BHT is None else F.pad(total_BHT, (0, positions - total_BHT.shape[-1])) + part_BHT
 
 
 class CallRecords(Recorder):
@@ -213,11 +200,11 @@ class CallRecords(Recorder):
         else:
             sums, cut = exact.column_sums(counted_BT), (layer.leading + length for length in self._lengths)
             totals.prefixes = tuple(exact.cut(positions).importance().positions_BHT for positions in cut)
-        totals.add(sums, layer.visible_queries(counted_BT), k.detach(), layer.value_BGSV.detach(), T)
+        row_sums_BH = None
         if not exact.operation.sums_to_one:
             row_sums_BHT = exact.operation.row_sums(exact.call)
-            counted = row_sums_BHT if counted_BT is None else row_sums_BHT.where(counted_BT[:, None], 0)
-            totals.add_row_sums(counted.sum(-1))
+            row_sums_BH = (row_sums_BHT if counted_BT is None else row_sums_BHT.where(counted_BT[:, None], 0)).sum(-1)
+        totals.add(sums, layer.visible_queries(counted_BT), row_sums_BH, layer)
         if self._details is not None:
             self._details.values(layer.value_BGSV)
             self._details.attention(exact.rows(), q.shape[1], Angles(q, k, layer.call.mask))
@@ -227,10 +214,8 @@ class CallRecords(Recorder):
         assert self._real is not None
         count_B = self._real.count_B.to(layer.call.q_BHTD.device)
         start_B = torch.zeros_like(count_B) if layer.padding_B is None else layer.padding_B
-        at_S, first_B1 = (
-            torch.arange(layer.call.k_BGTD.shape[2], device=count_B.device),
-            (start_B + layer.leading)[:, None],
-        )
+        at_S = torch.arange(layer.call.k_BGTD.shape[2], device=count_B.device)
+        first_B1 = (start_B + layer.leading)[:, None]
         return real_tokens((at_S >= first_B1) & (at_S < first_B1 + count_B[:, None]))
 
     def entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -256,22 +241,13 @@ class CallRecords(Recorder):
             return
         self._running = False
         if self._calls != self._expected:
-            raise self.unrecorded()
+            raise SinklabError(
+                f"{self._calls} attention calls were recorded in {self._expected} layers: the model type "
+                f"{self._model.config.model_type!r} does not pass the attention of each layer through transformers' "
+                "attention interface in one call, so sinks in it cannot be measured. Measure a model of another type, "
+                "or try a newer version of transformers."
+            )
         self._whole = True
-
-    @property
-    def tripped(self) -> bool:
-        """True if a forward pass has begun (and maybe failed) without any recorded attention call."""
-        return self._running and not self._calls
-
-    def unrecorded(self) -> SinklabError:
-        """Build the error for layers whose attention was not recorded."""
-        return SinklabError(
-            f"{self._calls} attention calls were recorded in {self._expected} layers: the model type "
-            f"{self._model.config.model_type!r} does not pass the attention of each layer through transformers' "
-            "attention interface in one call, so sinks in it cannot be measured. Measure a model of another type, or "
-            "try a newer version of transformers."
-        )
 
 
 @contextmanager
@@ -289,11 +265,6 @@ def call_records(
         model.register_forward_pre_hook(records.entering, with_kwargs=True),
         model.register_forward_hook(records.leaving),
     )
-    try:
-        with hooked(watching), intercept(adapter, observe=records.observe) as use:
-            records.backends = {str(adapter.cores[0].backend)} if isinstance(adapter, NativeAdapter) else use.backends
-            yield records
-    except (AttributeError, KeyError, TypeError) as error:
-        if records.tripped:  # a model that bypasses the attention interface and fails on its masks (MPT)
-            raise records.unrecorded() from error
-        raise
+    with hooked(watching), intercept(adapter, observe=records.observe) as use:
+        records.backends = {str(adapter.cores[0].backend)} if isinstance(adapter, NativeAdapter) else use.backends
+        yield records

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sinklab.attention.importance import Rows, importance_from_sums, unpadded_importance
-from sinklab.attention.masks import CAUSAL, Mask, Window, visible_queries
+from sinklab.attention.masks import CAUSAL, Window, visible_queries
 from sinklab.attention.query_blocks import Block, accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.recorder import Recorder
-from sinklab.measuring.mask_coverage import View, seen_over
+from sinklab.measuring.mask_coverage import seen_over
 from sinklab.measuring.records import LayerRecord
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.families import family_of
@@ -38,15 +38,13 @@ class MatrixRecords(Recorder):
         self.backends = {"eager"}
         self._drops_cache = False  # the caller's `use_cache`
         self._records: list[LayerRecord] = []
-        self._importance: list[Tensor] = []
-        self._visible: list[tuple[Tensor | None, View | None]] = []
-        self._prefixes: list[tuple[Tensor, ...]] = []
+        self._matrices: list[dict[str, Any]] = []  # the fields of a `LayerRecord` that depend on the matrix, by layer
 
     def _latest(self) -> list[LayerRecord]:
         return self._records
 
     def _drop_latest(self) -> None:
-        self._records, self._importance, self._visible, self._prefixes = [], [], [], []
+        self._records, self._matrices = [], []
 
     def _entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused:
@@ -67,31 +65,42 @@ class MatrixRecords(Recorder):
         T = self._real.mask_BT.shape[1]
         for place, part in enumerate(output):
             if isinstance(part, Tensor) and part.ndim == 4 and part.shape[2:] == (T, T):
-                config, local_layers = self._model.config, family_of(self._model).local_layers
-                kinds = getattr(config, local_layers) if local_layers else None
-                is_local = kinds is not None and kinds[len(self._importance)] == "local"
-                mask = Window(config.window_size) if is_local else CAUSAL
-                weights_BHTT = part.detach()
-                sums_BHR, seen_by_BGR, count_B = _sums(weights_BHTT, self._real, mask)
-                self._importance.append(importance_from_sums(sums_BHR, count_B))
-                self._visible.append(seen_over(sums_BHR, seen_by_BGR, count_B))
-                if self._details is not None:
-                    lower = weights_BHTT.to(accumulate_dtype(part.dtype)).tril()
-                    self._details.attention([Rows(Block(0, T, 0, T), lower, None)], part.shape[1], angles=None)
-                sums = [(length, weights_BHTT[:, :, :length].float().sum(2)) for length in self._lengths]
-                self._prefixes.append(tuple(unpadded_importance(sums_BHS, length) for length, sums_BHS in sums))
+                self._read(part.detach(), self._real)
                 return (*output[:place], part.new_empty(0), *output[place + 1 :])
         return None
+
+    @torch.no_grad()
+    def _read(self, weights_BHTT: Tensor, real: RealTokens) -> None:
+        config, local_layers = self._model.config, family_of(self._model).local_layers
+        is_local = bool(local_layers) and getattr(config, local_layers)[len(self._matrices)] == "local"
+        mask = Window(config.window_size) if is_local else CAUSAL
+        device, T = weights_BHTT.device, weights_BHTT.shape[-1]
+        lower_BHTT = weights_BHTT.to(accumulate_dtype(weights_BHTT.dtype)).tril()
+        real_BT, count_B = real.mask_BT.to(device), real.count_B.to(device)
+        sums_BHR = real.align(torch.einsum("bhqk,bq->bhk", lower_BHTT, real_BT.to(lower_BHTT.dtype)))
+        seen_by_BGR = real.align(visible_queries(mask, T, T, device, real_BT))
+        visible_BHR, view = seen_over(sums_BHR, seen_by_BGR, count_B)
+        cut = ((length, weights_BHTT[:, :, :length].float().sum(2)) for length in self._lengths)
+        self._matrices.append(
+            {
+                "importance_BHT": importance_from_sums(sums_BHR, count_B),
+                "visible_BHT": visible_BHR,
+                "view": view,
+                "prefixes": tuple(unpadded_importance(sums_BHS, length) for length, sums_BHS in cut),
+            }
+        )
+        if self._details is not None:
+            self._details.attention([Rows(Block(0, T, 0, T), lower_BHTT, None)], lower_BHTT.shape[1], angles=None)
 
     def _leaving(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         if self._paused:
             return None
         cache, real = getattr(output, "past_key_values", None), self._real
         stored = getattr(cache, "layers", [])
-        if real is None or not len(self._importance) == len(stored) == self._expected:
+        if real is None or not len(self._matrices) == len(stored) == self._expected:
             raise SinklabError(
                 f"the model type {self._model.config.model_type!r} does not pass its attention through transformers' "
-                f"attention interface, and it returns {len(self._importance)} attention matrices and the keys of "
+                f"attention interface, and it returns {len(self._matrices)} attention matrices and the keys of "
                 f"{len(stored)} layers instead of {self._expected}, so sinks in it cannot be measured. Measure a "
                 "model of another type, or try a newer version of transformers."
             )
@@ -99,32 +108,11 @@ class MatrixRecords(Recorder):
             for kept in stored:
                 self._details.values(kept.values)
         with torch.no_grad():
-            self._records = [
-                LayerRecord(
-                    importance,
-                    real.align(token_norms(kept.keys).mean(1)),
-                    real.align(token_norms(kept.values).mean(1)),
-                    visible_BHT=visible_BHT,
-                    view=view,
-                    prefixes=prefixes,
-                )
-                for importance, (visible_BHT, view), prefixes, kept in zip(
-                    self._importance, self._visible, self._prefixes, stored, strict=True
-                )
-            ]
+            for kept, matrix in zip(stored, self._matrices, strict=True):
+                keys_BT, values_BT = (real.align(token_norms(x).mean(1)) for x in (kept.keys, kept.values))
+                self._records.append(LayerRecord(key_norm_BT=keys_BT, value_norm_BT=values_BT, **matrix))
         self._whole = True
         return replace(output, past_key_values=None) if self._drops_cache else None
-
-
-@torch.no_grad()
-def _sums(weights_BHTT: Tensor, real: RealTokens, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Return column sums over real queries (B, H, R), how many may see each key (B, G, R), and their number (B,)."""
-    device, T = weights_BHTT.device, weights_BHTT.shape[-1]
-    real_BT = real.mask_BT.to(device)
-    counted_BT = real_BT.to(accumulate_dtype(weights_BHTT.dtype))
-    sums_BHT = torch.einsum("bhqk,bq->bhk", weights_BHTT.to(counted_BT.dtype).tril(), counted_BT)
-    seen_by_BGT = visible_queries(mask, T, T, device, real_BT)
-    return real.align(sums_BHT), real.align(seen_by_BGT), real.count_B.to(device)
 
 
 @contextmanager

@@ -11,10 +11,11 @@ a CPU) is also compared; it shows which of two differing backends follows the fo
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -76,25 +77,22 @@ class _BackendReading:
         importance: alpha (B, H, T) of every layer that uses transformers' attention interface.
         shares: attention to the sink logit, mean over queries (B, H), for each layer with a sink logit.
         computed_by: backend that transformers actually used.
-        has_experts: whether the model is a mixture of experts.
     """
 
     logits_BTV: Tensor = field(default_factory=lambda: torch.empty(0))
     importance: list[Tensor] = field(default_factory=list)
     shares: list[Tensor] = field(default_factory=list)
     computed_by: str = ""
-    has_experts: bool = False
 
-    @property
-    def sink_share(self) -> float | None:
-        """Mean attention to the sink logit; None if no layer has a sink logit."""
-        return float(torch.stack([share.mean() for share in self.shares]).mean()) if self.shares else None
+    def means(self) -> dict[str, Any]:
+        """Return the mean alpha of position 1 and the mean attention to the sink logit, as in `BackendParity`."""
+        found = {"importance_first": [alpha_BHT[..., 0] for alpha_BHT in self.importance], "sink_share": self.shares}
+        return {name: float(torch.stack([x.mean() for x in xs]).mean()) if xs else None for name, xs in found.items()}
 
-    @property
-    def importance_first(self) -> float | None:
-        """Mean alpha of position 1; None if no layer was recorded."""
-        firsts = [alpha_BHT[..., 0].mean() for alpha_BHT in self.importance]
-        return float(torch.stack(firsts).mean()) if firsts else None
+    def difference(self, other: "_BackendReading") -> float:
+        """Return the largest |difference| of the logits from other logits, divided by the largest |other logit|."""
+        first, second = self.logits_BTV.double(), other.logits_BTV.double()
+        return float((first - second).abs().max() / second.abs().max().clamp(min=1e-30))
 
 
 def backend_parity(
@@ -123,28 +121,17 @@ def backend_parity(
         raise InputError(f"backends are compared with eager attention, with which this model does not run: {reference}")
     without = _read(model, tokens_BT, EAGER, without_sinks=True) if reference.shares else None
     assert not isinstance(without, str)
-    found = [
-        BackendParity(
-            backend=EAGER,
-            verdict="reference",
-            importance_first=reference.importance_first,
-            sink_share=reference.sink_share,
-        )
-    ]
-    for backend in backends:
-        if backend == EAGER:
-            continue
+    text = model.config.get_text_config(decoder=True)
+    has_experts = any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS)
+    found = [BackendParity(backend=EAGER, verdict="reference", **reference.means())]
+    for backend in (*(name for name in backends if name != EAGER), OWN):
         starts(backend)
-        read = _read(model, tokens_BT, backend)
+        read = _read_own(model, tokens_BT) if backend == OWN else _read(model, tokens_BT, backend)
         if isinstance(read, str):
             found.append(BackendParity(backend=backend, verdict="unavailable", why=read))
         else:
-            found.append(_compared(backend, read, reference, without))
-    starts(OWN)
-    own = _read_own(model, tokens_BT)
-    if isinstance(own, str):
-        return [*found, BackendParity(backend=OWN, verdict="unavailable", why=own)]
-    return [*found, _compared(OWN, own, reference, without)]
+            found.append(_compared(backend, read, reference, without, has_experts))
+    return found
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -153,13 +140,17 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def _compared(
-    backend: str, read: _BackendReading, reference: _BackendReading, without: _BackendReading | None
+    backend: str,
+    read: _BackendReading,
+    reference: _BackendReading,
+    without: _BackendReading | None,
+    has_experts: bool,
 ) -> BackendParity:
     if not bool(read.logits_BTV.isfinite().all()):
         return BackendParity(backend=backend, verdict="differs", why="its logits contain NaN or infinity")
-    difference = _difference(read, reference)
-    from_none = None if without is None else _difference(read, without)
-    dtype, share, whole = reference.logits_BTV.dtype, read.sink_share, reference.sink_share
+    difference, means, dtype = read.difference(reference), read.means(), reference.logits_BTV.dtype
+    from_none = None if without is None else read.difference(without)
+    share, whole = means["sink_share"], reference.means()["sink_share"]
     gone = share is not None and whole is not None and share < whole / 2 and whole > torch.finfo(dtype).eps
     if gone and from_none is not None and from_none < difference:
         verdict = "drops the sink"
@@ -168,7 +159,7 @@ def _compared(
     pairs = zip(read.importance, reference.importance, strict=False)  # empty if the model bypasses the interface
     apart = max((float((one - other).abs().max()) for one, other in pairs), default=None)
     why = [] if read.computed_by in ("", backend) else [f"transformers uses {read.computed_by} instead"]
-    if verdict == "differs" and reference.has_experts and apart is not None and apart <= tolerance(dtype):
+    if verdict == "differs" and has_experts and apart is not None and apart <= tolerance(dtype):
         why.append(EXPERTS)
     return BackendParity(
         backend=backend,
@@ -177,30 +168,21 @@ def _compared(
         logits_difference=difference,
         without_sink_difference=from_none,
         importance_difference=apart,
-        importance_first=read.importance_first,
-        sink_share=share,
+        **means,
     )
-
-
-def _difference(one: _BackendReading, other: _BackendReading) -> float:
-    first, second = one.logits_BTV.double(), other.logits_BTV.double()
-    return float((first - second).abs().max() / second.abs().max().clamp(min=1e-30))
 
 
 def _read(
     model: PreTrainedModel, tokens_BT: Tensor, backend: str, without_sinks: bool = False
 ) -> _BackendReading | str:
     """Run the model with a backend and return its logits and attention, or why the backend is unavailable."""
-    text = model.config.get_text_config(decoder=True)
-    reading = _BackendReading(has_experts=any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS))
-    before = str(model.config._attn_implementation)
+    reading, before = _BackendReading(), str(model.config._attn_implementation)
     with attention_implementation(model, before):  # restored at the end
         try:
             model.set_attn_implementation(backend)
-            taken = str(model.config._attn_implementation)
+            reading.computed_by = taken = str(model.config._attn_implementation)  # may be a fallback kernel
             if taken != backend and taken in (before, EAGER):
                 return f"transformers keeps {taken} attention in a {model.config.model_type!r} model"
-            reading.computed_by = taken  # may be a fallback kernel
             with evaluating(model), _watched(taken, reading, without_sinks):
                 reading.logits_BTV = model(tokens_BT, use_cache=False).logits
         except Exception as error:  # packages and kernels raise various exceptions
@@ -209,19 +191,19 @@ def _read(
 
 
 def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | str:
-    reading = _BackendReading()
+    adapter = HuggingFaceAdapter(model)
+    if not adapter.dispatches:
+        return f"a {model.config.model_type!r} model does not call transformers' attention interface"
     try:
-        with evaluating(model), call_records(model, HuggingFaceAdapter(model)) as watch:
-            reading.logits_BTV = model(tokens_BT, use_cache=False).logits
-    except (SinklabError, AttributeError, KeyError, TypeError) as error:
+        with evaluating(model), call_records(model, adapter) as watch:
+            logits_BTV = model(tokens_BT, use_cache=False).logits
+    except SinklabError as error:
         return cause(error).split(". ")[0]
-    reading.importance = [layer.importance_BHT.cpu() for layer in watch.layers]
-    reading.shares = [layer.bias_BH.cpu() for layer in watch.layers if layer.bias_BH is not None]
-    return reading
+    shares = [layer.bias_BH.cpu() for layer in watch.layers if layer.bias_BH is not None]
+    return _BackendReading(logits_BTV, [layer.importance_BHT.cpu() for layer in watch.layers], shares)
 
 
-@contextmanager
-def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> Iterator[None]:
+def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> AbstractContextManager[Any]:
     """Record every call of the backend in `reading` within the `with` block; restore transformers' function after."""
     functions = AttentionInterface._global_mapping
     own = functions.get(backend)
@@ -245,14 +227,7 @@ def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> Ite
                 out_BTHV = out_BTHV / rows_BHT.mT[..., None].clamp(min=torch.finfo(torch.float32).tiny).to(out_BTHV)
         return out_BTHV, weights
 
-    functions[backend] = attention
-    try:
-        yield
-    finally:
-        if own is None:
-            del functions[backend]
-        else:
-            functions[backend] = own
+    return patch.dict(functions, {backend: attention})
 
 
 def _matrix(output: Callable[[Tensor], Tensor], value_BGSV: Tensor) -> Tensor:

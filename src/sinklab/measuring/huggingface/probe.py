@@ -41,7 +41,12 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(generate).bind_partial(*args, **kwargs).arguments
-        config = _config(model, given.get("generation_config"), given.get("kwargs", {}))
+        config = GenerationConfig()  # keyword arguments override the passed config, which overrides the model's
+        passed = given.get("generation_config")
+        for source in (vars(model.generation_config), vars(passed) if passed else {}, given.get("kwargs", {})):
+            for name, value in source.items():
+                if value is not None and hasattr(config, name):
+                    setattr(config, name, value)  # not `update`, whose warnings `generate` would repeat
         mode = config.get_generation_mode(given.get("assistant_model"))
         if mode not in ONCE:
             raise SinklabError(
@@ -55,16 +60,6 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
 
     with patch.object(model, "generate", watched):
         yield
-
-
-def _config(model: PreTrainedModel, given: GenerationConfig | None, named: dict[str, Any]) -> GenerationConfig:
-    """Return the effective config: keyword arguments override the passed config, which overrides the model's."""
-    config = GenerationConfig()
-    for source in (vars(model.generation_config), {} if given is None else vars(given), named):
-        for name, value in source.items():
-            if value is not None and hasattr(config, name):
-                setattr(config, name, value)  # not `update`, whose warnings `generate` would repeat
-    return config
 
 
 @contextmanager

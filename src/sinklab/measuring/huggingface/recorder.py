@@ -2,9 +2,10 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -19,38 +20,6 @@ from sinklab.measuring.statistics.collecting import DetailsCollector
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 READ_AFTERWARDS = "Generate outside the probe, then call model(sequences) inside it"
-
-
-class Generated:
-    """Tokens of a batch during generation; positions after the end of a sequence are padding.
-
-    The attention mask of `generate` does not mark this padding: it is one until the last sequence has ended.
-
-    Args:
-        ends: end-of-sequence token ids; empty outside `generate`, where tokens are not stored.
-    """
-
-    def __init__(self, ends: Collection[int] = ()) -> None:
-        self._ends, self._prompt = ends, 0
-        self._read_BT: Tensor | None = None
-
-    def read(self, tokens_BT: Tensor | None, continued: bool) -> None:
-        """Add the tokens of a forward pass: only the new ones if `continued` from a KV cache, else whole sequences."""
-        if not self._ends or tokens_BT is None:
-            return
-        before_BT, self._read_BT = self._read_BT, tokens_BT
-        if before_BT is None:
-            self._prompt = tokens_BT.shape[1]
-        elif continued:
-            self._read_BT = torch.cat((before_BT, tokens_BT), dim=1)
-
-    def ended(self) -> Tensor | None:
-        """Return a mask (B, T) of the tokens after the end of their sequence; None if no tokens were stored."""
-        if self._read_BT is None:
-            return None
-        ends_BT = torch.isin(self._read_BT, self._read_BT.new_tensor(list(self._ends)))
-        ends_BT[:, : self._prompt] = False
-        return ends_BT.cumsum(1) - ends_BT.int() > 0
 
 
 class Recorder(ABC):
@@ -77,7 +46,9 @@ class Recorder(ABC):
         self._real: RealTokens | None = None
         self._paused = self._whole = False
         self._seen = 0  # tokens of the current sequences, including padding
-        self._generated = Generated()
+        self._ends: Sequence[int] = ()  # end-of-sequence ids within `generate`
+        self._text_BT: Tensor | None = None  # tokens of the prompt and of the passes within `generate`
+        self._prompt = 0  # tokens of the prompt
 
     @property
     def backend(self) -> str:
@@ -91,16 +62,14 @@ class Recorder(ABC):
         Empty before the first pass.
         """
         batches = [layers for layers in (*(layers for _, layers in self._done), self._latest()) if layers]
-        if len(batches) < 2:
-            return batches[0] if batches else []
         return [_joined(parts) for parts in zip(*batches, strict=True)]
 
     @property
     def real(self) -> RealTokens | None:
         """Positions of the real tokens in all sequences; None before the first pass."""
         batches = [real for real in (*(real for real, _ in self._done), self._real) if real is not None]
-        if len(batches) < 2:
-            return batches[0] if batches else None
+        if not batches:
+            return None
         longest = max(real.mask_BT.shape[1] for real in batches)
         padded = [F.pad(real.mask_BT, (0, longest - real.mask_BT.shape[1])) for real in batches]
         return real_tokens(torch.cat([mask_BT.to(padded[0].device) for mask_BT in padded]))
@@ -108,18 +77,6 @@ class Recorder(ABC):
     def clear(self) -> None:
         """Discard all records."""
         self._done, self._tokens_BT, self._real = [], None, None
-        self._drop_latest()
-
-    def _begin(self, tokens_BT: Tensor | None, layers: list[LayerRecord]) -> None:
-        """Start new sequences, or the same sequences again with tokens appended.
-
-        Args:
-            tokens_BT: token ids; None if unknown.
-            layers: records of the previous sequences; empty if there are none or their last pass failed.
-        """
-        if self._real is not None and layers and not _continued(self._tokens_BT, tokens_BT):
-            self._done.append((self._real, layers))
-        self._tokens_BT, self._real = tokens_BT, None
         self._drop_latest()
 
     def _entering_sequences(self, arguments: dict[str, Any]) -> None:
@@ -135,8 +92,11 @@ class Recorder(ABC):
         cache, tokens_BT = arguments.get("past_key_values"), arguments.get("input_ids")
         kept = 0 if cache is None else int(cache.get_seq_length())
         if not kept:
-            self._begin(tokens_BT, self._latest() if self._whole else [])
-            self._seen = 0
+            layers = self._latest() if self._whole else []  # the last pass may have failed
+            if self._real is not None and layers and not _continued(self._tokens_BT, tokens_BT):
+                self._done.append((self._real, layers))
+            self._tokens_BT, self._real, self._seen = tokens_BT, None, 0
+            self._drop_latest()
         elif kept > self._seen:
             raise SinklabError(
                 f"the cache holds {kept} tokens and the probe has seen {self._seen} of these sequences: start the "
@@ -147,35 +107,47 @@ class Recorder(ABC):
                 f"the cache was cropped to {kept} of the {self._seen} tokens that the probe has seen, as in assisted "
                 f"decoding, so the recorded sums include removed tokens. {READ_AFTERWARDS}"
             )
-        self._generated.read(tokens_BT, continued=bool(kept))
         self._whole = False
         given = arguments["inputs_embeds"] if tokens_BT is None else tokens_BT
         self._seen += given.shape[1]
         mask_BT = arguments.get("attention_mask")
         if mask_BT is None:
             mask_BT = torch.ones(len(given), self._seen, device=given.device)
-        if (ended_BT := self._generated.ended()) is not None:
+        if self._ends and tokens_BT is not None:
+            ended_BT = self._ended(tokens_BT, continued=bool(kept))
             ended_BT = F.pad(ended_BT, (mask_BT.shape[-1] - ended_BT.shape[1], 0))  # generation started from a cache
             mask_BT = (mask_BT != 0) & ~ended_BT.to(mask_BT.device)
         self._real = real_tokens(mask_BT)
 
     @contextmanager
-    def generating(self, ends: Collection[int]) -> Iterator[None]:
+    def generating(self, ends: Sequence[int]) -> Iterator[None]:
         """Mark the `with` block as generation, with end-of-sequence ids `ends`."""
-        before, self._generated = self._generated, Generated(tuple(ends))
+        self._ends, self._text_BT = ends, None
         try:
             yield
         finally:
-            self._generated = before
+            self._ends = ()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Disable recording in the `with` block; calls in it must not reach an attention layer."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+    def _ended(self, tokens_BT: Tensor, continued: bool) -> Tensor:
+        """Return a mask (B, T) of the generated tokens after the end of their sequence, which are padding.
+
+        The attention mask of `generate` does not mark them: it is one until the last sequence has ended.
+
+        Args:
+            tokens_BT: tokens of this pass: only the new ones if `continued` from a KV cache, else whole sequences.
+        """
+        if self._text_BT is None:
+            self._prompt = tokens_BT.shape[1]
+        elif continued:
+            tokens_BT = torch.cat((self._text_BT, tokens_BT), dim=1)
+        self._text_BT = tokens_BT
+        ends_BT = torch.isin(tokens_BT, tokens_BT.new_tensor(self._ends))
+        ends_BT[:, : self._prompt] = False
+        return ends_BT.cumsum(1) - ends_BT.int() > 0
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """Return a context manager that disables recording; calls in it must not reach an attention layer."""
+        return patch.object(self, "_paused", True)
 
     @abstractmethod
     def _latest(self) -> list[LayerRecord]:

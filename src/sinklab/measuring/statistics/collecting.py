@@ -3,18 +3,18 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinklab.attention.importance import Rows
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
-from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.gates import OfGates
-from sinklab.measuring.statistics.maps import MAP_POSITIONS, Head, MapTotals, draw
+from sinklab.measuring.statistics.details import STATISTICS, Details, OfGates
 from sinklab.measuring.statistics.secondary import SecondarySearch
 from sinklab.measuring.statistics.statistic_base import (
     Angles,
@@ -28,26 +28,15 @@ from sinklab.measuring.statistics.statistic_base import (
 )
 from sinklab.models.hooks import residual_stream, token_norms
 
-
-@dataclass(frozen=True)
-class LayerDetails:
-    """Statistics of one layer in one batch.
-
-    Attributes:
-        means: mean over the queries of each sequence, by statistic name: (B, H), (B, H, distances), or (B, H, R) per
-            key or query. Statistics that need angles are missing if queries cannot be read.
-        maps: attention, cosine and norm product, summed over the batch (3, R, R), by head, 0-based; cosine and norm
-            product are 0 if queries cannot be read.
-    """
-
-    means: dict[str, Tensor]
-    maps: dict[int, Tensor]
+MAP_POSITIONS = 4096  # a float32 map of this size takes 64 MiB, and each head has three
+Head = tuple[int, int]
+S = TypeVar("S", bound=Statistic)
 
 
 @torch.no_grad()
 def layer_details(
     rows: Iterable[Rows], real: RealTokens, angles: Angles | None, mapped: Sequence[int] = ()
-) -> LayerDetails:
+) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
     """Compute all statistics and maps of one layer in a single pass over its attention rows.
 
     Args:
@@ -55,28 +44,58 @@ def layer_details(
         real: real tokens among the columns of the batch.
         angles: cosines and norms of these queries and keys; None if queries cannot be read.
         mapped: heads whose maps are requested, 0-based.
+
+    Returns:
+        The mean over the queries of each sequence, by statistic name: (B, H), (B, H, distances), or (B, H, R) per key
+        or query, without statistics that need angles if queries cannot be read; and attention, cosine and norm product,
+        summed over the batch (3, R, R), by head, where cosine and norm product are 0 if queries cannot be read.
     """
     layer: Layer | None = None
     sums: dict[str, tuple[OfRows, Tensor]] = {}
     maps: dict[int, Tensor] = {}
     for one in rows:
-        weights_BHQS, R = one.weights_BHQS, real.index_BR.shape[1]
         if layer is None:
-            layer = Layer(weights_BHQS, real, angles)
-            maps = {head: weights_BHQS.new_zeros(3, R, R) for head in mapped}
-            read = {name: statistic for name, statistic in STATISTICS.items() if isinstance(statistic, OfRows)}
+            layer, R = Layer(one.weights_BHQS, real, angles), real.index_BR.shape[1]
+            maps = {head: one.weights_BHQS.new_zeros(3, R, R) for head in mapped}
             sums = {
-                name: (statistic, layer.sums(statistic.axes, weights_BHQS))
-                for name, statistic in read.items()
+                name: (statistic, layer.sums(statistic.axes, one.weights_BHQS))
+                for name, statistic in of_kind(OfRows).items()
                 if angles is not None or not statistic.angles
             }
         block = ScoreBlock(one, layer)
-        layer.count(block)
+        if layer.sees_queries:
+            layer.pairs_BHT[:, :, block.keys] += block.cosine_and_seen[1].sum(-2)
         for statistic, sums_BHX in sums.values():
             statistic.read(block, sums_BHX)
         draw(maps, block)
     assert layer is not None
-    return LayerDetails({name: statistic.mean(sums_BHX, layer) for name, (statistic, sums_BHX) in sums.items()}, maps)
+    return {name: statistic.mean(sums_BHX, layer) for name, (statistic, sums_BHX) in sums.items()}, maps
+
+
+def draw(sums: Mapping[int, Tensor], block: ScoreBlock) -> None:
+    """Add a block of queries to the maps (3, R, R) of its layer, by head, 0-based; masked keys are 0.
+
+    Only the attention is added if queries cannot be read; maps of shape (1, R, R) then suffice.
+    """
+    part, layer = block.part, block.layer
+    for head, sums_KRR in sums.items():
+        drawn = [block.weights_BHQS[:, head]]
+        if layer.sees_queries:
+            cosine, seen = (x_BHQS[:, head] for x_BHQS in block.cosine_and_seen)
+            q_norm_BQ1 = layer.angles.q_norm_BHT[:, head, block.queries, None]
+            drawn += [cosine * seen, q_norm_BQ1 * layer.angles.k_norm_BHT[:, head, None, block.keys] * seen]
+        firsts, counts = layer.first_B11.flatten().tolist(), layer.real.count_B.tolist()
+        for drawn_KQS, first, count in zip(torch.stack(drawn, 1), firsts, counts, strict=True):
+            top, bottom = max(part.start, first), min(part.stop, first + count)
+            left, right = max(part.low, first), min(part.high, first + count)
+            if top < bottom and left < right:  # aligned at the first real token of each sequence
+                inside = drawn_KQS[:, top - part.start : bottom - part.start, left - part.low : right - part.low]
+                sums_KRR[: len(inside), top - first : bottom - first, left - first : right - first] += inside
+
+
+def of_kind(kind: type[S]) -> dict[str, S]:
+    """Return the statistics of a base class, by name."""
+    return {name: one for name, one in STATISTICS.items() if isinstance(one, kind)}
 
 
 @dataclass(frozen=True)
@@ -118,7 +137,7 @@ class DetailsCollector:
                 f"use --length {MAP_POSITIONS} or less, or leave out --map"
             )
         self.maps = list(dict.fromkeys(maps))
-        self._layers: list[LayerDetails] = []
+        self._layers: list[tuple[dict[str, Tensor], dict[int, Tensor]]] = []  # see `layer_details`
         self._values: list[Tensor] = []
         self._gates: dict[int, dict[str, Tensor]] = {}
         self._hidden: list[dict[str, Tensor]] = []
@@ -144,9 +163,7 @@ class DetailsCollector:
         if self._real is None:
             return  # a forward pass before the first batch
         exact, align = gates_BHTX.detach().to(accumulate_dtype(gates_BHTX.dtype)), self._real.align
-        self._gates[layer] = {
-            name: align(one.read(exact)) for name, one in STATISTICS.items() if isinstance(one, OfGates)
-        }
+        self._gates[layer] = {name: align(one.read(exact)) for name, one in of_kind(OfGates).items()}
 
     def attention(self, rows: Iterable[Rows], heads: int, angles: Angles | None) -> None:
         """Add the attention rows of the next layer, and its query-key angles if queries can be read.
@@ -166,26 +183,22 @@ class DetailsCollector:
         """Return the statistics of the current forward pass, which has the token ids `tokens_BT`."""
         assert self._real is not None
         align, known = self._real.align, self._hidden[0] if self._hidden else ()
-        layers = {name: [one.means[name] for one in self._layers] for name in self._layers[0].means}
+        layers = {name: [means[name] for means, _ in self._layers] for name in self._layers[0][0]}
         layers["value_ratio"] = [
             value_BGR.repeat_interleave(entropy_BH.shape[1] // value_BGR.shape[1], 1)
             for value_BGR, entropy_BH in zip(self._values, layers["entropy"], strict=True)
         ]
-        if self._gates:
-            layers |= self._gates_of_all_layers()
+        if self._gates:  # layers without gates have gates of 1
+            ones_BHR1 = torch.ones_like(next(iter(self._gates.values()))["gate"])[..., None]
+            absent = {name: one.read(ones_BHR1) for name, one in of_kind(OfGates).items()}
+            found = [self._gates.get(number, absent) for number in range(1, len(self._layers) + 1)]
+            layers |= {name: [layer[name] for layer in found] for name in absent}
         return BatchDetails(
             layers=layers,
             stream={name: torch.stack([place[name].cpu() for place in self._hidden]) for name in known},
             tokens_BR=align(tokens_BT),
-            maps={(layer, head): self._layers[layer - 1].maps[head - 1] for layer, head in self.maps},
+            maps={(layer, head): self._layers[layer - 1][1][head - 1] for layer, head in self.maps},
         )
-
-    def _gates_of_all_layers(self) -> dict[str, list[Tensor]]:
-        """Return the gate statistics (B, H, R) of every layer, by name; layers without gates have gates of 1."""
-        ones_BHR1 = torch.ones_like(next(iter(self._gates.values()))["gate"])[..., None]
-        absent = {name: one.read(ones_BHR1) for name, one in STATISTICS.items() if isinstance(one, OfGates)}
-        found = [self._gates.get(number, absent) for number in range(1, len(self._layers) + 1)]
-        return {name: [layer[name] for layer in found] for name in absent}
 
     def _stream(self, hidden_BTC: Tensor) -> dict[str, Tensor]:
         """Compute the statistics of hidden states before or after a block, per token (B, R) or per sequence (B,)."""
@@ -194,12 +207,8 @@ class DetailsCollector:
         x_BTC = hidden_BTC.to(accumulate_dtype(hidden_BTC.dtype))
         first_B1C = x_BTC.gather(1, first_B.view(-1, 1, 1).expand(-1, 1, x_BTC.shape[-1]))
         x_BRC, align = self._real.align(x_BTC.mT).mT, self._real.align
-        found = {
-            name: align(one.read(x_BTC, first_B1C)) for name, one in STATISTICS.items() if isinstance(one, OfStream)
-        }
-        return found | {
-            name: one.read(x_BRC, self._real.count_B) for name, one in STATISTICS.items() if isinstance(one, OfStates)
-        }
+        found = {name: align(one.read(x_BTC, first_B1C)) for name, one in of_kind(OfStream).items()}
+        return found | {name: one.read(x_BRC, self._real.count_B) for name, one in of_kind(OfStates).items()}
 
 
 class DetailTotals:
@@ -214,7 +223,8 @@ class DetailTotals:
         self._distances, self._queries = bucket_starts(0, length - 1), bucket_starts(1, length)
         widths = {"T": length, "D": len(self._distances), "Q": len(self._queries)}
         self._means = {name: _Mean(one, widths) for name, one in STATISTICS.items()}
-        self._search, self._maps = SecondarySearch(eps), MapTotals(length)
+        self._search, self._length, self._reaching_T = SecondarySearch(eps), length, torch.zeros(length).double()
+        self._maps: dict[Head, Tensor] = {}  # sums of attention, cosine and norm product (3, T, T), float64
 
     def add(self, batch: BatchDetails, importance_ABHR: Tensor, hidden_MBR: Tensor | None, valid_BR: Tensor) -> None:
         """Add the statistics of one batch, which may be on any device.
@@ -231,13 +241,17 @@ class DetailTotals:
         for name, values in seen.items():
             mean = self._means[name]
             mean.add(*(self._by_bucket(values, valid_BR) if mean.axes == "LHQ" else (values, valid_BR)))
-        self._maps.add(batch.maps, valid_BR)
+        short = (0, self._length - valid_BR.shape[1])
+        self._reaching_T += F.pad(valid_BR.double().sum(0), short)
+        for head, sums_KRR in batch.maps.items():
+            sums_KTT = F.pad(sums_KRR.cpu().double(), (*short, *short))
+            self._maps[head] = self._maps[head] + sums_KTT if head in self._maps else sums_KTT
 
     def _by_bucket(self, values_ABHR: Tensor, valid_BR: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean value in each query bucket (A, B, H, Q), and which sequences have queries in it (B, Q)."""
         starts_Q, positions_R = torch.tensor(self._queries), torch.arange(1, valid_BR.shape[1] + 1)
         bucket_R = torch.searchsorted(starts_Q, positions_R, right=True) - 1
-        member_RQ = torch.nn.functional.one_hot(bucket_R, len(starts_Q)).double()
+        member_RQ = F.one_hot(bucket_R, len(starts_Q)).double()
         count_BQ = valid_BR.double() @ member_RQ
         return values_ABHR @ member_RQ / count_BQ[:, None].clamp(min=1), count_BQ > 0
 
@@ -247,11 +261,11 @@ class DetailTotals:
         by_layer = {
             field: numbers for name, mean in self._means.items() for field, numbers in mean.fields(arrays.get(name))
         }
-        maps = {
-            name: array
-            for name, array in self._maps.means().items()
-            if "cosine" in arrays or not STATISTICS[name].angles
-        }
+        maps: dict[str, np.ndarray] = {}  # each entry is averaged over the sequences with its query
+        if self._maps:
+            means_KPTT = torch.stack(list(self._maps.values()), 1) / self._reaching_T.clamp(min=1)[:, None]
+            names = ("map_attention", "map_cosine", "map_norm_product") if "cosine" in arrays else ("map_attention",)
+            maps = dict(zip(names, means_KPTT.float().numpy(), strict=False))
         return Details.model_validate(
             {
                 **by_layer,
@@ -260,7 +274,7 @@ class DetailTotals:
                 "secondary_tokens": self._search.tokens(),
                 "distances": self._distances,
                 "queries": self._queries,
-                "maps": list(self._maps.sums),
+                "maps": list(self._maps),
                 **arrays,
                 **maps,
             }
@@ -316,4 +330,4 @@ class _Mean:
         return zip(self._statistic.fields, numbers, strict=True)
 
     def _wide(self, x: Tensor) -> Tensor:
-        return x if self._width is None else torch.nn.functional.pad(x, (0, self._width - x.shape[-1]))
+        return x if self._width is None else F.pad(x, (0, self._width - x.shape[-1]))

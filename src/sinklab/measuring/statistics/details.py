@@ -1,9 +1,10 @@
-"""The statistics of `--details`: entropy, angles, distances, norms, kurtosis, compression, and their result `Details`.
+"""The statistics of `--details`: entropy, angles, distances, norms, kurtosis, gates, maps, and their result `Details`.
 
 Statistics of attention rows are averaged over the real queries of a sequence, then over sequences. To add a statistic,
 declare its class here and a field of `Details` for its array.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from statistics import fmean
@@ -16,9 +17,15 @@ from pydantic import ConfigDict, FiniteFloat, SerializerFunctionWrapHandler, mod
 from torch import Tensor
 
 from sinklab.measuring.metrics import first_to_rest
-from sinklab.measuring.statistics.gates import ClosedGates, GateMean
-from sinklab.measuring.statistics.maps import AttentionMap, CosineMap, NormProductMap
-from sinklab.measuring.statistics.plot_specs import BlockLines, BucketLines, Column, HeadMap, PositionMap, SequenceLines
+from sinklab.measuring.statistics.plot_specs import (
+    BlockLines,
+    BucketLines,
+    Column,
+    HeadMap,
+    MatrixMap,
+    PositionMap,
+    SequenceLines,
+)
 from sinklab.measuring.statistics.secondary import Percent, Secondary, SecondarySink, SecondaryToken
 from sinklab.measuring.statistics.statistic_base import (
     Array,
@@ -108,7 +115,7 @@ class NormProduct(OfRows):
         sums_BHT[:, :, block.keys] += (q_norm_BH1Q @ seen)[:, :, 0]
 
     def mean(self, sums_BHT: Tensor, layer: Layer) -> Tensor:
-        return layer.real.align(sums_BHT * layer.angles.k_norm_BHT / layer.seen_by_BHT)
+        return layer.real.align(sums_BHT * layer.angles.k_norm_BHT / layer.pairs_BHT.clamp(min=1))
 
 
 BY_QUERY = BucketLines(
@@ -285,11 +292,11 @@ def kurtosis(x_BTC: Tensor) -> Tensor:
 class MatrixEntropy(OfStates):
     """Normalised entropy H / ln min(n, E) of the singular values, H = - sum_j p_j ln p_j, p_j = s_j^2 / sum s^2.
 
-    s are the singular values of the (n, E) matrix of a sequence's hidden states, not centred; 0 for rank one, 1 for
-    equal singular values. Sources: 2510.06477 (matrix-based entropy; a massive activation leads to one dominant
-    singular value) and 2502.02013, equation 1 with alpha = 1; the division by the maximum entropy is `maxEntropy` in
-    its code (github.com/OFSkean/information_flow). Unlike that code, negative entries of the Gram matrix are kept, as
-    in the formula.
+    s are the singular values of the (n, E) matrix of a sequence's hidden states, not centred; 0 for rank one, single
+    tokens and zero matrices, 1 for equal singular values. Sources: 2510.06477 (matrix-based entropy; a massive
+    activation leads to one dominant singular value) and 2502.02013, equation 1 with alpha = 1; the division by the
+    maximum entropy is `maxEntropy` in its code (github.com/OFSkean/information_flow). Unlike that code, negative
+    entries of the Gram matrix are kept, as in the formula.
     """
 
     fields = ("matrix_entropy_by_block",)
@@ -307,26 +314,104 @@ class MatrixEntropy(OfStates):
     )
 
     def read(self, x_BRC: Tensor, count_B: Tensor) -> Tensor:
-        return matrix_entropy(x_BRC, count_B)
+        x_BRC = x_BRC.double()
+        wide = x_BRC.shape[1] <= x_BRC.shape[2]
+        gram = x_BRC @ x_BRC.mT if wide else x_BRC.mT @ x_BRC
+        squares = torch.linalg.eigvalsh(gram).clamp(min=0)
+        total_B1 = squares.sum(-1, keepdim=True)
+        entropy_B = torch.special.entr(squares / torch.where(total_B1 > 0, total_B1, 1)).sum(-1)
+        most_B = count_B.to(x_BRC).clamp(max=x_BRC.shape[2]).log()
+        return torch.where(most_B > 0, entropy_B / most_B, 0)
 
 
-def matrix_entropy(x_BRC: Tensor, count_B: Tensor) -> Tensor:
-    """Compute the normalised entropy (B,), float64, of each matrix's squared singular values (see `MatrixEntropy`).
+CLOSED = 0.1
+"""A gate below this value is nearly closed."""
 
-    The entropy is 0 for a single token and for zero matrices.
 
-    Args:
-        x_BRC: hidden states, 0 past the end of a sequence.
-        count_B: number of tokens n of each sequence.
+class OfGates(Statistic, ABC):
+    """Base class of statistics of gates on the attention output or the values (2505.06708), by head and token.
+
+    github.com/rajo69/Gate-Sparsity-and-Functional-Sensitivity published the same statistics for the models of that
+    paper (mean gate and share of gates below 0.1, for the first token and the others, by layer and head). Forget gates,
+    which bias the attention logits, are not included.
     """
-    x_BRC = x_BRC.double()
-    wide = x_BRC.shape[1] <= x_BRC.shape[2]
-    gram = x_BRC @ x_BRC.mT if wide else x_BRC.mT @ x_BRC
-    squares = torch.linalg.eigvalsh(gram).clamp(min=0)
-    total_B1 = squares.sum(-1, keepdim=True)
-    entropy_B = torch.special.entr(squares / torch.where(total_B1 > 0, total_B1, 1)).sum(-1)
-    most_B = count_B.to(x_BRC).clamp(max=x_BRC.shape[2]).log()
-    return torch.where(most_B > 0, entropy_B / most_B, 0)
+
+    axes = "LHT"
+
+    @abstractmethod
+    def read(self, gates_BHTX: Tensor, /) -> Tensor:
+        """Compute the statistic of every head and token (B, H, T) from gates in [0, 1] with X channels (or one)."""
+
+
+class GateMean(OfGates):
+    """Gate g_t of token t, a factor in [0, 1] (sigmoid or V-scale), mean over channels; 1 in a layer without gates."""
+
+    fields = ("gate_first", "gate_rest")
+    column = Column("gate", 3)
+    figures = (
+        BlockLines(
+            "gates",
+            "Attention gates",
+            "Gate, a factor in [0, 1] on the attention output (or on the values) of a head, at the first token (solid) "
+            "and at the other tokens (dashed), mean over channels, heads, sequences and seeds. With a small gate, a "
+            "head adds little to the residual stream even without a sink.",
+            "Gate",
+        ),
+        HeadMap(
+            "gates-heads",
+            "Gates of the first token by head",
+            "Gate at the first token, mean over channels and sequences.",
+            "gate",
+        ),
+    )
+
+    def read(self, gates_BHTX: Tensor) -> Tensor:
+        return gates_BHTX.mean(-1)
+
+
+class ClosedGates(OfGates):
+    """Share of channels of token t with g_t < 0.1 (0 or 1 with one gate per head); 0 in a layer without gates."""
+
+    fields = ("gate_closed_first", "gate_closed_rest")
+    column = Column("gate < 0.1", 2)
+    figures = (
+        BlockLines(
+            "gates-closed",
+            "Closed gates",
+            f"Share of gates below {CLOSED:g}, at the first token (solid) and at the other tokens (dashed), mean over "
+            "heads, sequences and seeds.",
+            "Share",
+        ),
+    )
+
+    def read(self, gates_BHTX: Tensor) -> Tensor:
+        return (gates_BHTX < CLOSED).to(gates_BHTX.dtype).mean(-1)
+
+
+MAPS = "Query by key, mean over sequences"  # caption
+
+
+class AttentionMap(Statistic):
+    """Attention weights A of the requested heads, mean over sequences; 0 at masked keys."""
+
+    axes = "PTT"
+    figures = (MatrixMap("map-attention", "Attention of single heads", MAPS, "attention"),)
+
+
+class CosineMap(Statistic):
+    """Cosine q_t.k_k / (|q_t| |k_k|) of the requested heads, mean over sequences; 0 at masked keys."""
+
+    axes = "PTT"
+    angles = True
+    figures = (MatrixMap("map-cosine", "Cosines of single heads", MAPS, "cosine", diverging=True),)
+
+
+class NormProductMap(Statistic):
+    """Norm product |q_t| |k_k| of the requested heads, mean over sequences; 0 at masked keys."""
+
+    axes = "PTT"
+    angles = True
+    figures = (MatrixMap("map-norms", "Norm products of single heads", MAPS, "norm product"),)
 
 
 class Details(WithArrays):

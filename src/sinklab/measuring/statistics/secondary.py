@@ -6,8 +6,8 @@ requires a cosine above 0.9 after more than 4 and fewer than L - 15 of L blocks.
 alpha > eps in some head, or a cosine above 0.9 after the block with the largest norm ratio of the first token, if that
 ratio is at least 3. All blocks after which the token is aligned are reported.
 
-Tokens are listed from position 2 to the last position with enough queries for a mean (`_listed`); the percentage, for
-comparing models, covers positions 5 .. T / 2 (`_counted`).
+Tokens are listed from position 2 to the last that half of the queries, or 16, can see; the percentage, for comparing
+models, covers positions 5 .. T / 2.
 """
 
 from collections import Counter
@@ -122,18 +122,19 @@ class SecondarySearch:
         """
         position_R = torch.arange(1, valid_BR.shape[1] + 1)
         count_B1 = valid_BR.sum(1, keepdim=True)
-        listed_BR, past_R = _listed(position_R, count_B1), position_R > FIRST_FEW
+        past_R, half_BR = position_R > FIRST_FEW, 2 * position_R <= count_B1  # half of the queries see these positions
+        listed_BR = (position_R > 1) & (half_BR | (count_B1 - position_R + 1 >= ENOUGH))
         above_ABHR = (importance_ABHR > self._eps) & listed_BR[:, None]
         heads_BR, mean_BR = 100 * above_ABHR.double().mean((0, 2)), importance_ABHR.double().mean((0, 2))
         self._occurrences.update(tokens_BR[listed_BR & past_R].tolist())
         self._sinks.update(tokens_BR[(heads_BR > 0) & past_R].tolist())
-        place_B = None
+        place_B, aligned_MBR = None, None if alignment_MBR is None else alignment_MBR > ALIGNED
         alike_BR = torch.zeros_like(listed_BR)
         if alignment_MBR is not None and hidden_MBR is not None:
             others_MB = torch.where(valid_BR, hidden_MBR, 0)[..., 1:].sum(-1) / (count_B1[:, 0] - 1).clamp(min=1)
             ratio_B, place_B = (hidden_MBR[..., 0] / others_MB.clamp(min=1e-30)).max(0)
-            aligned_BR = alignment_MBR[place_B, torch.arange(len(place_B))]
-            alike_BR = (aligned_BR > ALIGNED) & (ratio_B >= STANDS_OUT)[:, None] & listed_BR
+            aligned_BR = (alignment_MBR > ALIGNED)[place_B, torch.arange(len(place_B))]
+            alike_BR = aligned_BR & (ratio_B >= STANDS_OUT)[:, None] & listed_BR
         for b, at in ((heads_BR > 0) | alike_BR).nonzero().tolist():
             block = None if place_B is None else int(place_B[b])
             self.strongest.append(
@@ -145,23 +146,14 @@ class SecondarySearch:
                     importance=float(mean_BR[b, at]),
                     block=block,
                     alignment=None if block is None or alignment_MBR is None else float(alignment_MBR[block, b, at]),
-                    layers=_numbers(above_ABHR[:, b, :, at].any(1), first=1),
-                    alike=None if alignment_MBR is None else _numbers(alignment_MBR[:, b, at] > ALIGNED, first=0),
+                    layers=(above_ABHR[:, b, :, at].any(1).nonzero()[:, 0] + 1).tolist(),
+                    alike=None if aligned_MBR is None else aligned_MBR[:, b, at].nonzero()[:, 0].tolist(),
                 )
             )
         self.strongest.sort(key=lambda one: (-one.heads, -one.importance, one.sequence, one.position))
         self.strongest = first_of_each(self.strongest, STRONGEST)
         self._sequences += len(valid_BR)
-        return 100.0 * (above_ABHR & _counted(position_R, count_B1)[:, None]).any(-1)
-
-
-def _listed(position_R: Tensor, count_B1: Tensor) -> Tensor:
-    """Return a mask (B, R) of the listed positions: from 2 on, as long as half of the queries, or 16, can see them."""
-    return (position_R > 1) & ((2 * position_R <= count_B1) | (count_B1 - position_R + 1 >= ENOUGH))
-
-
-def _counted(position_R: Tensor, count_B1: Tensor) -> Tensor:
-    return (position_R > FIRST_FEW) & (2 * position_R <= count_B1)
+        return 100.0 * (above_ABHR & (past_R & half_BR)[:, None]).any(-1)
 
 
 def first_of_each(sinks: Sequence[SecondarySink], number: int) -> list[SecondarySink]:
@@ -174,7 +166,3 @@ def first_of_each(sinks: Sequence[SecondarySink], number: int) -> list[Secondary
         if seen[near] <= number:
             kept.append(one)
     return kept
-
-
-def _numbers(chosen_X: Tensor, first: int) -> list[int]:
-    return [index + first for (index,) in chosen_X.nonzero().tolist()]

@@ -14,7 +14,7 @@ batch, Q queries, S keys, R positions, aligned so that index 0 is the first real
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, cast
 
 import numpy as np
 import torch
@@ -98,12 +98,8 @@ class WithArrays(Part):
 
 
 def bucket_starts(first: int, last: int) -> list[int]:
-    """Return `first` and the powers of two above it, up to `last`: 0, 1, 2, 4, .. or 1, 2, 4, .."""
-    starts, power = [first], max(first * 2, 1)
-    while power <= last:
-        starts.append(power)
-        power *= 2
-    return starts
+    """Return `first`, which is 0 or 1, and the powers of two above it, up to `last`: 0, 1, 2, 4, .. or 1, 2, 4, .."""
+    return [first, *(2**power for power in range(first, last.bit_length()))]
 
 
 class Angles:
@@ -117,16 +113,16 @@ class Angles:
         dtype = accumulate_dtype(q_BHTD.dtype)
         q_BHTD, k_BGTD = q_BHTD.detach().to(dtype), k_BGTD.detach().to(dtype)
         k_BGTD = k_BGTD.repeat(1, 1, 1, q_BHTD.shape[-1] // k_BGTD.shape[-1])  # once for each query of a head
-        self.mask, self.positions = mask, k_BGTD.shape[2]
         self.q_norm_BHT = token_norms(q_BHTD)
         k_norm_BGT = token_norms(k_BGTD)
         self.k_norm_BHT = k_norm_BGT.repeat_interleave(q_BHTD.shape[1] // k_BGTD.shape[1], 1)
-        self._q, self._k = _unit(q_BHTD, self.q_norm_BHT), _unit(k_BGTD, k_norm_BGT)
+        units = _unit(q_BHTD, self.q_norm_BHT), _unit(k_BGTD, k_norm_BGT)
+        self._cosines = bl.ScoreMatrix(*units, mask, scale=1.0)
 
     def block(self, part: bl.Block) -> tuple[Tensor, Tensor]:
         """Compute the cosines of a block (B, H, Q, S) and its mask: 1 where a query sees an earlier or equal key."""
-        cosine = bl.raw_scores(self._q, self._k, part, 1.0)
-        seen = bl.mask_block_(torch.ones_like(cosine), part, 0, self.positions, self.mask, value=0)
+        cosine = self._cosines.raw(part)
+        seen = self._cosines.hide_(torch.ones_like(cosine), part, 0)
         return cosine.mul_(seen), seen.tril_(part.start - part.low)
 
 
@@ -135,7 +131,9 @@ class Layer:
 
     Attributes:
         real: real tokens among the columns of the batch.
-        sees_queries: whether queries can be read; angles exist only then.
+        sees_queries: whether queries can be read; `angles` and `pairs_BHT` exist only then.
+        angles: angles of the layer's queries and keys.
+        pairs_BHT: number of queries counted so far that see each key.
         first_B11: column of the first real token.
         count_B1: number of real tokens.
         counted_BT: 1 if a query is a real token, else 0.
@@ -144,35 +142,18 @@ class Layer:
 
     def __init__(self, weights_BHQS: Tensor, real: RealTokens, angles: Angles | None) -> None:
         device = weights_BHQS.device
-        self.real, self._angles, self.sees_queries = real, angles, angles is not None
+        self.real, self.angles, self.sees_queries = real, cast(Angles, angles), angles is not None
         self.first_B11 = real.index_BR[:, :1, None].to(device)
         self.count_B1 = real.count_B.to(weights_BHQS)[:, None]
         self.counted_BT = real.mask_BT.to(device, weights_BHQS.dtype)
         self.starts_D = torch.tensor(bucket_starts(0, real.index_BR.shape[1] - 1), device=device)
-        self._pairs_BHT = self.sums("LHT", weights_BHQS)
+        self.pairs_BHT = self.sums("LHT", weights_BHQS)
 
     def sums(self, axes: str, weights_BHQS: Tensor) -> Tensor:
         """Return zeros (B, H), with an additional axis for distances or batch columns if `axes` has one."""
         columns, distances = self.counted_BT.shape[1], len(self.starts_D)
         wide = {"H": (), "D": (distances,), "T": (columns,), "Q": (columns,)}[axes[-1]]
         return weights_BHQS.new_zeros(*weights_BHQS.shape[:2], *wide)
-
-    @property
-    def angles(self) -> Angles:
-        """Angles of the layer's queries and keys; requires access to the queries."""
-        assert self._angles is not None
-        return self._angles
-
-    @property
-    def seen_by_BHT(self) -> Tensor:
-        """Number of queries counted so far that see each key, at least 1; requires access to the queries."""
-        assert self.sees_queries
-        return self._pairs_BHT.clamp(min=1)
-
-    def count(self, block: "ScoreBlock") -> None:
-        """Add the queries of the next block to `seen_by_BHT`."""
-        if self.sees_queries:
-            self._pairs_BHT[:, :, block.keys] += block.cosine_and_seen[1].sum(-2)
 
 
 class ScoreBlock:
@@ -298,15 +279,10 @@ class OfRows(Statistic, ABC):
             Mean over the real queries (B, H), or by distance (B, H, D) (axes LH, LHD); mean over the real queries that
             see a key (B, H, R) (LHT); the values of the queries (B, H, R) (LHQ).
         """
-        match self.axes[-1]:
-            case "T":
-                return layer.real.align(sums / layer.seen_by_BHT)
-            case "Q":
-                return layer.real.align(sums)
-            case "D":
-                return sums / layer.count_B1[..., None]
-            case _:
-                return sums / layer.count_B1
+        last = self.axes[-1]
+        if last in "TQ":
+            return layer.real.align(sums / layer.pairs_BHT.clamp(min=1) if last == "T" else sums)
+        return sums / (layer.count_B1[..., None] if last == "D" else layer.count_B1)
 
 
 class OfStream(Statistic, ABC):

@@ -83,7 +83,13 @@ def measure_ablations(
         with plan.surgery:
             ablated = remeasure(tokens_NT[:, plan.dropped :], plan.first_target - plan.dropped)
             largest = strongest(_largest_by_block(model, tokens_NT[0]))[0] if plan.largest else None
-        _check_hidden(ablated, plan.hidden)
+        if plan.hidden:  # only as many queries attend to the hidden keys, and their rows sum to at most one
+            taken = (ablated.importance[..., : plan.hidden] * (ablated.length - np.arange(plan.hidden))).sum(-1)
+            if taken.max() > plan.hidden * (1 + 1e-3):
+                raise SinklabError(
+                    f"the first keys are still visible to later queries in layer {int(taken.max(-1).argmax()) + 1}: "
+                    "this model's attention ignores its attention mask, so mask_first cannot be measured"
+                )
         before = losses[plan.first_target]
         assert before is not None
         assert ablated.loss is not None
@@ -191,15 +197,3 @@ def _zero_massive(name: str, model: LanguageModel, tokens_T: Tensor, first_targe
         first_target=first_target,
         largest=top,
     )
-
-
-def _check_hidden(ablated: Measurement, hidden: int) -> None:
-    """Check that only the first `hidden` queries attend to the `hidden` keys (their rows sum to at most one)."""
-    queries = ablated.length - np.arange(hidden)
-    taken = (ablated.importance[..., :hidden] * queries).sum(-1)
-    if hidden and taken.max() > hidden * (1 + 1e-3):
-        layer = int(taken.max(-1).argmax()) + 1
-        raise SinklabError(
-            f"the first keys are still visible to later queries in layer {layer}: this model's attention ignores its "
-            "attention mask, so mask_first cannot be measured"
-        )

@@ -7,7 +7,7 @@ hook covers all model families. The hooked modules are counted: an attention lay
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,27 +131,23 @@ def zeroed(
         yield
 
 
-@contextmanager
-def swapped_positions(model: LanguageModel, i: int, j: int) -> Iterator[None]:
+def swapped_positions(model: LanguageModel, i: int, j: int) -> AbstractContextManager[None]:
     """Swap the learned embeddings of positions i and j (table 7 of the paper, `swapped`).
 
     Raises:
-        InputError: if the model has no learned positional embeddings, they are offloaded, a position does not exist, or
-            i equals j.
+        InputError: when entered, if the model has no learned positional embeddings, they are offloaded, a position does
+            not exist, or i equals j.
     """
-    with _rewritten_positions(model, {i: j, j: i}):
-        yield
+    return _rewritten_positions(model, {i: j, j: i})
 
 
-@contextmanager
-def replaced_position(model: LanguageModel, i: int, j: int) -> Iterator[None]:
+def replaced_position(model: LanguageModel, i: int, j: int) -> AbstractContextManager[None]:
     """Replace the learned embedding of position i with that of position j (table 7 of the paper, `replaced`).
 
     Raises:
         InputError: see `swapped_positions`.
     """
-    with _rewritten_positions(model, {i: j}):
-        yield
+    return _rewritten_positions(model, {i: j})
 
 
 def check_pair(i: int, j: int) -> None:
@@ -272,19 +268,17 @@ class _HiddenKeys:
         if mask is not None and not isinstance(mask, Tensor):
             raise SinklabError(f"{type(module).__name__} uses a {type(mask).__name__} as mask: no key can be hidden")
         self._reached += 1
-        mask = self._without_first(mask, states_BTC)
-        place = names.index("attention_mask")
-        if place < len(args):
-            return (*args[:place], mask, *args[place + 1 :]), kwargs
-        return args, kwargs | {"attention_mask": mask}
-
-    def _without_first(self, mask: Tensor | None, states_BTC: Tensor) -> Tensor:
         place_T = torch.arange(states_BTC.shape[1], device=states_BTC.device)
         first_B1 = self._columns(states_BTC)[:, None]
         late_BT = place_T >= first_B1 + self._n
         hidden_B1TT = (late_BT[:, :, None] & ((place_T >= first_B1) & ~late_BT)[:, None, :])[:, None]
         if mask is None:
-            return (place_T <= place_T[:, None]) & ~hidden_B1TT
-        if mask.dtype != torch.bool:
-            return mask.masked_fill(hidden_B1TT, torch.finfo(mask.dtype).min)
-        return mask | hidden_B1TT if self._true_hides else mask & ~hidden_B1TT
+            mask = (place_T <= place_T[:, None]) & ~hidden_B1TT
+        elif mask.dtype != torch.bool:
+            mask = mask.masked_fill(hidden_B1TT, torch.finfo(mask.dtype).min)
+        else:
+            mask = mask | hidden_B1TT if self._true_hides else mask & ~hidden_B1TT
+        place = names.index("attention_mask")
+        if place < len(args):
+            return (*args[:place], mask, *args[place + 1 :]), kwargs
+        return args, kwargs | {"attention_mask": mask}

@@ -31,7 +31,7 @@ def measure_mixing(
     tokens_NT: Tensor,
     position: int,
     batch_size: int | None = None,
-    step: Callable[[int], None] = lambda sequences: None,
+    reached: Callable[[int], None] = lambda done: None,
 ) -> Mixing:
     """Measure how far replacing the token at one position spreads, by block; the model is restored afterwards.
 
@@ -39,8 +39,8 @@ def measure_mixing(
         tokens_NT: token ids, without padding.
         position: position of the replaced token, 1-based.
         batch_size: sequences per forward pass, each with both tokens; by default `BATCH_SIZE`.
-        step: called with the number of rows of every forward pass (two per sequence) and of those left out; the total
-            is `MIXING_PASSES` times N.
+        reached: called after every forward pass with the number of rows done (two per sequence), including those left
+            out; the total is `MIXING_PASSES` times N.
 
     Raises:
         InputError: if the position is not within 2 .. T - 1, or all sequences have the same token there.
@@ -56,11 +56,26 @@ def measure_mixing(
             "use another position, or more sequences"
         )
     pairs_N2T = torch.stack([tokens_NT[differs_N], changed_NT[differs_N]], 1)
-    step(MIXING_PASSES * (len(tokens_NT) - len(pairs_N2T)))  # sequences left out: their token equals the next one's
-    spreads = []
+    done = MIXING_PASSES * (len(tokens_NT) - len(pairs_N2T))  # sequences left out: their token equals the next one's
+    adapter, spreads = adapt(model), []
+
+    def change(hidden_BTC: Tensor) -> Tensor:
+        """Return |h' - h| / |h|, mean over later positions, summed over sequences.
+
+        The second half of the batch has the replaced token.
+        """
+        before, after = hidden_BTC[:, adapter.leading + position :].double().chunk(2)
+        return (token_norms(after - before) / token_norms(before).clamp(min=1e-30)).mean(1).sum().cpu()
+
     for surgery in (nullcontext(), masked_first_keys(model, 1)):
-        with surgery:
-            spreads.append(_spread(model, pairs_N2T, position, batch_size or BATCH_SIZE, step))
+        total_M = torch.zeros(())
+        with surgery, evaluating(model), residual_stream(residual_blocks(model), change) as found:
+            for part_B2T in pairs_N2T.split(batch_size or BATCH_SIZE):
+                adapter.run(part_B2T.transpose(0, 1).flatten(0, 1).to(adapter.device))
+                total_M = total_M + torch.stack(found)
+                done += 2 * len(part_B2T)
+                reached(done)
+        spreads.append((total_M / len(pairs_N2T)).tolist())
     with_first, without_first = spreads
     return Mixing(position=position, sequences=len(pairs_N2T), spread=with_first, spread_without_first=without_first)
 
@@ -76,29 +91,3 @@ def check_perturbed(position: int, length: int) -> None:
             f"--perturb {position} on sequences of {length} tokens: use 2 to {length - 1}, after the first token, so "
             "that it can be hidden, and before the last, so that the change can spread"
         )
-
-
-def _spread(
-    model: LanguageModel,
-    pairs_N2T: Tensor,
-    position: int,
-    batch_size: int,
-    step: Callable[[int], None],
-) -> list[float]:
-    """Compute the spread before the first block and after each block, mean over sequences and later positions."""
-    adapter, total_M = adapt(model), torch.zeros(())
-
-    def change(hidden_BTC: Tensor) -> Tensor:
-        """Return |h' - h| / |h|, mean over later positions, summed over sequences.
-
-        The second half of the batch has the replaced token.
-        """
-        before, after = hidden_BTC[:, adapter.leading + position :].double().chunk(2)
-        return (token_norms(after - before) / token_norms(before).clamp(min=1e-30)).mean(1).sum().cpu()
-
-    with evaluating(model), residual_stream(residual_blocks(model), change) as found:
-        for part_B2T in pairs_N2T.split(batch_size):
-            adapter.run(part_B2T.transpose(0, 1).flatten(0, 1).to(adapter.device))
-            total_M = total_M + torch.stack(found)
-            step(2 * len(part_B2T))
-    return (total_M / len(pairs_N2T)).tolist()

@@ -22,10 +22,10 @@ inconclusive.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinklab.attention.config import CausalMask
 from sinklab.attention.layer_call import LayerCall
@@ -37,7 +37,7 @@ from sinklab.model.position import T5, Relative, alibi_slopes, bucket_numbers
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.families import ROTARY_CLASS, SINK_LOGITS, family_of
-from sinklab.models.hooks import evaluating, hidden_states, hooked
+from sinklab.models.hooks import evaluating, residual_stream
 from sinklab.models.huggingface.anatomy import attention_layers, decoder_blocks, input_device, quantisation
 from sinklab.models.intercept import intercept
 from sinklab.models.memory_budget import FLOAT, SHARE, free_bytes
@@ -71,22 +71,21 @@ def attention_matrices(model: LanguageModel, tokens_BT: Tensor) -> Matrices:
     Raises:
         SinklabError: if the blocks of the model cannot be found, or another thread intercepts the model.
     """
-    found, adapter = Matrices([], [], []), adapt(model)
+    adapter = adapt(model)
     options = {} if isinstance(model, Transformer) else {"use_cache": False}
     options |= {} if adapter.dispatches else {"output_attentions": True}
-
-    def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        found.hidden.append(hidden_states(output))
+    attention: list[Tensor] = []
+    logit_bounds: list[Tensor] = []
 
     def observe(layer: LayerCall) -> Tensor:
         layer = layer if layer.library is None else layer.changed(backend="chunked")
         q_BHTD, k_BGTD = layer.call.q_BHTD, layer.call.k_BGTD
         (B, G, T, _), scale = k_BGTD.shape, layer.call.scale
         unit_BGTT = torch.eye(T, dtype=k_BGTD.dtype, device=k_BGTD.device).expand(B, G, T, T)
-        found.attention.append(replace(layer, value_BGSV=unit_BGTT).output())
+        attention.append(replace(layer, value_BGSV=unit_BGTT).output())
         q_BH, k_BG = (x.double().norm(dim=-1).amax(-1) for x in (q_BHTD, k_BGTD))
         products_BH = q_BH * k_BG.repeat_interleave(q_BH.shape[1] // G, 1)
-        found.logit_bounds.append(products_BH * abs(k_BGTD.shape[-1] ** -0.5 if scale is None else scale))
+        logit_bounds.append(products_BH * abs(k_BGTD.shape[-1] ** -0.5 if scale is None else scale))
         return layer.output()
 
     if adapter.dispatches:
@@ -95,12 +94,9 @@ def attention_matrices(model: LanguageModel, tokens_BT: Tensor) -> Matrices:
         from sinklab.measuring.huggingface.matrix_records import eager_attention
 
         reading = eager_attention(cast("PreTrainedModel", adapter.module))
-    hooks = (block.register_forward_hook(leaving) for block in residual_blocks(model))
-    with evaluating(model), reading, hooked(hooks):
+    with evaluating(model), reading, residual_stream(residual_blocks(model), lambda hidden_BTC: hidden_BTC) as hidden:
         output = model(tokens_BT.to(adapter.device), **options)
-    if not found.attention:
-        found.attention.extend(output.attentions)
-    return found
+    return Matrices(attention or list(output.attentions), logit_bounds, hidden[1:])
 
 
 def is_coarse(dtype: torch.dtype) -> bool:
@@ -115,14 +111,9 @@ def in_float32(model: LanguageModel) -> Iterator[None]:
     The model is not converted if it is quantised, has offloaded weights, or the copies exceed half of the free memory;
     the dtype of its hidden states then has less precision than float32.
     """
-    weights = [(weight, weight.data) for weight in model.parameters() if is_coarse(weight.dtype)]
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if is_coarse(buffer.dtype)
-    ]
-    copied = sum(tensor.numel() for *_, tensor in (*weights, *buffers)) * FLOAT
+    tensors = (*model.parameters(), *model.buffers())
+    coarse = [(tensor, tensor.data) for tensor in tensors if is_coarse(tensor.dtype)]
+    copied = sum(before.numel() for _, before in coarse) * FLOAT
     plain = all(type(weight.data) is Tensor and not weight.is_meta for weight in model.parameters())
     quantised = not isinstance(model, Transformer) and quantisation(model.config)
     free = free_bytes(input_device(model)) if plain and not quantised else 0
@@ -130,16 +121,12 @@ def in_float32(model: LanguageModel) -> Iterator[None]:
         yield
         return
     try:
-        for weight, before in weights:
-            weight.data = before.float()
-        for module, name, before in buffers:
-            setattr(module, name, before.float())
+        for tensor, before in coarse:
+            tensor.data = before.float()
         yield
     finally:
-        for weight, before in weights:
-            weight.data = before
-        for module, name, before in buffers:
-            setattr(module, name, before)
+        for tensor, before in coarse:
+            tensor.data = before
 
 
 LENGTH = 64  # default length of the check; whole matrices are stored
@@ -153,25 +140,19 @@ STATEMENTS = {
 }
 
 
-def check_propositions(model: LanguageModel, token: int | Sequence[int], length: int = LENGTH) -> Propositions:
+def check_propositions(model: LanguageModel, tokens: Sequence[int], length: int = LENGTH) -> Propositions:
     """Compute the model's deviation from the paper's proposition on its positional embedding, in float32 if possible.
 
     Args:
-        token: one token id, or several token ids, each repeated in its own sequence.
-        length: number of repetitions T; T x T matrices are kept in memory.
+        tokens: token ids, each repeated in its own sequence.
+        length: number of repetitions T, at least 2; T x T matrices are kept in memory.
 
     Raises:
-        InputError: if there are no tokens, `length` is below 2, or it is not known which proposition covers the model
-            (`position_kind`).
+        InputError: if it is not known which proposition covers the model (`position_kind`).
     """
-    ids = [token] if isinstance(token, int) else list(token)
-    if not ids or length < 2:
-        raise InputError(
-            f"{len(ids)} tokens repeated {length} times: pass at least one token, and a length of at least 2"
-        )
     kind = position_kind(model)
     with in_float32(model):
-        seen = attention_matrices(model, torch.tensor(ids)[:, None].expand(-1, length))
+        seen = attention_matrices(model, torch.tensor(tokens)[:, None].expand(-1, length))
     dtype = seen.hidden[0].dtype
     tolerance = torch.finfo(dtype).eps ** 0.5
     hidden = max(_spread(h_BTC) for h_BTC in seen.hidden)
@@ -187,7 +168,7 @@ def check_propositions(model: LanguageModel, token: int | Sequence[int], length:
         position=kind,
         number=number,
         statement=STATEMENTS[number],
-        tokens=len(ids),
+        tokens=len(tokens),
         length=length,
         hidden_deviation=hidden,
         attention_deviation=deviation,

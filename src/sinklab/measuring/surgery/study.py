@@ -114,14 +114,10 @@ def measure_with_study(
         if plans:
             found["ablations"] = measure_ablations(model, tokens_NT, plans, measurement, remeasure)
         if study.perturb is not None:
-            done, before = 0, before + 1
-
-            def step(sequences: int) -> None:
-                nonlocal done
-                done += sequences
-                reached(done, len(tokens_NT))
-
-            found["mixing"] = measure_mixing(model, tokens_NT, study.perturb, options.batch_size, step)
+            before += 1
+            found["mixing"] = measure_mixing(
+                model, tokens_NT, study.perturb, options.batch_size, lambda done: reached(done, len(tokens_NT))
+            )
         if study.perturb is not None or any(plan.hidden for plan in plans):
             notes += adapter.kinds.notes_on_hidden_keys()
         if measurement.inputs == "repeat":

@@ -42,19 +42,11 @@ def attention_layers(config: "PretrainedConfig") -> int:
     return count
 
 
-def query_heads(config: "PretrainedConfig") -> int:
-    """Return the number of query heads per layer; the maximum if layers differ."""
-    heads = config.get_text_config(decoder=True).num_attention_heads
-    return heads if isinstance(heads, int) else max(heads)
-
-
 def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
     """Return the decoder blocks in order; empty if no module list has as many entries as the config has layers."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return list(module)
-    return []
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return next((list(blocks) for blocks in lists if len(blocks) == layers), [])
 
 
 def bodies(model: "PreTrainedModel") -> list[nn.Module]:
@@ -103,45 +95,10 @@ def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[No
             config._attn_implementation_internal = implementation
 
 
-def check_length(config: "PretrainedConfig", length: int) -> None:
-    """Check that sequences are not longer than the context in the config.
-
-    The context is `max_position_embeddings`, or its scaled value with linear, dynamic or yarn RoPE scaling.
-
-    Raises:
-        InputError: if the sequences are longer; the message states the maximum length. Never if the config has none.
-    """
-    text = config.get_text_config(decoder=True)
-    context = getattr(text, "max_position_embeddings", None)
-    if not context or context < 0:  # -1 in XLNet: no limit
-        return
-    for rope in rotary_parameters(config):
-        if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
-            original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
-            context = max(context, int(original * (rope.get("factor") or 1)))
-    if length > context:
-        raise InputError(
-            f"sequences of {length} tokens are beyond the model's context of {context}: "
-            f"use --length {context} or less, or truncate the tokens"
-        )
-
-
 def rotary_parameters(config: "PretrainedConfig") -> list[dict[str, Any]]:
     """Return the RoPE parameters: one dict for all layers, or one per kind of layer; empty without RoPE."""
     given = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return [rope for rope in ((given,) if "rope_type" in given else given.values()) if isinstance(rope, dict)]
-
-
-def rope_depends_on_length(config: "PretrainedConfig", length: int, longest: int) -> bool:
-    """Return True if RoPE scaling (longrope, dynamic) differs between two lengths, as in `dynamic_rope_update`."""
-    text = config.get_text_config(decoder=True)
-    for rope in rotary_parameters(config):
-        kind = rope.get("rope_type")
-        if kind == "longrope" and length <= rope["original_max_position_embeddings"] < longest:
-            return True
-        if kind == "dynamic" and longest > text.max_position_embeddings:
-            return True
-    return False
 
 
 def quantisation(config: "PretrainedConfig") -> str | None:

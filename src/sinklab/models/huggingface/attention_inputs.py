@@ -17,11 +17,13 @@ NORM = "norm"  # substring of a norm's class name in lower case
 HIDDEN = "hidden_states"  # keyword argument of an attention module
 
 
-def check_differentiable(model: PreTrainedModel) -> None:
-    """Check that gradients can be computed through the model.
+def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Module]:
+    """Return the attention modules in call order, and check that gradients can be computed at their inputs.
 
     Raises:
-        InputError: if weights are quantised (dequantised GGUF weights are allowed) or offloaded.
+        InputError: if weights are quantised (dequantised GGUF weights are allowed) or offloaded, or an input is not the
+            output of a norm (in OLMo 2, it is the residual stream).
+        SinklabError: if an attention call cannot be interpreted (`read_call`).
     """
     method = quantisation(model.config)
     if method and not (method == "gguf" and is_unpacked(model)):
@@ -30,15 +32,6 @@ def check_differentiable(model: PreTrainedModel) -> None:
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InputError("some weights are offloaded, which does not support gradients: load the whole model")
-
-
-def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Module]:
-    """Return the attention modules in call order, and check that the input of each is the output of a norm.
-
-    Raises:
-        InputError: if an input is not the output of a norm (in OLMo 2, it is the residual stream).
-        SinklabError: if an attention call cannot be interpreted (`read_call`).
-    """
     inputs: dict[nn.Module, Tensor | None] = {}
     norms: list[Tensor] = []
     found: list[nn.Module] = []

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -60,10 +61,6 @@ class Gguf:
                 "distant positions are rotated more than in the original"
             )
         return notes
-
-    def options(self) -> dict[str, Any]:
-        """Return from_pretrained arguments; transformers would look for a relative path in the current directory."""
-        return {"gguf_file": str(self.path)}
 
     def weight_options(self) -> dict[str, Any]:
         """Return arguments that dequantise the weights; transformers 5.23 and later can leave them quantised."""
@@ -115,18 +112,23 @@ def read_header(path: Path) -> Gguf:
         InputError: if gguf or accelerate is not installed, or the file cannot be read, is damaged or truncated, has no
             weights, or is one part of a model split into several files.
     """
-    for package in PACKAGES:
-        try:
-            import_module(package)
-        except ImportError as error:
-            raise InputError(
-                f"reading {path.name} needs the packages {' and '.join(PACKAGES)}, and {package} is not installed: "
-                f"{install_command('gguf')}"
-            ) from error
+    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+        raise InputError(
+            f"reading {path.name} needs the packages {' and '.join(PACKAGES)}, and {missing[0]} is not installed: "
+            f"{install_command('gguf')}"
+        )
+
+    class Reader(import_module("gguf").GGUFReader):
+        def _get(self, *args: Any, **options: Any) -> Any:
+            self.data = np.asarray(self.data)  # slicing an array is three times as fast as slicing a memmap
+            return super()._get(*args, **options)
+
     try:
-        reader = _read(path)
-        architecture = _value(reader, "general.architecture")
-        parts = _value(reader, "split.count", 1)
+        reader = Reader(path)
+        architecture, split = (reader.get_field(key) for key in ("general.architecture", "split.count"))
+        if architecture is None:
+            raise ValueError("the file has no general.architecture")
+        parts = 1 if split is None else split.contents()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or cause(error)}") from error
     except Exception as error:  # the reader raises various exceptions on damaged files
@@ -144,7 +146,7 @@ def read_header(path: Path) -> Gguf:
         raise InputError(f"{path} has no weights (a vocabulary only?): use the .gguf file of a model")
     types = tuple(name for name, _ in weights.most_common())
     scaled = any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)
-    return Gguf(path, architecture, types, weights.total(), scaled, reader)
+    return Gguf(path, architecture.contents(), types, weights.total(), scaled, reader)
 
 
 def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
@@ -173,19 +175,3 @@ def as_ordinary(model: Any) -> "PreTrainedModel":
 def is_unpacked(model: "PreTrainedModel") -> bool:
     """Return True if the weights of a model from a GGUF file are dequantised."""
     return not any(hasattr(module, "ggml_type") for module in model.modules())
-
-
-def _read(path: Path | str) -> Any:
-    class Reader(import_module("gguf").GGUFReader):
-        def _get(self, *args: Any, **options: Any) -> Any:
-            self.data = np.asarray(self.data)  # slicing an array is three times as fast as slicing a memmap
-            return super()._get(*args, **options)
-
-    return Reader(path)
-
-
-def _value(reader: Any, key: str, default: Any = None) -> Any:
-    field = reader.get_field(key)
-    if field is None and default is None:
-        raise ValueError(f"the file has no {key}")
-    return default if field is None else field.contents()

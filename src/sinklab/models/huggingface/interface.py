@@ -29,7 +29,6 @@ from sinklab.attention import masks
 from sinklab.attention.layer_call import LayerCall, LibraryKernel
 from sinklab.attention.operations.call import Call
 from sinklab.attention.operations.similarity import Softmax
-from sinklab.attention.primitive import attend
 from sinklab.attention.scores import Score, broadcast_index, compose, softcap
 from sinklab.errors import SinklabError
 from sinklab.models.families import SELECTED, UNREADABLE_EXTRAS
@@ -67,8 +66,16 @@ def read_call(
         attention_mask = _selected(attention_mask, chosen_BTK, key.shape[2])
     cap, sinks, bias = (extras.get(name) for name in ("softcap", "s_aux", "position_bias"))
     score = compose(softcap(cap) if cap is not None else None, _additive(bias))
-    if attention_mask is None or attention_mask.dtype == torch.bool:
-        allowed = _allowed(module, attention_mask, extras, key.shape[2] - query.shape[2])
+    if attention_mask is None:
+        is_causal = extras.get("is_causal")
+        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            raise SinklabError(
+                f"{type(module).__name__} attends to later tokens as well: sinks are measured on causal language models"
+            )
+        allowed = masks.CAUSAL
+    elif attention_mask.dtype == torch.bool:
+        cached = key.shape[2] - query.shape[2]
+        allowed = masks.Dense(attention_mask, later=bool(attention_mask.triu(1 + cached).any()))
     else:  # masked scores have about the dtype's minimum added
         score = compose(score, _additive(attention_mask))
         allowed = masks.Dense(attention_mask > torch.finfo(attention_mask.dtype).min / 2, later=True)
@@ -80,24 +87,13 @@ def read_call(
         return kernel(module, query, key, value, attention_mask, scaling=scaling, **extras)[0].transpose(1, 2)
 
     def chunked() -> Tensor:
-        out_BHTV, lse_BHT = attend(query, key, value, score=score, mask=allowed, scale=scale)
+        out_BHTV, lse_BHT = call.attend(value)
         if sinks is not None:
             out_BHTV = out_BHTV * torch.sigmoid(lse_BHT - sinks[None, :, None])[..., None].to(out_BHTV.dtype)
         return out_BHTV
 
     library = LibraryKernel("sdpa", fused) if cap is None and sinks is None else LibraryKernel("chunked", chunked)
     return LayerCall(SOFTMAX, call, value, library=library)
-
-
-def _allowed(module: nn.Module, mask: Tensor | None, extras: dict[str, Any], cached: int) -> masks.Mask:
-    if mask is not None:
-        return masks.Dense(mask, later=bool(mask.triu(1 + cached).any()))
-    is_causal = extras.get("is_causal")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise SinklabError(
-            f"{type(module).__name__} attends to later tokens as well: sinks are measured on causal language models"
-        )
-    return masks.CAUSAL
 
 
 def _selected(mask: Tensor | None, chosen_BTK: Tensor, keys: int) -> Tensor:

@@ -6,7 +6,7 @@ hub repository, and the tokenizer is in the subfolder or at the top.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -72,14 +72,11 @@ class Pretrained:
     commit: str | None = None
 
 
-def load_pretrained(
-    name: str, loading: Loading = AS_IT_IS, check: "Callable[[PreTrainedTokenizerBase], None] | None" = None
-) -> Pretrained:
+def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
     """Load a model and its tokenizer.
 
     Args:
         name: directory, .gguf file or directory that contains one, or name on the Hugging Face hub.
-        check: called with the tokenizer before the weights are read, which may take minutes; may raise an error.
 
     Raises:
         InputError: if the model does not exist, is an encoder-decoder, or its config, tokenizer or weights are missing,
@@ -88,15 +85,14 @@ def load_pretrained(
     """
     wanted, target = pick_dtype(loading.dtype), None if loading.device == DEVICE_MAP else pick_device(loading.device)
     source = _find(name, loading)
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     register()
     config = source.read("config", AutoConfig.from_pretrained)
     if config.is_encoder_decoder:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): use a decoder-only language model")
-    tokenizer = _tokenizer(source, config, loading.subfolder)
-    if check is not None:
-        check(tokenizer)
+    given = {} if source.gguf is not None else {"config": config}
+    tokenizer = _with_tokenizer(source, loading.subfolder).read("tokenizer", AutoTokenizer.from_pretrained, given)
     notes, declared = [], config.get_text_config(decoder=True).dtype or config.dtype
     if source.gguf is not None:
         wanted = torch.float32 if wanted == "auto" else wanted
@@ -112,7 +108,8 @@ def load_pretrained(
     elif quantisation(config):  # a quantised model cannot be moved later
         load["device_map"] = {"": target}
     with without_bars() if Path(source.place).expanduser().exists() else nullcontext():  # downloads show their progress
-        model, info = source.read("weights", AutoModelForCausalLM.from_pretrained, load | source.weight_options())
+        load |= source.gguf.weight_options() if source.gguf is not None else {}
+        model, info = source.read("weights", AutoModelForCausalLM.from_pretrained, load)
     if missing := sorted(info["missing_keys"]):
         raise InputError(
             f"the weights of {name} are incomplete: {len(missing)} tensors are missing, such as {missing[0]}. "
@@ -165,32 +162,29 @@ class _Source:
             revision = f" at revision {self.options['revision']}" if self.options["revision"] else ""
             raise InputError(f"the {part} of {self.name}{revision} could not be loaded: {why}") from error
 
-    def weight_options(self) -> dict[str, Any]:
-        """Return additional from_pretrained arguments for the weights."""
-        return {} if self.gguf is None else self.gguf.weight_options()
-
 
 def _find(name: str, loading: Loading) -> _Source:
     options: dict[str, Any] = {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision}
-    path = find_gguf(name)
-    if path is None:
-        _check_directory(name)
-        if loading.subfolder is not None and not Path(name).expanduser().is_dir():
-            options["subfolder"] = loading.subfolder
-        return _Source(name, name, options, None)
-    header = read_header(path)
-    return _Source(name, str(path.parent), options | header.options(), header)
-
-
-def _tokenizer(source: _Source, config: Any, subfolder: str | None) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer
-
-    if source.gguf is not None:
-        return source.read("tokenizer", AutoTokenizer.from_pretrained)
-    where = tokenizer_options(source.name, source.place, source.options, subfolder)
-    return replace(source, place=where.pop("pretrained_model_name_or_path"), options=where).read(
-        "tokenizer", AutoTokenizer.from_pretrained, {"config": config}
-    )
+    if (path := find_gguf(name)) is not None:
+        return _Source(name, str(path.parent), options | {"gguf_file": str(path)}, read_header(path))
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        check_name(name)
+        inside = {} if loading.subfolder is None else {"subfolder": loading.subfolder}
+        return _Source(name, name, options | inside, None)
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"{name} has no config.json: pass the directory of a Hugging Face model, or a run directory (which has a "
+            "recipe.yaml)"
+        )
+    if not any(folder.glob("*.safetensors")):
+        if pickled := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
+            raise InputError(
+                f"{name} has its weights only in {pickled[0]}, a pickle file, which can run code and is never loaded. "
+                "If you trust it, convert it to model.safetensors with transformers' save_pretrained."
+            )
+        raise InputError(f"{name} has a config.json but no weights: add its .safetensors files")
+    return _Source(name, name, options, None)
 
 
 def check_revision(name: str, revision: str | None) -> None:
@@ -246,20 +240,6 @@ def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
         _find(name, loading).read("config", AutoConfig.from_pretrained)
 
 
-def load_pretrained_tokenizer(name: str, loading: Loading = AS_IT_IS) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a model, without its weights.
-
-    Raises:
-        InputError: if the model does not exist, or its config or tokenizer cannot be loaded.
-    """
-    from transformers import AutoConfig
-
-    register()
-    source = _find(name, loading)
-    config = source.read("config", AutoConfig.from_pretrained) if source.gguf is None else None
-    return _tokenizer(source, config, loading.subfolder)
-
-
 def check_name(name_or_dir: str) -> None:
     """Check that a name is a directory, a path that ends in .gguf or a valid hub name, without a request to the hub.
 
@@ -275,26 +255,6 @@ def check_name(name_or_dir: str) -> None:
         f"{name_or_dir or 'an empty MODEL'} {wrong}: pass a model directory, a run directory, a .gguf file, or a name "
         "on the Hugging Face hub such as openai-community/gpt2"
     )
-
-
-def _check_directory(name_or_dir: str) -> None:
-    folder = Path(name_or_dir).expanduser()
-    if not folder.is_dir():
-        check_name(name_or_dir)
-        return
-    if not (folder / "config.json").is_file():
-        raise InputError(
-            f"{name_or_dir} has no config.json: pass the directory of a Hugging Face model, or a run directory "
-            "(which has a recipe.yaml)"
-        )
-    if any(folder.glob("*.safetensors")):
-        return
-    if pickled := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
-        raise InputError(
-            f"{name_or_dir} has its weights only in {pickled[0]}, a pickle file, which can run code and is never "
-            "loaded. If you trust it, convert it to model.safetensors with transformers' save_pretrained."
-        )
-    raise InputError(f"{name_or_dir} has a config.json but no weights: add its .safetensors files")
 
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "spiece*")
@@ -333,44 +293,36 @@ def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | N
     return Path(found).parents[len(config.parts) - 1].name if isinstance(found, str) else None
 
 
-def tokenizer_options(name: str, place: str, options: Mapping[str, Any], subfolder: str | None) -> dict[str, Any]:
-    """Return the from_pretrained arguments for the tokenizer: next to the weights, else at the top above the subfolder.
+def _with_tokenizer(source: _Source, subfolder: str | None) -> _Source:
+    """Return the location of a model's tokenizer: next to the weights, else at the top above the subfolder.
 
     Without tokenizer files, transformers would silently create an empty tokenizer.
-
-    Args:
-        name: model directory, .gguf file or hub name, for messages.
-        place: local folder of the weights, or hub name.
-        options: from_pretrained arguments for the weights.
-        subfolder: subfolder that contains the weights; None for the top.
 
     Raises:
         InputError: if a local model has no tokenizer files, without `trust_remote_code`.
     """
-    beside = {"pretrained_model_name_or_path": place, **options}
-    folder = Path(place).expanduser()
+    folder = Path(source.place).expanduser()
+    if source.gguf is not None:
+        return source
     if not folder.is_dir():
-        if subfolder is None or _on_the_hub(place, options):
-            return beside
-        return {**beside, "subfolder": ""}
+        from transformers.utils.hub import cached_file
+
+        where = {key: source.options.get(key) for key in ("revision", "subfolder")}
+        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        files = ("tokenizer_config.json", "tokenizer.json")
+        if subfolder is None or any(cached_file(source.place, file, **where, **quiet) for file in files):
+            return source
+        return replace(source, options={**source.options, "subfolder": ""})
     places = [folder] if subfolder is None else [folder, folder.parents[len(PurePosixPath(subfolder).parts) - 1]]
     for one in places:
         if any(path for pattern in TOKENIZER_FILES for path in one.glob(pattern)):
-            return {**beside, "pretrained_model_name_or_path": str(one)}
-    if options["trust_remote_code"]:
-        return beside  # its tokenizer may need no file
+            return replace(source, place=str(one))
+    if source.options["trust_remote_code"]:
+        return source  # its tokenizer may need no file
     above = "" if len(places) == 1 else f", nor has {places[1]}"
     raise InputError(
-        f"{name} has no tokenizer{above}: put the tokenizer files (such as tokenizer.json) next to the weights"
+        f"{source.name} has no tokenizer{above}: put the tokenizer files (such as tokenizer.json) next to the weights"
     )
-
-
-def _on_the_hub(name: str, options: Mapping[str, Any]) -> bool:
-    from transformers.utils.hub import cached_file
-
-    where = {key: options[key] for key in ("revision", "subfolder")}
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    return any(cached_file(name, file, **where, **quiet) for file in ("tokenizer_config.json", "tokenizer.json"))
 
 
 def _is_local(name: str) -> bool:

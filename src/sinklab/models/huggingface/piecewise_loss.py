@@ -41,7 +41,8 @@ def forward_loss(
         vocabulary: number of rows of the token embedding, for the size of the logits.
         paused: context manager entered while only the LM head runs.
     """
-    wanted_BT = targets(tokens_BT, real_BT)
+    both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))  # the position and its target are real
+    wanted_BT = F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
     number = int((wanted_BT != IGNORED).sum())
     at_once = LOGITS_AT_ONCE_CUDA if tokens_BT.is_cuda else LOGITS_AT_ONCE
     pieces = math.ceil(vocabulary * tokens_BT.numel() / at_once)
@@ -62,12 +63,6 @@ def forward_loss(
     return total, number
 
 
-def targets(tokens_BT: Tensor, real_BT: Tensor) -> Tensor:
-    """Return the target (next token) of each position (B, T); IGNORED if it or the position is not real."""
-    both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))
-    return F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
-
-
 def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
     """Return the cross-entropy in nats, summed over all targets that are not IGNORED, in float32 (float64 for float64).
 
@@ -80,12 +75,6 @@ def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
         exact_NV = some_NV.to(accumulate_dtype(some_NV.dtype))
         total += float(F.cross_entropy(exact_NV, wanted_n, ignore_index=IGNORED, reduction="sum"))
     return total
-
-
-def forward_only(model: PreTrainedModel, tokens_BT: Tensor, arguments: dict[str, Any]) -> None:
-    """Run one forward pass without a loss; compute the logits of one position only, if the model supports this."""
-    few = {"logits_to_keep": 1} if has_piecewise_logits(model) else {}
-    model(tokens_BT, **arguments, **few)
 
 
 def has_piecewise_logits(model: PreTrainedModel) -> bool:

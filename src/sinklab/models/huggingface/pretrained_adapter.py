@@ -19,12 +19,13 @@ from sinklab.errors import InputError, SinklabError, cause
 from sinklab.models.families import ROTARY_EMBEDDING
 from sinklab.models.hooks import evaluating, hooked
 from sinklab.models.huggingface import anatomy
-from sinklab.models.huggingface.attention_inputs import attention_modules, check_differentiable, replaced_inputs
-from sinklab.models.huggingface.gates import GateLayout, GatePlace, gate_places, trying_gates, watched_gates
+from sinklab.models.huggingface.attention_inputs import attention_modules, replaced_inputs
+from sinklab.models.huggingface.gates import GateTrial, gate_places
 from sinklab.models.huggingface.gguf import is_unpacked
 from sinklab.models.huggingface.interface import attention_function, read_call
-from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, forward_only, has_piecewise_logits
+from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
+from sinklab.models.native import check_context
 
 TRIED = 8  # tokens of trial forward passes
 MOVED = 5  # positions by which queries are rotated in a trial
@@ -65,17 +66,12 @@ class HuggingFaceAdapter:
     @property
     def heads(self) -> int:
         """Number of query heads per layer; the maximum if layers differ."""
-        return anatomy.query_heads(self.module.config)
+        heads = self.module.config.get_text_config(decoder=True).num_attention_heads
+        return heads if isinstance(heads, int) else max(heads)
 
     @property
     def dispatches(self) -> bool:
         """Whether the model calls transformers' attention interface; determined by a forward pass if undeclared."""
-        if self.module not in _dispatch:
-            said = getattr(self.module, "_supports_attention_backend", False)
-            _dispatch[self.module] = said or self._dispatches_two_tokens()
-        return _dispatch[self.module]
-
-    def _dispatches_two_tokens(self) -> bool:
         model, calls = self.module, 0
 
         def count(layer: LayerCall) -> Tensor:
@@ -83,21 +79,35 @@ class HuggingFaceAdapter:
             calls += 1
             return layer.output() if layer.library is None else layer.library.output()
 
-        try:
-            with evaluating(model), self.intercepted(count):
-                model(torch.zeros(1, 2, dtype=torch.long, device=self.device), use_cache=False)
-        except (AttributeError, KeyError, TypeError):
-            if calls:
-                raise
-        return calls == self.attention_layers
+        if model not in _dispatch and getattr(model, "_supports_attention_backend", False):
+            _dispatch[model] = True
+        if model not in _dispatch:
+            try:
+                with evaluating(model), self.intercepted(count):
+                    model(torch.zeros(1, 2, dtype=torch.long, device=self.device), use_cache=False)
+            except (AttributeError, KeyError, TypeError):
+                if calls:
+                    raise
+            _dispatch[model] = calls == self.attention_layers
+        return _dispatch[model]
 
     def check_length(self, length: int) -> None:
         """Check that sequences are not longer than the context in the config.
 
+        The context is `max_position_embeddings`, or its scaled value with linear, dynamic or yarn RoPE scaling.
+
         Raises:
-            InputError: if the sequences are longer; the message states the maximum length.
+            InputError: if the sequences are longer; the message states the maximum. Never if the config has none.
         """
-        anatomy.check_length(self.module.config, length)
+        text = self.module.config.get_text_config(decoder=True)
+        context = getattr(text, "max_position_embeddings", None)
+        if not context or context < 0:  # -1 in XLNet: no limit
+            return
+        for rope in anatomy.rotary_parameters(self.module.config):
+            if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
+                original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+                context = max(context, int(original * (rope.get("factor") or 1)))
+        check_context(length, context)
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
         """Check token ids and sequence length, and that all `lengths` can be measured in one forward pass.
@@ -128,27 +138,28 @@ class HuggingFaceAdapter:
         paused: AbstractContextManager[None],
     ) -> tuple[Tensor, int]:
         """Run one forward pass; return the loss summed over real targets, on the CPU, and the number of targets."""
-        arguments: dict[str, Any] = {"use_cache": False}
+        arguments: dict[str, Any] = {}
         if real.padded:  # positions start at the first real token
             arguments["attention_mask"] = real.mask_BT.long()
             if "position_ids" in inspect.signature(self.module.forward).parameters:
                 arguments["position_ids"] = (real.mask_BT.long().cumsum(-1) - 1).clamp(min=0)
         if first_target is None:
-            forward_only(self.module, tokens_BT, arguments)
+            self.run(tokens_BT, **arguments)
             return torch.zeros((), dtype=torch.float64), 0
         loss, targets = forward_loss(
             self.module,
             tokens_BT,
             real.from_position(first_target - 1),
-            arguments=arguments,
+            arguments={"use_cache": False, **arguments},
             vocabulary=anatomy.vocabulary_size(self.module),
             paused=paused,
         )
         return torch.tensor(loss, dtype=torch.float64), targets
 
-    def run(self, tokens_BT: Tensor) -> None:
+    def run(self, tokens_BT: Tensor, **arguments: Any) -> None:
         """Run one forward pass; compute the logits of one position only, if the model supports this."""
-        forward_only(self.module, tokens_BT, {"use_cache": False})
+        few = {"logits_to_keep": 1} if has_piecewise_logits(self.module) else {}
+        self.module(tokens_BT, use_cache=False, **arguments, **few)
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
         """Compute the final hidden states (B, T, E) of the model's body."""
@@ -213,8 +224,14 @@ class HuggingFaceAdapter:
         return None
 
     def depends_on_length(self, short: int, long: int) -> bool:
-        """Return True if the RoPE scaling differs between the two lengths."""
-        return anatomy.rope_depends_on_length(self.module.config, short, long)
+        """Return True if RoPE scaling (longrope, dynamic) differs between the lengths, as in `dynamic_rope_update`."""
+        for rope in anatomy.rotary_parameters(self.module.config):
+            kind = rope.get("rope_type")
+            if kind == "longrope" and short <= rope["original_max_position_embeddings"] < long:
+                return True
+            if kind == "dynamic" and long > self.module.config.get_text_config(decoder=True).max_position_embeddings:
+                return True
+        return False
 
     def fixed_positions(self) -> str | None:
         """Return why keys cannot be re-rotated; None if `shift_rope` reproduces RoPE in every layer that has it.
@@ -227,8 +244,13 @@ class HuggingFaceAdapter:
         tokens_1T = self._some_tokens()
         places_T = torch.arange(tokens_1T.shape[1], device=self.device)
         queries: list[list[Tensor]] = []
+
+        def keep(layer: LayerCall) -> Tensor:
+            queries[-1].append(layer.call.q_BHTD)
+            return layer.output()
+
         # Hidden states depend only on distances, so queries at other positions differ only by their rotation.
-        with evaluating(self.module), self.intercepted(lambda layer: _kept(layer, queries[-1])):
+        with evaluating(self.module), self.intercepted(keep):
             for moved in (0, MOVED):
                 queries.append([])
                 self.module.base_model(tokens_1T, position_ids=(places_T + moved)[None], use_cache=False)
@@ -261,10 +283,8 @@ class HuggingFaceAdapter:
         """Replace the input x of every attention module by `change(index, x)` in the `with` block.
 
         Raises:
-            InputError: see `check_differentiable` and `attention_modules`; also if the model does not use transformers'
-                attention interface.
+            InputError: see `attention_modules`; also if the model does not use transformers' attention interface.
         """
-        check_differentiable(self.module)
         if not self.dispatches:
             raise InputError(
                 f"the attention modules of a {self.module.config.model_type!r} model cannot be found, because it does "
@@ -274,13 +294,14 @@ class HuggingFaceAdapter:
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
         """Call `receive` with the output gates found by gates.py; none if the attention cannot be intercepted."""
-        places = gate_places(self.module) if self.dispatches else []
-        return watched_gates(self._tried_gates(places) if places else {}, receive)
-
-    def _tried_gates(self, places: Sequence[GatePlace]) -> dict[int, GateLayout]:
-        with evaluating(self.module), trying_gates(places) as trial, self.intercepted(trial.attention):
-            self.run(self._some_tokens())
-        return trial.found
+        places, trial = gate_places(self.module) if self.dispatches else [], GateTrial()
+        if places:
+            with evaluating(self.module), hooked(trial.hooks(places)), self.intercepted(trial.attention):
+                self.run(self._some_tokens())
+        return hooked(
+            one.linear.register_forward_hook(lambda *call, n=n, one=one: receive(n, one.read(call[-1])))
+            for n, one in trial.found.items()
+        )
 
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
@@ -314,11 +335,6 @@ class HuggingFaceAdapter:
         )
         with hooked(handles), attention_function(self.module, attention):
             yield
-
-
-def _kept(layer: LayerCall, queries: list[Tensor]) -> Tensor:
-    queries.append(layer.call.q_BHTD)
-    return layer.output()
 
 
 def shift_rope(model: PreTrainedModel) -> ShiftRope | None:

@@ -108,7 +108,14 @@ class _Process:
                 process.kill()
                 self._forget(process)
                 raise
-            return json.loads(answer) if answer.endswith("\n") else {"error": _what_ended(*self._forget(process))}
+            if answer.endswith("\n"):
+                return json.loads(answer)
+            status, said = self._forget(process)
+            if status >= 0:
+                raise SinklabError(f"the process that renders chat templates ended with status {status}: {said[-400:]}")
+            if status == -signal.SIGPROF:
+                return {"error": f"it did not end within {SECONDS} seconds of processor time"}
+            return {"error": f"the rendering process was ended by {signal.Signals(-status).name}"}
 
     def _start(self) -> "subprocess.Popen[str]":
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
@@ -137,22 +144,19 @@ class _Process:
             return status, file.read().decode(errors="replace").strip()
 
 
-def _what_ended(status: int, said: str) -> str:
-    if status == -signal.SIGPROF:
-        return f"it did not end within {SECONDS} seconds of processor time"
-    if status < 0:
-        return f"the rendering process was ended by {signal.Signals(-status).name}"
-    raise SinklabError(f"the process that renders chat templates ended with status {status}: {said[-400:]}")
-
-
 _PROCESS = _Process()
 
 
 def serve() -> None:
     """Render conversations from standard input, one JSON object per line, until it is closed."""
+    import resource
+
+    from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    _limit_memory()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    with contextlib.suppress(ValueError, OSError):  # macOS
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(MEMORY, hard), hard))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     for line in sys.stdin:
         asked = json.loads(line)
@@ -172,25 +176,10 @@ def serve() -> None:
         except MemoryError:
             answer = json.dumps({"error": f"it needs more than {MEMORY / 2**30:.0f} GiB of memory"})
         except Exception as error:  # a template may raise any exception
-            answer = json.dumps({"error": _sentence(error)})
+            kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "
+            answer = json.dumps({"error": f"{kind}{cause(error)[:400]}"})
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)
-
-
-def _sentence(error: Exception) -> str:
-    """Return the message of an error; errors not raised by the template itself include their type."""
-    from jinja2 import TemplateError
-
-    said = cause(error)[:400]
-    return said if type(error) is TemplateError else f"{type(error).__name__}: {said}"
-
-
-def _limit_memory() -> None:
-    import resource
-
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    with contextlib.suppress(ValueError, OSError):  # macOS
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(MEMORY, hard), hard))
 
 
 class Conversations:

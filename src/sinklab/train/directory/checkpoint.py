@@ -29,8 +29,6 @@ from sinklab.train.world import ALONE, World
 
 T = TypeVar("T")
 STATE, SUMS = "state.json", "SHA256SUMS"
-Hashes = str | tuple[str, ...]
-"""Hash or hashes of the runs that a checkpoint may belong to; if several, the first is the run itself."""
 log = logging.getLogger(__name__)
 
 
@@ -85,9 +83,10 @@ def save_checkpoint(
         "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
     }
     try:
-        world.from_first(lambda: _create_empty(aside))
+        world.only_first(lambda: shutil.rmtree(aside, ignore_errors=True))
+        world.only_first(lambda: aside.mkdir(parents=True))
         tensor_store.write_tensors(aside, tensors, together=world.size > 1)
-        world.from_first(lambda: _complete(aside, target, document))
+        world.only_first(lambda: _complete(aside, target, document))
     except (OSError, SinklabError) as error:
         if world.is_first:
             shutil.rmtree(aside, ignore_errors=True)
@@ -99,7 +98,10 @@ def save_checkpoint(
         # An OSError of one process is a SinklabError on the others.
         raise (world.shared_error(failed) if isinstance(error, SinklabError) else failed) from error
     if world.is_first:
-        _remove_old(folder, target, keep, previous)
+        checkpoints = _checkpoints(folder)
+        valid = [path for path in checkpoints if path < target and (previous is None or path <= previous)]
+        for path in set(checkpoints) - set([*valid, target][-keep:]):
+            _remove(path)
     return target
 
 
@@ -110,12 +112,12 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def find_checkpoint(
-    folder: Path, model: nn.Module, run_hash: Hashes | None = None, at_most: int | None = None
+    folder: Path, model: nn.Module, hashes: tuple[str, ...] | None = None, at_most: int | None = None
 ) -> Path | None:
     """Return the folder of the newest valid checkpoint for `model`; None without any. Invalid ones are logged.
 
     Args:
-        run_hash: hashes of the runs that the checkpoint may belong to; default: any run.
+        hashes: hashes of the runs that the checkpoint may belong to, first that of the run itself; default: any run.
         at_most: highest step to consider; default: no limit.
 
     Raises:
@@ -125,11 +127,14 @@ def find_checkpoint(
     for checkpoint in reversed(_checkpoints(folder)):
         if at_most is not None and step_of(checkpoint) > at_most:
             continue
-        reason = _defect(checkpoint, model, run_hash)
+        try:
+            reason = _defect(checkpoint, model, hashes)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            reason = f"is not readable ({error or type(error).__name__})"
         if reason is None:
             return checkpoint
         if not checkpoint.is_dir():  # removed by the training process after a newer save
-            return find_checkpoint(folder, model, run_hash, at_most)
+            return find_checkpoint(folder, model, hashes, at_most)
         damaged.append(f"{checkpoint} {reason}")
         log.warning("checkpoint %s: it is skipped", damaged[-1])
     if damaged:
@@ -144,7 +149,7 @@ def take_newest(
     folder: Path,
     model: nn.Module,
     load: Callable[[Path], T],
-    run_hash: Hashes | None = None,
+    hashes: tuple[str, ...] | None = None,
     at_most: int | None = None,
 ) -> tuple[Path, T] | None:
     """Find the newest valid checkpoint and load it with `load`; None if there is no checkpoint.
@@ -157,7 +162,7 @@ def take_newest(
     Raises:
         SinklabError, OSError: as `find_checkpoint` and `load`, unless the checkpoint was removed meanwhile.
     """
-    while (checkpoint := find_checkpoint(folder, model, run_hash, at_most)) is not None:
+    while (checkpoint := find_checkpoint(folder, model, hashes, at_most)) is not None:
         try:
             return checkpoint, load(checkpoint)
         except (OSError, SinklabError):
@@ -195,11 +200,6 @@ def load_checkpoint(
     return load_weights(checkpoint, model, world)
 
 
-def _create_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
 def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
     """Write state.json and SHA256SUMS into the temporary folder `aside`, then rename the folder to `target`."""
     try:
@@ -217,17 +217,6 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
         _remove(target)
     aside.replace(target)
     _flush(target.parent)
-
-
-def _remove_old(folder: Path, newest: Path, keep: int, previous: Path | None) -> None:
-    """Remove all checkpoints but `newest` and the latest valid earlier ones, `keep` in total.
-
-    Valid are those up to `previous`, the last one loaded or saved; None: all before `newest`.
-    """
-    checkpoints = _checkpoints(folder)
-    valid = [path for path in checkpoints if path < newest and (previous is None or path <= previous)]
-    for path in set(checkpoints) - set([*valid, newest][-keep:]):
-        _remove(path)
 
 
 def _remove(checkpoint: Path) -> None:
@@ -259,15 +248,8 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _defect(checkpoint: Path, model: nn.Module, run_hash: Hashes | None) -> str | None:
+def _defect(checkpoint: Path, model: nn.Module, hashes: tuple[str, ...] | None) -> str | None:
     """Describe the first defect of a checkpoint, such as "has lost state.json"; None if the checkpoint is valid."""
-    try:
-        return _wrong_file(checkpoint) or _wrong_state(checkpoint, run_hash) or _wrong_tensor(checkpoint, model)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        return f"is not readable ({error or type(error).__name__})"
-
-
-def _wrong_file(checkpoint: Path) -> str | None:
     if not (checkpoint / SUMS).is_file():
         return f"has no {SUMS}"
     lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
@@ -279,33 +261,24 @@ def _wrong_file(checkpoint: Path) -> str | None:
         return f"has lost {missing[0]}"
     if strange := sorted(name for name in present - sums.keys() if name.endswith(tensor_store.SUFFIX)):
         return f"has {strange[0]}, which is not part of it"
-    changed = [name for name, digest in sums.items() if sha256_of(checkpoint / name) != digest]
-    return f"has a damaged {changed[0]} (its checksum is not the one recorded)" if changed else None
-
-
-def _wrong_state(checkpoint: Path, run_hash: Hashes | None) -> str | None:
+    if changed := [name for name, digest in sums.items() if sha256_of(checkpoint / name) != digest]:
+        return f"has a damaged {changed[0]} (its checksum is not the one recorded)"
     document = read_state(checkpoint)
-    TrainState(**document["state"])
-    wanted = (run_hash,) if isinstance(run_hash, str) else run_hash
-    if wanted is not None and document["run_hash"] not in wanted:
-        return f"belongs to run {document['run_hash']}, not {wanted[0]}"
-    if document["state"]["step"] != step_of(checkpoint):
-        return f"contains the state of step {document['state']['step']}"
-    return None
-
-
-def _wrong_tensor(checkpoint: Path, model: nn.Module) -> str | None:
+    state = TrainState(**document["state"])
+    if hashes is not None and document["run_hash"] not in hashes:
+        return f"belongs to run {document['run_hash']}, not {hashes[0]}"
+    if state.step != step_of(checkpoint):
+        return f"contains the state of step {state.step}"
     found = tensor_store.stored_shapes(checkpoint)
-    recorded = {name: tuple(shape) for name, shape in read_state(checkpoint)["tensors"].items()}
+    recorded = {name: tuple(shape) for name, shape in document["tensors"].items()}
     weights = {name: shape for name, shape in found.items() if name.startswith(tensor_store.MODEL)}
     wanted = {name: tuple(tensor.shape) for name, tensor in tensor_store.model_tensors(model).items()}
     for have, expected in ((found, recorded), (weights, wanted)):
-        if missing := sorted(expected.keys() - have.keys()):
-            return f"lacks the tensor {missing[0]}"
-        if strange := sorted(have.keys() - expected.keys()):
-            return f"has a tensor {strange[0]} that does not belong to it"
-        if wrong := sorted(name for name in have if have[name] != expected[name]):
-            return f"has the tensor {wrong[0]} of shape {have[wrong[0]]} instead of {expected[wrong[0]]}"
+        for name in sorted(have.keys() | expected.keys()):
+            if have.get(name) != expected.get(name):
+                return (
+                    f"has the tensor {name} of shape {have.get(name, 'none')} instead of {expected.get(name, 'none')}"
+                )
     return None
 
 

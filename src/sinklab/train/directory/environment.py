@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 import sinklab
 from sinklab.device import pick_device, processor_name
 from sinklab.errors import InputError, SinklabError, cause
-from sinklab.schema import ReadDocument, leaves
+from sinklab.schema import leaves
 from sinklab.train.recipe import DATA_ORIGIN, MANNER, Recipe, load_recipe
 
 ENVIRONMENT = "env.json"
@@ -28,29 +27,21 @@ def read_environment(directory: Path) -> dict[str, Any]:
     """Return the content of a run directory's env.json; an empty dict if the file is missing.
 
     Raises:
-        SinklabError: if env.json cannot be read or is damaged.
+        InputError: if this cannot be a run directory (below a file, no permission, too long a name).
+        SinklabError: if env.json is damaged.
     """
     path = directory / ENVIRONMENT
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        _Identity.model_validate(found)
+        if not isinstance(found, dict) or not isinstance(found.get("hash"), str):
+            raise ValueError("it does not contain the hash of a run")
         return found
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        why = "it does not contain the hash of a run" if isinstance(error, ValidationError) else cause(error)
-        raise SinklabError(f"{path} cannot be read ({why}): restore it, or choose another --out") from error
-
-
-class _ShorterRun(ReadDocument):
-    hash: str
-
-
-class _Identity(ReadDocument):
-    """Keys of env.json that identify the run."""
-
-    hash: str
-    continues: tuple[_ShorterRun, ...] = ()
+    except OSError as error:
+        raise InputError(f"{directory} cannot be a run directory: {error.strerror}. Choose another --out") from error
+    except ValueError as error:
+        raise SinklabError(f"{path} cannot be read ({cause(error)}): restore it, or choose another --out") from error
 
 
 def recorded_hash(directory: Path) -> str | None:
@@ -58,9 +49,13 @@ def recorded_hash(directory: Path) -> str | None:
     return read_environment(directory).get("hash")
 
 
-def earlier_hashes(directory: Path) -> tuple[str, ...]:
-    """Return the hashes of the shorter runs that a directory's run extends; raises as `read_environment`."""
-    return tuple(run["hash"] for run in read_environment(directory).get("continues", ()))
+def recorded_hashes(directory: Path) -> tuple[str, ...]:
+    """Return the hash of a directory's run and those of the shorter runs that it extends; raises as `read_environment`.
+
+    Without an env.json there are none.
+    """
+    found = read_environment(directory)
+    return tuple(run["hash"] for run in (found, *found.get("continues", ())) if run)
 
 
 def difference(path: Path, recipe: Recipe) -> str:
@@ -75,10 +70,8 @@ def difference(path: Path, recipe: Recipe) -> str:
     except InputError:
         return ""
     old, new = (leaves(one.model_dump(mode="json")) for one in (there, recipe))
-    differing = sorted(
-        (key for key in {**new, **old} if old.get(key) != new.get(key) and not _is_below(key, INDIFFERENT)),
-        key=lambda key: _is_below(key, ORIGIN),
-    )
+    changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and not _is_below(key, INDIFFERENT)]
+    differing = sorted(changed, key=lambda key: _is_below(key, ORIGIN))
     shown = ", ".join(f"{key} is {old.get(key)} there and {new.get(key)} here" for key in differing[:3])
     return f" ({shown})" if shown else " (the text, the tokenizer or the version of sinklab differs)"
 

@@ -2,20 +2,17 @@
 
 import gzip
 import json
-import logging
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field
 
 from sinklab.errors import InputError, SinklabError, cause
-from sinklab.files import append_line, parse_json, write_text
+from sinklab.files import parse_json, write_text
 from sinklab.schema import Ratio, ReadDocument
-
-log = logging.getLogger(__name__)
 
 
 class Evaluation(ReadDocument):
@@ -93,51 +90,15 @@ def highest_known(values: Sequence[float | None]) -> float | None:
     return max((one for one in values if one is not None), default=None)
 
 
-class History:
-    """Writer of metrics.jsonl during training; only rank 0 writes."""
+def rewrite_metrics(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the evaluations in metrics.jsonl by `rows` if they differ; a missing file is not created.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._text = ""
-
-    def begin(self, rows: list[dict[str, Any]]) -> None:
-        """Replace the contents of metrics.jsonl by these evaluations; a missing file is not created.
-
-        Raises:
-            SinklabError: if the file cannot be written.
-        """
-        self._text = "".join(json.dumps(row) + "\n" for row in rows)
-        if self.path.exists() and not self._is_whole():
-            write_text(self.path, self._text)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Append one evaluation to the file and flush it to disk; lost earlier ones are restored (`keep`).
-
-        Raises:
-            SinklabError: if the file cannot be written.
-        """
-        self.keep()
-        line = json.dumps(row)
-        append_line(self.path, line)
-        self._text += line + "\n"
-
-    def keep(self) -> None:
-        """Rewrite metrics.jsonl if it was changed or removed since the last write, so that no evaluation is lost.
-
-        Raises:
-            SinklabError: if the file cannot be written.
-        """
-        if not self._text or self._is_whole() or not self.path.parent.is_dir():
-            return
-        how = "was changed" if self.path.exists() else "was removed"
-        log.warning("%s %s: it is written again, with all evaluations", self.path, how)
-        write_text(self.path, self._text)
-
-    def _is_whole(self) -> bool:
-        try:
-            return self.path.read_bytes() == self._text.encode()
-        except OSError:
-            return False
+    Raises:
+        SinklabError: if the file cannot be written.
+    """
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.exists() and path.read_bytes() != text.encode():
+        write_text(path, text)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

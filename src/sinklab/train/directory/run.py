@@ -17,7 +17,6 @@ earlier ones.
 """
 
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -35,10 +34,10 @@ from sinklab.train.directory.checkpoint import load_weights, steps_saved, take_n
 from sinklab.train.directory.environment import (
     ENVIRONMENT,
     difference,
-    earlier_hashes,
     environment,
     read_environment,
     recorded_hash,
+    recorded_hashes,
 )
 from sinklab.train.optim import learning_rate
 from sinklab.train.recipe import Recipe, load_recipe
@@ -145,27 +144,18 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
     recipe = resolve(recipe, dataset)
     run_hash = recipe.content_hash(dataset.fingerprint)
     run = Run(out or DEFAULT_ROOT / f"{recipe.name}-{run_hash}", recipe, dataset, run_hash)
-    try:
-        if run.directory.exists() and not run.directory.is_dir():
-            raise InputError(f"{run.directory} is a file: choose another --out")
-        with suppress(FileNotFoundError):
-            (run.directory / ENVIRONMENT).stat()
-    except OSError as error:  # below a file, no permission, too long a name
-        reason = f"{run.directory} cannot be a run directory: {error.strerror}"
-        raise InputError(f"{reason}. Choose another --out") from error
-    found = recorded_hash(run.directory)
+    found, *earlier = recorded_hashes(run.directory) or (None,)
     if found is None and (strange := [name for name in OWN if (run.directory / name).exists()]):
         raise InputError(f"{run.directory} has {strange[0]} but no env.json of a run: choose another --out")
-    earlier = earlier_hashes(run.directory)
     if found in (None, run_hash):
-        return replace(run, earlier=earlier)
+        return replace(run, earlier=tuple(earlier))
     shorter = shorter_run(run.directory, recipe, dataset.fingerprint, found)
     if shorter is None:
         raise InputError(
             f"{run.directory} contains run {found}, and this recipe on this data is run {run_hash}"
             f"{difference(run.directory / RECIPE, recipe)}: choose another --out"
         )
-    return replace(run, earlier=(*earlier, found), shorter=shorter)
+    return replace(run, earlier=(found, *earlier), shorter=shorter)
 
 
 def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
@@ -237,8 +227,7 @@ def load_run(directory: Path, step: int | None = None) -> TrainedRun:
             f"{directory} is not a run directory: its {RECIPE} has no model.vocab_size, so it was not written by a run"
         )
     model = Transformer(recipe.model)
-    recorded = recorded_hash(directory)
-    hashes = None if recorded is None else (recorded, *earlier_hashes(directory))
+    hashes = recorded_hashes(directory) or None
     found = take_newest(directory / "checkpoints", model, lambda path: load_weights(path, model), hashes, at_most=step)
     if step is not None and (found is None or found[1].step != step):
         raise InputError(f"{directory} has no valid checkpoint of step {step:,}: choose a step with a checkpoint")

@@ -13,15 +13,11 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from sinklab.errors import SinklabError
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.api import CheckpointException
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 SUFFIX = ".safetensors"
@@ -51,16 +47,12 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -
     Raises:
         SinklabError: if a process could not write.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    try:
-        with _without_warning():
-            save(dict(tensors), storage_writer=writer, no_dist=not together)
-    except CheckpointException as error:  # derives from BaseException
-        raise SinklabError(_reasons(error)) from error
+    with _reported():
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        save(dict(tensors), storage_writer=writer, no_dist=not together)
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> None:
@@ -73,16 +65,11 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> No
     Raises:
         SinklabError: if a process could not read.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = HuggingFaceStorageReader(str(folder))
-    try:
-        with _without_warning():
-            load(dict(into), storage_reader=reader, no_dist=not together)
-    except CheckpointException as error:
-        raise SinklabError(_reasons(error)) from error
+    with _reported():
+        load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not together)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -125,12 +112,14 @@ def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, s
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
-    """Silence torch's warning about a save by a single process, which appears even with no_dist."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _reported() -> Iterator[None]:
+    """Raise torch's exception as a SinklabError, and silence its warning about a single process."""
+    from torch.distributed.checkpoint.api import CheckpointException
 
-
-def _reasons(error: "CheckpointException") -> str:
-    return "; ".join(f"process {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:  # derives from BaseException
+        reasons = (f"process {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+        raise SinklabError("; ".join(reasons)) from error

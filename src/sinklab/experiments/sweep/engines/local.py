@@ -46,11 +46,9 @@ def shares(jobs: int) -> list[MachineShare]:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     said = os.environ.get("OMP_NUM_THREADS", "")
     most = int(said) if said.isdecimal() and int(said) else cores_here()
-    if 0 < jobs <= len(cores):
-        mine = [frozenset(cores[job::jobs]) for job in range(jobs)]
-        return [MachineShare(one, min(most, len(one)), cards) for one, cards in zip(mine, _cards(jobs), strict=True)]
-    threads = min(most, max(1, cores_here() // jobs))
-    return [MachineShare(None, threads, cards) for cards in _cards(jobs)]
+    mine = [frozenset(cores[job::jobs]) if jobs <= len(cores) else None for job in range(jobs)]
+    threads = [len(own) if own else max(1, cores_here() // jobs) for own in mine]
+    return [MachineShare(own, min(most, n), cards) for own, n, cards in zip(mine, threads, _cards(jobs), strict=True)]
 
 
 def cores_here() -> int:

@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from pydantic import Field
 
 from sinklab.errors import InputError
 from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
-from sinklab.experiments.sweep.engines.remote import StopFile, new_rows, train_remotely
+from sinklab.experiments.sweep.engines.remote import new_rows, stop_file, train_remotely
 from sinklab.extras import install_command
 from sinklab.schema import Part
 from sinklab.signals import CALL_AGAIN, PreemptedError
@@ -48,29 +47,6 @@ class RayOptions(Part):
     gpus: int = Field(default=0, ge=0)
     memory_gb: float | None = Field(default=None, gt=0)
     retries: int = Field(default=10, ge=0)
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """Working directory and environment of the command, which a task adopts before training.
-
-    Attributes:
-        folder: working directory, to which relative paths in recipes refer.
-        environment: environment variables that begin with SINKLAB_.
-    """
-
-    folder: Path
-    environment: Mapping[str, str]
-
-    @classmethod
-    def of_this_process(cls) -> "Surroundings":
-        """Read working directory and environment from the calling process."""
-        return cls(Path.cwd(), {key: value for key, value in os.environ.items() if key.startswith("SINKLAB_")})
-
-    def adopt(self) -> None:
-        """Set the working directory and environment variables of this process to the stored ones."""
-        os.chdir(self.folder)
-        os.environ.update(self.environment)
 
 
 class RayEngine:
@@ -101,7 +77,8 @@ class RayEngine:
         import ray
 
         options = self._options
-        task, around = ray.remote(train_in_task), Surroundings.of_this_process()
+        task = ray.remote(train_in_task)
+        environment = {key: value for key, value in os.environ.items() if key.startswith("SINKLAB_")}
         given = {
             "num_cpus": options.cpus,
             "num_gpus": options.gpus,
@@ -109,8 +86,9 @@ class RayEngine:
             "max_retries": options.retries,
         }
         for run in runs:
-            StopFile(self._folder, run).withdraw()
-            submitted = task.options(name=run.name, **given).remote(run, self._folder, options.cpus, around)
+            stop_file(self._folder, run).unlink(missing_ok=True)
+            arguments = (run, self._folder, options.cpus, Path.cwd(), environment)
+            submitted = task.options(name=run.name, **given).remote(*arguments)
             self._tasks[submitted] = run
             self._tails[run.name] = MetricsTail(run.directory)
 
@@ -132,7 +110,7 @@ class RayEngine:
         """Request that all runs save a checkpoint and stop; runs that start later stop at once."""
         self._stopping = True
         for run in self._tasks.values():
-            StopFile(self._folder, run).ask()
+            stop_file(self._folder, run).touch()
 
     def close(self) -> None:
         """Disconnect from the cluster, which ends this command's tasks."""
@@ -155,12 +133,17 @@ class RayEngine:
         return event
 
 
-def train_in_task(run: PlannedRun, folder: Path, threads: int, around: Surroundings) -> Event:
+def train_in_task(run: PlannedRun, folder: Path, threads: int, working: Path, environment: Mapping[str, str]) -> Event:
     """Main function of a Ray task: train a run and return its last event.
 
     On SIGTERM or SIGUSR1, the run is saved and the process exits with status 75, so that Ray retries the task.
+
+    Args:
+        working: working directory of the command, to which relative paths in recipes refer.
+        environment: environment variables of the command that begin with SINKLAB_.
     """
-    around.adopt()
+    os.chdir(working)
+    os.environ.update(environment)
     try:
         return train_remotely(run, folder, threads)
     except PreemptedError:
@@ -174,7 +157,9 @@ def _connect(address: str) -> None:
         raise InputError(f"--engine ray: Ray is not installed: {install_command('cluster')}") from error
     where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     try:
-        _require_answer(where)
+        host, _, port = where.rpartition("://")[2].rpartition(":")
+        if port.isdigit():  # without a connection, Ray would retry for minutes, then end the process
+            socket.create_connection((host.strip("[]"), int(port)), ANSWERS_WITHIN_S).close()
         ray.init(where, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -182,14 +167,3 @@ def _connect(address: str) -> None:
             f"--engine ray: cannot connect to a cluster at {where} ({reason}); start one with ray start --head, or set "
             "--engine-option address=HOST:PORT"
         ) from error
-
-
-def _require_answer(address: str) -> None:
-    """Check that an address with a port accepts connections; Ray would retry for minutes, then end the process.
-
-    Raises:
-        OSError: if it does not.
-    """
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), ANSWERS_WITHIN_S).close()

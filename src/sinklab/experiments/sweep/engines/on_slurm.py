@@ -32,6 +32,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ from pydantic import Field
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
-from sinklab.experiments.sweep.engines.remote import StopFile, new_rows, train_remotely
+from sinklab.experiments.sweep.engines.remote import new_rows, stop_file, train_remotely
 from sinklab.extras import install_command
 from sinklab.files import write_text
 from sinklab.schema import Part
@@ -47,7 +48,7 @@ from sinklab.signals import CALL_AGAIN, PREEMPTING, PreemptedError
 from sinklab.train.directory.lock import SHOWS_WITHIN_S
 
 if TYPE_CHECKING:
-    from submitit import Job, SlurmExecutor
+    from submitit import Job
 
 ENDED = ("", "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 ENDED += ("REVOKED", "TIMEOUT")
@@ -97,15 +98,11 @@ class _Submitted:
     """A submitted run with its Slurm job.
 
     Attributes:
-        stop: file whose existence requests that the run save and stop.
-        state: state of the job in the queue; empty if the job is not listed.
         ended: monotonic time in seconds at which the job was first seen to have ended; None if it has not.
     """
 
     run: PlannedRun
     job: "Job[Event]"
-    stop: StopFile
-    state: str = "PENDING"
     ended: float | None = None
 
 
@@ -128,7 +125,24 @@ class SlurmEngine:
         self._stopping, self._polled = False, 0.0
         _require_cluster()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._executor = _executor(self._folder, options)
+        from submitit import SlurmExecutor
+
+        self._executor = SlurmExecutor(self._folder)
+        memory = {} if options.memory_gb is None else {"mem": f"{round(options.memory_gb * 1024)}M"}
+        cards = {"gpus_per_node": options.gpus} if options.gpus else {}
+        self._executor.update_parameters(
+            job_name=NAME,
+            comment=str(self._folder),
+            **options.model_dump(include={"partition", "account", "qos"}),
+            cpus_per_task=options.cpus,
+            srun_args=[f"--cpus-per-task={options.cpus}"],  # not inherited from sbatch since Slurm 22.05
+            time=round(options.hours * 60),
+            array_parallelism=options.at_once or LARGEST_ARRAY,
+            additional_parameters={"requeue": True, "signal": f"USR1@{SAVES_WITHIN_S}"},
+            teardown=REQUEUE,
+            **memory,
+            **cards,
+        )
 
     def room(self) -> int:
         """Return `sys.maxsize`, as Slurm queues jobs; 0 after `stop`."""
@@ -147,7 +161,7 @@ class SlurmEngine:
             if job is not None and queue.get(job.job_id, "") not in ENDED:
                 self._follow(run, job)
             else:
-                StopFile(self._folder, run).withdraw()
+                stop_file(self._folder, run).unlink(missing_ok=True)
                 new.append(run)
         for first in range(0, len(new), LARGEST_ARRAY):
             self._submit_array(new[first : first + LARGEST_ARRAY])
@@ -163,7 +177,7 @@ class SlurmEngine:
         """Request that all running jobs save a checkpoint and stop, and cancel pending jobs."""
         self._stopping = True
         for one in self._submitted.values():
-            one.stop.ask()
+            stop_file(self._folder, one.run).touch()
         self._cancel("--state=PENDING")
         self._cancel("--signal=TERM", "--state=RUNNING")  # stop files may become visible late
         self._polled = 0.0
@@ -174,124 +188,81 @@ class SlurmEngine:
     def _submit_array(self, runs: Sequence[PlannedRun]) -> None:
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-        bodies = [Body(run, self._folder, self._options.cpus) for run in runs]
         try:
-            jobs = self._executor.submit_array(bodies)
+            jobs = self._executor.submit_array(
+                [partial(train_in_job, run, self._folder, self._options.cpus) for run in runs]
+            )
         except (FailedJobError, FailedSubmissionError) as error:
             raise SinklabError(f"the cluster rejected the jobs: {_last_line(str(error))}") from error
         for run, job in zip(runs, jobs, strict=True):
-            write_text(self._noted(run), job.job_id)
+            write_text(self._folder / f"{run.hash}.job", job.job_id)
             self._follow(run, job)
 
     def _follow(self, run: PlannedRun, job: "Job[Event]") -> None:
-        self._submitted[run.name] = _Submitted(run, job, StopFile(self._folder, run))
-        self._tails[run.name] = MetricsTail(run.directory)
-
-    def _noted(self, run: PlannedRun) -> Path:
-        return self._folder / f"{run.hash}.job"
+        self._submitted[run.name], self._tails[run.name] = _Submitted(run, job), MetricsTail(run.directory)
 
     def _job_of(self, run: PlannedRun) -> "Job[Event] | None":
         """Return the Slurm job that an earlier call submitted for a run; None if there is none."""
         from submitit import SlurmJob
 
         try:
-            return SlurmJob(self._folder, self._noted(run).read_text(encoding="utf-8").strip())
+            return SlurmJob(self._folder, (self._folder / f"{run.hash}.job").read_text(encoding="utf-8").strip())
         except OSError:
             return None
 
     def _cancel(self, *options: str) -> None:
         if ids := [one.job.job_id for one in self._submitted.values()]:
-            subprocess.run(
-                ["scancel", "--quiet", *options, *ids], capture_output=True, check=False
-            )  # no error for jobs that have ended
+            # no error for jobs that have ended
+            subprocess.run(["scancel", "--quiet", *options, *ids], capture_output=True, check=False)
 
     def _poll(self) -> list[Event]:
         found = new_rows(self._tails)
         if self._submitted and time.monotonic() - self._polled >= self._options.poll_seconds:
             try:
                 queue = states(self._folder)
+                found += [event for name in list(self._submitted) if (event := self._end_of(name, queue)) is not None]
             except SinklabError as error:  # temporary failure of Slurm; the jobs keep running
                 logging.getLogger(__name__).warning("%s", error)
-                queue = None
             self._polled = time.monotonic()
-            if queue is not None:
-                found += [event for name in list(self._submitted) if (event := self._end_of(name, queue)) is not None]
         return found
 
     def _end_of(self, name: str, queue: dict[str, str]) -> Event | None:
         """Return the last event of a submitted run, given job states by job id; None if its job has not ended."""
         one = self._submitted[name]
-        one.state = queue.get(one.job.job_id, "")
-        if one.state not in ENDED:
+        state = queue.get(one.job.job_id, "")
+        if state not in ENDED:
             one.ended = None
             return None
         one.ended = one.ended or time.monotonic()
         event = _result(one.job)
-        may_appear = one.state in ("COMPLETED", "") and time.monotonic() - one.ended < SHOWS_WITHIN_S
+        may_appear = state in ("COMPLETED", "") and time.monotonic() - one.ended < SHOWS_WITHIN_S
         if event is None and may_appear and not self._stopping:
             return None
         del self._submitted[name], self._tails[name]
+        if event is None and self._stopping:
+            return Event(name, "stopped")
         if event is None:
-            event = Event(name, "stopped") if self._stopping else self._lost(one)
+            ended = f"ended as {state}" if state else "is no longer known to Slurm"
+            message = (
+                f"job {one.job.job_id} {ended} without a result; its output is in {one.job.paths.stderr}; "
+                "run the same command again to continue"
+            )
+            return Event(name, "failed", message=message)
         if event.kind == "stopped" and not self._stopping:
             return Event(name, "busy", event.step, message="another call has stopped it")
         return event
 
-    def _lost(self, one: _Submitted) -> Event:
-        ended = f"ended as {one.state}" if one.state else "is no longer known to Slurm"
-        message = (
-            f"job {one.job.job_id} {ended} without a result; its output is in {one.job.paths.stderr}; "
-            "run the same command again to continue"
-        )
-        return Event(one.run.name, "failed", message=message)
 
+def train_in_job(run: PlannedRun, folder: Path, threads: int) -> Event:
+    """Main function of a Slurm job, pickled by submitit: train a run and return its last event.
 
-class Body:
-    """Main function of a Slurm job, pickled by submitit.
-
-    Args:
-        run: run to train.
-        folder: the engine's shared folder, with stop files and logs.
-        threads: number of PyTorch's CPU threads.
+    Raises:
+        SystemExit: with status 75, if a signal stopped the run and the sweep was not stopped.
     """
-
-    def __init__(self, run: PlannedRun, folder: Path, threads: int) -> None:
-        self._run, self._folder, self._threads = run, folder, threads
-
-    def __call__(self) -> Event:
-        """Train the run; return its last event.
-
-        Raises:
-            SystemExit: with status 75, if a signal stopped the run and the sweep was not stopped.
-        """
-        try:
-            return train_remotely(self._run, self._folder, self._threads)
-        except PreemptedError:
-            sys.exit(CALL_AGAIN)
-
-
-def _executor(folder: Path, options: SlurmOptions) -> "SlurmExecutor":
-    from submitit import SlurmExecutor
-
-    executor = SlurmExecutor(folder)
-    memory = {} if options.memory_gb is None else {"mem": f"{round(options.memory_gb * 1024)}M"}
-    cards = {"gpus_per_node": options.gpus} if options.gpus else {}
-    executor.update_parameters(
-        job_name=NAME,
-        comment=str(folder),
-        partition=options.partition,
-        account=options.account,
-        qos=options.qos,
-        cpus_per_task=options.cpus,
-        srun_args=[f"--cpus-per-task={options.cpus}"],  # not inherited from sbatch since Slurm 22.05
-        time=round(options.hours * 60),
-        array_parallelism=options.at_once or LARGEST_ARRAY,
-        additional_parameters={"requeue": True, "signal": f"USR1@{SAVES_WITHIN_S}"},
-        teardown=REQUEUE,
-        **memory,
-        **cards,
-    )
-    return executor
+    try:
+        return train_remotely(run, folder, threads)
+    except PreemptedError:
+        sys.exit(CALL_AGAIN)
 
 
 def _result(job: "Job[Event]") -> Event | None:

@@ -18,37 +18,9 @@ from sinklab.signals import PREEMPTING, PreemptedError, stop_on_signals
 STOP_POLL_S = 1.0
 
 
-class StopFile:
-    """A file whose existence requests that a run save and stop.
-
-    Calling the object returns True once the file has been seen. The file is checked at most once a second, to limit
-    the load on a shared file system.
-
-    Args:
-        folder: the engine's shared folder.
-        run: run, whose hash is the name of the file.
-    """
-
-    def __init__(self, folder: Path, run: PlannedRun) -> None:
-        self._path = folder / f"{run.hash}.stop"
-        self._polled, self._asked = float("-inf"), False
-
-    def __call__(self) -> bool:
-        if not self._asked and time.monotonic() - self._polled >= STOP_POLL_S:
-            self._polled, self._asked = time.monotonic(), self.exists()
-        return self._asked
-
-    def exists(self) -> bool:
-        """Return True if the file exists now."""
-        return self._path.exists()
-
-    def ask(self) -> None:
-        """Create the file, which requests that the run save and stop."""
-        self._path.touch()
-
-    def withdraw(self) -> None:
-        """Delete the file, before the run is trained again."""
-        self._path.unlink(missing_ok=True)
+def stop_file(folder: Path, run: PlannedRun) -> Path:
+    """Return the file in an engine's shared folder whose existence requests that a run save and stop."""
+    return folder / f"{run.hash}.stop"
 
 
 def new_rows(tails: Mapping[str, MetricsTail]) -> list[Event]:
@@ -79,9 +51,18 @@ def train_remotely(run: PlannedRun, folder: Path, threads: int) -> Event:
             when, where = datetime.now(UTC).isoformat(timespec="seconds"), f"{socket.gethostname()} {os.getpid()}"
             append_line(folder / f"{run.hash}.log", f"{when} {where} {report}")
 
-    stop = StopFile(folder, run)
+    stop = stop_file(folder, run)
+    polled, asked = float("-inf"), False
+
+    def should_stop() -> bool:
+        """Look for the stop file at most once a second, to limit the load on a shared file system."""
+        nonlocal polled, asked
+        if not asked and time.monotonic() - polled >= STOP_POLL_S:
+            polled, asked = time.monotonic(), stop.exists()
+        return preempted() or asked
+
     with stop_on_signals(*PREEMPTING) as preempted:
-        ended = train_cell(run, threads, write, lambda: preempted() or stop())
+        ended = train_cell(run, threads, write, should_stop)
     write(ended)
     if ended.kind == "stopped" and not stop.exists():
         raise PreemptedError
