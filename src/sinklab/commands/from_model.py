@@ -9,17 +9,19 @@ pydantic-typer and typantic (the parameter's name before every option, or one mo
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, TypeGuard, get_args, get_origin
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+from typer.models import OptionInfo
 
 from sinklab.errors import InputError
 from sinklab.settings import PANELS, CommandSettings, flag_of, option_name
 
 REQUIRED = inspect.Parameter.empty
-METAVARS = {"bool": "", "int": "N", "float": "X", "str": "TEXT", "Path": "PATH"}
+METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
 """Placeholders of option values in the help, by type; for other types (choices), typer shows its own."""
 
 
@@ -52,8 +54,6 @@ class PanelCommand(TyperCommand):
                 one.metavar = one.metavar or one.name.upper()
                 one.display_type_rich = _no_type  # type: ignore[method-assign]
             elif isinstance(one, TyperOption):
-                if one.metavar is None:
-                    one.metavar = METAVARS.get(one.bare_type().removeprefix("list[").removesuffix("]"))
                 one.min, one.max, one.secondary_opts = None, None, []
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -88,6 +88,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         kind, *extras = get_args(parameter.annotation) or (parameter.annotation,)
         if not _is_nested(kind):
+            for option in (one for one in extras if isinstance(one, OptionInfo)):
+                option.metavar = METAVARS.get(_element(kind)) if option.metavar is None else option.metavar
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         default = parameter.default if isinstance(parameter.default, kind) else None
@@ -137,10 +139,7 @@ def _options(kind: type[CommandSettings], default: CommandSettings | None) -> di
 def _option(kind: type[CommandSettings], name: str, value: Any) -> inspect.Parameter:
     """Return the command line option of a field as a function parameter; `value` is its default."""
     field, flag, names = kind.model_fields[name], flag_of(kind, name), option_name(kind, name)
-    annotation: Any = field.annotation
-    if NoneType in get_args(annotation):  # X | None
-        annotation = next(one for one in get_args(annotation) if one is not NoneType)
-    metavar, callback = flag.metavar, None
+    annotation, callback = _present(field.annotation), None
     if flag.text is not None:
         annotation, value = flag.text, REQUIRED if value is REQUIRED else flag.default
     elif get_origin(annotation) is tuple and get_args(annotation)[1] is ...:  # repeatable
@@ -148,12 +147,25 @@ def _option(kind: type[CommandSettings], name: str, value: Any) -> inspect.Param
         annotation, value = list[(get_args(element) or (element,))[0]], None
     elif annotation is bool:
         value = False
+    metavar = flag.metavar or METAVARS.get(_element(annotation))
     if annotation == list[int]:
-        annotation, callback, metavar = list[str], _whole_numbers(names), metavar or "N,.."
+        annotation, callback, metavar = list[str], _whole_numbers(names), flag.metavar or "N,.."
     panel = flag.panel or kind.panel
     option = typer.Option(names, metavar=metavar, help=field.description, rich_help_panel=panel, callback=callback)
     hint = Annotated[annotation if value is not None else annotation | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
+
+
+def _present(annotation: Any) -> Any:
+    """Return the type of an option without None: X for `X | None`."""
+    kinds = [one for one in get_args(annotation) if one is not NoneType]
+    return kinds[0] if NoneType in get_args(annotation) else annotation
+
+
+def _element(annotation: Any) -> Any:
+    """Return the type of a single value of an option: X for `list[X] | None`."""
+    annotation = _present(annotation)
+    return get_args(annotation)[0] if get_origin(annotation) is list else annotation
 
 
 def _whole_numbers(option: str) -> Callable[[Any], Any]:

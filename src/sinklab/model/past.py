@@ -126,10 +126,19 @@ class Past:
         return tokens_BT
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder, select or repeat the rows: row i takes the state of row beam_idx[i]."""
+        """Reorder the rows: row i takes the state of row beam_idx[i]."""
         self.tokens_BT, self.padding_B = _taken(self.tokens_BT, beam_idx), _taken(self.padding_B, beam_idx)
         for layer in self.layers:
             layer.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows of the batch with these indices."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch `repeats` times."""
+        if self.tokens_BT is not None:
+            self.reorder_cache(torch.arange(len(self.tokens_BT)).repeat_interleave(repeats))
 
     def crop(self, max_length: int) -> None:
         """Keep the first `max_length` tokens, including padding; if negative, drop the last -max_length."""
