@@ -1,6 +1,5 @@
 """What is read of a finished run, from its directory as it was trained and as it is committed, compressed."""
 
-import gzip
 import json
 import math
 import shutil
@@ -105,30 +104,12 @@ def test_a_record_adds_what_the_metrics_do_not_say(run: Path) -> None:
     assert numbers.kurtosis == 7.5
 
 
-def test_compressed_metrics_without_weights_say_the_same(run: Path) -> None:
+def test_a_finished_run_needs_no_weights(run: Path) -> None:
     RunRecord(hash="0" * 16, name="run", seed=0, status="done", seconds=3.0).save(run)
     before = read_numbers(run)
-    with gzip.open(run / f"{METRICS}.gz", "wb") as file:
-        file.write((run / METRICS).read_bytes())
-    (run / METRICS).unlink()
     (run / "measurement.json").unlink()
     shutil.rmtree(run / "checkpoints")
     assert read_numbers(run) == before
-
-
-@pytest.mark.parametrize("keep", [10, 60], ids=["its head", "half of it"])
-def test_compressed_metrics_that_were_cut_off_are_refused(keep: int, run: Path) -> None:
-    whole = gzip.compress((run / METRICS).read_bytes())
-    (run / f"{METRICS}.gz").write_bytes(whole[:keep])
-    (run / METRICS).unlink()
-    with pytest.raises(InputError, match=r"metrics\.jsonl\.gz is damaged"):
-        read_numbers(run)
-
-
-def test_what_is_not_compressed_at_all_is_refused(run: Path) -> None:
-    (run / METRICS).rename(run / f"{METRICS}.gz")
-    with pytest.raises(InputError, match=r"metrics\.jsonl\.gz is damaged"):
-        read_numbers(run)
 
 
 def test_a_run_that_has_not_finished_or_failed_has_no_numbers(run: Path) -> None:

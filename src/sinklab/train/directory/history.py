@@ -1,9 +1,7 @@
 """metrics.jsonl of a run: one line per evaluation."""
 
-import gzip
 import json
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,14 +113,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_history(path: Path) -> list[Evaluation]:
     """Read the evaluations of a run, ordered by step; of two evaluations of a step, the later one is used.
 
-    If the file is missing, its compressed form with the suffix .gz is read; without both, the list is empty. An
-    incomplete last line is left out.
+    A missing file has none, and an incomplete last line is left out.
 
     Raises:
         InputError: if the file cannot be read or a line is invalid.
     """
-    compressed = path.with_name(path.name + ".gz")
-    path = compressed if compressed.is_file() and not path.is_file() else path
     by_step = {}
     try:
         for number, row in _rows(path).items():
@@ -138,12 +133,9 @@ def read_history(path: Path) -> list[Evaluation]:
 def _rows(path: Path) -> dict[int, dict[str, Any]]:
     """Read the JSON objects of a file by line number, 1-based."""
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as file:
-            lines = file.read().splitlines()
+        lines = path.read_text("utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return {}
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise SinklabError(f"{path} is damaged: it cannot be uncompressed ({error}).") from error
     except OSError as error:
         raise SinklabError(f"cannot read {path}: {error.strerror or error}.") from error
     rows: dict[int, dict[str, Any]] = {}
