@@ -293,7 +293,7 @@ class HuggingFaceAdapter:
         return replaced_inputs(attention_modules(self.module, self._some_tokens()), change)
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Call `receive` with the output gates found by gates.py; none if the attention cannot be intercepted."""
+        """Call `receive` with layer and output gates of each call; never if the attention cannot be intercepted."""
         places, trial = gate_places(self.module) if self.dispatches else [], GateTrial()
         if places:
             with evaluating(self.module), hooked(trial.hooks(places)), self.intercepted(trial.attention):
