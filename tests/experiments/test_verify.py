@@ -172,7 +172,7 @@ def test_what_holds_no_packed_results_is_refused(run: Run, tmp_path: Path) -> No
     assert "expected a sweep that `sinklab report --pack` has written" in err
     status, _, err = run("verify", tmp_path / "nowhere")
     assert status == 2
-    assert "is not a folder" in err
+    assert "nowhere/checksums.txt cannot be read (No such file or directory): expected a sweep" in err
 
 
 def test_a_dry_run_recognises_packed_runs_before_the_text_is_prepared(

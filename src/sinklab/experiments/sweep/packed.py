@@ -206,8 +206,9 @@ def read_checksums(top: Path) -> dict[str, str]:
         lines = (top / CHECKSUMS).read_text(encoding="utf-8").splitlines()
         return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         expected = "expected a sweep that `sinklab report --pack` has written"
-        raise InputError(f"{top / CHECKSUMS} cannot be read ({error}): {expected}") from error
+        raise InputError(f"{top / CHECKSUMS} cannot be read ({reason}): {expected}") from error
 
 
 def _lines(documents: Iterable[Mapping[str, Any]]) -> str:
