@@ -99,6 +99,7 @@ def test_a_folder_with_a_recipe_is_not_taken_for_a_run(run: Run, tmp_path: Path)
 
 def test_an_environment_of_another_form_is_named(run: Run, tmp_path: Path) -> None:
     trained, text = trained_run(tmp_path, {})
-    (trained / "env.json").write_text("[1]")
-    _, _, err = on_one_line(run)("measure", trained, "--text", text, *FEW)
-    assert "env.json cannot be read (it does not contain the hash of a run)" in err
+    for content in ("[1]", '{"hash": 1}', '{"hash": "0", "continues": [1]}'):
+        (trained / "env.json").write_text(content)
+        _, _, err = on_one_line(run)("measure", trained, "--text", text, *FEW)
+        assert "env.json cannot be read (it does not contain the hash of a run)" in err

@@ -240,6 +240,23 @@ def test_a_preparation_replaces_no_file_of_the_users(run: Run, tmp_path: Path, n
     assert [file for file in (tmp_path / "mine").rglob("*") if file.is_file()] == [path]
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "partial/thesis.tex"])
+def test_a_preparation_replaces_no_file_put_beside_the_lock_of_a_failed_one(
+    run: Run, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "mine").mkdir()
+    call = ("data", "prepare", "texts", "--tokenizer", "train:300", "--out", "mine")
+    assert run(*call, "--limit-bytes", "1")[0] == 2  # fewer than two documents
+    assert (tmp_path / "mine" / "prepare.lock").is_file()
+    path = tmp_path / "mine" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(NOTES)
+    status, _, err = run(*call)
+    assert status == 2
+    assert "exists and was not written by a preparation" in err
+    assert path.read_text() == NOTES
+
+
 def test_a_preparation_does_not_take_a_file_for_its_folder(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text(NOTES)
     status, _, err = run("data", "prepare", "texts", "--tokenizer", "train:300", "--out", "mine")

@@ -58,6 +58,8 @@ def test_what_is_no_model_is_named(given: Any) -> None:
         (["a", "text"], "tokens are of type list; expected rows of whole numbers"),
         ([1, 2, 3], r"tokens are not a matrix of whole numbers, such as \[\[1, 2, 3\]\]"),
         ([[1, 2], ["a", "b"]], "tokens are not a matrix of whole numbers"),
+        ([b"text"], "tokens are of type list; expected rows of whole numbers"),
+        ([{1: 2}], "tokens are of type list; expected rows of whole numbers"),
         ([[1, 2**80]], "tokens are not a matrix of whole numbers"),
         ([[0.5, 1.5]], "tokens are float32 numbers"),
         ({"input_ids": TOKENS}, "tokens are of type dict"),
@@ -77,14 +79,16 @@ def test_what_are_no_tokens_is_named(model: Any, tokens: Any, says: str) -> None
         ({"eps": "0.3"}, "eps is '0.3': expected shares of attention"),
         ({"eps": None}, "eps is None: expected shares of attention"),
         ({"eps": [0.3, "x"]}, r"eps is \[0.3, 'x'\]: expected shares of attention"),
-        ({"eps": []}, "expected shares of attention"),
+        ({"eps": []}, r"eps is \[\]: expected shares of attention"),
         ({"eps": np.array([0.3, 2])}, r"eps is array.*: expected shares of attention"),
         ({"eps": torch.tensor(0.3)}, "eps is tensor.*: expected shares of attention"),
         ({"batch_size": "2"}, "--batch-size '2': Input should be a valid integer"),
         ({"batch_size": 2.5}, "--batch-size 2.5: Input should be a valid integer"),
+        ({"batch_size": torch.tensor(2.5)}, "--batch-size 2.5: Input should be a valid integer"),
         ({"lengths": [2.5]}, "--lengths 2.5: Input should be a valid integer"),
         ({"lengths": 3}, "--lengths 3: Input should be a valid tuple"),
         ({"maps": [("a", 1)]}, r"--map \[\('a', 1\)\]: expected LAYER.HEAD.* or pairs"),
+        ({"maps": [""]}, r"--map \[''\]: expected LAYER.HEAD.* or pairs"),
         ({"maps": [3]}, r"--map \[3\]: expected LAYER.HEAD.* or pairs"),
         ({"maps": 3}, "--map 3: expected LAYER.HEAD.* or pairs"),
         ({"inputs": "bogus"}, "--inputs 'bogus': Input should be 'natural', 'random' or 'repeat'"),
@@ -106,6 +110,8 @@ def test_numbers_of_numpy_are_numbers(model: Any) -> None:
     assert found.sink_rate == sinklab.measure(model, TOKENS, eps=0.25).sink_rate
     assert sinklab.measure(model, TOKENS, eps=np.array([0.25, 0.5])).sink_rates is not None  # type: ignore[arg-type]
     assert sinklab.measure(model, TOKENS, eps=np.float32(0.25)).eps == 0.25  # type: ignore[arg-type]
+    for lengths in (np.array([3]), torch.tensor([3]), range(3, 4)):
+        assert list(sinklab.measure(model, TOKENS, lengths=lengths).sink_rate_by_length or ()) == ["3"]  # type: ignore[arg-type]
 
 
 def test_tokens_may_be_an_array_and_of_any_whole_type(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,15 @@ def test_ours_are_drawn_beside_the_papers_percentages(html: str) -> None:
     }
     assert len([row for row in rows["seeds"] if row["cell"] == "15 K biases attract the sink"]) == 3
     assert "Exploratory statements: 7." in Page(html).text
+
+
+def test_an_experiment_on_mitigations_without_cells_has_no_leaderboard(sweep_folder: Path) -> None:
+    sweep = collect([sweep_folder]).sweeps[0]
+    emptied = {
+        name: one.model_copy(update={"cells": []} if name.startswith("mitigations") else {})
+        for name, one in sweep.summary.experiments.items()
+    }
+    assert leaderboard(replace(sweep, summary=sweep.summary.model_copy(update={"experiments": emptied}))) is None
 
 
 def test_the_leaderboard_is_drawn_with_softmax_at_no_change_of_loss(sweep_folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A model on many texts: the same numbers as one by one, nothing lost by an interruption, no settings mixed."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,13 +13,14 @@ from stops import Stops
 from table_texts import table_texts
 from tiny_models import text_file, tiny_model
 
+from sinklab.data.sources import corpora
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.opening import model_files
 from sinklab.report import write_report
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import collect
-from sinklab.survey.measure_many import domain_files, measure_domains
+from sinklab.survey.measure_many import domain_files, measure_domains, text_hash
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
 
@@ -153,3 +155,12 @@ def test_the_report_names_the_model_and_its_domains_and_says_how_many_sequences(
     page = write_report([tmp_path / "out"]).read_text(encoding="utf-8")
     assert 'id="chart-domains-0-0"' in page
     assert "small</b>: 2 of 4 sequences" in page
+
+
+def test_a_text_that_cannot_be_read_is_named(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(corpora, "sha256_of", refused)
+    with pytest.raises(InputError, match=r"^cannot read .*alpha\.jsonl: Permission denied"):
+        text_hash(texts)

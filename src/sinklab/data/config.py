@@ -149,5 +149,7 @@ class DataConfig(Selection):
         if both := [position for position in fixed if position in drawn]:
             raise ValueError(f"fixed_token.positions and random_tokens both write position {min(both)}")
         if self.bos and (0 in fixed or 0 in drawn):
-            raise ValueError("position 0 holds BOS: fixed_token, random_tokens begin at position 1, or set bos: false")
+            raise ValueError(
+                "position 0 holds BOS: begin fixed_token and random_tokens at position 1, or set bos: false"
+            )
         return self

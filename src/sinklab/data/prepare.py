@@ -148,12 +148,8 @@ def prepare_settings(
         if not is_prepared(out):
             if out.exists() and not out.is_dir():
                 raise InputError(f"{out} is a file: choose another --out")
-            found = [out / name for name in (*FILES, PARTIAL) if (out / name).exists()]
-            if found and not (out / LOCK).exists():
-                raise InputError(
-                    f"{found[0]} exists and was not written by a preparation, so it is not replaced: choose another "
-                    "--out, or move it away"
-                )
+            if not (out / LOCK).exists():  # checked before anything is written, and again under the lock
+                _check_replaceable(out)
             with _locked(out):
                 if not is_prepared(out):
                     _build(settings, out, progress or (lambda *_: None), counted or (lambda _: None))
@@ -172,7 +168,25 @@ def prepare_settings(
     return dataset
 
 
+def _check_replaceable(out: Path) -> None:
+    """Raise InputError if `out` has files that would be replaced and were not written by a preparation."""
+    partial = out / PARTIAL
+    if (partial / SETTINGS).is_file():
+        return
+    found = [out / name for name in FILES if (out / name).exists()]
+    if partial.exists() and not (
+        partial.is_dir() and all(path.name.startswith(f".{SETTINGS}") for path in partial.iterdir())
+    ):
+        found.append(partial)
+    if found:
+        raise InputError(
+            f"{found[0]} exists and was not written by a preparation, so it is not replaced: choose another --out, or "
+            "move it away"
+        )
+
+
 def _build(settings: Settings, out: Path, progress: StageProgress, counted: Counted) -> None:
+    _check_replaceable(out)
     partial = out / PARTIAL
     found, wanted = partial / SETTINGS, settings.model_dump_json()
     try:

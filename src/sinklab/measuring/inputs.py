@@ -271,7 +271,7 @@ def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
         if (
             isinstance(tokens, str | bytes)
             or not isinstance(tokens, Sequence)
-            or any(isinstance(x, str) for x in tokens)
+            or any(isinstance(x, str | bytes | dict) for x in tokens)
         ):
             raise InputError(f"{name} are {type_text(tokens)}; expected rows of whole numbers, (sequences, length)")
         try:

@@ -25,7 +25,7 @@ def parse_eps(given: Any) -> tuple[float, ...]:
     Raises:
         InputError: if there is no threshold, or one is not a number in (0, 1).
     """
-    from_text = isinstance(given, list) and all(isinstance(one, str) for one in given)
+    from_text = isinstance(given, list) and bool(given) and all(isinstance(one, str) for one in given)
     several: list[Any] = ",".join(given).split(",") if from_text else [given]
     if not from_text and not isinstance(given, str):
         with suppress(TypeError):  # of a number, or an array without axes
@@ -52,8 +52,10 @@ def parse_maps(given: Any) -> tuple[tuple[int, ...], ...]:
     maps = []
     try:
         for one in given:
-            found = re.fullmatch(r"([1-9]\d*)\.([1-9]\d*)", one) if isinstance(one, str) else None
-            pair: Any = map(int, found.groups()) if found else one
+            pair: Any = one
+            if isinstance(one, str):
+                found = re.fullmatch(r"([1-9]\d*)\.([1-9]\d*)", one)
+                pair = None if found is None else map(int, found.groups())
             maps.append(tuple(map(index, pair)))
     except TypeError:
         raise InputError(
@@ -63,13 +65,10 @@ def parse_maps(given: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _whole(given: Any) -> Any:
-    """Convert whole numbers of NumPy and PyTorch, and rows of them, to int and tuple; pydantic checks the rest."""
-    if isinstance(given, str):
-        return given
-    try:
-        return index(given)
-    except TypeError:
-        return tuple(map(_whole, given)) if isinstance(given, Iterable) else given
+    """Convert numbers and arrays of NumPy and PyTorch, and rows of numbers, to int and tuple, for pydantic to check."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    return tuple(map(_whole, given)) if isinstance(given, Iterable) and not isinstance(given, str) else given
 
 
 class Options(CommandSettings, frozen=True):

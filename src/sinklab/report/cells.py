@@ -333,10 +333,8 @@ def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
 
 
 def _main_result(sinks: list[tuple[Spread, str]], biases: list[tuple[Spread, str]]) -> str:
-    (rate, strongest), top = (
-        max(sinks, key=lambda one: one[0].mean),
-        max(biases, key=lambda one: one[0].mean, default=None),
-    )
+    rate, strongest = max(sinks, key=lambda one: one[0].mean)
+    top = max(biases, key=lambda one: one[0].mean, default=None)
     if len(sinks) == 1:
         return f"The first token is a sink in {rate.text(1)} % of the heads."
     text = f"The sink on the first token is strongest in “{strongest}” ({rate.text(1)} % of heads)"

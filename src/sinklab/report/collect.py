@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, StrictInt, ValidationError
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError, SinklabError
@@ -42,7 +42,7 @@ D = TypeVar("D", bound=BaseModel)
 
 
 class _ReadTraining(ReadDocument):
-    steps: int | None = None
+    steps: StrictInt | None = None
 
 
 class _ReadMetric(ReadDocument):
@@ -53,7 +53,7 @@ class _ReadRecipe(ReadDocument):
     """The keys of a recipe of any version that a report uses."""
 
     name: str = ""
-    seed: int | None = None
+    seed: StrictInt | None = None
     train: _ReadTraining = Field(default_factory=_ReadTraining)
     metric: _ReadMetric = Field(default_factory=_ReadMetric)
 

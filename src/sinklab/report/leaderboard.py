@@ -136,12 +136,12 @@ class Leaderboard:
 
 
 def leaderboard(sweep: Sweep) -> Leaderboard | None:
-    """Make the leaderboard of a sweep; None without an experiment on mitigations."""
+    """Make the leaderboard of a sweep; None without cells of experiments on mitigations."""
     summary = sweep.summary
     experiments = [name for name in summary.experiments if name.startswith(MITIGATIONS) and name != RETUNED]
-    if not experiments:
-        return None
     cells = {cell: found for name in experiments for cell, found in summary.cells_of(name).items()}
+    if not cells:
+        return None
     runs = [run for name in experiments for cell in summary.cells_of(name).values() for run in cell.runs if run.hash]
     # Only the largest group of runs assessed with the same text and settings is scored.
     assessed = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})

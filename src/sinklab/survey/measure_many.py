@@ -164,7 +164,7 @@ def text_hash(text: Path | None) -> str | None:
     """Return a hash of the contents of a text, which a copy has too; None without a text.
 
     Raises:
-        InputError: if there is no such text.
+        InputError: if there is no such text, or a file cannot be read.
     """
     return None if text is None else identity(str(text), contents=True)
 

@@ -10,7 +10,17 @@ from sinklab.measuring.options import Options, Study
 from sinklab.settings import ADVANCED, INPUT, CommandSettings, Flag, Seed, SequenceCount, SequenceLength
 
 DECIDING = (
-    *("inputs", "sequences", "length", "eps", "lengths", "no_bos", "seed", "fewer", "loss", "study", "details"),
+    "inputs",
+    "sequences",
+    "length",
+    "eps",
+    "lengths",
+    "no_bos",
+    "seed",
+    "fewer",
+    "loss",
+    "study",
+    "details",
     "maps",
 )
 """Settings that every request.json contains, in this order because it is hashed as text; others only if set."""

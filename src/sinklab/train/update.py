@@ -111,8 +111,8 @@ class Updater:
         """
         state = self.state
         with self._not_updated():
-            for loss, state.grad_norm in self.finite.read(late):
-                self._loss = loss
+            for loss, grad_norm in self.finite.read(late):
+                self._loss, state.grad_norm = loss, grad_norm
                 state.loss_sum, state.loss_count = state.loss_sum + loss, state.loss_count + 1
 
     def has_finite_weights(self) -> bool:

@@ -146,12 +146,20 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
     roles = []
     for layer, (share_H, value_H, other_H, added_H, output_H, gram_HVV) in sorted(sums.items()):
         numbers_3H = (share_H / len(tokens_NT), value_H / other_H.clamp(min=1e-30), added_H / output_H.clamp(min=1e-30))
-        for head, numbers in enumerate(zip(*(x_H.tolist() for x_H in numbers_3H), strict=True), start=1):
+        numbers = zip(*(x_H.tolist() for x_H in numbers_3H), strict=True)
+        for head, (share, value_norm, output_share) in enumerate(numbers, start=1):
             rank = effective_rank(gram_HVV[head - 1])
-            share, value_norm, output_share = numbers
-            kind = kind_of(share, value_norm, output_share, rank / gram_HVV.shape[-1])
-            named = dict(zip(("share", "value_norm", "output_share"), numbers, strict=True))
-            roles.append(HeadRole(layer=layer, head=head, **named, effective_rank=rank, kind=kind))
+            roles.append(
+                HeadRole(
+                    layer=layer,
+                    head=head,
+                    share=share,
+                    value_norm=value_norm,
+                    output_share=output_share,
+                    effective_rank=rank,
+                    kind=kind_of(share, value_norm, output_share, rank / gram_HVV.shape[-1]),
+                )
+            )
     return Heads(
         **reader.result_fields(),
         sink="bias" if with_bias else "first position",

@@ -117,7 +117,7 @@ def identity(source: str, contents: bool = False) -> str:
             takes no time for a large corpus.
 
     Raises:
-        InputError: if there is no such source.
+        InputError: if there is no such source, or a file cannot be read.
     """
     if names := installed_names(source):
         listing = [[entry.name, entry.size] for entry in entries(names)]
@@ -128,10 +128,15 @@ def identity(source: str, contents: bool = False) -> str:
         state = [source, VERSION, repr(request)]
     else:
         files = text_files(expanded(source))
-        state = [
-            [p.suffix.lower(), sha256_of(p)] if contents else [str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns]
-            for p in files
-        ]
+        try:
+            state = [
+                [p.suffix.lower(), sha256_of(p)]
+                if contents
+                else [str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns]
+                for p in files
+            ]
+        except OSError as error:
+            raise InputError(f"cannot read {error.filename}: {error.strerror}") from error
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 

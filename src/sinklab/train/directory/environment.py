@@ -33,15 +33,16 @@ def read_environment(directory: Path) -> dict[str, Any]:
     path = directory / ENVIRONMENT
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or not isinstance(found.get("hash"), str):
-            raise ValueError("it does not contain the hash of a run")
+        if not all(isinstance(run["hash"], str) for run in (found, *found.get("continues", ()))):
+            raise TypeError
         return found
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise InputError(f"{directory} cannot be a run directory: {error.strerror}. Choose another --out") from error
-    except ValueError as error:
-        raise SinklabError(f"{path} cannot be read ({cause(error)}): restore it, or choose another --out") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = cause(error) if isinstance(error, ValueError) else "it does not contain the hash of a run"
+        raise SinklabError(f"{path} cannot be read ({why}): restore it, or choose another --out") from error
 
 
 def recorded_hash(directory: Path) -> str | None:
