@@ -150,6 +150,6 @@ class DataConfig(Selection):
             raise ValueError(f"fixed_token.positions and random_tokens both write position {min(both)}")
         if self.bos and (0 in fixed or 0 in drawn):
             raise ValueError(
-                "position 0 holds BOS: begin fixed_token and random_tokens at position 1, or set bos: false"
+                "position 0 holds BOS: set bos: false, or let fixed_token and random_tokens begin at position 1"
             )
         return self
