@@ -129,7 +129,7 @@ def put_to(check: SingleCheck, runs: Runs) -> Finding:
 
 @singledispatch
 def _found(check: SingleCheck, runs: Runs) -> Finding:
-    raise NotImplementedError(type(check))
+    raise TypeError(f"no rule for checks of type {type(check).__name__}")
 
 
 def _keeps(value: float, at_least: float | None, at_most: float | None) -> bool:
