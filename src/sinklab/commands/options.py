@@ -63,6 +63,10 @@ class LoadingOptions(CommandSettings, frozen=True):
         return in_subfolder(model, self.subfolder)
 
 
+MOST_SEEDS = 1000
+"""Largest accepted number of replicates per cell: a typing error fails before it is planned."""
+
+
 class ReproduceSettings(CommandSettings, frozen=True):
     """Settings of `sinklab reproduce` and `lab`."""
 
@@ -74,6 +78,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
     seeds: int | None = Field(
         default=None,
         ge=1,
+        le=MOST_SEEDS,
         description="Replicates per cell: the first N seeds, draws or models; default: the experiment's, usually 5.",
     )
     models: Annotated[Several[str], Flag(name="--model", metavar="MODEL")] = Field(

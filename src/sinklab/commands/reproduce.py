@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sinklab.commands.ending import PLAIN, stderr
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import RUNS, Json, ReproduceSettings, option, print_result
+from sinklab.commands.options import MOST_SEEDS, RUNS, Json, ReproduceSettings, option, print_result
 from sinklab.errors import InputError
 from sinklab.settings import INPUT, OUTPUT, option_name
 from sinklab.signals import keeping_what_is_finished
@@ -30,7 +30,7 @@ def lab(
     text: Annotated[
         Path | None, option(INPUT, "Train on this .txt or .jsonl file or folder; default: as in the recipe.")
     ] = None,
-    seeds: Annotated[int, option(INPUT, "Models per cell; verdicts require five.", min=1)] = 1,
+    seeds: Annotated[int, option(INPUT, "Models per cell; verdicts require five.", min=1, max=MOST_SEEDS)] = 1,
     as_json: Json = False,
 ) -> None:
     """Train three kinds of tiny models that differ in their sink: softmax, K biases and sigmoid attention.

@@ -98,6 +98,8 @@ def _check_paths(sweep: Sweep) -> None:
     for path in (*_manifests(sweep), *recipes):
         text = path.read_text(encoding="utf-8")
         document = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+        if not isinstance(document, dict):
+            raise InputError(f"{path} is damaged: it must contain a mapping; run the experiment again to write it anew")
         for key, value in leaves(document).items():
             if isinstance(value, str) and Path(value).is_absolute():
                 raise InputError(

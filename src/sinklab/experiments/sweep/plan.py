@@ -158,8 +158,9 @@ def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
         InputError: if the base recipe does not exist, cannot be read, or is not a YAML mapping.
     """
     name = experiment.base[scale]
+    text = recipe_text(name)
     try:
-        values = parse_yaml(recipe_text(name))
+        values = parse_yaml(text)
     except ValueError as error:
         raise InputError(f"{name}, the base of {experiment.id}, is not valid YAML: {error}") from error
     if not isinstance(values, dict):
