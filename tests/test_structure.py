@@ -1,4 +1,4 @@
-"""The floors of the house: what may import what, how large a file or folder may be."""
+"""The layers of the code: which module may import which, and how large files and folders may be."""
 
 import ast
 from collections import Counter
@@ -10,7 +10,7 @@ import pytest
 import sinklab
 
 SOURCE = Path(sinklab.__file__).parent
-FLOORS = (
+LAYERS = (
     ("__main__", "commands"),
     ("report",),
     ("experiments",),
@@ -44,7 +44,7 @@ FLOORS = (
         "__init__",
     ),
 )
-"""From the top down. Nothing imports what stands above it; files at the very bottom serve all floors."""
+"""From top to bottom. No module imports from a layer above its own; the lowest layer serves all others."""
 
 LINES = 600
 FILES = 30
@@ -75,23 +75,23 @@ def imports(path: Path, known: set[str]) -> Iterator[str]:
                 yield from (name.removeprefix("sinklab.") for name in named if name.startswith("sinklab."))
 
 
-def floor(module: str) -> int:
-    """The number of a module's floor, 0 at the top."""
+def layer_of(module: str) -> int:
+    """The number of a module's layer, 0 at the top."""
     first = module.partition(".")[0]
-    return next(number for number, names in enumerate(FLOORS) if first in names)
+    return next(number for number, names in enumerate(LAYERS) if first in names)
 
 
 ARROWS = {name: {other for other in imports(path, set(modules())) if other != name} for name, path in modules().items()}
 
 
-def test_every_folder_and_file_stands_on_a_floor() -> None:
-    known = {name for names in FLOORS for name in names}
+def test_every_folder_and_file_has_a_layer() -> None:
+    known = {name for names in LAYERS for name in names}
     assert {name.partition(".")[0] for name in modules()} == known
 
 
 @pytest.mark.parametrize("module", sorted(set(modules()) - {"__init__"}))  # which names what its users may see
-def test_nothing_imports_what_stands_above_it(module: str) -> None:
-    above = {other for other in ARROWS[module] if floor(other) < floor(module)}
+def test_no_module_imports_from_a_layer_above(module: str) -> None:
+    above = {other for other in ARROWS[module] if layer_of(other) < layer_of(module)}
     assert not above, f"{module} imports {', '.join(sorted(above))}"
 
 
