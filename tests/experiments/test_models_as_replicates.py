@@ -132,11 +132,11 @@ def test_the_price_of_models_is_two_bytes_for_each_parameter_in_their_names() ->
 @pytest.mark.parametrize(
     ("cells", "said"),
     [
-        ({"a": {"models": ["x", "y"]}, "b": {}}, "cannot be compared: all cells must set"),
-        ({"a": {"models": ["x", "y"]}, "b": {"models": ["x"]}}, "cannot be compared: all cells must set"),
+        ({"a": {"models": ["x", "y"]}, "b": {}}, "cells 'a' and 'b' differ in the number of `models`: set"),
+        ({"a": {"models": ["x", "y"]}, "b": {"models": ["x"]}}, "cells 'a' and 'b' differ in the number of `models`"),
         ({"a": {"models": ["x", "x"]}}, "names a model twice"),
         ({"a": {"revision": "step1"}}, "require `models`"),
-        ({"a": {"models": ["x"], "model": "chat"}}, "remove its `model`"),
+        ({"a": {"models": ["x"], "model": "chat"}}, "use neither `model: chat` there"),
     ],
 )
 def test_cells_whose_replicates_cannot_be_compared_are_refused(cells: dict[str, Any], said: str) -> None:

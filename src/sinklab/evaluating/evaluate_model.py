@@ -34,18 +34,20 @@ def evaluate_model(
     """Evaluate a model on downstream tasks, and measure its sink.
 
     Args:
-        name: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
+        name: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub. The newest checkpoint
+            of a run is evaluated as a Hugging Face model, as `sinklab export` writes it.
         request: tasks, number of items and other settings.
         loading: options for loading the model.
-        out: directory for evaluation.json and the items of each task; a repeated call resumes and may add tasks.
-        observe: callback for progress and results.
+        out: output directory: evaluation.json and, for each task, the records of its items. A repeated call computes
+            the missing answers and scores, and may add tasks. None saves nothing.
+        observe: callback for progress events.
 
     Raises:
-        InputError: if lm-eval is not installed, model, task or file is unusable, no item of a task fits the model's
-            context, or `out` has an evaluation with other settings.
+        InputError: see `open_model`, `chosen_tasks`, `load_scores` and `score_task`; also if the text of `request` is
+            unusable, or `out` cannot be written or has an evaluation with other settings.
         HeldError: if another process writes an evaluation to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the scores so far.
-        SinklabError: if the model cannot be measured, lm-eval cannot evaluate it on a task, or answers cannot be saved.
+        SinklabError: see `open_model` and `score_task`; also if `out` cannot be locked.
     """
     check_name(name)
     if request.text is not None:
@@ -122,19 +124,21 @@ def measure_and_evaluate(
     out: Path,
     progress: Progress,
 ) -> Measurement:
-    """Measure a Hugging Face model and add its accuracies on a task (percent) to the measurement.
+    """Measure a Hugging Face model, evaluate it on a task, and add its accuracies in percent to the measurement.
 
     Args:
-        items: number of items drawn with the seed of the measurement; None for all.
+        chosen: task on which the model is evaluated.
+        items: number of items, drawn with the seed of `request`; None for all items.
         text: text of the measurement; None if its inputs are random or repeated tokens.
-        out: directory for evaluation.json and the items; saved answers and scores are reused.
+        request: settings of the measurement.
+        out: output directory: evaluation.json and the records of the items. Saved answers and scores are reused.
         progress: callback, called with the number of answered requests and the total number of requests.
 
     Raises:
         HeldError: if another process writes an evaluation to `out`.
-        InputError: if the text is unusable, no item of the task fits the model's context, the task has no accuracy, or
-            `out` has an evaluation with other settings.
-        SinklabError: if the model cannot be measured or evaluated, or a result cannot be saved.
+        InputError: see `measure_loaded`, `load_scores` and `score_task`; also if the task reports no accuracy, or `out`
+            cannot be written or has an evaluation with other settings.
+        SinklabError: see `measure_loaded` and `score_task`; also if a result cannot be saved.
     """
     measurement = measure_loaded(model, text, request)
 
@@ -152,5 +156,5 @@ def measure_and_evaluate(
     metrics = found.tasks[chosen.name].metrics
     scores = {score: 100 * metrics[name].value for name, score in SCORES.items() if name in metrics}
     if not scores:
-        raise InputError(f"{chosen.name} reports none of {' and '.join(SCORES)}; its metrics are {', '.join(metrics)}")
+        raise InputError(f"{chosen.name} reports neither {' nor '.join(SCORES)}; its metrics are {', '.join(metrics)}")
     return measurement.model_copy(update={"scores": scores})

@@ -25,15 +25,20 @@ class TaskRequest(CommandSettings, frozen=True):
     tasks: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, metavar="NAMES")] = Field(
         min_length=1, description="lm-eval tasks, comma-separated: hellaswag, arc_easy, ..."
     )
-    limit: int | None = Field(default=None, ge=1, le=MOST, description="Items per task, drawn by --seed; default: all.")
+    limit: int | None = Field(
+        default=None, ge=1, le=MOST, description="Items per task, drawn with --seed; default: all."
+    )
     data: Path | None = Field(
-        default=None, description="HellaSwag items, .jsonl or .jsonl.gz; default: in SINKLAB_DATA, else from the hub."
+        default=None,
+        description="File of HellaSwag items, .jsonl or .jsonl.gz; default: in SINKLAB_DATA/eval, else from the hub.",
     )
     text: Path | None = Field(
         default=None, description="Text for the sink metric: .txt, .jsonl or a folder; default: the task's items."
     )
     batch_size: Annotated[int, Flag(panel=ADVANCED)] = Field(default=4, ge=1, description="Requests per batch.")
-    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(default=0, description="Random seed for drawing the items.")
+    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
+        default=0, description="Random seed for drawing the items and few-shot examples."
+    )
 
 
 class TaskMetric(ReadDocument):
@@ -52,13 +57,13 @@ class TextSink(ReadDocument):
     """Sink of the model on natural text, as in `sinklab measure`.
 
     Attributes:
-        text: file or folder, or "task" for the items of the task with their correct answers.
-        sha256: hash of the contents of the text; None for "task".
-        sequences, length: number and length of the sequences, in tokens.
+        text: file, folder or corpus; or "task" for the items of the task with their correct answers.
+        sha256: hash of the text (`text_hash`); None for "task".
+        sequences, length: number of sequences, and number of tokens in each.
         eps: threshold on importance.
         bos: True if position 1 of the sequences is a special token.
         sink_1: Sink_1, percent of (sequence, layer, head) triples with an importance of position 1 above eps.
-        bias: sink rate of an added bias, sink logit or sink token, percent; None if the model has none.
+        bias: sink rate of an added bias, sink logit, sink token or registers, percent; None if the model has none.
     """
 
     text: str
@@ -76,17 +81,19 @@ class TaskScores(ReadDocument):
 
     Attributes:
         version: version of the task in lm-eval.
-        data: name of the file of the items, or "hub".
-        sha256: SHA-256 of the file; None for the hub.
+        data: name of the file with the items, or "hub".
+        sha256: SHA-256 of that file; None for the hub.
         limit: number of items requested; None for all items.
-        seed: random seed with which the items were drawn.
-        items: number of items scored, out of `available`.
-        left_out: number of drawn items excluded because an answer is longer than the model's context.
-        cut: number of items whose prompt was truncated to the model's context.
+        seed: random seed with which items and few-shot examples were drawn.
+        items: number of items scored.
+        available: number of items of the task.
+        left_out: number of drawn items excluded because an answer does not fit in the model's context.
+        cut: number of scored items whose prompt was truncated to the model's context.
         metrics: metrics by lm-eval's names.
-        sink: sink on natural text; None if the items are too short for a sequence.
-        records: name of the file of item records, in the same directory; None if the results are not saved.
-        seconds: scoring time of the last call, in s.
+        sink: sink on natural text; None if it cannot be measured on the items, usually because they are too short.
+        records: name of the file with the item records, in the same directory; None if the results are not saved.
+        seconds: duration of the evaluation in the call that completed the task, in s. Answers that earlier calls saved
+            are not included.
     """
 
     version: str
@@ -111,8 +118,8 @@ class DownstreamScores(VersionedDocument):
         model: name of the model.
         asked: identity of the model: name, hash of its files, commit on the hub, and requested dtype.
         lm_eval: version of lm-eval.
-        notes: notes on the loading of the model.
-        tasks: scores by task.
+        notes: remarks on how the model was loaded.
+        tasks: scores by name of the task.
     """
 
     model: str
@@ -129,8 +136,8 @@ class ItemRecord(ReadDocument):
         item: index in the task, from 0.
         doc_hash: lm-eval's SHA-256 of the item.
         target: correct answer, in the format of the task.
-        responses: one response per request: (log-likelihood in nats, True if greedy decoding gives the choice), or a
-            number, or a text.
+        responses: the model's answer to each request of the item, after lm-eval's filter. It is the log-likelihood in
+            nats with True if greedy decoding gives the continuation, the log-likelihood of a text, or a generated text.
         metrics: metrics of this item.
     """
 

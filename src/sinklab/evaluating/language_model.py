@@ -1,7 +1,7 @@
-"""Adapter of a loaded model to lm-eval that saves answers.
+"""lm-eval adapter of a loaded model; it saves the model's answers.
 
-Context and continuation are tokenized jointly, and BOS is kept; docs/eval.md lists the differences from lm-eval's HFLM,
-from which the adapter inherits.
+It is a subclass of lm-eval's HFLM. Unlike HFLM, it tokenizes context and continuation as one text, and keeps BOS if a
+context is truncated. docs/eval.md lists all differences.
 """
 
 import hashlib
@@ -15,19 +15,23 @@ from sinklab.jobs.ledger import LineLedger
 from sinklab.opening import Model
 
 SAVED_BATCHES = 8
-"""Number of batches between writes of answers."""
+"""Number of batches after which answers are saved."""
 
 ModelAnswer = tuple[float, bool] | float | str
-"""(Log-likelihood, True if greedy decoding gives the text), a log-likelihood, or a generated text."""
+"""(Log-likelihood, True if greedy decoding gives the continuation), a log-likelihood, or a generated text."""
 
 
 class AnsweringModel(HFLM):
     """A Hugging Face model for lm-eval that saves its answers to requests and reuses them.
 
+    The three methods that answer requests raise SinklabError if answers cannot be saved.
+
     Args:
+        model: loaded Hugging Face model.
         batch_size: requests per batch.
-        answers: ledger of answers by request; saved answers are reused.
-        advance: callback, called with the number of newly answered requests.
+        answers: ledger of answers by `request_key`; saved answers are reused.
+        advance: callback, called with the number of requests answered since the last call. Requests with saved answers
+            are included.
     """
 
     def __init__(self, model: Model, batch_size: int, answers: LineLedger, advance: Callable[[int], None]) -> None:
@@ -55,16 +59,16 @@ class AnsweringModel(HFLM):
         return self._answered("generate_until", requests, super().generate_until)
 
     def overlong(self, context: str, continuation: str) -> bool:
-        """Return True if the continuation leaves no room for special tokens and a prompt token in the context."""
+        """Return True if continuation, special tokens and one prompt token together exceed the model's context."""
         _, answer = self._split(context, continuation) if context else ([], self.tok_encode(continuation))
         return len(answer) + len(self._prefix) > self.max_length
 
     def cuts(self, context: str, continuation: str) -> bool:
-        """Return True if the start of the prompt is truncated to the model's context."""
+        """Return True if the prompt is truncated, because prompt and continuation exceed the model's context."""
         return bool(context) and sum(map(len, self._split(context, continuation))) > self.max_length + 1
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode prompt and continuation; a long prompt is truncated to its special tokens and its last tokens."""
+        """Tokenize prompt and continuation; a prompt that is too long keeps its special tokens and its last tokens."""
         before, after = self._split(context, continuation)
         room, special = self.max_length + 1 - len(after), len(self._prefix)
         if len(before) > room and before[:special] == self._prefix:
@@ -72,10 +76,10 @@ class AnsweringModel(HFLM):
         return before, after
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokenize prompt and continuation as one text, and split after the tokens shared with the prompt alone.
+        """Tokenize prompt and continuation as one text, and split its tokens into the two parts.
 
-        lm-eval splits after the number of tokens of the prompt alone, which loses words of the continuation if a token
-        spans the boundary.
+        The first part contains the leading tokens that the prompt alone also has. lm-eval splits after as many tokens
+        as the prompt alone has, and loses words of the continuation if a token spans the boundary.
         """
         before, after = super()._encode_pair(context, continuation)
         whole = self.tok_encode(context + continuation)
@@ -98,5 +102,10 @@ class AnsweringModel(HFLM):
 
 
 def request_key(kind: str, arguments: Iterable[object]) -> str:
-    """Return the SHA-256 of a request to the model (JSON-serializable), the key of its saved answer."""
+    """Return the key under which the answer to a request is saved: the SHA-256 of its kind and arguments.
+
+    Args:
+        kind: name of lm-eval's method that answers the request, such as loglikelihood.
+        arguments: arguments of the request, JSON-serializable.
+    """
     return hashlib.sha256(json.dumps([kind, *arguments], sort_keys=True).encode()).hexdigest()

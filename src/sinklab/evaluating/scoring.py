@@ -24,17 +24,27 @@ from sinklab.survey.request import Request
 RESAMPLED = 1000
 """Number of bootstrap samples for the standard error of metrics that are not means."""
 EPS, SEQUENCES, LENGTH = 0.3, 100, 64
-"""Settings of the sink metric, as in the paper's tables of pretrained models."""
+"""Settings of the sink metric; those of the paper's tables of pretrained models."""
 
 
 def score_task(
     model: Model, chosen: ChosenTask, request: TaskRequest, answers: LineLedger, progress: StepProgress
 ) -> tuple[TaskScores, list[ItemRecord]]:
-    """Evaluate a model on items of a task, without those that have an answer longer than the model's context.
+    """Evaluate a model on a task, and measure its sink on natural text.
+
+    Items with an answer that does not fit in the model's context are left out.
+
+    Args:
+        answers: ledger of the model's answers; saved answers are reused.
+        progress: progress of the step, in requests.
+
+    Returns:
+        The scores, and the record of each scored item in the order of the task.
 
     Raises:
-        InputError: if every item has an answer longer than the context, or the text for the sink is unusable.
-        SinklabError: if lm-eval cannot evaluate the model on the task, or answers cannot be saved.
+        InputError: if no item fits in the context, or the text for the sink is unusable.
+        SinklabError: if lm-eval cannot evaluate the model on the task, the sink cannot be measured, or answers cannot
+            be saved.
     """
     from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -80,7 +90,7 @@ def score_task(
 
 
 def _drawn(chosen: ChosenTask, request: TaskRequest) -> dict[int, list[Any]]:
-    """Draw items of a task without replacement; returns lm-eval's requests by index of the item, ascending."""
+    """Draw items of a task without replacement, and return lm-eval's requests by item index, in ascending order."""
     task, limit, every = chosen.task, request.limit, range(chosen.size)
     items = sorted(random.Random(request.seed).sample(every, limit)) if limit and limit < chosen.size else list(every)
     if task.get_config("num_fewshot") is None:
@@ -94,12 +104,12 @@ def _drawn(chosen: ChosenTask, request: TaskRequest) -> dict[int, list[Any]]:
 
 
 def _samples(items: list[int], chosen: ChosenTask) -> list[int] | None:
-    """Return the drawn item indices; None for all items, because lm-eval searches the list for every item."""
+    """Return the item indices as lm-eval's argument `samples`: None for all items, which is faster than a full list."""
     return None if len(items) == chosen.size else items
 
 
 def _sink(model: Model, context: int, text: Path | None, items: Sequence[str]) -> TextSink | None:
-    """Measure the sink on a text, or else on the texts of a task's items; None if these are too short."""
+    """Measure the sink on `text`, or on the items' texts if `text` is None; returns None if the items are too short."""
     request = Request(
         options=Options(eps=(EPS,), loss=False), sequences=SEQUENCES, length=min(LENGTH, context), fewer=True
     )
@@ -127,7 +137,10 @@ def _sink(model: Model, context: int, text: Path | None, items: Sequence[str]) -
 
 @contextmanager
 def _as_sentence(task: str) -> Iterator[None]:
-    """Convert lm-eval's exceptions in the `with` block, except out-of-memory, to a SinklabError that names the task."""
+    """Raise exceptions of lm-eval in the `with` block as a SinklabError that names the task.
+
+    Out-of-memory errors are not converted.
+    """
     try:
         yield
     except SinklabError:
@@ -147,7 +160,11 @@ def _text(requests: Sequence[Any]) -> str:
 
 
 def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
-    """Return lm-eval's metrics (`acc,none`, `acc_stderr,none`) by name; a filter other than none stays in the name."""
+    """Return the metrics in lm-eval's results by name, with their standard errors.
+
+    lm-eval's keys, such as `acc,none` and `acc_stderr,none`, end in the name of a filter. The filter is part of the
+    returned name unless it is `none`.
+    """
     found: dict[str, TaskMetric] = {}
     for key, value in results.items():
         name, _, kind = key.partition(",")
@@ -160,7 +177,7 @@ def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
 
 
 def _records(samples: Sequence[dict[str, Any]]) -> list[ItemRecord]:
-    """Return the record of each item, sorted by item index; of several lm-eval filters, only the first is used."""
+    """Return the record of each item, sorted by item index; if lm-eval applied several filters, that of the first."""
     first = {sample["doc_id"]: sample for sample in reversed(samples)}
     return [
         ItemRecord(

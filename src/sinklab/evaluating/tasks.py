@@ -1,4 +1,4 @@
-"""Downstream tasks by name: HellaSwag from a local file, and all tasks of lm-eval."""
+"""Load downstream tasks by name: HellaSwag from a local file, and all tasks of lm-eval."""
 
 import difflib
 import gzip
@@ -24,11 +24,11 @@ from sinklab.schema import ReadDocument
 PACKAGES = ("lm_eval", "accelerate")
 HUB = "hub"
 SCORES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
-"""Names of lm-eval's metrics in experiments."""
+"""Names of accuracies in experiments, by lm-eval's name of the metric."""
 
 
 class ChoiceItem(ReadDocument):
-    """A multiple-choice item: prompt, endings, and index of the correct ending (from 0)."""
+    """A multiple-choice item: prompt, endings, and 0-based index of the correct ending."""
 
     query: str
     endings: list[str]
@@ -37,22 +37,22 @@ class ChoiceItem(ReadDocument):
 
 HELLASWAG = "hellaswag"
 HELLASWAG_FILES = ("hellaswag_val.jsonl.gz", "hellaswag_val.jsonl")
-"""File names in the folder `eval` of SINKLAB_DATA, the first existing one of which is used."""
+"""Names of the file in SINKLAB_DATA/eval; if both files exist, the first is used."""
 HELLASWAG_KEYS = '"query" (or "activity_label", "ctx_a" and "ctx_b"), "endings" and "label"'
 
 
 def local_hellaswag() -> Path | None:
-    """Return the path of HellaSwag's file in SINKLAB_DATA/eval; None if there is no such file, or no SINKLAB_DATA."""
+    """Return the path of HellaSwag's file in SINKLAB_DATA/eval; None if it is missing or SINKLAB_DATA is not set."""
     data = os.environ.get("SINKLAB_DATA")
     places = [Path(data).expanduser() / "eval" / name for name in HELLASWAG_FILES] if data else []
     return next((place for place in places if place.is_file()), None)
 
 
 def read_hellaswag(path: Path) -> list[ChoiceItem]:
-    """Read the items of a .jsonl or .jsonl.gz file.
+    """Read HellaSwag items from a .jsonl or .jsonl.gz file.
 
     Raises:
-        InputError: if the file cannot be read or has no items, or a line is not an item; the message names the line.
+        InputError: if the file cannot be read, has no items, or has a line that is not an item; the message names it.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
@@ -65,7 +65,7 @@ def read_hellaswag(path: Path) -> list[ChoiceItem]:
 
 
 def load_hellaswag(path: Path) -> "ChosenTask":
-    """Build the lm-eval task with the items of the file at `path`.
+    """Build lm-eval's HellaSwag task with the items of the file at `path`.
 
     Raises:
         InputError: see `read_hellaswag`.
@@ -97,7 +97,7 @@ def _read_item(line: str, where: str) -> ChoiceItem:
         item = ChoiceItem.model_validate(row if "query" in row else _with_query(row))
         if not item.query or not 0 <= item.label < len(item.endings) or not all(item.endings):
             raise ValueError(
-                f"label {item.label} of {len(item.endings)} endings (from 0) does not exist, or a text is empty"
+                f"label {item.label}, counted from 0, is not one of {len(item.endings)} endings, or a text is empty"
             )
         return item
     except (KeyError, ValueError, AttributeError, TypeError) as error:
@@ -106,10 +106,10 @@ def _read_item(line: str, where: str) -> ChoiceItem:
 
 
 def _with_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert a line in HellaSwag's published format (1905.07830) to lm-eval's, with `query`.
+    """Convert an item from HellaSwag's published format (1905.07830) to that of lm-eval, which has a `query`.
 
     query = clean(activity_label + ": " + ctx_a + " " + capitalised ctx_b)
-    clean: replace " [title]" by ". ", remove other brackets, replace two spaces by one
+    clean: replace " [title]" by ". ", remove other text in brackets, replace two spaces by one
     """
 
     def clean(text: str) -> str:
@@ -124,10 +124,10 @@ class ChosenTask:
     """A task with its items.
 
     Attributes:
-        name: name in lm-eval, not of a group or tag.
+        name: name of the task in lm-eval; not the name of a group or tag.
         task: task object of lm-eval.
-        data: name of the file of the items, or "hub".
-        sha256: SHA-256 of the file; None for the hub.
+        data: name of the file with the items, or "hub".
+        sha256: SHA-256 of that file; None for the hub.
     """
 
     name: str
@@ -137,12 +137,12 @@ class ChosenTask:
 
     @property
     def size(self) -> int:
-        """Number of items."""
+        """Number of items in the task's evaluation split."""
         return len(self.task.eval_docs)
 
     @property
     def identity(self) -> str:
-        """Identity of the items, which the scores depend on: the hash of their file, or "hub"."""
+        """Identity of the items: the SHA-256 of their file, or "hub"."""
         return self.sha256 or self.data
 
 
@@ -150,7 +150,7 @@ def lm_eval_version() -> str:
     """Return the version of lm-eval.
 
     Raises:
-        InputError: if lm-eval or a dependency is not installed; the message has the install command.
+        InputError: if lm-eval or accelerate is not installed; the message contains the install command.
     """
     for package in PACKAGES:
         try:
@@ -164,21 +164,22 @@ def lm_eval_version() -> str:
 
 
 def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
-    """Load the tasks with these names, with their items; groups and tags are expanded to their tasks.
+    """Load tasks by name, with their items. A group or tag is replaced by its tasks.
 
     Args:
-        data: file of the items of HellaSwag; None: its file in SINKLAB_DATA, else the hub.
+        names: names of tasks, groups or tags in lm-eval.
+        data: file with the items of HellaSwag; None: the file in SINKLAB_DATA/eval, else the hub.
 
     Raises:
-        InputError: if lm-eval or a package of a task is not installed, a task is unknown, the file is unreadable or for
-            none of `names`, or a download fails.
+        InputError: see `lm_eval_version` and `read_hellaswag`; also if a name is unknown, a task needs a package that
+            is not installed, items cannot be downloaded, or `data` is set and `names` does not contain hellaswag.
     """
     lm_eval_version()
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
 
     if data is not None and HELLASWAG not in names:
         raise InputError(
-            f"--data {data} is for the items of {HELLASWAG}, which --tasks {','.join(names)} does not contain"
+            f"--data {data} has the items of {HELLASWAG}, and --tasks {','.join(names)} does not contain that task"
         )
     file = (data or local_hellaswag()) if HELLASWAG in names else None
     found: dict[str, ChosenTask] = {}
@@ -207,7 +208,7 @@ def chosen_task(name: str, data: Path | None) -> ChosenTask:
     """Load one task by its name, with its items (see `chosen_tasks`).
 
     Raises:
-        InputError: see `chosen_tasks`; also if the name is that of a group or tag with several tasks.
+        InputError: see `chosen_tasks`; also if the name is a group or tag with several tasks.
     """
     found = chosen_tasks([name], data)
     if len(found) != 1:
@@ -217,7 +218,7 @@ def chosen_task(name: str, data: Path | None) -> ChosenTask:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress lm-eval's log below errors, and the progress bars of building requests, in the `with` block."""
+    """Hide lm-eval's log messages below ERROR, and its progress bars for building requests, in the `with` block."""
     from lm_eval.api import task  # pyright: ignore[reportMissingImports]  # an extra
 
     logger, bars = logging.getLogger("lm_eval"), task.tqdm
@@ -232,7 +233,7 @@ def quiet() -> Iterator[None]:
 
 
 def _from_hub(manager: Any, name: str) -> dict[str, ChosenTask]:
-    """Load a task, or the tasks of a group, with their items."""
+    """Load a task, or the tasks of a group or tag, with their items from the hub."""
     try:
         return {one: ChosenTask(one, task, HUB) for one, task in manager.load([name])["tasks"].items()}
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Claims as data: typed comparisons of cells, judged by the rule in docs/verdicts.md.
+"""Claims as data: typed checks of the results of cells, judged by the rule in docs/verdicts.md.
 
 claims:
   - id: bias_takes_the_sink
@@ -49,9 +49,10 @@ class QuantityClaim(_Check):
     """Base class of checks that compare a quantity between cells or with a bound.
 
     Attributes:
-        value: name of the quantity (`quantities.py`), averaged over a run's last three evaluations, unless it is a step
-            or measured once.
-        at_step: average the last three evaluations up to this step; default: the end of the run.
+        value: name of the quantity (`quantities.py`). It is averaged over a run's last three evaluations, unless a run
+            has a single number of it, such as a step.
+        at_step: average the last three evaluations up to this step instead (see `RunNumbers.value`); default: those at
+            the end of the run.
     """
 
     value: QuantityName
@@ -80,7 +81,7 @@ def _require_rate(name: str) -> str:
 
 
 class Within(_OneCell, _Bounds):
-    """The quantity is within `at_least` and `at_most` (one or both), in its unit, at every seed of a cell."""
+    """At every seed of a cell, the quantity is at least `at_least` and at most `at_most`; one bound may be left out."""
 
     kind: Literal["within"] = Field(default="within", alias="is")
 
@@ -101,13 +102,14 @@ class SinkAbsent(_OneCell, QuantityClaim):
 class Differs(_Bounds):
     """The quantity is larger (greater) or smaller (less) at all seeds of one cell than at all seeds of another cell.
 
-    This is for five seeds; for other numbers, see `counts.separated`. If only the following conditions fail, the
-    verdict is "direction only".
+    This is the rule for five seeds per cell; `counts.separated` is the rule for any number. The verdict is "direction
+    only" if the comparison holds, but a condition on `by`, `times`, `at_least`, `at_most` or `absent` does not.
 
     Attributes:
-        cell, than: the cell that has the larger (smaller) value, and the other cell.
-        by: minimum difference, in the quantity's unit.
-        times: minimum ratio of the larger to the smaller value.
+        cell: the cell with the larger value (greater) or the smaller value (less).
+        than: the other cell.
+        by: the difference between the cells must exceed this number, in the quantity's unit.
+        times: the ratio of the larger to the smaller value must exceed this number.
         at_least, at_most: bounds on the quantity that every seed of `cell` must satisfy.
         absent: `cell` must have no sink (sink rate below 1 % at each of the last three evaluations).
     """
@@ -129,7 +131,7 @@ class Differs(_Bounds):
 
 
 class Equal(QuantityClaim):
-    """The quantity differs by at most a margin, in its unit, between two cells at every seed."""
+    """At every seed, the quantity differs between two cells by at most `margin`, in the quantity's unit."""
 
     kind: Literal["equal"] = Field(default="equal", alias="is")
     cell: str
@@ -138,7 +140,7 @@ class Equal(QuantityClaim):
 
 
 class Alike(QuantityClaim):
-    """The quantity in every cell of `of` differs from that in the first cell by at most a margin at every seed."""
+    """At every seed, the quantity differs between the first cell of `of` and each other cell by at most `margin`."""
 
     kind: Literal["alike"] = Field(default="alike", alias="is")
     of: tuple[str, ...] = Field(min_length=2)
@@ -148,8 +150,9 @@ class Alike(QuantityClaim):
 class Monotone(QuantityClaim):
     """The quantity rises or falls over the cells in their given order.
 
-    At every seed, the least-squares slope over the ranks of the cells has this sign; and no two neighbouring cells
-    differ in the other direction without overlap.
+    At every seed, the least-squares slope over the ranks of the cells is positive (rising) or negative (falling). In
+    addition, no two neighbouring cells differ in the opposite direction without overlap of their seeds
+    (`counts.separated`).
     """
 
     kind: Literal["rising", "falling"] = Field(alias="is")
@@ -157,7 +160,7 @@ class Monotone(QuantityClaim):
 
 
 class StandsAt(_OneCell):
-    """At every seed, a cell's sink rate is highest at a 1-based position, and is at least `at_least` percent there.
+    """At every seed, the sink rate of a cell is highest at `position` (1-based) and at least `at_least` percent there.
 
     If only the second condition fails, the verdict is "direction only".
     """
@@ -168,9 +171,9 @@ class StandsAt(_OneCell):
 
 
 class Appears(_OneCell):
-    """Sink_1 of a cell reaches `rate` percent by step `before` and, if `after` is set, not by step `after`.
+    """At every seed, Sink_1 of a cell is at least `rate` percent at the last evaluation up to step `before`.
 
-    At every seed, the last evaluation up to each step decides.
+    If `after` is set, Sink_1 must also be below `rate` at the last evaluation up to step `after`.
     """
 
     kind: Literal["appears"] = Field(default="appears", alias="is")
@@ -180,7 +183,7 @@ class Appears(_OneCell):
 
 
 class Precedes(_OneCell):
-    """One step quantity of a cell is smaller than another at every seed, such as `norm_step` < `emergence_step`."""
+    """At every seed of a cell, the quantity `first` is smaller than `then`, such as `norm_step` < `emergence_step`."""
 
     kind: Literal["precedes"] = Field(default="precedes", alias="is")
     first: QuantityName
@@ -188,7 +191,7 @@ class Precedes(_OneCell):
 
 
 class Diverges(_OneCell):
-    """Training of a cell diverges (loss, gradient or weights not finite) at every seed, or at none (`trains`)."""
+    """Training of a cell diverges (loss, gradient or weights not finite) at every seed (diverges) or none (trains)."""
 
     kind: Literal["diverges", "trains"] = Field(alias="is")
 
@@ -205,7 +208,7 @@ class All(_Check):
 
 
 class AlikeOverDomains(_OneCell, QuantityClaim):
-    """The quantity of a cell in every text domain differs from that in the first domain by at most a margin."""
+    """At every draw, a cell's quantity differs between the first text domain and each other by at most `margin`."""
 
     kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
     margin: float = Field(gt=0)
@@ -221,7 +224,7 @@ FamilyName = Annotated[str, AfterValidator(_on_the_list)]
 
 
 class _OverSizes(_OneCell, QuantityClaim):
-    """Base class of checks that compare the given models of a family by size.
+    """Base class of checks that compare a quantity across the model sizes of each family.
 
     Attributes:
         families: model families of the paper to check; default: all.
@@ -239,18 +242,22 @@ class GrowsWithSize(_OverSizes):
 
 
 class AlikeOverSizes(_OverSizes):
-    """The quantity of a cell in every model of a family differs from that in the smallest by at most a margin."""
+    """At every draw, a cell's quantity differs between a family's smallest model and each other by at most `margin`."""
 
     kind: Literal["alike_over_sizes"] = Field(default="alike_over_sizes", alias="is")
     margin: float = Field(gt=0)
 
 
 OverSubjects = AlikeOverDomains | GrowsWithSize | AlikeOverSizes
-"""Check of one cell over the domains or models that the user passes; resolved to a check of several cells (`over`)."""
+"""A check of one cell across the domains or models that the user passes; `over` converts it to a check of cells."""
 
 
 def over(check: OverSubjects, cells: tuple[str, ...]) -> Alike | Monotone:
-    """Return the check of the result cells of the domains or models (SUBJECT/CELL), smaller models first."""
+    """Convert a check across domains or models to a check of their cells in the results.
+
+    Args:
+        cells: names of these cells (SUBJECT/CELL); those of models from the smallest to the largest model.
+    """
     if isinstance(check, GrowsWithSize):
         return Monotone.model_validate({"is": "rising", "over": cells, "value": check.value})
     return Alike(of=cells, value=check.value, margin=check.margin)
@@ -282,22 +289,24 @@ def quantities_of(check: Check) -> tuple[str, ...]:
 
 
 class Claim(Part):
-    """A statement with the check that decides it and its date.
+    """A statement, the check that decides it, and the date on which it was written.
 
     Attributes:
         id: identifier, unique within the experiment.
         text: statement of the claim.
-        check: the check that decides the claim; files set either `check` or `same_as`.
-        same_as: EXPERIMENT.CLAIM whose check is filled in on loading; such a claim is not counted.
+        check: the check that decides the claim; an experiment file sets either `check` or `same_as`.
+        same_as: another claim, as EXPERIMENT.CLAIM, whose check is used (`load_experiment` fills it in). A claim with
+            `same_as` is not counted.
         scales: scales at which the claim is made; default: all.
         asks_massive: judge the claim only if training at least doubles the norm ratio of the baseline (True), or of
-            the cell with this name; default: the experiment's setting if the claim is about `definition.NORMS`, else
-            False.
-        positions: limit the claim to models with, or without, positional embeddings added to the token embedding.
-        proposition: limit the claim to models to which the paper's proposition with this number applies.
+            the cell with this name; False: always judge it. Default: the experiment's setting if the check uses a
+            quantity in `definition.NORMS`, else False.
+        positions: judge the claim only for models that add positional embeddings to the token embeddings ("added"), or
+            only for models that do not ("other").
+        proposition: judge the claim only for models to which the paper's proposition with this number applies.
         evidence: confirmatory or exploratory; default: the experiment's setting.
         stated: date on which the claim was written; default: the experiment's date.
-        changed: `YYYY-MM-DD: the change, and which results had been seen`; shown with the claim.
+        changed: a later change of the claim, shown with it: `YYYY-MM-DD: the change, and which results had been seen`.
         why: reason for a bound or margin that is not the paper's; for readers of the file only.
     """
 
@@ -337,7 +346,7 @@ class Undecidable:
 
     Attributes:
         claim: the claim.
-        why: reason why it cannot be judged, a sentence.
+        why: reason why it cannot be judged, in sentences.
     """
 
     claim: Claim

@@ -10,7 +10,7 @@ cells:
   softmax: {}                                                   # the base itself
   k_biases: k_biases                                            # a variant of the catalogue, by its name
   weight_decay_1: {optim: {weight_decay: 1.0}}                  # changed keys
-  sink_token_without_bos: [sink_token, {data: {bos: false}}]    # several of both, merged in this order
+  sink_token_without_bos: [sink_token, {data: {bos: false}}]    # variants and keys, merged in this order
 adapted:                                                        # differences at a scale, with the reason
   tiny:
     - why: "a window of 8 of 64 tokens corresponds to 256 of 2,048"
@@ -22,7 +22,7 @@ claims:
   - {id: no_sink, text: "..", check: {is: absent, cell: k_biases}}
 assess: [streaming]                                             # parts of `sinklab assess` for every run
 tune: {lr: 4.0e-4, epochs: 4}                                   # `sinklab sft` of every run, on --data
-changes:                                                        # a grid: every cell with one change of every axis
+changes:                                                        # a grid: each cell with one value of each axis
   decay: {decay_0.5: {}, decay_0.1: {optim: {weight_decay: 0.1}}}     # cells are softmax+decay_0.5, and so on
 
 Measured cells:
@@ -36,7 +36,7 @@ cells:                                                          # of the model p
 claims:
   - {id: none_on_repeated, text: "..", check: {is: within, value: sink_1, cell: repeat, at_most: 1.0}}
 
-Measured cells of named models, which are replicates; then every cell of the experiment names its models:
+Measured cells that name several models, which are the replicates; every cell of such an experiment names several:
 
 cells:
   start: {inputs: natural, models: [ORG/seed1@step1000, ORG/seed2@step1000]}
@@ -80,7 +80,7 @@ NORMS = {
     "norm_step",
     "kurtosis",
 }
-"""Quantities about massive activations; `asks_massive` of an experiment applies to claims about them."""
+"""Quantities about massive activations; `asks_massive` of an experiment applies to claims that use one of them."""
 
 PAPER_SCALES = ("60m", "1b")
 """Scales of the paper's models; only at these do the paper's numbers enter verdicts."""
@@ -121,14 +121,14 @@ def _kind_of_cell(said: Any) -> Literal["trained", "measured"]:
 
 def _is_a_folder(name: str) -> str:
     if not name or name.startswith(".") or "/" in name:
-        raise ValueError(f"{name!r} cannot name a cell or change: use a folder name without / or a leading dot")
+        raise ValueError(f"{name!r} cannot name a cell or change: use a folder name with no / and no leading dot")
     return name
 
 
 def _is_a_value(name: str) -> str:
     if GRID in name:
         raise ValueError(
-            f"{name!r} cannot name a value in changes: it contains {GRID}, which separates cell and values in the "
+            f"{name!r} cannot name a value in changes: leave out {GRID}, which separates cell and values in the "
             f"names of a grid's cells (CELL{GRID}VALUE)"
         )
     return name
@@ -139,7 +139,7 @@ class CellTask(Part):
 
     Attributes:
         name: name of an lm-eval task that reports acc or acc_norm.
-        items: number of task items, sampled with the number of the draw as seed; null for all.
+        items: number of task items, sampled at random with the index of the draw as seed; null for all items.
     """
 
     name: str
@@ -150,19 +150,20 @@ class MeasuredCell(Part):
     """Settings of a measurement. Cells that differ only in eps and length share sequences and forward passes.
 
     Attributes:
-        model: role of the model among those passed with --model: the base model, or the optional chat model (second).
-        models: models to measure, as NAME or NAME@REVISION. Several models are replicates that read the same sequences;
-            a single model is measured on several draws of sequences. Default: --model, which also replaces several
-            models that are the same in all cells.
-        revision, subfolder: revision (of names without @REVISION) and subfolder of each of `models`. The revision of a
-            directory is a folder in it.
+        model: which of the models passed with --model is measured: the base model (the first) or the chat model (the
+            second, which is optional).
+        models: models to measure, as NAME or NAME@REVISION. Several models are replicates, measured on the same
+            sequences; a single model is measured on several draws of sequences. Default: the models passed with
+            --model. If all cells name the same list of several models, --model replaces the list.
+        revision: revision of the names in `models` without @REVISION. That of a directory is a folder in it.
+        subfolder: subfolder of each of `models`.
         inputs: kind of sequences: natural text, random or repeated tokens; required in files.
         sequences, length: number of sequences N, and tokens per sequence T.
         eps: threshold of the sink rate.
-        loss: also compute the loss, up to a third of the total compute.
+        loss: also compute the loss, which takes up to a third of the compute.
         details: also compute the statistics of `sinklab measure --details`.
-        swap_position, replace_position: pairs of 1-based positions whose learned positional embeddings are swapped, or
-            the first replaced by the second (`Study`).
+        swap_position: two 1-based positions whose learned positional embeddings are swapped.
+        replace_position: 1-based positions (i, j); the learned positional embedding of i is replaced by that of j.
         task: downstream task on which the model is also evaluated; null for none.
     """
 
@@ -196,8 +197,8 @@ class Adaptation(Part):
 
     Attributes:
         why: reason for the changes, a sentence.
-        change: recipe overlays applied to every cell, before the cell's own.
-        cells: recipe overlays by cell, applied after the cell's own; cells that the experiment lacks are added.
+        change: recipe overlays applied to every cell, before the cell's own overlays.
+        cells: recipe overlays by cell, applied after the cell's own overlays; cells that do not exist are added.
         without: names of cells to remove at the scale.
     """
 
@@ -215,15 +216,16 @@ class Experiment(Part):
         title: subject in a few words.
         question: research question, a sentence.
         source: table, figure or section of the paper, or another source.
-        base: base recipe of trained cells by scale; a name or file as for `sinklab train`. A single recipe is that of
-            the scale of the same name, else of scale tiny.
+        base: base recipe of the trained cells by scale: the name of a shipped recipe or a file, as for `sinklab train`.
+            A recipe given without a scale belongs to the scale of the same name, or to scale tiny if there is none.
         cells: cells by name: overlays on the base, merged in order, or measured cells.
-        changes: axes of a grid, each with overlays by name. Every trained cell is crossed with every combination of one
-            value per axis; the overlays are applied in order, and the resulting cell is named CELL+VALUE+VALUE.
+        changes: axes of a grid, each with recipe overlays by name of the value. Every trained cell is combined with
+            every choice of one value per axis; the overlays are merged in order, and the resulting cell is named
+            CELL+VALUE+VALUE.
         baseline: trained cell with which the other cells are compared; default: the first cell.
         adapted: changes to the trained cells by scale, applied in order.
-        each: measure every cell for each domain of --text or each --model; results are named DOMAIN/CELL or MODEL/CELL.
-            Default: measure every cell once.
+        each: measure every cell for each domain of --text or for each --model; the cells of the results are named
+            DOMAIN/CELL or MODEL/CELL. Default: measure every cell once per replicate.
         columns: quantities in the table of results.
         against: two quantities of measured cells; a figure plots the second quantity against the first.
         published: table with the paper's numbers for the cells.
@@ -231,10 +233,11 @@ class Experiment(Part):
         tune: settings of `sinklab sft`, with which every run is fine-tuned on the conversations of --data.
         evidence: confirmatory or exploratory, for claims that do not set it.
         stated: date on which the claims were written, for claims that do not set it.
-        seeds: number of replicates (seeds, draws of sequences, or models at most) unless --seeds is passed.
+        seeds: number of seeds or of draws of sequences, or maximum number of models, unless --seeds is passed.
         first_seed: first seed of the runs; smaller seeds are not used.
-        asks_massive: judge claims about `NORMS` only if training at least doubles the norm ratio of the baseline
-            (True), or of the cell with this name; False judges them always. A claim may set its own condition.
+        asks_massive: judge claims that use a quantity in `NORMS` only if training at least doubles the norm ratio of
+            the baseline (True), or of the cell with this name; False: always judge them. A claim may set its own
+            condition.
         rank: sort key of experiments in lists, sweeps and summaries, ascending.
     """
 
@@ -264,20 +267,20 @@ class Experiment(Part):
     @field_validator("base", mode="before")
     @classmethod
     def _one_recipe_is_of_one_scale(cls, base: Any) -> Any:
-        """Convert a single base recipe to a mapping by scale: the scale of the same name, else the smallest scale."""
+        """Convert a base recipe without a scale to a mapping by scale: the scale of its name, else the smallest."""
         return {base if base in SCALES else SCALES[0]: base} if isinstance(base, str) else base
 
     @model_validator(mode="before")
     @classmethod
     def _cross_cells_with_changes(cls, said: Any) -> Any:
-        """Replace the cells of a grid by their product with `changes`; a dumped grid already contains the product."""
+        """Replace the cells of a grid by their product with `changes`; in a dumped experiment they are the product."""
         if not isinstance(said, dict) or not said.get("changes"):
             return said
         cells, axes = said.get("cells", {}), said["changes"]
         named = [cells, axes, *(axes.values() if isinstance(axes, dict) else ())]
         if not all(isinstance(one, dict) and set(map(type, one)) == {str} for one in named):
             raise ValueError(
-                "cells and changes must be mappings with names that are text (quote numbers), and each axis needs "
+                "cells and changes must be mappings whose keys are text (put numbers in quotes), and each axis needs "
                 "named values, such as changes: {decay: {small: .., large: ..}}"
             )
         combined = {
@@ -316,7 +319,7 @@ class Experiment(Part):
                 f"{'measured' if self.requests else 'trained (a measured cell sets `inputs`)'}: remove it"
             )
         if not self.requests and not self.base:
-            raise ValueError("base is missing: cells are trained from a recipe (a measured cell sets `inputs`)")
+            raise ValueError("base is missing: set the recipe of the trained cells (a measured cell sets `inputs`)")
         self._check_names_of_cells()
         self._check_measured()
         return self
@@ -345,7 +348,7 @@ class Experiment(Part):
                 raise ValueError(f"{wrong[0]!r}, to be removed at scale {scale}, is not a cell of the experiment")
 
     def _check_measured(self) -> None:
-        """Check that claims and measured cells fit `each`: over domains, over models, or over neither."""
+        """Check that claims and measured cells fit `each`, and that the cells' `models` fit together."""
         compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
         for claim in self.claims:
             wanted = compared.get(type(claim.check))
@@ -363,19 +366,21 @@ class Experiment(Part):
                 raise ValueError(f"cell {name!r} sets model, but the experiment is measured for each model: remove it")
 
     def _check_models(self) -> None:
-        """Check `models`, `revision` and `subfolder`: no cell names models, or all cells one model, or all several."""
+        """Check `models`, `revision` and `subfolder` of the measured cells."""
         for name, cell in self.requests.items():
             if (cell.revision or cell.subfolder) and not cell.models:
-                raise ValueError(f"cell {name!r} sets a revision or subfolder, which require `models`: set it, too")
+                raise ValueError(f"cell {name!r} sets revision or subfolder, which require `models`: set `models`, too")
             if cell.models and (self.each or cell.model != "base"):
-                raise ValueError(f"cell {name!r} sets `models`: remove its `model` and the experiment's `each`, if set")
+                raise ValueError(
+                    f"cell {name!r} sets `models`: use neither `model: chat` there nor `each` in the experiment"
+                )
             if len(set(cell.models)) < len(cell.models):
                 raise ValueError(f"cell {name!r} names a model twice in `models`")
         counts = {min(len(cell.models), 2): name for name, cell in self.requests.items()}
         if len(counts) > 1:
             raise ValueError(
-                f"the cells {' and '.join(map(repr, counts.values()))} cannot be compared: all cells must set "
-                "no `models`, all cells one model, or all cells several"
+                f"cells {' and '.join(map(repr, counts.values()))} differ in the number of `models`: set `models` in "
+                "no cell, exactly one in every cell, or several in every cell"
             )
 
     @property
@@ -385,7 +390,7 @@ class Experiment(Part):
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """Names of the values along each axis of a grid, first the axis `cell`; empty without a grid."""
+        """Names of the values along each axis of a grid; the first axis is `cell`. Empty if there is no grid."""
         if not self.changes:
             return {}
         own = dict.fromkeys(name.rsplit(GRID, len(self.changes))[0] for name in self.cells)
@@ -393,7 +398,7 @@ class Experiment(Part):
 
     @property
     def replicate(self) -> ReplicateKind:
-        """Unit of replication: a seed for trained cells, a draw for measured cells, a model if these name several."""
+        """Unit of replication: seed for trained cells, model if measured cells name several models, else draw."""
         if not self.requests:
             return "seed"
         return "model" if any(len(cell.models) > 1 for cell in self.requests.values()) else "draw"
@@ -415,7 +420,7 @@ class Experiment(Part):
         return dict(cells)
 
     def claims_at(self, scale: Scale) -> list[Claim]:
-        """Return the claims made at a scale that are references (`same_as`) or whose cells all exist at the scale."""
+        """Return the claims made at a scale, without those (except references) with a cell that is missing there."""
         cells = self.cells_at(scale)
         made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]
@@ -423,7 +428,8 @@ class Experiment(Part):
     def massive_cell(self, claim: Claim) -> str | None:
         """Return the cell whose norm ratio training must double for the claim to be judged; None if there is none.
 
-        The claim's `asks_massive` applies to any claim, the experiment's only to claims about `NORMS`.
+        If the claim does not set `asks_massive`, that of the experiment applies, but only to claims that use a quantity
+        in `NORMS`.
         """
         said = claim.asks_massive
         if said is None:
@@ -432,5 +438,5 @@ class Experiment(Part):
         return (self.compared_with if said is True else said) or None
 
     def own_seeds(self, count: int | None = None) -> range:
-        """Return `count` seeds of the runs, beginning with `first_seed`; default: as many as `seeds`."""
+        """Return the `count` seeds of the runs, from `first_seed` on; default of `count`: the experiment's `seeds`."""
         return range(self.first_seed, self.first_seed + (self.seeds if count is None else count))

@@ -41,18 +41,18 @@ class RunRecord(VersionedDocument):
     Attributes:
         hash: hash of the run (`Recipe.content_hash`).
         name, seed: name and seed of the recipe.
-        status: done, or failed: training diverged (loss, gradient or weights not finite); a retry would, too.
+        status: done, or failed: training diverged (loss, gradient or weights not finite).
         message: reason for the failure; empty if done.
         step: number of updates done, out of `steps`.
         triples: number of (sequence, attention layer, head) triples of the sink rates.
         seconds: training time in seconds, without evaluations and checkpoints.
         tokens_per_second: mean training tokens per second of the updates; None if unknown.
-        peak_memory_mb: peak memory of the GPU of rank 0, or of the process on a CPU, in MB (2**20 bytes); None if the
-            recording process did no update.
-        kurtosis: kurtosis of the final hidden states, maximum over blocks; None if the run failed, or was recorded
-            without its checkpoints.
-        files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run; missing files are
-            omitted.
+        peak_memory_mb: peak GPU memory of rank 0 during training; on a CPU, peak memory of its process. In MB (2**20
+            bytes); None if this process did no update, or if the peak is unknown.
+        kurtosis: kurtosis of the hidden states after training, maximum over blocks; None if the run failed, or was
+            recorded without its checkpoints.
+        files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run, by file name; missing
+            files are omitted.
     """
 
     hash: str
@@ -84,9 +84,10 @@ class CellRun(ReadDocument):
     Attributes:
         seed: seed of the run, or index of the replicate (draw or model).
         hash: hash of the run, or of the settings of the measurement.
-        directory: directory of the run or measurement, relative to that of the summary; empty if there is none yet.
+        directory: directory of the run or measurement, relative to the directory of summary.json; empty for a run
+            that has not been started.
         status: done, failed, or unfinished.
-        message: reason for the failure or, of a finished run listed as unfinished, for the lack of values; else empty.
+        message: reason for a failure, or why a finished run is listed as unfinished (it has no metrics); else empty.
         values: values by quantity (`quantities.py`); missing values are omitted.
         never: step quantities whose threshold was never reached.
         edited: names of result files that were modified or removed after the run had ended.
@@ -108,7 +109,7 @@ class CellRun(ReadDocument):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings on the run: result files modified or removed after its end, and the reason for a failure."""
+        """Warnings about the run: result files modified or removed after its end, and `message` if there is one."""
         return [
             *([f"edited since it ended: {', '.join(self.edited)}"] if self.edited else []),
             *filter(None, [self.message]),
@@ -119,10 +120,11 @@ class CellEstimate(ReadDocument):
     """Median and range of a quantity over the replicates of a cell.
 
     Attributes:
-        seeds: values in the order of the replicates, such as seeds; replicates without a value are omitted, None is a
-            step never reached.
-        median, smallest, largest: statistics of `seeds`, in which a step never reached is infinite; None if infinite.
-        untrained, lowest: for `norm_ratio`, medians over the seeds of `norm_untrained` and `norm_lowest`; else None.
+        seeds: values in the order of the replicates (seeds, draws or models). Replicates without a value are omitted;
+            None is a step that was never reached.
+        median, smallest, largest: median, minimum and maximum of `seeds`, where a step that was never reached counts as
+            infinite; None if the result is infinite.
+        untrained, lowest: for `norm_ratio`, medians of `norm_untrained` and `norm_lowest` over the seeds; else None.
     """
 
     seeds: list[float | None] = Field(default_factory=list)
@@ -134,12 +136,14 @@ class CellEstimate(ReadDocument):
 
     @property
     def never_reached(self) -> int:
-        """Number of seeds at which the step was never reached."""
+        """Number of replicates at which the step was never reached."""
         return self.seeds.count(None)
 
 
 class CellSummary(ReadDocument):
-    """Results of a cell: medians over the finished runs at the last evaluation; None or empty if unknown.
+    """Results of a cell. Rates, loss and norm ratio are medians over the finished runs, each at its last evaluation.
+
+    Values that are not known are None or empty.
 
     Attributes:
         sink_rate: Sink_k for k = 1, 2, .., percent of (sequence, layer, head) triples.
@@ -148,9 +152,9 @@ class CellSummary(ReadDocument):
         hidden_norm_ratio_max: |h_1| over the mean |h_t| of the other positions, maximum over blocks.
         seeds: number of finished runs or measurements.
         seconds: mean duration of a run or measurement, in seconds.
-        change: recipe keys (dotted) that differ from the base, or settings of a measured cell that differ from the
-            default or between cells; with their values.
-        values: median and range over all replicates, by quantity of the tables.
+        change: values of the recipe keys (dotted) that differ from the base; for a measured cell, values of the
+            settings that differ from the default or between cells.
+        values: median and range over the replicates of each quantity in the tables, by name of the quantity.
         runs: runs of the cell, one per replicate, finished or not.
         sink_max, sink_max_position: maximum of `sink_rate` over positions 1 to T / 2, percent, and its position.
     """
@@ -178,11 +182,11 @@ class CellSummary(ReadDocument):
         return found[0] if found else None
 
     def estimate(self, name: str) -> CellEstimate | None:
-        """Return median and range of a quantity over the runs; None if no run has a value."""
+        """Return median and range of a quantity over `runs`, else its entry in `values`; None if both lack it."""
         return estimated(self.runs, name) or self.values.get(name)
 
     def by_seed(self, name: str) -> list[tuple[CellRun, float]]:
-        """Return (run, value) pairs of a quantity, without runs that lack a value or never reached the step."""
+        """Return (run, value) pairs of a quantity; runs that have no value or never reached the step are omitted."""
         return [(run, run.values[name]) for run in self.runs if name in run.values]
 
     def count(self, status: str) -> int:
@@ -190,7 +194,10 @@ class CellSummary(ReadDocument):
         return sum(run.status == status for run in self.runs)
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
-        """Return the cell with the runs and `values` of these seeds only; the other medians are unknown then."""
+        """Return the cell with the runs of these seeds only, `values` of these runs, and all other medians unknown.
+
+        If all runs of the cell have one of these seeds, the cell is returned unchanged.
+        """
         runs = [run for run in self.runs if run.seed in seeds]
         if len(runs) == len(self.runs):
             return self
@@ -217,7 +224,7 @@ def estimated(runs: Sequence[CellRun], name: str) -> CellEstimate | None:
 
 
 def median_of_known(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are not None; None if all are."""
+    """Return the median of the values that are not None; None if there are no such values."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
@@ -230,17 +237,23 @@ class JudgedClaim(ReadDocument):
         scale: scale of the trained models, or names of the existing models.
         evidence: numbers behind the verdict, or the reason why there is no verdict, in sentences.
         cells: names of the cells that the claim is about.
-        quantity: main quantity of the check; empty for `diverges` and `trains`, and if the claim cannot be judged.
+        quantity: main quantity of the check; empty for `diverges` and `trains`, for a claim without a check, and for a
+            claim that cannot be judged on the given models.
         analysis: confirmatory or exploratory; empty if unknown.
         stated: date on which the claim was written, YYYY-MM-DD; empty if unknown.
-        changed: date of a later change to the claim, the change, and which results had been seen; empty without one.
+        changed: date and description of a later change of the claim, and which results had been seen; empty if there
+            is none.
         same_as: EXPERIMENT.CLAIM whose check is used; such a claim is not counted. Empty for other claims.
-        seeds: number of replicates that the verdict is based on; the smallest if cells or parts of the check differ.
+        seeds: number of replicates on which the verdict is based; if cells or parts of the check have different
+            numbers, the smallest number.
         replicate: unit that `seeds` counts: seed, draw or model.
         models: number of existing models in the verdict; 1 for trained cells.
-        at_eps: verdicts at other thresholds of the sink rate than the recipe's, by threshold, if recorded.
-        finds: sentence with the effect that five seeds detect with 80 % power, from pilot runs; empty without these.
-        elsewhere: sentence with the verdict of an earlier sweep with five seeds or more, if this one has fewer.
+        at_eps: verdicts at thresholds of the sink rate other than the recipe's, by threshold; empty if the sink rates
+            were not recorded at these thresholds or do not decide the claim alone.
+        finds: sentence with the effect that five seeds detect with 80 % power, from pilot runs; empty if there are no
+            pilot runs of the quantity.
+        elsewhere: sentences with the verdict of an earlier sweep with five seeds or more, and its evidence; empty if
+            this sweep has as many, or if there is no such sweep.
     """
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -305,10 +318,10 @@ class ExperimentSummary(ReadDocument):
         cells: names of the cells, in the order of the table.
         baseline: cell with which the other cells are compared; empty for measured cells.
         columns: quantities in the table of results.
-        published: the paper's numbers by cell and quantity; {"trains": 0.0} if training failed there.
+        published: the paper's numbers by cell and quantity; {"trains": 0.0} for a cell whose training failed there.
         elsewhere: for measured cells, all numbers of the paper's table, by model, cell and quantity.
         against: two quantities; a figure plots the second quantity against the first. Empty for no figure.
-        families: model family by cell, for the paper's models in that figure.
+        families: model family by cell, for the cells in that figure whose model is in the paper's list.
         adapted: differences between the models at this scale and the paper's, with their reasons, in sentences.
         seeds: seeds in the table; empty for all.
         replicate: unit of replication: seed, draw or model.
@@ -337,7 +350,7 @@ class Summary(ReadDocument):
 
     Attributes:
         id, title: id and title of a single experiment; empty for several.
-        scale: scale of the trained models, or names of the existing models.
+        scale: scale of the trained models, or names of the existing models; empty for several scales.
         experiments: experiments by id.
         cells: cells of all experiments by name; cells of the same name have the same recipe in every experiment.
         claims: claims of all experiments, with their verdicts.
@@ -361,7 +374,11 @@ class Summary(ReadDocument):
         return list({run.hash: run for cell in self.cells.values() for run in cell.runs}.values())
 
     def cells_of(self, experiment: str) -> dict[str, CellSummary]:
-        """Return the cells of an experiment by name, with its seeds only; a cell without results is empty."""
+        """Return the cells of an experiment by name, with its seeds only; a cell without results is empty.
+
+        Raises:
+            KeyError: if there is no such experiment.
+        """
         return {name: self.cell(experiment, name) for name in self.experiments[experiment].cells}
 
     def cell(self, experiment: str, name: str) -> CellSummary:
@@ -400,7 +417,10 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
 
 
 def read_record(directory: Path) -> RunRecord | None:
-    """Read record.json of a run directory; None without the file: the run has not ended, or is not part of a sweep.
+    """Read record.json of a run directory.
+
+    Returns:
+        The record; None if there is no record.json, because the run has not ended or is not part of a sweep.
 
     Raises:
         InputError: if the record cannot be read, is damaged or has another schema version.
@@ -418,7 +438,7 @@ def read_record(directory: Path) -> RunRecord | None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message; for a ValidationError, the first field and what is wrong with it."""
+    """Return the first line of an error's message; for a ValidationError, name and error of the first invalid field."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -426,7 +446,7 @@ def first_line(error: Exception) -> str:
 
 
 def record_of(directory: Path, run_hash: str) -> RunRecord | None:
-    """Read record.json of a run directory if it is that of the run with this hash; None if not, or without the file.
+    """Read record.json of a run directory; None if there is none, or if it belongs to a run with a different hash.
 
     Raises:
         InputError: if the record cannot be read, is damaged or has another schema version.
@@ -441,6 +461,6 @@ def checksums(directory: Path) -> dict[str, str]:
 
 
 def edited(directory: Path, record: RunRecord) -> list[str]:
-    """Return the names of the recorded result files that were modified or removed after the run had ended."""
+    """Return the names of the files in `RunRecord.files` that were modified or removed after the run had ended."""
     now = checksums(directory)
     return [name for name, before in record.files.items() if now.get(name) != before]

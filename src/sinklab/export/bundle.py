@@ -1,7 +1,7 @@
 """Bundle the model's code in one file, for users without sinklab.
 
-The modules are concatenated in import order, without imports of each other. Names are not mangled: they must be unique
-in the one file, which a test checks.
+Every module follows the modules that it imports, and imports of sinklab modules are removed. Names are not mangled, so
+two modules must not define the same name; a test checks this.
 """
 
 import ast
@@ -14,33 +14,33 @@ import sinklab
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of sinklab: full name, source, and top-level statements."""
+    """A module of sinklab: dotted name, source, and top-level statements."""
 
     name: str
     text: str
     body: list[ast.stmt]
 
     def own_imports(self) -> list[ast.ImportFrom]:
-        """Return the statements that import from other modules of sinklab."""
+        """Return the top-level `from .. import` statements of sinklab modules."""
         imports = [node for node in self.body if isinstance(node, ast.ImportFrom)]
         return [node for node in imports if (node.module or "").partition(".")[0] == "sinklab"]
 
     def other_imports(self) -> list[ast.Import | ast.ImportFrom]:
-        """Return the statements that import from other libraries."""
+        """Return the other top-level import statements: standard library and other packages."""
         own = self.own_imports()
         return [node for node in self.body if isinstance(node, ast.Import | ast.ImportFrom) and node not in own]
 
 
 @cache
 def bundled(root: str) -> str:
-    """Return the source of one module that contains `root` and all sinklab modules that it imports.
+    """Return the source of one module that contains `root` and all sinklab modules that it imports, also indirectly.
 
     Args:
-        root: full name of a sinklab module, such as sinklab.model.huggingface.
+        root: dotted name of a sinklab module, such as sinklab.model.huggingface.
 
     Raises:
-        ValueError: if a module does not exist or cannot be bundled: it imports an object under another name, or uses an
-            attribute of a module whose name is also a local variable.
+        ValueError: if there is no module `root`; if a module imports a function, class or constant under an alias
+            (`from .. import x as y`); or if a statement uses `module.x` and also a local variable or parameter `x`.
     """
     modules: dict[str, _Module] = {}
     _collect(root, modules)
@@ -77,10 +77,14 @@ def _path(name: str) -> Path | None:
 
 
 def _by_itself(module: _Module, modules: set[str], known: set[str]) -> str:
-    """Return a module's source without its imports of earlier modules, with `name` in place of `other_module.name`.
+    """Return a module's source for the bundle.
+
+    Imports of sinklab modules are removed. Imports of other packages are removed if earlier modules import the same
+    names. `module.name` is replaced by `name` if the module is bundled.
 
     Args:
-        known: names that earlier modules import from other libraries.
+        modules: dotted names of all bundled modules.
+        known: names that earlier modules import from other packages.
     """
     aliases = {
         alias.asname or alias.name

@@ -2,7 +2,7 @@
 
 Files: model.safetensors, config.json, generation_config.json, tokenizer.json, tokenizer_config.json, README.md (model
 card), and modeling_sinklab.py if transformers has no equivalent architecture. The directory is written under a
-temporary name and renamed.
+temporary name and renamed when it is complete.
 """
 
 import shutil
@@ -34,8 +34,9 @@ class Exported:
     """Description of an exported run.
 
     Attributes:
-        architecture: class of the model in transformers or in the modelling file.
-        code: modelling file in the directory; None if transformers has the architecture.
+        directory: exported model directory.
+        architecture: class name of the model, in transformers or in `code`.
+        code: name of the file with the model's code; None if transformers has the architecture.
         step: training step of the exported checkpoint.
         parameters: number of parameters.
     """
@@ -52,17 +53,16 @@ class Exported:
 
 
 def export_run(run: Path, directory: Path) -> Exported:
-    """Export the newest checkpoint of a run.
+    """Export the newest valid checkpoint of a run.
 
     Args:
         run: run directory; training may be in progress.
         directory: new or empty output directory.
 
     Raises:
-        InputError: if there is no run or no checkpoint yet, the run's metrics are damaged, or `directory` is not empty
-            or cannot be a directory.
-        SinklabError: if no checkpoint is valid, the run's env.json is damaged, or the output cannot be written; partial
-            outputs are removed.
+        InputError: see `load_run`, `read_history` and `load_tokenizer`; also if `directory` is not empty, is or is
+            below a file, or cannot be accessed.
+        SinklabError: see `load_run`; also if the output cannot be written. Partial outputs are removed.
     """
     try:
         there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
@@ -76,13 +76,17 @@ def export_run(run: Path, directory: Path) -> Exported:
 
 
 def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory: Path) -> Exported:
-    """Write the model of a loaded run to `directory`, new or empty.
+    """Write the model of a run as a Hugging Face model directory.
 
     Args:
-        history: evaluations of the run; the model card has the last one up to the step of `found`, if any.
+        found: loaded run.
+        history: evaluations of the run. The model card shows the last one at or before the step of `found`, if there
+            is one.
+        directory: new or empty output directory.
 
     Raises:
-        SinklabError: if the output cannot be written.
+        InputError: if the run's tokenizer cannot be loaded.
+        SinklabError: see `atomic_directory`.
     """
     tokenizer = load_tokenizer(str(found.tokenizer_path))
     form, recipe = form_of(found.model, tokenizer), found.recipe
@@ -104,18 +108,24 @@ def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory:
 
 
 def write_code(folder: Path) -> None:
-    """Write the code of SinklabForCausalLM and of everything it uses of sinklab to modeling_sinklab.py in `folder`."""
+    """Write modeling_sinklab.py to `folder`: SinklabForCausalLM and all sinklab modules that it imports.
+
+    Raises:
+        InputError, SinklabError: see `written_aside`.
+    """
     write_text(folder / f"{CODE}.py", bundled(MODELING))
 
 
 @contextmanager
 def atomic_directory(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces a new or empty directory on success, and is removed on failure.
+    """Yield a temporary folder that becomes `directory` at the end of the `with` block; an exception removes it.
 
-    Its permissions and those of its files are those of the umask.
+    `directory` must be new or empty; missing parent folders are created. The folder and its files have the permissions
+    of the umask.
 
     Raises:
-        SinklabError: if it cannot be written, such as on a full disk, or `directory` is not empty or not a directory.
+        SinklabError: if the folder cannot be created or renamed, `directory` is not empty or not a directory, or
+            writing fails inside the `with` block, such as on a full disk.
     """
     target = directory.resolve()
     aside = beside(target)
@@ -126,7 +136,7 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
         for path in aside.iterdir():
             path.chmod(aside.stat().st_mode & 0o666)  # safetensors gives its files to their owner only
         aside.replace(target)
-    except Exception as error:  # safetensors, tokenizers and `write_text` raise other errors than OSError
+    except Exception as error:  # safetensors, tokenizers and `write_text` raise errors other than OSError
         failure = (error.__cause__ if isinstance(error, SinklabError) else None) or error
         if not (isinstance(failure, OSError) or is_full(failure)):
             raise
@@ -138,7 +148,7 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
 
 
 def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json; with `bos`, the tokenizer prepends BOS to texts."""
+    """Write tokenizer.json and tokenizer_config.json; if `bos` is True, the tokenizer prepends BOS to texts."""
     processors: list[Any] = [ByteLevel(trim_offsets=False)]  # no effect; a processor is required
     if bos:
         token = tokenizer.token(tokenizer.bos_id)
@@ -160,13 +170,13 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: Path, bos: bool, context: int
 
 
 def card_head(*tags: str) -> str:
-    """Return the metadata header (YAML) of a model card, with these tags."""
+    """Return the YAML metadata header of a model card; its tags are sinklab, attention-sink and `tags`."""
     listed = "".join(f"  - {tag}\n" for tag in ("sinklab", "attention-sink", *tags))
     return f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{listed}---\n"
 
 
 def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: Form) -> str:
-    """Return the text of README.md: model, last evaluation up to `step`, loading, recipe."""
+    """Return the text of README.md: model, last evaluation at or before `step`, how to load it, and recipe."""
     metric = recipe.metric
     parts = [
         f"{card_head()}\n# {recipe.name}",
@@ -189,7 +199,7 @@ def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: 
         own = f" `{CODE}.py` is sinklab's own code in one file; it needs torch, transformers and pydantic."
         needed = (
             "\nimport sinklab\n\n"
-            f"sinklab.register()  # or, without sinklab, trust_remote_code=True: {CODE}.py is then run"
+            f"sinklab.register()  # or, without sinklab, pass trust_remote_code=True, which runs {CODE}.py"
         )
     parts.append(
         f"## Loading\n\nThe architecture is `{form.architecture}`.{own}\n\n```python\n"
@@ -198,7 +208,7 @@ def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: 
     )
     if changed := [name for name in ("fixed_token", "random_tokens") if getattr(recipe.data, name) is not None]:
         parts.append(
-            f"The sequences that it was trained on were changed (`data.{'`, `data.'.join(changed)}`), which the "
-            "tokenizer does not reproduce: numbers measured on plain text differ from those of the run."
+            f"Some tokens of its training sequences were replaced (`data.{'`, `data.'.join(changed)}`). The tokenizer "
+            "does not replace them, so numbers measured on plain text differ from those of the run."
         )
     return "\n\n".join([*parts, f"## Recipe\n\n```yaml\n{recipe.to_yaml()}```\n"])

@@ -1,20 +1,23 @@
 """Select a transformers architecture that is equivalent to a variant, and convert the weights.
 
-variant                                                         architecture        loads with
-the default                                                     LlamaForCausalLM    transformers
-the default with a sink logit or off-by-one in every layer      GraniteSWAForCausalLM, multipliers of 1;  the same
-the default with a pattern of masks, or of RoPE and NoPE        SmolLM3ForCausalLM  the same
-sandwich norms, qk_norm, GeGLU                                  Gemma3ForCausalLM   the same
-everything else                                                 SinklabForCausalLM  sinklab, or the exported code
+variant                                                         architecture           loads with
+the default                                                     LlamaForCausalLM       transformers
+the default with a sink logit or off-by-one in every layer      GraniteSWAForCausalLM  transformers
+the default with two kinds of layers (mask, RoPE or NoPE)       SmolLM3ForCausalLM     transformers
+sandwich norms, QK norm and GeGLU                               Gemma3ForCausalLM      transformers
+everything else                                                 SinklabForCausalLM     sinklab, or the exported code
 
-GraniteSWA, SmolLM3 and Gemma 3 support sliding-window layers of a single width. GraniteSWA and SmolLM3 support NoPE
-layers, GraniteSWA two RoPE thetas, and Gemma 3 as well if one is the theta of the sliding-window layers.
+GraniteSWA, SmolLM3 and Gemma 3 support causal and sliding-window layers; all windows must have the same width.
+GraniteSWA and SmolLM3 support NoPE layers. GraniteSWA supports a RoPE theta per layer; Gemma 3 supports one theta for
+sliding-window layers and one for the others; SmolLM3 supports one theta.
 
-GraniteSWA scales the attention output by sigmoid(lse - s), which is equivalent to a sink logit s. gpt-oss also has sink
-logits, but its feed-forward layers are a mixture of experts whose activation is not SwiGLU. MiMo-V2-Flash has sink
-logits only in its sliding-window layers, with twice as many KV heads as in the other layers.
+GraniteSWA multiplies the attention output by sigmoid(lse - s), where lse is the log-sum-exp of the scores. This is
+equivalent to a sink logit s. Two other architectures have sink logits but cannot be used: the feed-forward layers of
+gpt-oss are mixtures of experts without SwiGLU; MiMo-V2-Flash has sink logits only in its sliding-window layers, which
+have twice as many KV heads as its other layers.
+
 Gemma 3 multiplies embeddings by sqrt(E) and norm outputs by 1 + w: the weights are converted accordingly. Its default
-GELU is approximate; the exact GELU is set here.
+GELU is approximate; the exported config selects the exact GELU.
 """
 
 import math
@@ -35,7 +38,7 @@ from sinklab.model.transformer import Transformer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-CODE = "modeling_sinklab"  # module of exported code
+CODE = "modeling_sinklab"  # name of the module with the exported code
 SINK_LOGITS = ("sink_logit", "off_by_one")
 BY_LAYER = {"attention.bias", "attention.mask", "position"}
 GEMMA_NORMS = {
@@ -54,9 +57,9 @@ class Form:
 
     Attributes:
         config: config of the architecture.
-        architecture: name of the class.
-        weights: weights under the parameter names of that class.
-        is_foreign: True if transformers has the class; otherwise the model's code must be exported too.
+        architecture: class name of the model.
+        weights: weights by the parameter names of that class.
+        is_foreign: True if transformers contains the class; if False, the model's code must be exported too.
     """
 
     config: "PreTrainedConfig"
@@ -66,7 +69,10 @@ class Form:
 
 
 def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
-    """Convert a model to the first equivalent architecture of the table above, with the tokenizer's BOS and EOS ids."""
+    """Convert a model to the first architecture of the table above that is equivalent.
+
+    The config contains the tokenizer's BOS and EOS ids.
+    """
     tokens: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     config, kinds = model.config, model.config.layer_kinds
     layers = [config.of_layer(layer) for layer in range(1, config.layers + 1)]
@@ -87,7 +93,7 @@ def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
         **llama_sizes(rotary[0]),
         **tokens,
         "layer_types": ["sliding_attention" if mask.kind == "window" else "full_attention" for mask in masks],
-        "sliding_window": next(iter(windows), config.context),  # not None
+        "sliding_window": next(iter(windows), config.context),  # must not be None; unused without windows
     }
     if other <= BY_LAYER and biases <= set(SINK_LOGITS):
         return _as_granite(model, sizes, thetas)
@@ -99,7 +105,10 @@ def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
 
 
 def _is_gemma(kinds: Sequence[ModelConfig]) -> bool:
-    """Return True if norms and feed-forward layers match Gemma 3, with RoPE and one theta per kind of mask."""
+    """Return True if norms and feed-forward layers are those of Gemma 3 and all layers have RoPE.
+
+    All layers with the same kind of mask must have the same RoPE theta.
+    """
     config = kinds[0]
     norm = NormConfig(placement="sandwich", qk_norm=True, eps=config.norm.eps)
     masks = {kind.attention.mask.kind for kind in kinds}
@@ -131,7 +140,7 @@ def _as_smollm3(model: Transformer, sizes: dict[str, Any], thetas: list[float]) 
 
     config = SmolLM3Config(
         **sizes,
-        pad_token_id=None,  # the default is beyond the vocabulary
+        pad_token_id=None,  # the default id may be outside the vocabulary
         use_sliding_window="sliding_attention" in sizes["layer_types"],
         no_rope_layers=[int(theta != 0) for theta in thetas],
     )

@@ -26,7 +26,7 @@ class Parity:
 
     Attributes:
         model: model name or path.
-        default: backend that transformers selects for this model.
+        default: backend that transformers selects for this model by default.
         transformers, torch: installed versions of the libraries.
         device, dtype: device and data type of the model.
         sequences, length: number of sequences, and tokens per sequence.
@@ -47,11 +47,11 @@ class Parity:
 
     @property
     def has_sinks(self) -> bool:
-        """Whether a layer of the model has learned sink logits."""
+        """Whether any layer of the model has learned sink logits."""
         return self.backends[0].sink_share is not None
 
     def wrong(self) -> str | None:
-        """Return a sentence with the backends that disagree with eager attention; None if all available ones agree."""
+        """Return a sentence that names the backends that disagree with eager attention; None if there are none."""
         found = [one for one in self.backends if one.verdict not in HARMLESS]
         if not found:
             return None
@@ -75,15 +75,18 @@ def compare_backends(
 ) -> Parity:
     """Compare logits and sinks of a model's attention backends on the same tokens.
 
+    Backends that do not run are reported as unavailable.
+
     Args:
         model: model directory, .gguf file, or name on the hub.
-        backends: names of backends in `measuring.huggingface.parity.BACKENDS`; default: all. Eager attention and
-            sinklab's are always included, and backends that do not run are reported as unavailable.
-        observe: receives a progress event when a backend begins.
+        backends: names from `measuring.huggingface.parity.BACKENDS`; default: all. Eager attention and sinklab's are
+            always included.
+        observe: callback, called with a progress event when a backend starts.
 
     Raises:
-        InputError: if the model is a run directory or has no eager attention, a backend is unknown, or model, text or
-            an option is unusable.
+        InputError: if the model is a run directory or does not run with eager attention, a backend is unknown, or
+            model, text or an option is unusable.
+        SinklabError: if the process that renders chat templates fails.
     """
     check_name(model)
     if is_run(model):

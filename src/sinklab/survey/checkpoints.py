@@ -2,8 +2,8 @@
 
 Checkpoints are revisions of a model on the hub, folders of a directory, or checkpoints of a run. Steps are parsed
 from names such as those of Pythia (step1000), OLMo (stage1-step1000-tokens5B) and Hugging Face's Trainer
-(checkpoint-1000). A number with M, B or T is read as a number of tokens (chck_100M; BabyLM's count words), by which the
-checkpoints are then ordered.
+(checkpoint-1000). In names such as chck_100M, a number with M, B or T is a number of tokens (words in BabyLM's names).
+Such checkpoints are ordered by tokens.
 """
 
 import re
@@ -58,7 +58,10 @@ class SavedModel:
 
     @property
     def key(self) -> str:
-        """Key of the checkpoint in the results, and name of its directory: step_100, tokens_100000000."""
+        """Key of the checkpoint in checkpoints.json, such as step_100 or tokens_100000000.
+
+        It is also the name of the subdirectory of the output directory that contains the measurement.
+        """
         return f"{self.unit}_{self.step}"
 
 
@@ -75,16 +78,19 @@ def measure_checkpoints(
     """Measure checkpoints of a model at several steps of its training, on the same sequences.
 
     Args:
-        model: Hugging Face id with `revisions`; else a folder of checkpoints or a run directory.
-        revisions: revisions of the model, whose names contain a step or number of tokens; they replace that of
-            `loading`.
-        out: output directory: checkpoints.json and one directory per checkpoint; a repeated call resumes.
+        model: Hugging Face id if `revisions` are passed; else a folder of checkpoints or a run directory.
+        revisions: revisions of a model on the hub; each name contains a step or number of tokens. `loading.revision` is
+            not used. Empty for local models.
+        text: text for all checkpoints (see `measure_model`); only natural inputs need one.
+        out: output directory: checkpoints.json and one directory per checkpoint. A repeated call resumes. None saves
+            nothing.
 
     Raises:
         InputError: see `saved_models`; also if text or an option is unusable, `out` cannot be written or has results
             with other settings, or all checkpoints fail. If only some checkpoints fail, they are listed in the results.
         HeldError: if another process writes to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
+        SinklabError: if `out` cannot be locked.
     """
     saved = {one.key: one for one in saved_models(model, revisions)}
     request.check(text)
@@ -127,9 +133,10 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     Folders without a step or number of tokens in the name, or without a config.json, are skipped.
 
     Raises:
-        InputError: if the model is neither local nor a valid hub name, revisions of a local model are requested, the
-            name of a revision lacks a step, two checkpoints have the same step, steps and tokens are mixed, a folder or
-            run has no checkpoints, or a model on the hub (or a file) is passed without revisions.
+        InputError: if the model is neither local nor a valid hub name, revisions of a local model are requested, a name
+            of a revision contains neither a step nor a number of tokens, two checkpoints have the same number, steps
+            and tokens are mixed, a folder or run has no checkpoints, or a file or a model on the hub is passed without
+            revisions.
     """
     check_name(model)
     folder = Path(model).expanduser()
@@ -150,8 +157,8 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     found = [SavedModel(*known, *one) for one in named if (known := step_in(one[0])) is not None]
     if unknown := [name for name in revisions if step_in(name) is None]:
         raise InputError(
-            f"--revision {unknown[0]} does not contain its step or number of tokens, over which several revisions are "
-            "plotted: pass names such as step1000, stage1-step1000-tokens5B or chck_100M"
+            f"--revision {unknown[0]} does not contain its step or number of tokens, which several revisions need: "
+            "pass names such as step1000, stage1-step1000-tokens5B or chck_100M"
         )
     if not found:
         raise InputError(
@@ -172,13 +179,16 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
 
 
 def folders_without_step(folder: Path) -> list[str]:
-    """Return the names of model folders that `saved_models` skips, as they contain no step or number of tokens."""
+    """Return the names of model folders that `saved_models` skips because they contain no step or number of tokens."""
     folders = [] if is_run(str(folder)) else sorted(path.parent.name for path in folder.glob("*/config.json"))
     return [name for name in folders if step_in(name) is None]
 
 
 def step_in(name: str) -> tuple[int, StepUnit] | None:
-    """Parse the step (50K is 50,000) or number of tokens in a checkpoint name, with its unit; None without either."""
+    """Return the step or number of tokens in a checkpoint name, with its unit; None if the name contains neither.
+
+    A step such as 50K is 50,000.
+    """
     if found := STEP.search(name):
         return int(found[1]) * (1000 if found[2] else 1), "step"
     if found := TOKENS.search(name):

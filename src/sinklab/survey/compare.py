@@ -33,17 +33,18 @@ ComparedNumber = tuple[str, str, Callable[[Measurement], float | None]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Measurements of several models by label; the first model is the reference.
+    """Measurements of several models; the first model is the reference.
 
     Attributes:
-        text: path or name of the text; None without a text.
+        text: path or name of the text; None if no text was used.
+        measured: measurement of each model, by label (`labels`).
     """
 
     text: str | None
     measured: dict[str, Measurement]
 
     def rows(self) -> list[ComparedQuantity]:
-        """Return the rows of the comparison: one per quantity that at least one model has."""
+        """Return the rows of the comparison: one for each quantity that at least one model has."""
         rows = []
         first, *others = self.measured
         for quantity, unit, value_of in _quantities(self.measured[first]):
@@ -85,15 +86,16 @@ def compare_models(
 
     Args:
         models: run directories, model directories, .gguf files or names on the Hugging Face hub.
-        out: output directory: comparison.json and one directory per model; a repeated call resumes.
+        text: text for all models (see `measure_model`); only natural inputs need one.
+        out: output directory: comparison.json and one directory per model. A repeated call resumes. None saves nothing.
 
     Raises:
-        InputError: before any measurement, if there are fewer than two models, duplicate models or no text, a config
-            cannot be loaded, an option is unusable, or `out` cannot be written or has results with other settings;
-            later, if a model does not fit the text: it has too few sequences, or the chat template fails.
+        InputError: before any measurement, if there are fewer than two models or a model is repeated, a config cannot
+            be loaded, the text or an option is unusable, or `out` cannot be written or has results with other settings.
+            Later, if a model cannot be loaded or measured on this text, for example because the text is too short.
+        HeldError: if another process writes to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the comparison so far.
-        SinklabError: if a model cannot be loaded or measured (finished measurements are kept in `out`), or another
-            process writes to `out`.
+        SinklabError: if a model cannot be loaded or measured. Finished measurements are kept in `out`.
     """
     if len(models) < 2:
         raise InputError("a comparison needs two models or more: sinklab compare A B --text FILE")
@@ -130,10 +132,13 @@ def compare_models(
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:
-    """Return the models by label: the Hugging Face id, or as many last parts of the path as make all labels distinct.
+    """Return the models by label.
+
+    The label of a model on the hub is its id. The label of a local model is the end of its path: as few parts as make
+    all labels distinct.
 
     Raises:
-        InputError: if a model is listed twice, perhaps by different paths.
+        InputError: if a model is listed twice, by the same path or by different ones.
     """
     parts = {model: _parts(model) for model in models}
     for count in range(1, 2 + max(map(len, parts.values()))):
@@ -145,7 +150,7 @@ def labels(models: Sequence[str]) -> dict[str, str]:
 
 
 def _parts(model: str) -> tuple[str, ...]:
-    """Return the parts of a local model's resolved path, without the root; a Hugging Face id is a single part."""
+    """Return the parts of a local model's resolved path, without the root; for a Hugging Face id, the id alone."""
     path = Path(model).expanduser()
     if path.exists():
         return path.resolve().parts[1:]
@@ -153,7 +158,7 @@ def _parts(model: str) -> tuple[str, ...]:
 
 
 def _quantities(first: Measurement) -> list[ComparedNumber]:
-    """Return the quantities to compare, with functions that read them; sink rates at every requested threshold."""
+    """Return name, unit and a function that returns the value from a measurement, for each quantity to compare."""
     quantities: list[ComparedNumber] = [
         (f"Sink_{k + 1}", "% of heads", lambda m, k=k: m.sink_rate[k]) for k in range(min(POSITIONS, first.length))
     ]

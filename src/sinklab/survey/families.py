@@ -38,19 +38,22 @@ def measure_families(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Survey:
-    """Measure every model of the named families.
+    """Measure every model of the named families. Models that fail are listed in the results.
 
     Args:
         names: families of open_models.yaml, or `all`.
-        models_dir: directory of local models, in folders named by the Hugging Face id or its last part; the hub is then
+        text: text for all models (see `measure_model`); only natural inputs need one.
+        models_dir: directory of local models, in folders named by the Hugging Face id or its last part. The hub is then
             not used.
-        out: output directory: families.json and one directory per model; a repeated call resumes and may add families.
+        out: output directory: families.json and one directory per model. A repeated call resumes and may add families;
+            models measured earlier stay in the results. None saves nothing.
 
     Raises:
         InputError: if there is no such family or directory, text or an option is unusable, or `out` cannot be written
-            or has results with other settings. Models that fail are listed in the results.
+            or has results with other settings.
         HeldError: if another process writes to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
+        SinklabError: if `out` cannot be locked.
     """
     asked = models_of(names)
     models = {
@@ -106,7 +109,7 @@ def check_models_dir(models_dir: Path | None) -> None:
 
 
 def directory_of(model: OpenModel, models_dir: Path | None) -> Path | None:
-    """Return the directory of a model in `models_dir`; None if there is none."""
+    """Return the directory of a model in `models_dir`; None if there is none or `models_dir` is None."""
     if models_dir is None:
         return None
     candidates = (models_dir / model.id, models_dir / model.id.rpartition("/")[2])
@@ -123,11 +126,11 @@ class Size:
         parameters: number of parameters, with tied embeddings counted once.
         counted: source of `parameters`: "config" (a configuration in the directory or the Hugging Face cache) or
             "list" (open_models.yaml).
-        disk_gb: size of the .safetensors files in the model's directory, if any, else of the parameters in the dtype of
-            the checkpoint on the hub.
-        float32_gb, bfloat16_gb: size of the weights in memory, by dtype (float16 as bfloat16).
-        peak_gb: estimated peak memory: weights, process, and the larger of one batch and (if the dtype is converted)
-            the checkpoint.
+        disk_gb: size of the .safetensors files in the model's directory. If there are none, size of the parameters in
+            the dtype of the checkpoint on the hub.
+        float32_gb, bfloat16_gb: size of the weights in memory, in float32 and in bfloat16 or float16.
+        peak_gb: estimated peak memory: weights, process and one batch. If the dtype is converted and the checkpoint is
+            larger than the batch, it is counted instead of the batch.
         published: published Sink_1 for these settings, percent; None if the paper has none.
     """
 
@@ -154,8 +157,9 @@ def sizes(
 
     Args:
         names, models_dir: as in `measure_families`.
+        request: settings of the measurement; batch size, sequences and length determine the memory for one batch.
         dtype: data type of the weights in memory; auto is that of the checkpoint, but float32 on CPUs that emulate it.
-        device: device of the model, for `auto`.
+        device: device on which the model would run; it determines the dtype if `dtype` is auto.
 
     Raises:
         InputError: if there is no such family, directory or device.
@@ -206,7 +210,8 @@ def parameters_of_config(name: str) -> int | None:
         name: directory, or Hugging Face id with a cached configuration.
 
     Returns:
-        Number of parameters, with tied weights counted once; None without a configuration that transformers supports.
+        Number of parameters, with tied weights counted once; None if there is no configuration, or transformers does
+        not support it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

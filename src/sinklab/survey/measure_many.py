@@ -1,6 +1,6 @@
-"""Surveys: several measurements, each saved with its settings in a separate directory, and one document of all results.
+"""Surveys: several measurements, each saved with its settings in its own directory, and one document with all results.
 
-A repeated call runs only the missing measurements; a call with other settings raises InputError, so that no table mixes
+A repeated call runs only the missing measurements. A call with other settings raises InputError, so that no table mixes
 settings.
 """
 
@@ -39,7 +39,7 @@ class Item:
     """One measurement of a survey.
 
     Attributes:
-        name: name of the measurement in the results, and of its directory.
+        name: name of the measurement in the results, and of the subdirectory of the output directory that contains it.
         request: settings that affect the measurement, JSON-serializable.
         measure: function that runs the measurement; its argument is called with (sequences done, total sequences).
     """
@@ -52,7 +52,8 @@ class Item:
         """Load the measurement that an earlier call has saved in `folder`; None if there is none.
 
         Raises:
-            InputError: if the measurement has other settings or is damaged.
+            InputError: see `Measurement.load`; also if the measurement has other settings, or its request.json is
+                damaged.
         """
         if not (folder / "measurement.json").is_file():
             return None
@@ -60,14 +61,14 @@ class Item:
             before = parse_json((folder / REQUEST).read_text("utf-8")) if (folder / REQUEST).is_file() else {}
         except ValueError as error:
             raise InputError(f"{folder / REQUEST} is damaged: delete {folder} to measure it again") from error
-        unknown = None in (before.get(FILES), self.request.get(FILES))  # the model is or was not on this machine
+        unknown = None in (before.get(FILES), self.request.get(FILES))  # the model was or is now loaded from the hub
         check_request(folder, "a measurement", before, self.request, {FILES} if unknown else set())
         return Measurement.load(folder)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Measurements of a survey and reasons for failures, by name."""
+    """Measurements of a survey, and reasons for failures, by name of the measurement."""
 
     measured: dict[str, Measurement] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -96,18 +97,22 @@ def measure_all(
     """Run the unfinished measurements of a survey, save all results, and return them.
 
     Args:
+        items: the measurements, in the order of the results.
         result_of: function that builds the survey's result from the measurements so far.
         out: output directory; None saves nothing.
-        document: name of the file for the survey's result, written after every measurement.
-        prepare: callback, called with the names of unfinished items, if any, before the first measurement.
+        document: name of the file for the survey's result, which is written after every measurement.
+        observe: callback for progress events.
+        prepare: callback, called before the first measurement with the names of unfinished items, unless there are
+            none.
         stop_at_failure: raise the error of a failed item; `document` is then written only when all items are measured.
             By default, failures are recorded in the result, and the other items are measured.
 
     Raises:
-        InputError: before any measurement, if `out` cannot be written, or has files not written by sinklab, a run, or
-            measurements that are damaged or have other settings.
+        InputError: before any measurement, if `out` cannot be written, the subdirectory of an item is a run directory,
+            or existing files were not written by sinklab, are damaged, or have other settings.
         HeldError: if another process writes the same document.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
+        SinklabError: if `out` cannot be locked.
         Exception: the error of `prepare`; with `stop_at_failure`, the error of an item.
     """
     ledger = Ledger[AnyDocument](out, document)
@@ -161,7 +166,9 @@ def summary_line(measurement: Measurement) -> str:
 
 
 def text_hash(text: Path | None) -> str | None:
-    """Return a hash of the contents of a text, which a copy has too; None without a text.
+    """Hash a text; None if `text` is None.
+
+    For files, the contents are hashed, so a copy has the same hash. For other sources, see `identity`.
 
     Raises:
         InputError: if there is no such text, or a file cannot be read.
@@ -177,7 +184,10 @@ def deciding_request(
     Args:
         place: directory or file of the model, whose files are hashed; for a model on the hub, None or a path that does
             not exist.
-        text: hash of the measured text (`text_hash`); None without a text.
+        text: hash of the measured text (`text_hash`); None if no text is used.
+
+    Raises:
+        InputError: if a file of the model cannot be read.
     """
     files = None if place is None else model_files(place)
     loaded = {"revision": loading.revision, "dtype": loading.dtype}
@@ -187,12 +197,12 @@ def deciding_request(
 
 @dataclass(frozen=True)
 class Survey:
-    """Measurements of a survey, reasons for failures, and the document of both.
+    """Result of a survey: measurements and reasons for failures, and the layout of their JSON document.
 
     Attributes:
         header: settings in the document, such as model and text.
         key: key of the rows in the document: "domains", "models" or "checkpoints".
-        row_of: function that returns the row of a measurement in the document, given its name.
+        row_of: function (name, measurement) -> row of the measurement in the document.
         outcome: measurements and reasons for failures, by name.
     """
 
@@ -218,18 +228,20 @@ def measure_domains(
 ) -> Survey:
     """Measure a model on every .txt and .jsonl file in or below a folder.
 
-    A domain has fewer sequences than requested if its file is small.
+    A domain has fewer sequences than requested if its file is too short.
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        out: output directory: domains.json and one directory per domain; a repeated call resumes.
+        folder: folder of texts; every file is a domain (`domain_files`).
+        out: output directory: domains.json and one directory per domain. A repeated call resumes. None saves nothing.
 
     Raises:
-        InputError: if there is no folder of texts, the inputs are not natural, model or an option is unusable, `out`
-            cannot be written or has results with other settings, or all domains fail. If only some domains fail, they
-            are listed in the results.
+        InputError: if `folder` is not a folder of texts, the inputs are not natural, model or an option is unusable,
+            `out` cannot be written or has results with other settings, or all domains fail. If only some domains fail,
+            they are listed in the results.
         HeldError: if another process writes to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
+        SinklabError: if the model cannot be loaded (see `open_model`), or `out` cannot be locked.
     """
     if folder is None or not folder.is_dir():
         got = "" if folder is None else f"; got {folder}"
@@ -262,7 +274,7 @@ def measure_domains(
 def domain_files(folder: Path) -> dict[str, Path]:
     """Return the .txt and .jsonl files in and below a folder by domain.
 
-    A domain is named by its path in the folder, without the suffix unless two names would be equal.
+    The name of a domain is the file's path in the folder. The suffix is removed unless two files differ only in it.
 
     Raises:
         InputError: if the folder has no .txt or .jsonl file.

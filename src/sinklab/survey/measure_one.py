@@ -5,8 +5,7 @@ Bits per byte normalise the loss by the bytes of the text, so they are comparabl
     bits per byte = (sum over predicted tokens of -log2 p) / (sum over predicted tokens of their UTF-8 bytes)
 
 Both sums leave out tokens that are not predicted: the first token of every sequence (often BOS) and, under a prefix
-mask, the whole prefix. If a sequence ends within a character, only the bytes of the tokens inside the sequence are
-counted.
+mask, the whole prefix. If a sequence ends in the middle of a character, only the bytes of its own tokens are counted.
 """
 
 import math
@@ -46,16 +45,18 @@ def measure_model(
     Args:
         model: a run directory (it has a recipe.yaml), a model directory, a .gguf file, or a name on the Hugging Face
             hub.
-        text: a .txt or .jsonl file, a folder of them, or a source such as stdlib (data/sources/corpora.py); needed for
-            natural inputs only.
-        out: output directory; None saves nothing.
+        text: a .txt or .jsonl file, a folder of them, or a source such as stdlib (data/sources/corpora.py). Only
+            natural inputs need a text.
+        request: settings of the measurement.
+        loading: options for loading the model.
+        out: output directory; an earlier measurement in it is replaced. None saves nothing.
         progress: callback, called with (sequences done, total sequences).
 
     Raises:
-        InputError: if model, text or an option is unusable, or `out` cannot be written, is a run directory or has files
-            not written by sinklab.
-        UnsavedError: if the measurement could not be saved; the exception contains the measurement.
-        SinklabError: if the model cannot be measured.
+        InputError: see `open_model`, `Request.check` and `measure_loaded`; also if `out` cannot be written, is a run
+            directory, or has files of the same names that were not written by sinklab.
+        UnsavedError: if the measurement cannot be saved; the exception contains the measurement.
+        SinklabError: see `open_model` and `measure_loaded`.
     """
     check_name(model)
     request.check(text)
@@ -69,10 +70,10 @@ def measure_model(
 
 
 def check_loadable(name: str, loading: Loading) -> None:
-    """Check that a model exists and has a config, without loading the weights; runs and .gguf files are not checked.
+    """Check that the config of a model can be loaded, without loading the weights; runs are not checked.
 
     Raises:
-        InputError: if the config cannot be loaded.
+        InputError: see `check_config`.
     """
     if not is_run(name):
         check_config(name, loading)
@@ -84,10 +85,10 @@ class ReadTokens:
 
     Attributes:
         tokens_NT: token ids, (N, T).
-        sizes_NT: bytes of text per token (`inputs.sizes_of`), (N, T), negative where token and text differ; None for
-            random and repeated tokens.
+        sizes_NT: number of UTF-8 bytes of text of each token, (N, T); 0 for prepended special tokens, negative if the
+            number is unknown or the recipe replaced the token. None for random and repeated tokens.
         bos_tokens: number of special tokens at the start of each sequence.
-        conversations: renderer that applied the chat template to conversations, with its notes.
+        conversations: renderer of the conversations in the text; its notes say how they were rendered.
     """
 
     tokens_NT: Tensor
@@ -100,8 +101,7 @@ def check_request(model: Model, request: Request) -> None:
     """Check that the measurement settings fit the model.
 
     Raises:
-        InputError: if the sequences exceed the context, learned positions are changed in a model without them, an
-            ablation is unknown, or a position is beyond the sequences.
+        InputError: see `changed_positions`; also if the sequences exceed the model's context.
     """
     model.adapter.check_length(request.length)
     with changed_positions(cast("Any", model.adapter.module), request.study, request.length):
@@ -112,8 +112,9 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
     """Build the input sequences of a measurement: from the text, or random or repeated tokens.
 
     Raises:
-        InputError: if the sequences exceed the context, the text is unusable or too short, or there is no BOS to
-            ablate.
+        InputError: if the sequences exceed the model's context, the text is unusable or too short, the chat template
+            fails on a conversation, or BOS is to be ablated and the sequences have none.
+        SinklabError: if the process that renders chat templates fails.
     """
     model.adapter.check_length(request.length)
     if draw := {"random": inputs.random_tokens, "repeat": inputs.repeated_tokens}.get(request.options.inputs):
@@ -146,8 +147,7 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
     """Measure a loaded model; the other arguments are those of `measure_model`.
 
     Raises:
-        InputError: if the text is unusable, or an option does not fit the model.
-        SinklabError: if the model cannot be measured.
+        InputError, SinklabError: see `read_tokens` and `measure_with_study`.
     """
     read = read_tokens(model, text, request)
     measurement = measure_with_study(

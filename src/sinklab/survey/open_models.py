@@ -1,4 +1,4 @@
-"""Load the list of the open models that the paper measures, with sizes and published rates (`open_models.yaml`)."""
+"""Load `open_models.yaml`: the open models that the paper measures, with sizes and published sink rates."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +16,12 @@ EVERY = "all"
 
 
 class Setting(Part):
-    """Settings with which the paper measured the published sink rates, except the text."""
+    """Settings of the paper's measurement of the published sink rates; its text is not public.
+
+    Attributes:
+        sequences, length: number of sequences, and tokens in each.
+        eps: threshold on importance.
+    """
 
     sequences: int
     length: int
@@ -33,7 +38,7 @@ class OpenModel(Part):
         parameters: number of parameters, with tied embeddings counted once.
         width, vocabulary: hidden size, and number of rows of the embedding.
         published: published Sink_1 in percent, by kind of input; empty if the paper has none.
-        source: part of the paper with the published rates, such as "table 1" or "text"; None without rates.
+        source: part of the paper with the published rates, such as "table 1" or "text"; None if there are none.
     """
 
     id: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")

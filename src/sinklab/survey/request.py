@@ -23,7 +23,7 @@ DECIDING = (
     "details",
     "maps",
 )
-"""Settings that every request.json contains, in this order because it is hashed as text; others only if set."""
+"""Settings that every request.json contains; others are added if they are set. Their order affects a hash."""
 
 
 class Request(CommandSettings, frozen=True):
@@ -34,9 +34,9 @@ class Request(CommandSettings, frozen=True):
         sequences, length: number of sequences N and tokens per sequence T.
         no_bos: leave out the special tokens that the tokenizer, its chat template or the run's recipe prepends.
         seed: random seed of random and repeated tokens, and of tokens that a run's recipe replaces; for drawn text,
-            the number of the draw.
+            the index of the draw, from 0.
         drawn_text: sample natural sequences from the first 64 N sequences of the text instead of using the first N.
-        fewer: accept fewer sequences if the text is short, with a note; drawn text always accepts fewer.
+        fewer: accept fewer sequences, with a note, if the text is short; drawn text always accepts fewer.
         study: ablations, and interventions on positional embeddings.
     """
 
@@ -57,7 +57,7 @@ class Request(CommandSettings, frozen=True):
         """Check the settings, and for natural inputs that the first document of the text can be read.
 
         Raises:
-            InputError: if the inputs are natural and there is no readable text, or as `check_options`.
+            InputError: see `check_options`; also if the inputs are natural and `text` is None or cannot be read.
         """
         from sinklab.data.sources.corpora import documents
 
@@ -70,11 +70,11 @@ class Request(CommandSettings, frozen=True):
             next(documents(str(text)))
 
     def check_options(self) -> None:
-        """Check the options that do not depend on model or text.
+        """Check the settings that do not depend on model or text.
 
         Raises:
-            InputError: if a length or position is beyond the end of the sequences, an ablation is unknown or requested
-                without the loss or on single tokens, or BOS is to be ablated from inputs without BOS.
+            InputError: see `Options.check_lengths` and `check_study`; also if an ablation is requested without the loss
+                or on sequences of one token, or the ablation `no_bos` on inputs that have no BOS.
         """
         from sinklab.measuring.surgery.study import check_study
 
@@ -87,7 +87,7 @@ class Request(CommandSettings, frozen=True):
             raise InputError(f"--ablate no_bos leaves out BOS, but {why}: use only one of the two options")
 
     def options_for(self, model_name: str, bos: bool) -> Options:
-        """Return a copy of the options for one model: with its name, whether position 1 is BOS, and ordered lengths."""
+        """Return a copy of the options for one model, with `model_name`, `bos` and increasing `lengths`."""
         return self._in_order().model_copy(update={"model_name": model_name, "bos": bos})
 
     def document(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ class DomainsDocument(ReadDocument):
 
     Attributes:
         model: name or path of the model.
-        measured: measurements by directory name.
-        failed: reasons for failed measurements, by name.
+        measured: measurements by domain.
+        failed: reasons for failed measurements, by domain.
     """
 
     model: str
@@ -26,9 +26,9 @@ class ComparedQuantity(ReadDocument):
 
     Attributes:
         quantity, unit: name and unit of the quantity.
-        values: value by model; None if missing or infinite.
-        differences: difference from the first model, by model; None if a value is None, or for losses per token if the
-            vocabularies differ or are unknown.
+        values: value by model; None if it is missing or infinite.
+        differences: difference from the first model, by model. None if either value is None. For losses per token, also
+            None if the vocabularies differ or are unknown.
         infinite: models with an infinite value.
     """
 
@@ -45,7 +45,7 @@ class ComparisonDocument(ReadDocument):
     Attributes:
         rows: quantities that at least one model has, with differences from the first model.
         measured: measurements by label of the model.
-        failed: reasons for failed measurements, by label; empty, as a failure ends the comparison.
+        failed: reasons for failed measurements, by label; always empty, because a failure ends the comparison.
     """
 
     rows: list[ComparedQuantity]
@@ -59,7 +59,7 @@ class FamilyMember(ReadDocument):
     Attributes:
         family: family in open_models.yaml.
         parameters: number of parameters, with tied embeddings counted once.
-        sink_1: measured Sink_1 at the paper's eps, or at the first eps if that was not measured, percent.
+        sink_1: measured Sink_1, percent; at the paper's eps if it was measured, else at the first eps.
         published: published Sink_1, percent; None if the paper has no value for the settings.
     """
 
@@ -86,12 +86,13 @@ class MeasuredCheckpoint(ReadDocument):
     Attributes:
         step: number of updates or tokens at the checkpoint.
         unit: unit of `step`.
-        checkpoint: name of the revision or folder.
-        sink_1, sink_bias: sink rates of the first token and of a bias, sink logit or sink token, percent of (sequence,
-            layer, head) triples; `sink_bias` is None without these.
+        checkpoint: name of the revision or folder; `step_N` for a run.
+        sink_1: Sink_1, percent of (sequence, layer, head) triples.
+        sink_bias: sink rate of a bias, sink logit, sink token or registers, percent; None if the model has none.
         uniform_ratio: importance of the first token divided by its value under uniform attention.
         loss: loss on the text, nats per token; None if not measured.
-        norm_ratio: |h_1| over the mean |h_t| of the other positions, maximum over blocks; None if unknown or infinite.
+        norm_ratio: |h_1| divided by the mean |h_t| of the other positions, maximum over blocks; None if unknown or
+            infinite.
         by_layer: Sink_1 by attention layer, percent.
     """
 
@@ -107,7 +108,7 @@ class MeasuredCheckpoint(ReadDocument):
 
 
 class CheckpointsDocument(ReadDocument):
-    """checkpoints.json: one model during its training; `measured` and `failed` are by key, `step_N` or `tokens_N`."""
+    """checkpoints.json: one model during training; the keys of `measured` and `failed` are `step_N` or `tokens_N`."""
 
     model: str
     measured: dict[str, MeasuredCheckpoint] = Field(alias="checkpoints")
