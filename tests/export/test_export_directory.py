@@ -84,7 +84,7 @@ def test_the_model_card_has_the_evaluation_and_the_way_to_load(
     assert "trust_remote_code" not in card
     assert "kind: softmax" in card
     own = (export_run(natural[0], tmp_path / "own").directory / "README.md").read_text()
-    assert "sinklab.register()  # or, without sinklab, trust_remote_code=True" in own
+    assert "sinklab.register()  # or, without sinklab, pass trust_remote_code=True" in own
 
 
 def test_a_run_in_progress_is_exported_at_its_newest_checkpoint(with_bos: tuple[Path, Path], tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def load_scores(path: Path) -> DownstreamScores:
     """Read an evaluation.json.
 
     Raises:
-        InputError: if the file is missing, damaged or not an evaluation.
+        InputError: if the file cannot be read or is not an evaluation.
     """
     try:
         return DownstreamScores.model_validate(parse_json(path.read_text("utf-8")))

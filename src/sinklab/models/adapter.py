@@ -18,7 +18,7 @@ LanguageModel: TypeAlias = "PreTrainedModel | Transformer"
 
 
 Adapter: TypeAlias = "NativeAdapter | HuggingFaceAdapter"
-"""Common interface to a causal language model; `NativeAdapter` describes its methods, both classes have all of them.
+"""Common interface to a causal language model. Both classes have the same methods; `NativeAdapter` documents them.
 
 Attributes:
     module: the wrapped model.
@@ -26,11 +26,12 @@ Attributes:
     dtype: dtype of the weights.
     blocks: decoder blocks in order; empty if they cannot be found.
     kinds: layers by kind (attention, linear or recurrent).
-    attention_layers: number of layers with softmax attention; SinklabError if no layer has it.
+    attention_layers: number of layers with attention. In a Hugging Face model without softmax attention, reading it
+        raises SinklabError.
     heads: number of query heads per layer; the maximum if layers differ.
-    leading: number of learned positions before every sequence, which are not tokens (a sink token or registers).
+    leading: number of learned tokens (a sink token or registers) that the model adds before every sequence.
     first_target: 1-based position of the first target: 2, or the first after the prefix of a prefix mask.
-    post_norms: norms after the sublayers of a post-norm model; empty for other models or if they cannot be found.
+    post_norms: norms of a post-norm sinklab transformer, two per block; empty for other models.
     proxy: whether importance is computed from proxy scores, because the attention weights do not sum to one.
     dispatches: whether attention calls can be intercepted (may run the model); otherwise attention is measured from
         the matrices that the model returns.
@@ -58,7 +59,7 @@ def check_causal_lm(model: Any) -> None:
     """Check that the argument is a Hugging Face model: a module with a transformers config.
 
     Raises:
-        InputError: if `model` is anything else; the message states the string, or the type of the object.
+        InputError: if `model` is anything else. The message contains the string, or the type of another object.
     """
     if isinstance(model, str):
         raise InputError(

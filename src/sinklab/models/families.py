@@ -1,7 +1,7 @@
 """Hugging Face architectures: attribute names of their modules and config fields, and exceptions by model type.
 
-Nearly all model types use the names below; other names of the same thing are added to the tuples. A model type that
-behaves differently has a row in `FAMILIES`. No other file compares architecture names.
+Nearly all model types use the names below. If a model type uses another name for the same thing, the name is added to
+the tuple. A model type that behaves differently has a row in `FAMILIES`. No other file compares architecture names.
 """
 
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ UNREADABLE_EXTRAS = ("sinks", "block_indices")  # arguments of an attention call
 
 @dataclass(frozen=True)
 class Family:
-    """Exceptions of a model type from the usual conventions.
+    """Properties in which a model type differs from most others.
 
     Attributes:
         exported: the model was written by `sinklab export`.
         convertible: `from_llama` can convert the weights to a sinklab transformer.
         alibi: attention uses ALiBi.
-        alibi_twice: eager attention adds ALiBi twice, because the mask already contains it; the default, fused
+        alibi_twice: eager attention adds ALiBi twice, because the mask already contains it. The default, fused
             attention, adds it once (transformers 5.17 to 5.23).
         true_hides: True in a boolean attention mask means masked out.
-        local_layers: config field with the kind of each layer; "local" layers have a sliding window of `window_size`
-            that the mask does not contain.
+        local_layers: config field with the kind of each layer, "global" or "local". Local layers have a sliding window
+            of `window_size` that the mask does not contain. None if there is no such field.
     """
 
     exported: bool = False
@@ -57,7 +57,7 @@ CONVENTIONAL = Family()
 
 
 def family_of(model: Any) -> Family:
-    """Return the family of a Hugging Face model; the default family for unlisted model types."""
+    """Return the family of a Hugging Face model; `CONVENTIONAL` for model types that `FAMILIES` does not list."""
     return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""), CONVENTIONAL)
 
 

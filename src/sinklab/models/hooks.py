@@ -1,4 +1,4 @@
-"""PyTorch hooks on a model, removed afterwards, also after an exception; norms and hidden states that they record."""
+"""PyTorch hooks that are removed afterwards, also after an exception; norms and hidden states recorded with them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,8 @@ def hooked(registered: Iterable[RemovableHandle]) -> Iterator[None]:
     """Remove hooks at the end of the `with` block, also after an exception.
 
     Args:
-        registered: handles of the hooks; if a generator raises, the hooks registered before are removed.
+        registered: handles of the hooks. If it is a generator that raises an exception, the hooks registered until then
+            are removed.
     """
     handles: list[RemovableHandle] = []
     try:
@@ -33,7 +34,7 @@ def hooked(registered: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode and disable gradients; the mode of every submodule is restored afterwards."""
+    """Set evaluation mode and disable gradients in the `with` block; the mode of every submodule is then restored."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -56,7 +57,7 @@ def hidden_states(output: Any) -> Tensor:
 
 @contextmanager
 def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collect |x| (B, T) of each module's input in call order, in a list refilled by every forward pass.
+    """Yield a list of the norms |x| (B, T) of each module's input x; every forward pass refills it.
 
     Args:
         modules: modules that a forward pass calls in this order, each once.
@@ -74,9 +75,10 @@ def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen]) -> Iterator[list[Seen]]:
-    """Collect read(h), h (B, T, C), before the first block and after each, in a list refilled by every forward pass.
+    """Yield a list of read(h) for the residual stream h (B, T, C); every forward pass refills it.
 
-    The last entry is the residual stream before the final norm (as in figure 2 of 2410.10781).
+    It contains one entry before the first block and one after every block. The last h is the input of the final norm
+    (as in figure 2 of 2410.10781).
 
     Raises:
         SinklabError: in a forward pass, if the blocks have several residual streams.

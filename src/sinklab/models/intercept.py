@@ -4,9 +4,9 @@
     with intercept(adapter, edit=RollingCache(64, 4)):     # edit the inputs of every call
     with intercept(adapter, compute=keys.value_zeroed):    # replace the output of every call
 
-For each attention call, all edits run first, then every observer, once, on the edited call. The output is computed by
-`compute`, else by the first observer that returns an output, else by `LayerCall.library` (Hugging Face models, unedited
-calls), else by the operation.
+For each attention call, all edits run first. Then every observer is called once with the edited call. The output comes
+from the first of these that is available: `compute`; an observer that returns an output; `LayerCall.library` (unedited
+calls of Hugging Face models); the attention operation.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,6 +31,7 @@ class Interception:
     """Functions of one use of `intercept`, and the backends that computed the attention.
 
     Attributes:
+        edit, compute, observe: arguments of `intercept`.
         backends: backends that computed attention outputs: "one pass" (an observer), "sdpa" or "chunked"
             (`LayerCall.library`), "compute", "operation".
     """
@@ -80,6 +81,11 @@ def intercept(
     adapter: Adapter, *, edit: Edit | None = None, compute: Compute | None = None, observe: Observe | None = None
 ) -> Iterator[Interception]:
     """Edit, compute or observe every attention call of a model inside the `with` block.
+
+    Args:
+        edit: function that returns the call to use instead of the given one.
+        compute: function that returns the attention output of a call, (B, H, T, V).
+        observe: function that receives each call, and returns its attention output or None.
 
     Raises:
         SinklabError: if another thread probes or intercepts this model, or another `compute` is active.

@@ -11,7 +11,7 @@ class LayerKinds:
 
     Attributes:
         total: number of layers of the model.
-        attention: layers with softmax attention (in a sinklab model, any attention operation), which are measured.
+        attention: layers with softmax attention (in a sinklab model: any attention operation). Only these are measured.
         linear: layers with linear attention, a recurrence or a convolution, possibly in addition to softmax attention.
     """
 
@@ -33,7 +33,7 @@ class LayerKinds:
         ]
 
     def notes_on_hidden_keys(self) -> list[str]:
-        """Return a note on linear or recurrent layers, which still see tokens that are hidden from attention."""
+        """Return a note that linear or recurrent layers still see hidden tokens; empty if there are no such layers."""
         if not self.linear:
             return []
         return [

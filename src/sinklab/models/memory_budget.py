@@ -1,9 +1,9 @@
 """Default batch size, from an estimate of the memory per sequence and the free memory.
 
-The estimate is conservative, because on a CPU Linux overcommits memory and kills the process on out-of-memory, so that
-the batch cannot be halved afterwards (measuring/batches.py). It includes tensors that grow with the sequence:
+The estimate is conservative: on a CPU, Linux overcommits memory and kills a process that runs out of it, so the batch
+cannot be halved afterwards (measuring/batches.py). The estimate includes tensors that grow with the sequence:
 activations of one block, records, attention matrices of models that compute them, and logits of models that cannot
-compute them in chunks; otherwise logits are negligible.
+compute them in chunks. Logits computed in chunks are negligible.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 LARGEST = 16  # maximum sequences per batch: larger batches are not faster, and progress is shown per batch
 TOKENS = 2**13  # maximum tokens per batch: more tokens are not faster either
-SHARE = 0.5  # share of the free memory to use
-FLOAT = 4  # bytes per number; sums are in float32 for every dtype of the model but float64
+SHARE = 0.5  # fraction of the free memory to use
+FLOAT = 4  # bytes per number; sums are in float32, except for float64 models
 LOGITS_AT_ONCE = 2**24  # logits per chunk: 64 MB in float32; the LM head is slower with a quarter of this
 LOGITS_AT_ONCE_CUDA = 2**26  # 256 MB in float32
 CGROUP = Path("/sys/fs/cgroup")
@@ -36,8 +36,9 @@ class Sizes:
         width: hidden size.
         ffn_width: intermediate size of the MLP.
         layers, heads: number of layers and query heads, for the records of attention.
-        matrices: number of float32 T x T score matrices in memory at a time; 0 if attention is computed in blocks.
-        masks: number of T x T boolean masks per sequence: 1 with windows, padding or score matrices, else 0.
+        matrices: number of float32 T x T score matrices per sequence in memory at the same time; 0 if attention is
+            computed in blocks.
+        masks: number of T x T boolean masks per sequence: 1 if there are windows, padding or score matrices, else 0.
         vocabulary: vocabulary size if all logits are computed at once; 0 if they are computed in chunks.
     """
 
@@ -50,7 +51,7 @@ class Sizes:
     vocabulary: int = 0
 
     def bytes_per_sequence(self, length: int) -> int:
-        """Estimate an upper bound of the peak memory of one sequence of `length` tokens, without weights, in bytes."""
+        """Estimate an upper bound of the peak memory of one sequence of `length` tokens in bytes, without weights."""
         activations = 16 * self.width + 4 * self.ffn_width + 3 * self.vocabulary
         recorded = 6 * self.layers * self.heads  # sums, alpha, and alpha in float64
         square = FLOAT * self.matrices + self.masks
@@ -84,9 +85,10 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
 def fitting_batch(sizes: Sizes, length: int, device: torch.device, blocks: int = 1) -> int:
     """Return the default number of sequences per batch, limited by LARGEST, TOKENS and a SHARE of the free memory.
 
-    At least 1; unknown free memory does not limit it.
+    It is at least 1. If the free memory is unknown, only LARGEST and TOKENS limit it.
 
     Args:
+        sizes: sizes of the model's tensors.
         length: tokens per sequence.
         blocks: number of blocks whose activations are in memory at the same time.
     """
@@ -98,8 +100,8 @@ def fitting_batch(sizes: Sizes, length: int, device: torch.device, blocks: int =
 def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of the device in bytes; None if unknown.
 
-    On CUDA this includes memory that PyTorch has reserved but not allocated; on a CPU it is the lesser of the machine's
-    and the cgroup's (v2).
+    On CUDA it includes memory that PyTorch has reserved but not allocated. On a CPU it is the free memory of the
+    machine or of its cgroup (v2), whichever is less.
     """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -110,7 +112,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return the total memory of the device in bytes; on a CPU, the machine's or its cgroup's (v2). None if unknown."""
+    """Return the total memory of the device in bytes; None if unknown.
+
+    On a CPU it is the memory of the machine or the limit of its cgroup (v2), whichever is less.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if device.type != "cpu":
@@ -137,7 +142,7 @@ def _of_control_group() -> int | None:
 
 
 def _text(path: Path) -> str:
-    """Read a file of the system; empty if there is none, as on other systems than Linux."""
+    """Return the content of a /proc or cgroup file; empty if it cannot be read, as on systems other than Linux."""
     try:
         return path.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Locks that let one thread at a time measure or probe a model, because this changes its hooks, modes and configs."""
+"""Locks with which only one thread at a time measures or probes a model: both change its hooks, modes and configs."""
 
 import threading
 from collections.abc import Iterator
@@ -23,7 +23,9 @@ def measured_in_turn(model: nn.Module) -> "threading.RLock":  # type: ignore[val
 
 @contextmanager
 def probed_alone(model: nn.Module) -> Iterator[None]:
-    """Let only one thread probe or intercept the model; raise an error instead of waiting, which could deadlock.
+    """Let only one thread probe or intercept the model in the `with` block.
+
+    Other threads get an error instead of waiting, because waiting could deadlock.
 
     Raises:
         SinklabError: if another thread probes or intercepts the model.

@@ -1,4 +1,4 @@
-"""`Adapter` of a sinklab transformer, also inside an exported model."""
+"""`Adapter` of a sinklab transformer, which may be inside an exported model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +26,11 @@ from sinklab.models.memory_budget import Sizes
 
 
 def check_context(length: int, context: int) -> None:
-    """Raise InputError, which states the context length, if sequences are longer."""
+    """Check that sequences of `length` tokens fit in a context of `context` tokens.
+
+    Raises:
+        InputError: if they do not fit; the message states the context.
+    """
     if length > context:
         raise InputError(
             f"sequences of {length} tokens are beyond the model's context of {context}: use --length {context} or "
@@ -35,13 +39,13 @@ def check_context(length: int, context: int) -> None:
 
 
 def attention_cores(model: nn.Module) -> list[AttentionCore]:
-    """Return the attention cores of the layers that have attention, in layer order."""
+    """Return the attention core of every layer that has attention, in layer order."""
     blocks = cast("Sequence[Any]", model.blocks)
     return [block.attention.core for block in blocks if hasattr(getattr(block, "attention", None), "core")]
 
 
 class NativeAdapter:
-    """`Adapter` of a sinklab transformer; the attributes are described there."""
+    """`Adapter` of a sinklab transformer; see `Adapter` for the attributes."""
 
     dispatches = True
 
@@ -63,24 +67,26 @@ class NativeAdapter:
         self.ends = f"its learned positional embeddings end at {config.context}" if ends else None
 
     def check_length(self, length: int) -> None:
-        """Check that sequences are not longer than the context.
+        """Check that sequences of `length` tokens fit in the model's context.
 
         Raises:
-            InputError: if the sequences are longer; the message states the context length.
+            InputError: if they do not fit; the message states the context.
         """
         check_context(length, self.context)
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
         """Check that the tokens are supported and all `lengths` can be measured in one forward pass.
 
-        Here: that sequences fit the context, and the first (shortest) of `lengths` covers a prefix mask.
+        In a sinklab transformer, sequences must fit in the context, and the shortest of `lengths` must contain the
+        whole prefix of a prefix mask.
 
         Args:
+            tokens_NT: token ids, not checked here.
             longest: length of the longest sequence, without padding.
-            lengths: additional lengths to which the sequences are truncated.
+            lengths: additional lengths to which the sequences are truncated, increasing.
 
         Raises:
-            InputError: if the sequences are too long or a length is too short.
+            InputError: if the sequences are too long, or the shortest of `lengths` is too short.
         """
         self.check_length(longest)
         shared = self.module.config.shared_tokens
@@ -99,12 +105,15 @@ class NativeAdapter:
     ) -> tuple[Tensor, int]:
         """Run one forward pass; return the loss summed over targets, in nats, and the number of targets.
 
-        The loss is a float64 scalar on the model's device, which avoids synchronisation. Padding is not supported.
+        The loss is a float64 scalar on the model's device, which avoids synchronisation. Loss and number are 0 if there
+        are no targets. For sinklab transformers, the sequences must not have padding.
 
         Args:
-            real: real tokens of the batch; a target counts if it and the token before it are real. No effect here.
-            first_target: 1-based position of the first target; None skips the loss and the logits.
-            paused: context manager that is entered while only the LM head runs. No effect here.
+            tokens_BT: token ids.
+            real: real tokens of the batch; a target counts if it and the token before it are real. Not used here.
+            first_target: 1-based position of the first target. Targets inside the prefix of a prefix mask never count.
+                None skips the loss and the logits.
+            paused: context manager that is entered while only the LM head runs. Not used here.
         """
         hidden_BTE = self.hidden(tokens_BT)
         nothing = hidden_BTE.new_zeros((), dtype=torch.float64), 0
@@ -122,11 +131,11 @@ class NativeAdapter:
         self.hidden(tokens_BT)
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the hidden states (B, T, E) after the final norm, without learned leading positions."""
+        """Compute the hidden states (B, T, E) after the final norm, without those of learned leading tokens."""
         return self.module.hidden(tokens_BT)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Compute logits (R, vocabulary), at least float32, from rows of `hidden`."""
+        """Compute logits (R, vocabulary) from R hidden states (R, E), in float32 (float64 for float64)."""
         logits_RV = self.module.head(hidden_RE)
         return logits_RV.to(accumulate_dtype(logits_RV.dtype))
 
@@ -134,40 +143,48 @@ class NativeAdapter:
         """Return the sizes of the tensors in a forward pass.
 
         Args:
-            padded: whether the sequences have padding. No effect here.
-            matrices: whether the model computes whole attention matrices. No effect here.
+            padded: whether the sequences have padding. Not used here.
+            matrices: whether the model computes whole attention matrices. Not used here.
         """
         config = self.module.config
         return Sizes(config.width, config.ffn_width, config.layers, config.heads)
 
     def notes(self) -> list[str]:
-        """Return notes on the model for the result, in addition to `kinds.notes()`: here none, the recipe has all."""
+        """Return remarks on the model for the result, in addition to `kinds.notes()`; none for sinklab transformers."""
         return []
 
     def inseparable(self) -> str | None:
-        """Return why attention calls cannot be edited or replaced; None if they can be. May run the model."""
+        """Return the reason why attention calls cannot be edited or replaced; None if they can be.
+
+        Hugging Face models are run on a few tokens.
+        """
         if all(kind.attention.mask.kind != "prefix" for kind in self.module.config.layer_kinds):
             return None
         return "under its prefix mask queries see later tokens, which a KV cache does not contain"
 
     def depends_on_length(self, short: int, long: int) -> bool:
-        """Return True if hidden states of the first `short` tokens are different in a sequence of `long` tokens.
+        """Return True if the hidden states of the first `short` tokens are different in a sequence of `long` tokens.
 
-        Here False: only under a prefix mask, which `inseparable` refuses, do tokens see later ones.
+        Always False for sinklab transformers: tokens see later ones only under a prefix mask, for which `inseparable`
+        returns a reason.
         """
         return False
 
     def fixed_positions(self) -> str | None:
-        """Return why keys cannot be rotated to positions within a KV cache; None if they can be. May run the model."""
+        """Return the reason why keys in a KV cache cannot be rotated to other positions; None if they can be.
+
+        Hugging Face models are run on a few tokens.
+        """
         position = self.module.config.position
         if isinstance(position, Learnable | Absolute):
             return f"its {position.kind} positional embeddings are added to the token embeddings"
         return None
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
-        """Compute the differentiable loss of whole sequences, summed over targets, and the number of targets.
+        """Compute the differentiable loss of whole sequences, summed over targets in nats, and the number of targets.
 
         Args:
+            tokens_BT: token ids, without padding.
             first_target: 1-based position of the first target.
         """
         return self.read(tokens_BT, real_tokens(torch.ones_like(tokens_BT)), first_target, nullcontext())
@@ -175,7 +192,7 @@ class NativeAdapter:
     def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
         """Replace the input x_BTE of every attention layer by `change(index, x_BTE)` in the `with` block.
 
-        `index` counts the attention layers from 1; x includes learned positions before the sequence.
+        `index` counts the attention layers from 1. In a sinklab transformer, x_BTE includes learned leading tokens.
 
         Raises:
             InputError: if the model is post-norm or compiled.
@@ -196,13 +213,14 @@ class NativeAdapter:
         return enumerate((block for block in cast("list[Any]", self.blocks) if hasattr(block.attention, "core")), 1)
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Call `receive(index, gates_BHTX)` for every attention layer with gates in each pass of the `with` block.
+        """Call `receive(index, gates_BHTX)` for every gated attention layer in each forward pass of the `with` block.
 
-        `index` counts the attention layers from 1; the gates are in [0, 1], with X channels or one, on the attention
-        output or the values, repeated over query heads that share a KV head.
+        `index` counts the attention layers from 1. The gates have values from 0 to 1 and scale the attention output or
+        the values. X is the number of gates per head: one, or one per channel. Gates of a KV head are repeated for each
+        of its query heads.
 
-        Gates of attention operations, such as forget gates, are not included. Gates of compiled blocks are not
-        received, because these ignore hooks.
+        Gates of attention operations, such as forget gates, are not included. Compiled blocks ignore hooks, so their
+        gates are not received.
         """
 
         def read(index: int, gate: OutputGating | ValueGating | ValueScaling, args: tuple[Tensor, ...]) -> None:
@@ -218,7 +236,7 @@ class NativeAdapter:
 
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """Compute the output of all attention calls in the `with` block with `handler` (see `intercept`)."""
+        """Compute the output of every attention call in the `with` block with `handler` (see `intercept`)."""
         config = self.module.config
 
         def through(index: int, shift: ShiftRope | None, layer: LayerCall) -> Tensor:
@@ -238,9 +256,9 @@ def _is_compiled(block: Any) -> bool:
 
 
 def shift_rope(config: ModelConfig) -> ShiftRope | None:
-    """Return a function that rotates queries or keys by any number of positions; None without RoPE.
+    """Return a function that shifts the RoPE positions of queries or keys; None if the layer has no RoPE.
 
-    With MLA, only the rotary channels are rotated.
+    Only the channels that have RoPE are rotated, for example those of the separate rotary part in MLA.
 
     Args:
         config: config of the layer (`ModelConfig.of_layer`).
@@ -262,15 +280,15 @@ def shift_rope(config: ModelConfig) -> ShiftRope | None:
 
 
 def is_exported(model: Any) -> bool:
-    """Return True for a SinklabForCausalLM, also if it was loaded with its own code (`trust_remote_code`)."""
+    """Return True if a model is a SinklabForCausalLM, also if its own code was loaded (`trust_remote_code`)."""
     return family_of(model).exported
 
 
 def own_transformer(model: Any) -> Transformer | None:
     """Return the sinklab transformer that a model is or contains; None for other models.
 
-    The transformer of a model loaded with its own code (`trust_remote_code`) has a different class and is copied, in
-    evaluation mode.
+    If the model was loaded with its own code (`trust_remote_code`), its transformer has a class of that code. A copy of
+    sinklab's class, in evaluation mode, is then returned.
     """
     if isinstance(model, Transformer):
         return model

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
-    """Return which layers of the language model have softmax attention, and which are linear or recurrent."""
+    """Return which layers of the language model have softmax attention, and which are linear or recurrent.
+
+    If the config does not list the kinds of its layers, all layers have softmax attention, or none if the config has no
+    number of attention heads.
+    """
     text = config.get_text_config(decoder=True)
     kinds = first_named(text, LAYER_KINDS)
     if not kinds:
@@ -50,7 +54,7 @@ def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
 
 
 def bodies(model: "PreTrainedModel") -> list[nn.Module]:
-    """Return the modules whose output may be the input of the LM head: the base model, and a separate decoder (OPT)."""
+    """Return the modules whose output may be the input of the LM head: base model and, if separate, decoder (OPT)."""
     base, decoder = model.base_model, model.get_decoder()
     return [base] if decoder is base or decoder is model else [base, decoder]
 
@@ -84,7 +88,7 @@ def model_configs(model: "PreTrainedModel") -> "list[PretrainedConfig]":
 
 @contextmanager
 def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[None]:
-    """Set attention implementation `name` in every config of the model; restore the previous ones afterwards."""
+    """Set the attention implementation in every config of the model in the `with` block; then restore the old ones."""
     before = [(config, config._attn_implementation_internal) for config in model_configs(model)]
     try:
         for config, _ in before:
@@ -96,13 +100,13 @@ def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[No
 
 
 def rotary_parameters(config: "PretrainedConfig") -> list[dict[str, Any]]:
-    """Return the RoPE parameters: one dict for all layers, or one per kind of layer; empty without RoPE."""
+    """Return the RoPE parameters: one dict for all layers, or one per kind of layer; empty if the config has none."""
     given = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return [rope for rope in ((given,) if "rope_type" in given else given.values()) if isinstance(rope, dict)]
 
 
 def quantisation(config: "PretrainedConfig") -> str | None:
-    """Return the quantisation method of the weights ("bitsandbytes", "gptq", ...); None without quantisation."""
+    """Return the quantisation method of the weights ("bitsandbytes", "gptq", ...); None if they are not quantised."""
     given = getattr(config, "quantization_config", None)
     if not given:
         return None
@@ -114,7 +118,7 @@ def input_device(model: nn.Module) -> torch.device:
     """Return the device for input tokens: that of the embedding, or its execution device if it is offloaded.
 
     Raises:
-        InputError: if the weights are on the meta device and not offloaded.
+        InputError: if the embedding is on the meta device and is not offloaded.
     """
     embedding: Any = getattr(model, "get_input_embeddings", lambda: model)()  # a sinklab transformer is on one device
     where = next(tensor.device for tensor in (*embedding.parameters(), *model.parameters(), *model.buffers()))

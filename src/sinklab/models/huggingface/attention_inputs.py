@@ -1,4 +1,4 @@
-"""Replace the inputs of a Hugging Face model's attention modules with hooks; the modules are found in a trial pass."""
+"""Replace the inputs of a Hugging Face model's attention modules, which are found in a trial forward pass."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,6 +20,9 @@ HIDDEN = "hidden_states"  # keyword argument of an attention module
 def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Module]:
     """Return the attention modules in call order, and check that gradients can be computed at their inputs.
 
+    Args:
+        tokens_1T: token ids on which the model is run once.
+
     Raises:
         InputError: if weights are quantised (dequantised GGUF weights are allowed) or offloaded, or an input is not the
             output of a norm (in OLMo 2, it is the residual stream).
@@ -28,10 +31,10 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
     method = quantisation(model.config)
     if method and not (method == "gguf" and is_unpacked(model)):
         raise InputError(
-            f"the weights are quantised ({method}) and do not support gradients: measure the model without quantisation"
+            f"the weights are quantised ({method}) and do not support gradients: load the model without quantisation"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise InputError("some weights are offloaded, which does not support gradients: load the whole model")
+        raise InputError("some weights are offloaded and do not support gradients: load the whole model into memory")
     inputs: dict[nn.Module, Tensor | None] = {}
     norms: list[Tensor] = []
     found: list[nn.Module] = []

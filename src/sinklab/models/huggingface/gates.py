@@ -37,7 +37,10 @@ class GateLayout:
     gates: int
 
     def read(self, output_BTC: Tensor) -> Tensor:
-        """Compute the gates (B, H, T, X) in (0, 1) from the output of the projection."""
+        """Compute the gates, shape (B, H, T, X), from the output of the projection.
+
+        Their values are between 0 and 1. X is the number of gates per head: one, or one per channel.
+        """
         logits_BTGX = output_BTC.unflatten(-1, (self.groups, -1))[..., -self.gates :]
         exact = logits_BTGX.flatten(-2).to(accumulate_dtype(output_BTC.dtype))
         return torch.sigmoid(exact.unflatten(-1, (self.heads, -1))).transpose(1, 2)
@@ -46,7 +49,7 @@ class GateLayout:
 def gate_places(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
     """Return the projections that may compute gate logits, each with the output projection of its attention module.
 
-    These are gate projections, and q_proj if wider than the input of o_proj.
+    These are gate projections, and q_proj if its output is wider than the input of o_proj.
     """
     pairs = (
         (name, getattr(module, name, None), getattr(module, OUTPUT, None))
@@ -63,10 +66,12 @@ def gate_places(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
 
 @dataclass
 class GateTrial:
-    """A forward pass that finds the gate layout of each attention layer, with `hooks` and the handler `attention`.
+    """Finds the gate layout of each attention layer in one forward pass.
+
+    During the pass, `hooks` are registered and `attention` computes the attention calls (`Adapter.intercepted`).
 
     Attributes:
-        found: gate layout by attention layer, 1-based; layers without a matching layout are missing.
+        found: gate layout by attention layer, 1-based; layers for which no layout matches are missing.
     """
 
     found: dict[int, GateLayout] = field(default_factory=dict)
@@ -81,7 +86,7 @@ class GateTrial:
             yield output.register_forward_pre_hook(partial(self._entering, logits))
 
     def attention(self, layer: LayerCall) -> Tensor:
-        """Compute an attention call as the model does, and store its output."""
+        """Compute an attention call as the model does; store the call and its output."""
         self._out_BHTV = layer.output() if layer.library is None else layer.library.output()
         self._call = layer
         return self._out_BHTV
@@ -90,7 +95,7 @@ class GateTrial:
         self._logits[linear] = output_BTC
 
     def _entering(self, linear: nn.Linear, _: Any, args: Any) -> None:
-        """Store the layout whose gated output equals the input of an output projection, if any."""
+        """Store the layout whose gated output equals the input of an output projection, if there is one."""
         logits_BTC, x_BTC = self._logits.pop(linear, None), args[0]
         if self._call is None or self._out_BHTV is None or logits_BTC is None:
             return

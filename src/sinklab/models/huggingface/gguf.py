@@ -1,8 +1,8 @@
 """GGUF files (llama.cpp): config, tokenizer, chat template and weights in one file.
 
-transformers reads them with the packages gguf and accelerate and dequantises the weights to an ordinary dtype.
-transformers 5.23 parses the header, which has the whole vocabulary, separately for config, tokenizer and weights; here
-the header is parsed once (`parsed_once`).
+transformers reads these files with the packages gguf and accelerate, and dequantises the weights to an ordinary dtype.
+transformers 5.23 parses the header separately for config, tokenizer and weights, which is slow because the header
+contains the whole vocabulary. Here it is parsed once (`parsed_once`).
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ class Gguf:
     Attributes:
         path: absolute path of the file.
         architecture: name of the architecture in llama.cpp.
-        types: tensor types ("Q4_1", "F32") by descending number of weights.
+        types: tensor types ("Q4_1", "F32") in descending order of their number of weights.
         weights: number of weights.
         scaled: whether the file has RoPE frequency factors (Llama 3.1).
         reader: parsed header, from the package gguf.
@@ -51,7 +51,11 @@ class Gguf:
     reader: Any = field(repr=False, compare=False)
 
     def notes(self, dtype: str) -> list[str]:
-        """Return notes for the result, on the quantisation and on parts of the file that were not read."""
+        """Return notes for the result: on the quantisation, and on RoPE frequency factors that are ignored.
+
+        Args:
+            dtype: name of the dtype of the dequantised weights.
+        """
         main, *others = self.types
         also = f", some tensors {' and '.join(others)}" if others else ""
         notes = [f"the weights were read from a gguf file ({main}{also}) and dequantised to {dtype}"]
@@ -63,7 +67,10 @@ class Gguf:
         return notes
 
     def weight_options(self) -> dict[str, Any]:
-        """Return arguments that dequantise the weights; transformers 5.23 and later can leave them quantised."""
+        """Return the arguments of `from_pretrained` that dequantise the weights.
+
+        Empty before transformers 5.23. Later versions can also leave the weights quantised.
+        """
         import transformers
 
         config = getattr(transformers, "GgufConfig", None)
@@ -84,9 +91,9 @@ class Gguf:
 
 
 def find_gguf(name_or_dir: str) -> Path | None:
-    """Return the path of the .gguf file: the name itself, or the only .gguf file in a directory.
+    """Return the absolute path of the .gguf file: the name itself, or the only .gguf file in a directory.
 
-    None for other names: a directory without .gguf files or with safetensors files, or a name on the hub.
+    None for a directory that has no .gguf file or has safetensors files, and for a name on the hub.
 
     Raises:
         InputError: if the name ends in .gguf and is not a file, or the directory has several .gguf files.
@@ -110,7 +117,7 @@ def read_header(path: Path) -> Gguf:
 
     Raises:
         InputError: if gguf or accelerate is not installed, or the file cannot be read, is damaged or truncated, has no
-            weights, or is one part of a model split into several files.
+            weights, or contains only a part of a model that is split into several files.
     """
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise InputError(
@@ -165,7 +172,7 @@ def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def as_ordinary(model: Any) -> "PreTrainedModel":
-    """Remove the GGUF attributes of a dequantised model, so that it can be saved, and return the model."""
+    """Remove the GGUF attributes of a dequantised model in place, so that it can be saved; return the model."""
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -10,7 +10,7 @@ values not repeated over their groups (H query heads, G KV heads). These extras 
     softcap         z -> softcap * tanh(z / softcap)                        (Gemma 2)
     s_aux           sink logit per head, part of the softmax                (gpt-oss)
     position_bias   added to the scores                                     (relative positions)
-    sliding_window  ignored: already part of the mask from `sdpa_mask`
+    sliding_window  ignored, because the mask from `sdpa_mask` contains it
     indices         (B, T, K) keys selected by an indexer for each query (DeepSeek-V3.2); the attention function has to
                     apply the selection
 """
@@ -57,11 +57,14 @@ def read_call(
         extras: see the module docstring.
 
     Raises:
-        SinklabError: if the attention is not causal or an extra argument is not supported.
+        SinklabError: if there is no mask and the attention is not causal, or an extra argument is not supported.
     """
     for name in UNREADABLE_EXTRAS:
         if extras.get(name) is not None:
-            raise SinklabError(f"{type(module).__name__} passes `{name}`, which sinklab cannot measure yet")
+            raise SinklabError(
+                f"the attention of {type(module).__name__} cannot be measured: sinklab does not support the argument "
+                f"`{name}` of its attention function"
+            )
     if (chosen_BTK := extras.pop(SELECTED, None)) is not None:
         attention_mask = _selected(attention_mask, chosen_BTK, key.shape[2])
     cap, sinks, bias = (extras.get(name) for name in ("softcap", "s_aux", "position_bias"))
@@ -70,13 +73,13 @@ def read_call(
         is_causal = extras.get("is_causal")
         if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             raise SinklabError(
-                f"{type(module).__name__} attends to later tokens as well: sinks are measured on causal language models"
+                f"{type(module).__name__} attends to later tokens: sinks are measured only in causal language models"
             )
         allowed = masks.CAUSAL
     elif attention_mask.dtype == torch.bool:
         cached = key.shape[2] - query.shape[2]
         allowed = masks.Dense(attention_mask, later=bool(attention_mask.triu(1 + cached).any()))
-    else:  # masked scores have about the dtype's minimum added
+    else:  # additive mask: about the dtype's minimum at hidden keys
         score = compose(score, _additive(attention_mask))
         allowed = masks.Dense(attention_mask > torch.finfo(attention_mask.dtype).min / 2, later=True)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -99,7 +102,7 @@ def read_call(
 def _selected(mask: Tensor | None, chosen_BTK: Tensor, keys: int) -> Tensor:
     """Restrict a boolean or additive mask (B, 1, T, S) to the selected keys.
 
-    No mask means causal: a query with few visible keys also selects later ones.
+    If the mask is None, the causal mask is applied, because a query with few visible keys also selects later ones.
     """
     (B, T, _), device = chosen_BTK.shape, chosen_BTK.device
     chosen_BTS = torch.zeros(B, T, keys, dtype=torch.bool, device=device).scatter(-1, chosen_BTK.long(), True)
@@ -111,7 +114,10 @@ def _selected(mask: Tensor | None, chosen_BTK: Tensor, keys: int) -> Tensor:
 
 
 def _additive(bias: Tensor | None) -> Score | None:
-    """Return the score function z + bias[b, h, q, k]; batch and head broadcast, queries are the last positions."""
+    """Return the score function z + bias[b, h, q, k]; None if there is no bias.
+
+    Batch and head axes of the bias broadcast. Its queries are the last positions.
+    """
     if bias is None:
         return None
     rows, heads, queries, keys = bias.shape

@@ -1,8 +1,8 @@
 """Load a Hugging Face model and its tokenizer; exceptions of transformers become InputErrors with advice.
 
 Weights are read only from safetensors and GGUF files: pickle files (.bin, .pt) can run code and are never opened. A
-model's own code runs only with `trust_remote_code`. With `--subfolder`, the model is in a subfolder of a directory or
-hub repository, and the tokenizer is in the subfolder or at the top.
+model's own code runs only if `trust_remote_code` is set. With `--subfolder`, the model is in a subfolder of a directory
+or hub repository; its tokenizer is in the subfolder or in the root.
 """
 
 import re
@@ -42,8 +42,8 @@ class Loading:
             disk with accelerate's `device_map="auto"`).
         trust_remote_code: run the model's own code.
         revision: branch, tag or commit on the hub; None for the main branch.
-        subfolder: subfolder of the directory or hub repository that contains the model; None for the top.
-        say: called with a message before slow steps.
+        subfolder: subfolder of the directory or hub repository that contains the model; None for the root.
+        say: callback, called with a message before slow steps.
     """
 
     dtype: str = "auto"
@@ -62,8 +62,8 @@ class Pretrained:
     """A causal language model in evaluation mode, and its tokenizer.
 
     Attributes:
-        notes: notes on the dtype and the loaded weights, shown with the results.
-        commit: commit on the hub; None for a local model, or if it is unknown.
+        notes: remarks on the dtype and the loaded weights, shown with the results.
+        commit: commit of the model on the hub; None for a local model, or if the commit is unknown.
     """
 
     model: "PreTrainedModel"
@@ -76,12 +76,13 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
     """Load a model and its tokenizer.
 
     Args:
-        name: directory, .gguf file or directory that contains one, or name on the Hugging Face hub.
+        name: model directory, .gguf file or directory that contains one, or name on the Hugging Face hub. For a local
+            model in a subfolder, the path of the subfolder (`in_subfolder`).
 
     Raises:
-        InputError: if the model does not exist, is an encoder-decoder, or its config, tokenizer or weights are missing,
-            inconsistent, pickled or unreadable; if the dtype or device is unusable; or if a GGUF file needs more memory
-            than is free.
+        InputError: if the model does not exist or is an encoder-decoder; if its config, tokenizer or weights are
+            missing, inconsistent, pickled or unreadable; if the dtype or device is unusable; or if the dequantised
+            weights of a GGUF file do not fit in the free memory.
     """
     wanted, target = pick_dtype(loading.dtype), None if loading.device == DEVICE_MAP else pick_device(loading.device)
     source = _find(name, loading)
@@ -142,9 +143,9 @@ class _Source:
 
     Attributes:
         name: model directory, .gguf file or hub name, for messages.
-        place: folder or hub name passed to transformers.
-        options: from_pretrained arguments.
-        gguf: the GGUF file; None for other formats.
+        place: folder or hub name that is passed to transformers.
+        options: keyword arguments of `from_pretrained`.
+        gguf: header of the GGUF file; None for other formats.
     """
 
     name: str
@@ -188,10 +189,10 @@ def _find(name: str, loading: Loading) -> _Source:
 
 
 def check_revision(name: str, revision: str | None) -> None:
-    """Check that no revision is set for a local model.
+    """Check that no revision is requested for a local model.
 
     Raises:
-        InputError: if the name is a local path.
+        InputError: if `revision` is set and `name` is a local path.
     """
     if revision is not None and Path(name).expanduser().exists():
         raise InputError(
@@ -228,10 +229,12 @@ def pick_dtype(dtype: str) -> "torch.dtype | str":
 
 
 def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
-    """Check that the config of a model can be loaded; of a .gguf file, only that it exists.
+    """Check that the config of a model can be loaded, and that a local model has weights.
+
+    Of a .gguf file, only the existence is checked.
 
     Raises:
-        InputError: if the model does not exist, or its config or weights are missing or unusable.
+        InputError: if the model does not exist, its config cannot be loaded, or its weights are missing or pickled.
     """
     if find_gguf(name) is None:
         from transformers import AutoConfig
@@ -244,13 +247,13 @@ def check_name(name_or_dir: str) -> None:
     """Check that a name is a directory, a path that ends in .gguf or a valid hub name, without a request to the hub.
 
     Raises:
-        InputError: if the name is neither; the message lists the kinds of MODEL.
+        InputError: if the name is none of these; the message lists the kinds of MODEL.
     """
     folder = Path(name_or_dir).expanduser()
     maybe_on_hub = HUB_NAME.fullmatch(name_or_dir) and not folder.exists()
     if name_or_dir and (folder.is_dir() or folder.suffix.lower() == ".gguf" or maybe_on_hub):
         return
-    wrong = "is a file" if folder.is_file() else "is not a directory, nor a valid name on the hub"
+    wrong = "is a file" if folder.is_file() else "is neither a directory nor a valid name on the hub"
     raise InputError(
         f"{name_or_dir or 'an empty MODEL'} {wrong}: pass a model directory, a run directory, a .gguf file, or a name "
         "on the Hugging Face hub such as openai-community/gpt2"
@@ -261,7 +264,9 @@ TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt"
 
 
 def in_subfolder(name: str, subfolder: str | None) -> str:
-    """Return the path of the subfolder of a local directory; a hub name, or a name without subfolder, is unchanged.
+    """Return the path of the subfolder of a local directory.
+
+    The name is returned unchanged if it is a name on the hub or `subfolder` is None.
 
     Raises:
         InputError: if the subfolder is empty, absolute or contains "..", or the name is a file.
@@ -278,12 +283,15 @@ def in_subfolder(name: str, subfolder: str | None) -> str:
 
 
 def name_in_results(name: str, subfolder: str | None) -> str:
-    """Return the model name for results, with the subfolder for a hub model (a local path already contains it)."""
+    """Return the name of the model for results: for a model on the hub, with the subfolder.
+
+    A local path already contains the subfolder.
+    """
     return name if subfolder is None or _is_local(name) else f"{name}/{subfolder.strip('/')}"
 
 
 def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | None:
-    """Return the hub commit that was loaded, from its cache path; None for a local model, or if it is not cached."""
+    """Return the hub commit of the cached config.json; None for a local model, or if the config is not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     if _is_local(name):
@@ -294,12 +302,14 @@ def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | N
 
 
 def _with_tokenizer(source: _Source, subfolder: str | None) -> _Source:
-    """Return the location of a model's tokenizer: next to the weights, else at the top above the subfolder.
+    """Return the location of a model's tokenizer.
 
-    Without tokenizer files, transformers would silently create an empty tokenizer.
+    It is next to the weights, else in the root of the directory or repository that contains the subfolder; for GGUF, it
+    is in the file itself.
 
     Raises:
-        InputError: if a local model has no tokenizer files, without `trust_remote_code`.
+        InputError: if a local model has no tokenizer files, unless `trust_remote_code` is set. transformers would
+            silently create an empty tokenizer.
     """
     folder = Path(source.place).expanduser()
     if source.gguf is not None:
@@ -330,10 +340,10 @@ def _is_local(name: str) -> bool:
 
 
 def advice(error: Exception, place: str, revision: str | None, gguf: str | None) -> str:
-    """Return a hint for an exception raised by transformers, with the first line of its message if informative.
+    """Return a hint for an exception raised by transformers, with the first line of its message if that helps.
 
     Args:
-        place: folder or hub name.
+        place: folder or hub name that was passed to transformers.
         revision: requested revision on the hub.
         gguf: architecture of the GGUF file; None for other formats.
     """
@@ -358,7 +368,7 @@ def advice(error: Exception, place: str, revision: str | None, gguf: str | None)
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers inside the `with` block."""
+    """Disable the progress bars of transformers in the `with` block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

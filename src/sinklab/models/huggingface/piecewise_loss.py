@@ -1,7 +1,8 @@
 """Loss of a forward pass without storing all logits: 4 GB in float32 for 32,768 tokens and a vocabulary of 32,768.
 
-The first call computes the final hidden states and the logits of one position. Then the model is called on chunks, with
-its body returning the stored hidden states, so that the code between body and logits (softcap, scale) is the model's.
+The first call computes the final hidden states and the logits of one position. Then the model is called once for each
+chunk of positions, with its body returning the stored hidden states. The model's own code thus computes everything
+after the body, such as scaling and softcap of the logits.
 """
 
 import inspect
@@ -33,13 +34,13 @@ def forward_loss(
     vocabulary: int,
     paused: AbstractContextManager[None],
 ) -> tuple[float, int]:
-    """Run one forward pass; return the cross-entropy, summed over real targets, in nats, and the number of targets.
+    """Run one forward pass; return the cross-entropy summed over targets, in nats, and the number of targets.
 
     Args:
         real_BT: bool, True at real tokens; a target counts if it and the token before it are real.
         arguments: arguments passed to the model in addition to the tokens.
-        vocabulary: number of rows of the token embedding, for the size of the logits.
-        paused: context manager entered while only the LM head runs.
+        vocabulary: number of rows of the token embedding, used to estimate the size of the logits.
+        paused: context manager that is entered while only the LM head runs.
     """
     both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))  # the position and its target are real
     wanted_BT = F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
@@ -64,9 +65,10 @@ def forward_loss(
 
 
 def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
-    """Return the cross-entropy in nats, summed over all targets that are not IGNORED, in float32 (float64 for float64).
+    """Return the cross-entropy in nats, summed over all targets that are not IGNORED.
 
-    It is computed in chunks of rows, which avoid a float32 copy of all logits and on a CPU fit into the cache.
+    It is computed in float32 (float64 for float64 logits) and in chunks of rows. This avoids a float32 copy of all
+    logits, and on a CPU a chunk fits into the cache.
     """
     logits_NV, wanted_N = logits_BTV.flatten(0, 1), wanted_BT.to(logits_BTV.device).flatten()
     rows = max(1, (LOGITS_AT_ONCE_CUDA if logits_NV.is_cuda else LOGITS_IN_CACHE) // logits_NV.shape[1])
@@ -83,7 +85,7 @@ def has_piecewise_logits(model: PreTrainedModel) -> bool:
 
 
 class _Body:
-    """Replacement of the forward of a model's body; while `frozen`, it returns the latest output without running."""
+    """Replacement for a module's `forward`; while it is `frozen`, it returns the latest output without running."""
 
     def __init__(self, forward: Any, output: Any) -> None:
         self.frozen = output is not None
@@ -97,7 +99,10 @@ class _Body:
 
 @contextmanager
 def fixed_output(part: nn.Module, output: Any = None) -> Iterator[_Body]:
-    """Make a model's body return `output` without running; if None, its latest output once the body is `frozen`."""
+    """Make a module return `output` without running, in the `with` block.
+
+    If `output` is None, the module runs until the yielded object is `frozen`, and then returns its latest output.
+    """
     body = _Body(part.forward, output)
     with patch.object(part, "forward", body):
         yield body

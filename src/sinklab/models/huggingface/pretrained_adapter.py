@@ -1,4 +1,4 @@
-"""`Adapter` of a Hugging Face causal language model, whose attention calls can be computed by sinklab functions."""
+"""`Adapter` of a Hugging Face causal language model; sinklab can compute its attention calls."""
 
 import dataclasses
 import inspect
@@ -28,15 +28,15 @@ from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
 from sinklab.models.native import check_context
 
 TRIED = 8  # tokens of trial forward passes
-MOVED = 5  # positions by which queries are rotated in a trial
+MOVED = 5  # number of positions by which a trial shifts queries
 _dispatch: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 
 
 class HuggingFaceAdapter:
-    """`Adapter` of a Hugging Face model.
+    """`Adapter` of a Hugging Face model. `NativeAdapter` documents the methods in full.
 
     Raises:
-        InputError: if the weights are on the meta device.
+        InputError: see `anatomy.input_device`.
     """
 
     leading, first_target = 0, 2
@@ -52,7 +52,7 @@ class HuggingFaceAdapter:
         given = len(table) if table is not None else getattr(text, "max_position_embeddings", None)
         self.context = int(given or 2048)
         self.ends = None if table is None else f"its learned positional embeddings end at {len(table)}"
-        self._unmoved = frozenset[int]()  # call indices of layers without positions; set by `fixed_positions`
+        self._unmoved = frozenset[int]()  # 1-based indices of attention layers without RoPE; set by `fixed_positions`
 
     @property
     def attention_layers(self) -> int:
@@ -71,7 +71,10 @@ class HuggingFaceAdapter:
 
     @property
     def dispatches(self) -> bool:
-        """Whether the model calls transformers' attention interface; determined by a forward pass if undeclared."""
+        """Whether all attention layers call transformers' attention interface.
+
+        If the model's class does not declare it, the model is run once on two tokens.
+        """
         model, calls = self.module, 0
 
         def count(layer: LayerCall) -> Tensor:
@@ -92,12 +95,13 @@ class HuggingFaceAdapter:
         return _dispatch[model]
 
     def check_length(self, length: int) -> None:
-        """Check that sequences are not longer than the context in the config.
+        """Check that sequences of `length` tokens fit in the context in the config, if it has one.
 
-        The context is `max_position_embeddings`, or its scaled value with linear, dynamic or yarn RoPE scaling.
+        The context is `max_position_embeddings`. With linear, dynamic or yarn RoPE scaling it is the scaled context if
+        that is longer.
 
         Raises:
-            InputError: if the sequences are longer; the message states the maximum. Never if the config has none.
+            InputError: if they do not fit; the message states the context.
         """
         text = self.module.config.get_text_config(decoder=True)
         context = getattr(text, "max_position_embeddings", None)
@@ -113,7 +117,8 @@ class HuggingFaceAdapter:
         """Check token ids and sequence length, and that all `lengths` can be measured in one forward pass.
 
         Raises:
-            InputError: if any of these checks fails.
+            InputError: if a token id is outside the vocabulary, the sequences are too long, or the RoPE scaling differs
+                between their length and one of `lengths`.
         """
         vocabulary, T = anatomy.vocabulary_size(self.module), tokens_NT.shape[1]
         low, high = int(tokens_NT.min()), int(tokens_NT.max())
@@ -137,7 +142,10 @@ class HuggingFaceAdapter:
         first_target: int | None,
         paused: AbstractContextManager[None],
     ) -> tuple[Tensor, int]:
-        """Run one forward pass; return the loss summed over real targets, on the CPU, and the number of targets."""
+        """Run one forward pass; return the loss summed over targets, in nats, and the number of targets.
+
+        The loss is a float64 scalar on the CPU. Position 1 is the first real token of each sequence.
+        """
         arguments: dict[str, Any] = {}
         if real.padded:  # positions start at the first real token
             arguments["attention_mask"] = real.mask_BT.long()
@@ -157,7 +165,7 @@ class HuggingFaceAdapter:
         return torch.tensor(loss, dtype=torch.float64), targets
 
     def run(self, tokens_BT: Tensor, **arguments: Any) -> None:
-        """Run one forward pass; compute the logits of one position only, if the model supports this."""
+        """Run one forward pass; if the model supports it, the logits of only one position are computed."""
         few = {"logits_to_keep": 1} if has_piecewise_logits(self.module) else {}
         self.module(tokens_BT, use_cache=False, **arguments, **few)
 
@@ -166,7 +174,10 @@ class HuggingFaceAdapter:
         return self.module.base_model(tokens_BT, use_cache=False).last_hidden_state
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Compute logits (R, vocabulary) from final hidden states, with the model's own code (LM head, softcap)."""
+        """Compute logits (R, vocabulary) from R final hidden states (R, E), in float32 (float64 for float64).
+
+        The model's own code computes them (LM head, scaling, softcap).
+        """
         answer = dataclasses.replace(self._body_output, last_hidden_state=hidden_RE[None])
         with ExitStack() as stack:
             for body in anatomy.bodies(self.module):
@@ -185,14 +196,18 @@ class HuggingFaceAdapter:
         return sizes_of_pretrained(self.module.config, matrices=matrices, padded=padded, logits=logits)
 
     def notes(self) -> list[str]:
-        """Return a note on quantised weights; empty without quantisation."""
+        """Return a note on quantised weights; empty if the weights are not quantised."""
         method = anatomy.quantisation(self.module.config)
         if method == "gguf" and is_unpacked(self.module):
             return ["the weights come from a gguf file and are dequantised"]
         return [f"the weights are quantised ({method}); dtype is that of the other weights"] if method else []
 
     def inseparable(self) -> str | None:
-        """Return why attention cannot be replaced; None if interception leaves a few tokens' logits unchanged."""
+        """Return the reason why attention calls cannot be edited or replaced; None if they can be.
+
+        The model is run on a few tokens. Their logits must stay the same if all attention calls are intercepted and the
+        LM head runs separately.
+        """
         why = self._why_inseparable()
         return why and (
             f"the attention of a {self.module.config.model_type!r} model cannot be replaced ({why}): assess a model "
@@ -224,7 +239,10 @@ class HuggingFaceAdapter:
         return None
 
     def depends_on_length(self, short: int, long: int) -> bool:
-        """Return True if RoPE scaling (longrope, dynamic) differs between the lengths, as in `dynamic_rope_update`."""
+        """Return True if the RoPE scaling differs between the lengths: longrope or dynamic scaling.
+
+        The conditions are those of transformers' `dynamic_rope_update`.
+        """
         for rope in anatomy.rotary_parameters(self.module.config):
             kind = rope.get("rope_type")
             if kind == "longrope" and short <= rope["original_max_position_embeddings"] < long:
@@ -234,9 +252,10 @@ class HuggingFaceAdapter:
         return False
 
     def fixed_positions(self) -> str | None:
-        """Return why keys cannot be re-rotated; None if `shift_rope` reproduces RoPE in every layer that has it.
+        """Return the reason why keys in a KV cache cannot be rotated to other positions.
 
-        Runs the model on a few tokens, and stores which layers have no RoPE.
+        None if `shift_rope` reproduces the RoPE of every layer that has RoPE. The model is run on a few tokens. Which
+        layers have no RoPE is stored for `intercepted`.
         """
         shift = shift_rope(self.module)
         if shift is None:
@@ -272,7 +291,10 @@ class HuggingFaceAdapter:
         return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
-        """Compute the differentiable loss from all logits at once, summed over targets, and the number of targets."""
+        """Compute the differentiable loss, summed over targets in nats, and the number of targets.
+
+        All logits are computed at once.
+        """
         logits_BTV, wanted_BT = self.module(tokens_BT, use_cache=False).logits, tokens_BT[:, first_target - 1 :]
         logits_NV = logits_BTV[:, first_target - 2 : -1].flatten(0, 1)
         exact_NV = logits_NV.to(accumulate_dtype(logits_NV.dtype))
@@ -282,8 +304,11 @@ class HuggingFaceAdapter:
     def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
         """Replace the input x of every attention module by `change(index, x)` in the `with` block.
 
+        `index` counts the attention layers from 1. The model is run once on a few tokens to find the modules.
+
         Raises:
             InputError: see `attention_modules`; also if the model does not use transformers' attention interface.
+            SinklabError: see `attention_modules`.
         """
         if not self.dispatches:
             raise InputError(
@@ -293,7 +318,11 @@ class HuggingFaceAdapter:
         return replaced_inputs(attention_modules(self.module, self._some_tokens()), change)
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Call `receive` with layer and output gates of each call; never if the attention cannot be intercepted."""
+        """Call `receive(index, gates_BHTX)` for every gated attention layer in each forward pass of the `with` block.
+
+        Gates on the attention output are found by running the model on a few tokens (gates.py). There are none if the
+        model does not use transformers' attention interface.
+        """
         places, trial = gate_places(self.module) if self.dispatches else [], GateTrial()
         if places:
             with evaluating(self.module), hooked(trial.hooks(places)), self.intercepted(trial.attention):
@@ -305,7 +334,7 @@ class HuggingFaceAdapter:
 
     @contextmanager
     def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """Compute the output of all calls of transformers' attention interface with `handler`."""
+        """Compute the output of every attention call in the `with` block with `handler` (see `intercept`)."""
         shift, outermost, calls = shift_rope(self.module), None, 0
 
         def entering(module: nn.Module, _: Any) -> None:
@@ -338,14 +367,17 @@ class HuggingFaceAdapter:
 
 
 def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
-    """Return a function that rotates queries or keys by the model's RoPE (half-split); None without a shared one."""
+    """Return a function that shifts the RoPE positions of queries or keys (half-split RoPE).
+
+    None if the model has no rotary embedding, several of them, or one that depends on the kind of layer.
+    """
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ROTARY_EMBEDDING]
     if len(found) != 1 or "layer_type" in inspect.signature(found[0].forward).parameters:  # as in Gemma 3
         return None
 
     def shift(x_BHLD: Tensor, by_L: Tensor) -> Tensor:
         cos_LR, sin_LR = (table[0].float() for table in found[0](x_BHLD.float(), by_L[None].to(x_BHLD.device)))
-        scale_LR = (cos_LR.square() + sin_LR.square()).sqrt()  # yarn and longrope also scale
+        scale_LR = (cos_LR.square() + sin_LR.square()).sqrt()  # yarn and longrope multiply cos and sin by a factor
         turned, rest = x_BHLD[..., : cos_LR.shape[-1]].float(), x_BHLD[..., cos_LR.shape[-1] :]
         first, second = turned.chunk(2, -1)
         turned = (turned * cos_LR + torch.cat((-second, first), -1) * sin_LR) / scale_LR

@@ -2,8 +2,8 @@
 
 A chat template is a program shipped with a model. Jinja's sandbox blocks files and network, but not infinite loops or
 unlimited memory, and a thread cannot be stopped. Templates are therefore rendered in one separate process, with
-transformers' sandbox and without torch or the model. The system ends it after SECONDS of processor time per
-conversation, and limits its memory to MEMORY (not enforced on macOS).
+transformers' sandbox and without torch or the model. The operating system ends it after SECONDS of processor time for
+one conversation, and limits its memory to MEMORY (not on macOS).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SECONDS = 10
 MEMORY = 2 * 2**30  # bytes
-CHARACTERS = 2**24  # maximum output in addition to REPEATED times the input (conversation and template)
+CHARACTERS = 2**24  # the output may have this many characters, plus REPEATED times those of conversation and template
 REPEATED = 4
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy's threads would count as memory
@@ -39,7 +39,8 @@ class Rendered:
 
     Attributes:
         text: the text of the whole conversation.
-        marked: characters [start, end) of `text` within `{% generation %}` marks, in order.
+        marked: ranges [start, end) of the characters of `text` inside `{% generation %}` blocks, in order; empty if the
+            template has no such block.
     """
 
     text: str
@@ -59,12 +60,12 @@ def render_chat(
     Args:
         where: name of the conversation in error messages.
         generation_prompt: append the beginning of the assistant's next message.
-        remedy: advice appended to error messages.
+        remedy: advice at the end of error messages.
 
     Raises:
         InputError: if the template fails, exceeds the limits on time, memory or output, or is missing, or the tokenizer
-            has several templates without a default.
-        SinklabError: if the rendering process cannot be started or fails.
+            has several templates and none is the default.
+        SinklabError: if the rendering process cannot be started, or ends with an error.
     """
     conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
@@ -93,7 +94,7 @@ class _Process:
         self._complaints: IO[bytes] | None = None
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Send a JSON line to the process and return its response, which has the key `error` if rendering failed."""
+        """Send a JSON line to the process and return its response, a dict with the key `error` if rendering failed."""
         with self._lock:
             process = self._process or self._start()
             assert process.stdin is not None
@@ -148,7 +149,7 @@ _PROCESS = _Process()
 
 
 def serve() -> None:
-    """Render conversations from standard input, one JSON object per line, until it is closed."""
+    """Render conversations from standard input, one JSON object per line, and print each result as a JSON line."""
     import resource
 
     from jinja2 import TemplateError
@@ -183,25 +184,28 @@ def serve() -> None:
 
 
 class Conversations:
-    """Renders conversations as text, with notes for the result.
+    """Renders conversations as text, and records how for the notes of the result.
 
     Args:
-        tokenizer: tokenizer whose chat template is applied; without a template, lines `role: content` are written.
-        keep_bos: keep the BOS written by the template; by default it is removed to avoid a second BOS.
+        tokenizer: tokenizer whose chat template is applied. If it is None or has no template, conversations are
+            rendered as lines `role: content`.
+        keep_bos: keep the BOS that the template writes; by default it is removed to avoid a second BOS.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None, keep_bos: bool = False) -> None:
         self._tokenizer, self._keep_bos = tokenizer, keep_bos
         self._seen = False
         self.bos = False
-        """Whether a BOS written by the template was kept."""
+        """Whether a BOS that the template wrote was kept in any conversation so far."""
 
     def render(self, messages: list[Message], where: str) -> str:
         """Render one conversation as text.
 
+        Args:
+            where: name of the conversation in error messages.
+
         Raises:
-            InputError: if the chat template fails or exceeds its limits (`render_chat`); the message contains `where`.
-            SinklabError: if the rendering process fails.
+            InputError, SinklabError: see `render_chat`.
         """
         self._seen = True
         if not self._templated:
