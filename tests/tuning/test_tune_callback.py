@@ -92,5 +92,5 @@ def test_a_bias_of_our_own_is_logged_and_the_model_trains_as_before(tmp_path: Pa
 
 
 def test_tokens_that_are_none_are_refused() -> None:
-    with pytest.raises(InputError, match="whole numbers"):
+    with pytest.raises(InputError, match="expected integers"):
         sinklab.SinkCallback(torch.rand(2, 4))

@@ -1,9 +1,11 @@
-"""Attention biases: learned tokens, keys, values or logits per head in addition to the sequence (tables 4, 5, 12, 13).
+"""Attention biases: a learned token, key, value or logit in addition to the sequence (tables 4, 5, 12, 13).
 
-Every query attends to a bias key with logit z_t = q_t.k_s * scale (with softcap, without positional embedding); a sink
-logit is such a z. The operation's similarity is applied to this logit; a kernel applies phi to q_t and k_s. The bias
-key's attention weight in a softmax row is sigmoid(z - lse), and the other weights are multiplied by sigmoid(lse - z),
-so that neither the sequence nor the mask becomes longer. q_t is the query after the rotary embedding.
+Every query attends to a bias key k_s with the logit z_t = q_t.k_s * scale, where q_t is the query after RoPE. The
+softcap applies to z_t, a relative position bias does not. A sink logit is used directly as z, without scale and
+softcap. The operation's similarity is applied to z; a kernel applies phi to q_t and k_s instead.
+
+In a softmax row, the attention weight of the bias key is sigmoid(z - lse), and all other weights are multiplied by
+sigmoid(lse - z). Neither the sequence nor the mask becomes longer.
 """
 
 import math
@@ -18,11 +20,11 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.schema import LARGEST, Example, Kind, NeutralExample, Part
 
 ASIDE = -12.0
-"""Default `start` of a bias added to a trained model: attention 6e-6 if the row's other exponentials sum to 1."""
+"""Default `start` of a bias that is added to a trained model; its attention is 6e-6 if the row's lse is 0."""
 
 
 class BiasPart(Kind):
-    """Base class of attention biases, with the properties that are checked against operation and backend."""
+    """Base class of attention biases. `AttentionConfig` checks its properties against the operation."""
 
     adds_key: ClassVar[bool] = False  # whether it adds a learned key
     adds_logit: ClassVar[bool] = False  # whether it adds a logit without a key
@@ -39,7 +41,7 @@ class BiasPart(Kind):
 
     @property
     def without_value(self) -> bool:
-        """True for a key or logit with value zero, which only affects the row sum."""
+        """True for a bias key or logit whose value is zero, so that it affects only the row sum."""
         return self.adds_logit
 
 
@@ -50,7 +52,7 @@ class NoBias(BiasPart):
 
 
 class SinkToken(BiasPart):
-    """Learned token embeddings before the sequence, prepended by the model and visible to every query."""
+    """Learned token embeddings that the model prepends to the sequence; all tokens of the sequence attend to them."""
 
     kind: Literal["sink_token"] = "sink_token"
     count: int = Field(
@@ -64,7 +66,7 @@ class SinkToken(BiasPart):
 
 
 class FixedValue(Part):
-    """Fixed value v' = m [1, 0, .., 0] or v'' = m [1, .., 1] / sqrt(V) of norm m and width V (table 5)."""
+    """Fixed value vector of norm m and width V: v' = m [1, 0, .., 0] or v'' = m [1, .., 1] / sqrt(V) (table 5)."""
 
     direction: Literal["first", "uniform"] = Field(description="first: first dimension only; uniform: all dimensions")
     norm: float = Field(ge=0, description="L2 norm m of the value vector")
@@ -83,16 +85,16 @@ class _LearnedKey(BiasPart):
     adds_key: ClassVar[bool] = True
     shared: bool = Field(default=False, description="one bias for all heads instead of one per KV head")
     learnable_dims: int | None = Field(
-        default=None, ge=1, description="number d_a of learned dimensions of the key, the others are zero; null: all"
+        default=None, ge=1, description="number d_a of learned key dimensions, the first ones; the others are zero; null: all learned"
     )
     start: float | None = Field(
         default=None,
-        description="initial value of a learned offset per query head, added to the key's logit; null: no offset",
+        description="initial value of a learned offset per query head, added to the bias key's logit; null: no offset",
     )
 
 
 class KeyBias(_LearnedKey):
-    """K bias: a learned key with a fixed value, by default zero."""
+    """K bias: a learned key with a fixed value vector, which is zero by default."""
 
     kind: Literal["k"] = "k"  # type: ignore[assignment]  # parts are immutable
     value: Literal["zero"] | FixedValue = Field(
@@ -128,7 +130,7 @@ class ValueBias(BiasPart):
 
 
 class SinkLogit(BiasPart):
-    """Learned sink logit s per query head, value zero (gpt-oss, 2508.10925): under softmax, out * sigmoid(lse - s)."""
+    """Learned sink logit s per query head, with value zero; softmax output * sigmoid(lse - s) (gpt-oss, 2508.10925)."""
 
     kind: Literal["sink_logit"] = "sink_logit"
     start: float | None = Field(default=None, description="initial s; null: normal with standard deviation 0.02")
@@ -150,16 +152,16 @@ Bias = Annotated[
 
 
 class BiasParameters(nn.Module):
-    """Parameters of a bias; fields that the bias does not have are None.
+    """Parameters of a bias. Attributes that the bias does not use are None.
 
     Attributes:
         key: learned key, (G, d_a), or (1, d_a) if shared; d_a is the head dimension unless `learnable_dims` is set.
         value: learned value, (G, V), or (1, V) if shared.
         fixed: fixed value, the same for all heads.
-        logit: learned sink logit, (H,); None for off-by-one.
-        offset: learned number added to the logit of the key, (H,).
-        initial: mean and standard deviation of the initialisation by parameter name, if the recipe sets `start`; the
-            other parameters are initialised as in model/init.py.
+        logit: learned sink logit, (H,); None for off-by-one, whose logit is fixed at 0.
+        offset: learned offset of the bias key's logit, (H,); None unless the recipe sets `start`.
+        initial: mean and standard deviation of the initial values, by parameter name. It contains only the parameter
+            whose `start` the recipe sets, and is empty without a `start`. model/init.py initialises all others.
     """
 
     def __init__(self, bias: Bias, kv_heads: int, head_width: int, heads: int, value_width: int) -> None:
@@ -179,14 +181,14 @@ class BiasParameters(nn.Module):
         self.fixed = bias.value if bias.kind == "k" and bias.value != "zero" else None
 
     def key_per_head(self) -> Tensor | None:
-        """Return the bias key k_s per query head, zero outside the learned dimensions: (H, D); None without a key."""
+        """Return the bias key k_s per query head, (H, D), zero outside the learned dimensions; None without a key."""
         if self.key is None:
             return None
         missing = self.head_width - self.key.shape[1]
         return self._per_head(F.pad(self.key, (0, missing)) if missing else self.key)
 
     def value_per_head(self) -> Tensor | None:
-        """Return the value of the bias key, or the V bias, per query head: (H, V); None means zero."""
+        """Return the value of the bias key, or the V bias, per query head, (H, V); None means zero."""
         if self.fixed is not None and self.key is not None:
             return self._per_head(self.fixed.build(self.value_width, self.key)[None])
         return None if self.value is None else self._per_head(self.value)
@@ -195,7 +197,7 @@ class BiasParameters(nn.Module):
         """Return the sink logit per query head, (H,); None without one.
 
         Args:
-            like: tensor with the dtype and device of the zeros that are returned for off-by-one.
+            like: tensor whose dtype and device the zeros for off-by-one have.
         """
         return like.new_zeros(self.heads) if self.off_by_one else self.logit
 
@@ -212,10 +214,11 @@ SMALLEST_LOGIT = -1e30  # instead of log 0: the difference of two infinities has
 def with_extra_key(
     out_BHTV: Tensor, lse_BHT: Tensor, logits_BHT: Tensor, value_HV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention output and log-normaliser (out, lse) of rows extended by a key outside the sequence.
+    """Add a key outside the sequence to every row, and return the new output and log-normaliser (out, lse).
 
     Args:
-        logits_BHT: log similarity of every query with this key, such as a bias key.
+        out_BHTV, lse_BHT: attention output and log-normaliser without this key.
+        logits_BHT: log-similarity of every query with this key, such as a bias key.
         value_HV: value of the key; None means zero.
     """
     total_BHT = torch.logaddexp(lse_BHT.clamp(min=SMALLEST_LOGIT), logits_BHT.clamp(min=SMALLEST_LOGIT))

@@ -1,11 +1,14 @@
-"""The `chunked` backend: attention in blocks of queries, recomputed in the backward pass; O(T * block) memory.
+"""The `chunked` backend: attention in blocks of queries, which the backward pass recomputes; O(T * block) memory.
 
-Forward stores only its inputs and (out, lse). Backward recomputes the blocks: with P = exp(logit - lse), the gradient
-of a logit is P * (dout.v - dout.out + dlse). Autograd propagates it through the score function, block by block; the
-gradient of z = q.k * scale is computed explicitly. A score with a similarity is computed without logarithm and
-exponential if the row sums are in range: the gradient of a similarity is (dout.v - dout.out + dlse) / Z. Rejected
-alternative: `torch.utils.checkpoint` around each block (twice the memory traffic in key and value gradients, which
-autograd materialises in full for every slice).
+The forward pass stores only its inputs and (out, lse). In the backward pass, with P = exp(logit - lse), the gradient
+with respect to a logit is P * (dout.v - dout.out + dlse). Autograd propagates it through the score function, one block
+at a time; the gradient of z = q.k * scale is computed explicitly.
+
+If a score has a similarity and the row sums are in range, neither logarithms nor exponentials are computed: the
+gradient with respect to a similarity is (dout.v - dout.out + dlse) / Z.
+
+Rejected alternative: `torch.utils.checkpoint` around each block. It doubles the memory traffic of key and value
+gradients, because autograd allocates a full gradient for every slice.
 """
 
 import math
@@ -82,12 +85,12 @@ def finite_normaliser(lse: Tensor) -> Tensor:
 
 
 def exponentials_(exponents: Tensor, score: Score | None) -> Tensor:
-    """Compute exp(exponents) in place; for a deep score (`Score.deep`) no result is zero: mask the results again."""
+    """Compute exp(exponents) in place. For a deep score (`Score.deep`), masked entries must then be masked again."""
     return bl.floored_exp_(exponents) if score is not None and score.deep else exponents.exp_()
 
 
 def _weights(matrix: bl.ScoreMatrix, block: bl.Block) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Return exp(logit - peak) of a block, its row sums, and the row maximum `peak`, or 0 if no shift is needed."""
+    """Return exp(logit - peak) of a block, its row sums, and `peak`: the row maxima, or 0 if no shift is needed."""
     z, score = matrix.raw(block), matrix.score
     if score is not None and score.similarity is not None:
         where = bl.indices(z, block, matrix.offset)
@@ -116,10 +119,15 @@ _in_range: Callable[[Tensor, Score], bool] = torch.compiler.disable(_fits)  # ty
 def with_graph(
     matrix: bl.ScoreMatrix, block: bl.Block, tensors: list[Tensor], direct: bool = False
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Compute a block's logits, or its similarities if `direct`, with an autograd graph to z and the score's tensors.
+    """Compute a block's logits with an autograd graph to its raw scores z and the score function's tensors.
+
+    Args:
+        tensors: tensors of the score function.
+        direct: compute the similarities instead of the logits, if the score has a similarity.
 
     Returns:
-        z and those copies of `tensors` that require gradients, as leaves of the graph, around the result.
+        z; the logits or similarities computed from it; and copies of the tensors that require gradients. z and the
+        copies are leaves of the graph. Without a score function, the logits are z and there is no graph.
     """
     z, score = matrix.raw(block), matrix.score
     if score is None:
@@ -133,7 +141,7 @@ def with_graph(
 
 
 def add_gradients(totals: list[Tensor | None], tensors: list[Tensor], parts: list[Tensor]) -> None:
-    """Add a block's gradients, of those `tensors` that require one, to the totals; a total of None is zero."""
+    """Add a block's gradients `parts`, one per tensor that requires a gradient, to `totals` in place; None is zero."""
     waiting = iter(parts)
     for i, tensor in enumerate(tensors):
         if tensor.requires_grad:

@@ -1,4 +1,4 @@
-"""Attention section of a recipe: operation, bias, mask, softcap, backend, and checks of their combinations."""
+"""Attention section of a recipe (operation, bias, mask, softcap, backend), and checks of the combination."""
 
 import typing
 from dataclasses import replace
@@ -35,7 +35,7 @@ class WindowMask(Kind):
 
 
 class PrefixMask(Kind):
-    """Prefix mask: causal, and every query also sees the first `length` keys, which the loss excludes as targets."""
+    """Prefix mask: causal, but every query also sees the first `length` keys. The loss excludes these as targets."""
 
     kind: Literal["prefix"] = "prefix"
     length: int = Field(ge=1, description="number of initial keys that every query sees")
@@ -50,12 +50,12 @@ class DocumentMask(Kind):
     """Document mask: causal within each of the documents packed into one sequence."""
 
     kind: Literal["document"] = "document"
-    eos_id: int = Field(default=0, ge=0, description="end-of-document token id; set by the run from its data")
+    eos_id: int = Field(default=0, ge=0, description="id of the end-of-document token; set by the run from its data")
     examples: ClassVar = {"document": Example()}
     neutral: ClassVar = {"": NeutralExample("document, on text without EOS", {"eos_id": BEYOND})}
 
     def build(self) -> masks.Mask:
-        """Build the causal mask; the core adds the documents of the batch."""
+        """Build the causal mask; `AttentionCore` replaces it by a mask with the documents of the batch."""
         return masks.CAUSAL
 
 
@@ -63,7 +63,7 @@ AttentionMask = Annotated[CausalMask | WindowMask | PrefixMask | DocumentMask, F
 
 
 class AttentionConfig(Part):
-    """Config of the attention computation from q, k, v to the output."""
+    """Config of the computation of the attention output from q, k and v."""
 
     operation: Operation = Softmax()
     bias: Bias = NoBias()
@@ -112,11 +112,12 @@ class AttentionConfig(Part):
         """Check that the attention config fits the model's sizes and positional embedding.
 
         Args:
-            head_width: dimension of a head's keys.
-            position_on_scores: whether the positional embedding acts on the scores (ALiBi, relative, T5).
+            head_width: dimension of a head's queries and keys.
+            position_on_scores: whether the positional embedding is a relative position bias (ALiBi, relative, T5).
 
         Raises:
-            ValueError: if they do not fit; the message states the reason.
+            ValueError: if `bias.learnable_dims` exceeds the head width, if the operation splits heads of odd width, or
+                if the operation or backend does not support the position bias.
         """
         if (dims := getattr(self.bias, "learnable_dims", None) or 0) > head_width:
             raise ValueError(f"attention.bias.learnable_dims {dims} is above the head width {head_width}: reduce it")
@@ -125,11 +126,11 @@ class AttentionConfig(Part):
             raise ValueError(f"{name} attention halves the head width, but {head_width} is odd: change width or heads")
         if position_on_scores and not self.operation.has_logits:
             raise ValueError(
-                f"the position adds to the logits, but attention.operation {name} is a kernel without logits: use "
-                "rotary, absolute, learnable or none"
+                f"a relative position bias is added to logits, but attention.operation {name} is a kernel without logits: use "
+                "position rotary, absolute, learnable or none"
             )
         if position_on_scores and self.backend == "sdpa":
-            raise ValueError("attention.backend sdpa cannot add a position to the scores: use auto, chunked or eager")
+            raise ValueError("attention.backend sdpa cannot add a position bias to the scores: use auto, chunked or eager")
 
 
 Choice = Literal["operation", "bias", "mask"]
@@ -141,7 +142,7 @@ def kinds_of(choice: Choice) -> tuple[type[Kind], ...]:
 
 
 def examples_of(choice: Choice) -> dict[str, Example]:
-    """Return the examples of all operations, biases or masks, by name, with complete values including `kind`."""
+    """Return the examples of all operations, biases or masks, by name; their values include `kind`."""
     return {
         name: replace(example, values=kind.chosen(example.values))
         for kind in kinds_of(choice)

@@ -1,7 +1,7 @@
 """Attention core: computes the attention output from q, k and v with the operation, bias and mask of a recipe.
 
-Training and measuring use the same code: every call is a LayerCall, which `models/intercept.py` can observe or change.
-The model computes projections and RoPE before the core; relative position biases are passed to the core.
+Training and measuring use the same code. Every call is a `LayerCall`, which `models/intercept.py` can observe or change.
+The model computes projections and RoPE before it calls the core. The core applies relative position biases.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,17 @@ from sinklab.attention.scores import Score, fading, softcap
 
 
 class AttentionCore(nn.Module):
-    """core(q_BHTD, k_BGTD, v_BGTV) -> out_BHTV; T includes learned leading tokens.
+    """Attention core(q_BHTD, k_BGTD, v_BGTV) -> out_BHTV; T includes learned leading tokens.
 
-    With a KV cache, k and v have more positions than q, whose T queries are then the last. If a head has several
-    queries, they are concatenated in the last dimension of q.
+    With a KV cache, k and v have more positions than q, and the queries are at the last positions. If a head has
+    several queries, they are concatenated in the last dimension of q.
 
     Args:
         config: attention section of a recipe.
         kv_heads: number of KV heads G.
         head_width: width D of queries and keys.
-        position: function that builds the score of a relative position bias (ALiBi, relative, T5), whose tensors may
-            require gradients; not applied to a bias key.
+        position: function that builds the score function of a relative position bias (ALiBi, relative, T5), which is
+            not applied to a bias key; None without one. Its tensors may require gradients.
         heads: number of query heads H, by default G.
         layer: 1-based layer index, used by operations whose initial values depend on the layer.
         context: training sequence length, used by operations that depend on the length; None if unknown.
@@ -41,9 +41,10 @@ class AttentionCore(nn.Module):
         proxy: True if the operation's scores do not sum to one, so that importance is computed from proxy scores.
         bias: parameters of the attention bias.
         learned: learned parameters of the operation, or None.
-        hidden_first: numbers n such that keys 1..n of the sequence are hidden from every query after the n-th; empty
-            except in an ablation (measuring/surgery/changes.py).
-        call_handler: function that computes the output instead of the core, set by `intercept` (models/intercept.py).
+        hidden_first: for each number n in it, keys 1 .. n of the sequence are hidden from all queries after the n-th;
+            empty except in an ablation (measuring/surgery/changes.py).
+        call_handler: function that computes the output in place of the core. `intercept` (models/intercept.py) sets
+            it; otherwise None.
 
     Raises:
         ValueError: if the config does not fit the sizes or the position (`AttentionConfig.check_fit`).
@@ -78,11 +79,11 @@ class AttentionCore(nn.Module):
         self.call_handler: Callable[[LayerCall], Tensor] | None = None
 
     def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *beside: Tensor | None) -> Tensor:
-        """Compute the attention output, (B, H, T, V); the arguments are those of `layer_call`.
+        """Compute the attention output, (B, H, T, V). See `layer_call` for the arguments.
 
         Raises:
-            ValueError: if document IDs or gates are required and missing, the shapes of q and k do not match, or the
-                backend does not support the call.
+            ValueError: if document IDs or gates are required and missing, if the shapes of q and k do not match, or if
+                the backend does not support the call.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
             layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, *beside)
@@ -100,10 +101,11 @@ class AttentionCore(nn.Module):
         """Build the call that `forward` computes.
 
         Args:
-            documents_BL: document ID of every position, including leading tokens (whose IDs are ignored);
-                required by the document mask. In padded rows, index 0 is the first position after the padding.
-            gates_BLH: output of the operation's gate, including leading tokens: cumulative sums of the log forget gates
-                of all keys, or logits of the weights of the T queries; required by operations with a gate.
+            documents_BL: document ID of every key position, required by the document mask. Leading tokens are included,
+                but their IDs are ignored. In padded rows, index 0 is the first position after the padding.
+            gates_BLH: output of the operation's gate, required by operations with a gate. Forgetting attention:
+                cumulative sums of the log forget gates at all key positions. Differential attention V2: logits of the
+                weights of the T queries. Leading tokens are included.
             padding_B: number of padding positions at the start of each row, before leading tokens; None without
                 padding.
 

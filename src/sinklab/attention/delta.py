@@ -2,25 +2,25 @@
 
     S_t = a_t S_t-1 + b_t k_t (v_t - a_t S_t-1^T k_t)^T        o_t = S_t^T q_t        a_t = exp(g_t)
 
-S is a D x V matrix per head that maps keys to values: it decays by a_t, and its value for k_t is then replaced by
-v_t, fully if b_t is 1 and keys have length 1. Time and memory are linear in T.
+S is a D x V matrix per head that maps keys to values. It decays by a_t; then the value stored for k_t moves towards
+v_t, and equals v_t if b_t is 1 and the key has length 1. Time and memory are linear in T.
 
-Within a chunk of C positions whose initial state is S, with c_i the sum of g up to position i of the chunk, every
-position writes a row of
+The sequence is divided into chunks of C positions. Let S be the state before a chunk, and c_i the sum of g from the
+first position of the chunk to its position i. Position i writes row i of W (section 3.3, the UT transform):
 
     W = X - Y S,   (I + L) [X, Y] = b [v, exp(c) k],   L_ij = b_i exp(c_i - c_j) k_i.k_j  for j < i
 
-(section 3.3: the UT transform), which is one triangular solve for all chunks at once. Then
+X and Y do not depend on S, so one triangular solve computes them for all chunks. Then
 
     o_i = exp(c_i) S^T q_i + sum over j <= i of exp(c_i - c_j) (q_i.k_j) W_j
     S  <- exp(c_C) S + sum over j of exp(c_C - c_j) k_j W_j^T
 
-so that only the recurrence over chunks is sequential. Differences of c are at most 0, so nothing overflows.
+Only the recurrence over chunks is sequential. The differences of c are at most 0, so no exponential overflows.
 
 Kimi delta attention (2510.26692) has a decay per key channel, Diag(a_t) S_t-1. Then c_i has D entries, and the products
-above are sums over channels: sum_d k_id k_jd exp(c_id - c_jd), and the same with q_i. They are computed pair by pair:
-factored into exp(c_i) and exp(-c_j) they would be matrix products, but overflow if a channel decays within a chunk.
-Chunks are therefore shorter.
+above are sums over channels: sum_d k_id k_jd exp(c_id - c_jd), and the same with q_i. They are computed for each pair
+of positions, in shorter chunks. With the factors exp(c_i) and exp(-c_j) they would be matrix products, but exp(-c_j)
+overflows if a channel decays fast.
 
 B batch, H heads, T positions, D key dimension, V value dimension, N chunks of C positions, K 1 or D.
 """
@@ -42,14 +42,14 @@ def gated_delta(
     rate_BHT: Tensor,
     state_BHDV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the outputs of all positions, and the state after the last position, in chunks.
+    """Compute the outputs of all positions and the state after the last position.
 
     Args:
         q_BHTD, k_BHTD: queries and keys, already scaled and normalised.
         v_BHTV: values.
         log_decay: log decay g, at most 0: (B, H, T), or (B, H, T, D) for one decay per channel of the key.
         rate_BHT: update rate b (beta in the paper), from 0 to 1.
-        state_BHDV: state after the earlier positions; None means zero.
+        state_BHDV: state before the first position; None means zero.
 
     Returns:
         out_BHTV in the dtype of the values; state_BHDV in float32 (float64 for float64).
@@ -89,7 +89,10 @@ def gated_delta(
 
 
 def _decayed_products(one_BHNCD: Tensor, other_BHNCD: Tensor, decay: Tensor, rate: Tensor | float = 1.0) -> Tensor:
-    """Compute rate_i sum_d one_id other_jd decay_ij for all pairs of a chunk; decay may also be (B, H, N, C, C, D)."""
+    """Compute rate_i sum_d one_id other_jd decay_ij for all pairs (i, j) of positions of each chunk.
+
+    The decay has shape (B, H, N, C, C), or (B, H, N, C, C, D) with one decay per channel.
+    """
     if decay.ndim == one_BHNCD.ndim:
         products = one_BHNCD @ other_BHNCD.mT
         return (products if isinstance(rate, float) else rate * products) * decay

@@ -1,8 +1,8 @@
-"""The `flex` backend: FlexAttention, fused, in the dtype of the inputs, for CUDA.
+"""The `flex` backend: PyTorch's FlexAttention, a fused kernel for CUDA, in the dtype of the inputs.
 
-Score functions and masks are the same closures as in the other backends, compiled into the kernel; score functions
-are used without the terms common to a row (`scores.Apart`). On a CPU, only the uncompiled forward pass is used, which
-is sufficient for tests but not for training.
+Score functions and masks are those of the other backends, compiled into the kernel. Terms common to all scores of a row
+are computed outside the kernel (`scores.Apart`). On a CPU there is only an uncompiled forward pass, which is sufficient
+for tests but not for training.
 """
 
 import functools
@@ -21,7 +21,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
-    """Return True if the kernel supports the call: on CUDA, float32 or 16 bits, head dimensions of at least 16."""
+    """Return True if the kernel supports the call: CUDA, float32 or 16-bit inputs, key and value dimensions >= 16.
+
+    A value dimension of 0 is supported too (`flex_attend`).
+    """
     narrow = min(q_BHTD.shape[-1], v_BGSV.shape[-1] or NARROWEST) < NARROWEST
     return q_BHTD.is_cuda and q_BHTD.dtype in DTYPES and not narrow
 
@@ -29,7 +32,7 @@ def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
 def flex_attend(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out_BHTV, lse_BHT) of `primitive.attend`; values of width zero give an out of width zero.
+    """Compute (out_BHTV, lse_BHT) as `primitive.attend` does. The value dimension may be 0.
 
     Raises:
         ValueError: if gradients are required on a CPU, where FlexAttention has no backward pass.

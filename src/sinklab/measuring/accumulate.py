@@ -1,8 +1,8 @@
 """Running sums of a measurement, which avoid an array of size sequences x layers x heads x positions.
 
-Stored are counts of alpha > eps and sums over sequences of alpha and norms by position, sums of quantities without
-positions (loss, bias, row sums), and alpha of the first position for every sequence. The threshold is applied to every
-sequence before averaging.
+The sums over sequences are counts of alpha > eps, alpha and norms by position, and quantities without positions (loss,
+bias, row sums). Alpha of the first position is stored for every sequence. The threshold is applied to the alpha of each
+sequence, not to its mean.
 """
 
 import math
@@ -57,15 +57,15 @@ class Accumulator:
         self.first: list[Tensor] = []
         self.details: DetailTotals | None = None
         self._sums: dict[str, Tensor] = {}  # over sequences, by name
-        self._hits: dict[str, Tensor] = {}  # counts above each threshold (E, positions or 1), by name or length
-        self._triples: dict[str, Tensor] = {}  # (sequence, layer, head) triples of these counts
+        self._hits: dict[str, Tensor] = {}  # counts of alpha > threshold (E, positions or 1), by name or length
+        self._triples: dict[str, Tensor] = {}  # number of (sequence, layer, head) triples, by the same keys
 
     def add(self, batch: Batch) -> None:
         """Add the statistics of one batch to the running sums.
 
         Raises:
-            SinklabError: if the loss, importance values or the norms of keys, values or hidden states are NaN or
-                infinite; the message names the layer.
+            SinklabError: if importance values or the norms of keys, values or hidden states are NaN or infinite (the
+                message names the layer), or the loss is NaN or infinite.
         """
         batch = batch.on_cpu()  # else an out-of-memory error could leave partial sums (batches.py)
         recorded, valid_BT = dict(batch.recorded), batch.valid_BT
@@ -116,18 +116,20 @@ class Accumulator:
         """Return the sink rate in percent for `thresholds[threshold]`, by position; None if `name` was not recorded.
 
         Args:
-            name: one of `COUNTED` (a single entry for quantities without positions), or a truncation length.
+            name: a quantity in `COUNTED`, or a truncation length. For a quantity without positions, the list has one
+                entry.
+            threshold: index of the threshold.
         """
         if name not in self._hits:
             return None
         return (100 * self._hits[name][threshold].double() / self._triples[name]).tolist()
 
     def sink_rates(self, name: str) -> dict[str, list[float]]:
-        """Return `sink_rate` by threshold; empty if `name` was not recorded."""
+        """Return the sink rates of `name` keyed by threshold (see `sink_rate`); empty if it was not recorded."""
         return {f"{eps:g}": rate for i, eps in enumerate(self.thresholds) if (rate := self.sink_rate(name, i))}
 
     def uniform_ratio(self) -> list[float]:
-        """Return alpha_k / its value under uniform attention, by position; mean over sequences, layers and heads."""
+        """Return alpha_k divided by that of uniform attention, by position: mean over sequences, layers and heads."""
         return (self.uniform_ratios_T / self.sequences_T).tolist()
 
     def mean(self, name: str) -> Tensor | None:
@@ -160,14 +162,14 @@ ARRAYS = {
     "key_norm": "key_norm_BT",
     "value_norm": "value_norm_BT",
 }
-"""Arrays of `Measurement` that are means of a quantity of `Batch.recorded`."""
+"""Arrays of `Measurement`, each with the quantity of `Batch.recorded` whose mean over sequences it contains."""
 RATIOS = {
     "hidden_norm_ratio": "hidden_BT",
     "norm_ratio_before_norm": "before_BT",
     "key_norm_ratio": "key_norm_BT",
     "value_norm_ratio": "value_norm_BT",
 }
-"""Fields of `Measurement` that are the ratio of the first position to the others in such a mean."""
+"""Fields of `Measurement`, each with the quantity of `Batch.recorded` to whose mean `first_to_rest` is applied."""
 
 
 def measurement_from(
@@ -181,10 +183,10 @@ def measurement_from(
     massive_activations: list[MassiveActivation] | None = None,
     notes: Sequence[str] = (),
 ) -> Measurement:
-    """Build the measurement from the running sums, of at least one batch.
+    """Build the measurement from the running sums; at least one batch must have been added.
 
-    Keyword arguments are the fields of `Measurement` of these names. The note on visible queries (mask_coverage.py) is
-    added to `notes`.
+    The keyword arguments are stored in the fields of `Measurement` with the same names. If masks are not causal, the
+    note on them (`visibility_note`) is added to `notes`.
     """
     visibility, bias, several = visibility_note(totals.views), totals.mean("bias_BH"), len(totals.thresholds) > 1
     means = {name: totals.mean(of) for name, of in ARRAYS.items()}
@@ -214,7 +216,7 @@ def measurement_from(
         sink_rates_bias={eps: rate for eps, [rate] in totals.sink_rates("bias_BH").items() if several} or None,
         sink_rate_window_start=next(iter(totals.sink_rate("window_start_BH") or ()), None),
         uniform_ratio=totals.uniform_ratio(),
-        loss=totals.loss / totals.targets if totals.targets else None,  # loss off, one token, or all in a prefix
+        loss=totals.loss / totals.targets if totals.targets else None,  # none if off, one token, or all in a prefix
         norm_ratio_sink_token=leading_ratio_M,
         backend=backend,
         dtype=dtype,

@@ -20,7 +20,7 @@ from sinklab.models.hooks import hidden_states, hooked
 from sinklab.schema import Part
 
 STRONGEST = 8  # maximum number of blocks reported
-MASSIVE, MASSIVE_RATIO = 100, 1000  # |value| is above the first, its ratio to the median at least the second
+MASSIVE, MASSIVE_RATIO = 100, 1000  # |value| is above MASSIVE, and at least MASSIVE_RATIO times the median
 
 
 class MassiveActivation(Part):
@@ -28,11 +28,12 @@ class MassiveActivation(Part):
 
     Attributes:
         layer: number of the block, 1-based; the activation is in the residual stream after it.
-        position: position of the token, 1-based, without padding; 0, -1, .. are the learned sink token or registers,
-            from the last, which are included in an `Ablation` only.
+        position: position of the token, 1-based, without padding. 0, -1, .. count learned tokens (sink token or
+            registers) backwards from the last one; only an `Ablation` includes these.
         dimension: dimension of the residual stream, 0-based.
         value: signed value of the activation; 0 if it is not finite.
-        ratio_to_median: |value| divided by the median |activation| of the sequence after that block; 0 if that is 0.
+        ratio_to_median: |value| divided by the median |activation| of the sequence after that block; 0 if the median
+            is 0 or the value is not finite.
     """
 
     layer: int = Field(ge=1)
@@ -51,14 +52,14 @@ class MassiveActivation(Part):
 def largest_activations(
     blocks: Sequence[nn.Module], real: RealTokens | None = None
 ) -> Iterator[list[MassiveActivation]]:
-    """Collect the largest activation after each block, for the first sequence of the first complete forward pass.
+    """Collect the largest |activation| after each block, for the first sequence of the first complete forward pass.
 
-    The yielded list is filled at the end of the `with` block, unless an exception ends it.
+    The yielded list is filled when the `with` block ends without an exception.
 
     Args:
         blocks: decoder blocks, in order.
-        real: real tokens of the first sequence; other columns (padding, learned tokens) are excluded, and position 1 is
-            the first real token. None to include all columns.
+        real: real tokens of the first sequence. Other columns (padding, learned tokens) are excluded, and position 1 is
+            the first real token. None includes all columns.
     """
     found: list[MassiveActivation] = []
     seen: list[Tensor] = []
@@ -93,12 +94,12 @@ def largest_activations(
 
 
 def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
-    """Return the top `STRONGEST` activations by ratio to the median, in descending order."""
+    """Return at most STRONGEST activations with the largest ratios to the median, in descending order."""
     return sorted(found, key=lambda one: -one.ratio_to_median)[:STRONGEST]
 
 
 def _largest(hidden_TC: Tensor) -> Tensor:
-    """Return position, dimension (0-based), value and median |activation| of one sequence, float64, on its device."""
+    """Return position and dimension (0-based) of the largest |activation|, its value, and the median: (4,), float64."""
     size = hidden_TC.abs()
     place = size.argmax()
     value = hidden_TC.flatten().gather(0, place[None])[0]

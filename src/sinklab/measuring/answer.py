@@ -11,16 +11,17 @@ from sinklab.measuring.statistics.highest import NOISE, highest_rate
 from sinklab.models.layer_kinds import ranges_text
 
 STRENGTHS = ((70.0, "Strong"), (30.0, "Moderate"), (NOISE, "Weak"))
-"""Minimum percentage of heads for each adjective."""
+"""Minimum sink rate in percent for each adjective."""
 MOST_STRETCHES = 4  # maximum number of listed layer ranges; with more, only the number of layers is stated
 INPUTS: dict[Inputs, str] = {"natural": "", "random": " (random tokens)", "repeat": " (one token repeated)"}
 
 
 def answer(m: Measurement) -> list[str]:
-    """Return two sentences: on the sink (presence, position, strength), and on massive activations and secondary sinks.
+    """Return two sentences: one on the sink, and one on massive activations and secondary sinks.
 
-    If a proposition of the paper was checked (on repeated tokens), its outcome replaces the secondary sinks. Quantities
-    that were not measured are named as such.
+    The first states presence, position and strength of the sink. For repeated tokens, the second states the outcome of
+    the check of the paper's propositions instead of the secondary sinks. Massive activations and secondary sinks that
+    were not measured are reported as not measured.
     """
     beside = f"{_massive(m)}; {_secondary(m) if m.propositions is None else _proposition(m.propositions)}."
     return [_sink(m), beside[0].upper() + beside[1:]]
@@ -31,10 +32,12 @@ class _Place:
     """A candidate position of a sink.
 
     Attributes:
+        name: name of the position in the sentence.
         rate: percentage of (sequence, layer, head) triples with an importance above the threshold.
-        above_LH: whether the mean importance of the position in a head is above the threshold.
-        overall: rate over all queries, if `rate` covers only the queries that see the position; else None.
-        always: whether the position is reported at any rate, even next to a stronger sink.
+        above_LH: whether the importance of the position, mean over sequences, is above the threshold.
+        overall: sink rate from means over all queries; None unless `rate` is from means over the queries that see the
+            position.
+        always: whether a position that is not the strongest sink is listed even if its rate is below NOISE.
     """
 
     name: str
@@ -89,7 +92,10 @@ def _places(m: Measurement) -> list[_Place]:
 
 
 def _layers(above_LH: np.ndarray) -> list[str]:
-    """Name the layers in which most heads have the sink, else the layer with the most such heads; may be empty."""
+    """Return a phrase that names the layers in which most heads have the sink.
+
+    If there is no such layer, the phrase names the layer with most of them. The list is empty if no head has the sink.
+    """
     share_L = above_LH.mean(1)
     most = [layer for layer, share in enumerate(share_L, 1) if share > 0.5]
     if len(most) == len(share_L):

@@ -40,45 +40,46 @@ def measure(
     bos: bool | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure the sinks, norms and loss of a causal language model on the given tokens; the model is unchanged.
+    """Measure the sinks, norms and loss of a causal language model on token ids; the model is restored afterwards.
 
     Args:
         model: a Hugging Face causal language model or a sinklab transformer, also an exported one.
-        tokens: token ids (sequences, length): a tensor on any device, an array, or lists of numbers.
-        attention_mask: 1 at real tokens, 0 at padding on the left or right. Padding is not supported for sinklab
-            transformers, exported or not.
-        eps: attention threshold of the sink rate, in (0, 1); if several are passed, the first is the main one.
-        lengths: increasing lengths below that of the sequences; the sink rate is also measured on the sequences
-            truncated to each. Padding is not supported.
+        tokens: token ids (sequences, length): a tensor on any device, an array, or a list of lists of integers.
+        attention_mask: 1 at real tokens, 0 at padding on the left or right; None if there is no padding. Padding is not
+            supported for sinklab transformers, exported or not.
+        eps: threshold on alpha of the sink rate, in (0, 1); if several are passed, the first is the main one.
+        lengths: increasing lengths below the length of the sequences. The sink rate is also measured on the sequences
+            truncated to each of these lengths. Padding is not supported.
         batch_size: sequences per forward pass; affects memory and speed, not the result. By default as many as fit in
-            memory, at most 16 and at most 8,192 tokens; halved on out-of-memory.
-        loss: if False, skip the loss and the logits, a third of the compute of a small model with a large vocabulary.
+            memory, but at most 16 sequences and 8,192 tokens. It is halved when memory runs out.
+        loss: if False, skip the loss and the logits, which saves up to a third of the compute of a small model.
         details: also measure the statistics of details.py, such as entropy, query-key angles, attention by distance,
-            secondary sinks and kurtosis; takes about twice as long.
-        maps: (layer, head) pairs, 1-based, whose matrices of attention, cosine and norm product are added to `details`;
-            implies `details`.
+            secondary sinks and kurtosis; the measurement takes about twice as long.
+        maps: (layer, head) pairs, 1-based. The matrices of attention, cosine and norm product of these heads are added
+            to `details`; implies `details`.
         explore: also save the attention map of every head on the first 128 tokens of the first sequence, in 8 bits
-            (explored.py): one extra forward pass, one byte per head, query and key. A model with more than 1,000 heads
-            requires `maps`, and only those heads are saved.
+            (explored.py). This takes one more forward pass, and one byte per head, query and key. In a model with more
+            than 1,000 heads, `maps` is required, and only the heads in `maps` are saved.
         gradients: also measure the gradient norm of the loss at the attention input, by layer and position, and R_GS
-            (gradients.py): one extra forward and backward pass per batch. Padding is not supported.
-        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "zero_massive:LAYER" (ablations.py);
-            padding is not supported.
-        perturb: 1-based position whose token is replaced to measure how far the effect spreads (mixing.py); padding is
+            (gradients.py). This takes another forward and a backward pass per batch. Padding is not supported.
+        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "zero_massive:LAYER" (ablations.py).
+            Padding is not supported.
+        perturb: 1-based position whose token is replaced, to measure how far the effect spreads (mixing.py). Padding is
             not supported.
         model_name: model name, stored with the result.
-        inputs: kind of input tokens, stored with the result. With "repeat" and without padding, the paper's
-            propositions are checked too (propositions.py).
+        inputs: kind of input tokens, stored with the result. For "repeat" without padding, the paper's propositions are
+            checked too (propositions.py).
         bos: whether position 1 is a special token. By default True if every sequence begins with the `bos_token_id` of
             the model's config; False for a sinklab transformer that is not exported.
         progress: called with (finished sequences, total sequences) after every block and batch. The first number may be
-            fractional; ablations and `perturb` multiply the second.
+            fractional. A sequence counts again for each additional pass of `ablate` and `perturb`.
 
     Raises:
         InputError: if the model, the tokens, the mask or another argument is invalid, or the model or the mask does not
             support an argument.
-        SinklabError: if attention cannot be recorded, an ablation is impossible in this model, activations or gradients
-            contain NaN or infinity (the message names the layer), or a single sequence does not fit into memory.
+        SinklabError: if attention cannot be recorded, another thread probes or intercepts the model, an ablation is
+            impossible in this model, activations or gradients contain NaN or infinity (the message names the layer),
+            the loss is NaN or infinite, or a single sequence does not fit into memory.
     """
     adapter = adapt(model)
     tokens_NT = token_matrix(tokens)

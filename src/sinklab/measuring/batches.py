@@ -24,7 +24,7 @@ class Batches:
         sequences: total number of sequences.
         size: initial batch size, before any halving.
         progress: called with (finished sequences, possibly fractional; total sequences) after every batch, and after
-            every block with the hook `block_ran`; None for no reports.
+            every block that has the hook `block_ran`; None disables reports.
         blocks: number of blocks of the model; the LM head counts as one more progress step.
     """
 
@@ -40,10 +40,13 @@ class Batches:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Process one batch in the `with` block, which must have no side effects if it raises.
+        """Process one batch in the `with` block.
+
+        An out-of-memory error inside the block is suppressed: the batch size is halved, and the iterator yields a
+        smaller batch that starts at the same sequence. The block must therefore have no side effects if it raises.
 
         Raises:
-            SinklabError: if a single sequence does not fit.
+            SinklabError: if a batch of one sequence runs out of memory.
         """
         try:
             yield
@@ -78,7 +81,7 @@ class Batches:
 
 @dataclass
 class Cost:
-    """Wall-clock time in seconds and peak memory in MiB of a `with` block (`costing`), set when it ends."""
+    """Wall-clock time in seconds and peak memory in MiB of a `with` block, set when the block ends (`costing`)."""
 
     seconds: float = 0.0
     peak_memory_mb: float | None = None
@@ -88,8 +91,9 @@ class Cost:
 def costing(device: torch.device) -> Iterator[Cost]:
     """Record the wall-clock time and peak memory of the `with` block.
 
-    Peak memory (in MiB) is that of PyTorch's tensors on a CUDA device, else of the whole process so far; None if
-    unavailable.
+    On a CUDA device, peak memory is the maximum of the memory of PyTorch's tensors inside the block; PyTorch's peak
+    memory statistics are reset for this. On other devices, it is the peak memory of the whole process so far, or None
+    if unavailable.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,6 +1,6 @@
 """The measuring loop: run batches of tokens through a model and accumulate the statistics of each batch.
 
-Attention layers are recorded by records.py (native models) or huggingface/probe.py.
+Attention layers are recorded by records.py (sinklab transformers) or huggingface/probe.py (Hugging Face models).
 """
 
 from collections.abc import Sequence
@@ -45,22 +45,24 @@ def measure(
 
     Args:
         tokens_NT: token ids, without learned sink tokens.
-        attention_mask_NT: 1 at real tokens, 0 at padding (left or right); None without padding. Position 1 is the
-            first real token of each sequence; padding is excluded from all statistics.
+        options: settings of the measurement, and metadata stored with the result.
+        attention_mask_NT: 1 at real tokens, 0 at padding (left or right); None if there is no padding. Position 1 is
+            the first real token of each sequence; padding is excluded from all statistics.
         progress: called with (finished sequences, possibly fractional; total sequences) after every block and batch.
 
     Raises:
         InputError: if the tokens, mask or options are invalid for this model, or gradients are requested from a model
             that does not support them (gradients.py).
-        SinklabError: if attention cannot be recorded, activations or gradients contain NaN or infinity (the message
-            names the layer), or a single sequence does not fit into memory.
+        SinklabError: if attention cannot be recorded, another thread probes or intercepts the model, activations or
+            gradients contain NaN or infinity (the message names the layer), the loss is NaN or infinite, or a single
+            sequence does not fit into memory.
     """
     tokens_NT = tokens_NT.cpu()  # each check on the GPU would synchronise it
     mask_NT = torch.ones_like(tokens_NT) if attention_mask_NT is None else attention_mask_NT.cpu()
     if mask_NT.shape != tokens_NT.shape:
         raise InputError(
-            f"the attention mask has shape {tuple(mask_NT.shape)} and the tokens {tuple(tokens_NT.shape)}; they must "
-            "be equal"
+            f"the attention mask has shape {tuple(mask_NT.shape)} and the tokens {tuple(tokens_NT.shape)}; the "
+            "shapes must be equal"
         )
     padded = not bool(mask_NT.all())
     longest = int(real_tokens(mask_NT).count_B.max())
@@ -72,7 +74,7 @@ def measure(
     if options.gradients:
         check_gradients(adapter, longest, padded)
     if options.lengths and padded:
-        raise InputError("`lengths` needs sequences without padding: remove the padded sequences, or `lengths`")
+        raise InputError("`lengths` needs sequences without padding: remove padded sequences, or leave out `lengths`")
     totals = Accumulator(options.eps, longest, options.lengths)
     details = DetailsCollector(options.maps, longest) if options.details or options.maps else None
     first_target = options.first_target if options.loss else None
@@ -139,5 +141,5 @@ def _recording(
 
 
 def _after_leading(leading: int, mask_BT: Tensor) -> RealTokens:
-    """Return the positions of the real tokens when `leading` learned positions precede the sequence."""
+    """Return the real tokens of a batch in which `leading` learned positions precede the columns of `mask_BT`."""
     return real_tokens(F.pad(mask_BT, (leading, 0)))

@@ -32,10 +32,10 @@ class Explored(WithArrays):
     """Attention maps of one sequence.
 
     Attributes:
-        tokens: ids of the first S tokens of the first sequence, without padding; at most `MOST_TOKENS`.
+        tokens: ids of the first S tokens of the first sequence, without padding; S is at most MOST_TOKENS.
         texts: text of each token; None if measured without a tokenizer (`sinklab.measure`).
-        heads: the P heads, as (layer, head), 1-based: all heads, or those of `explored_heads`.
-        attention: uint8 n (P, S, S), query by key; the attention weight is (n / 255)^2, and 0 at masked keys.
+        heads: the P saved heads as (layer, head), 1-based, in layer order (`explored_heads`).
+        attention: uint8 (P, S, S), query by key. A value n encodes the attention weight (n / 255)^2; masked keys are 0.
     """
 
     prefix: ClassVar[str] = "explored_"
@@ -58,13 +58,16 @@ class Explored(WithArrays):
 
 
 def explored_heads(adapter: Adapter, maps: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]] | None:
-    """Return the heads to save as (layer, head), 1-based; None for all heads, if there are at most `MOST_HEADS`.
+    """Return the heads to save as (layer, head), 1-based; None means all heads.
+
+    All heads are saved if there are at most MOST_HEADS, else those in `maps`.
 
     Args:
-        maps: heads of `--map`, which are saved in a model with more heads.
+        maps: heads selected with `--map`.
 
     Raises:
-        InputError: if the model has more than `MOST_HEADS` heads, and `maps` selects none or too many.
+        InputError: if the model has more than MOST_HEADS heads, and `maps` has no head or more than MOST_HEADS.
+        SinklabError: if no layer of the model has softmax attention.
     """
     heads = adapter.attention_layers * adapter.heads
     if heads <= MOST_HEADS:
@@ -89,6 +92,9 @@ def explore(
         tokens_T: real tokens of the sequence; only the first `MOST_TOKENS` are used.
         heads: heads to save as (layer, head), 1-based; None for all.
         recording: context manager that records the attention layers of forward passes with the given collector.
+
+    Raises:
+        SinklabError: if attention cannot be recorded, or another thread probes or intercepts the model.
     """
     tokens_1S = tokens_T[None, :MOST_TOKENS]
     real, collector = real_tokens(F.pad(torch.ones_like(tokens_1S), (adapter.leading, 0))), MapsCollector(heads)

@@ -18,15 +18,16 @@ class Ablation(Part):
         name: requested name, such as "mask_first:4".
         what: description of the ablation.
         first_target: 1-based position, in the unablated sequences, of the first target included in both losses.
-        loss_before, loss_after, loss_change: loss without and with the ablation and their difference, nats per token.
+        loss_before, loss_after: loss without and with the ablation, nats per token.
+        loss_change: loss_after - loss_before.
         sink_rate_before: Sink_1 without the ablation, percent.
-        sink_rate_after: Sink_1 with the ablation, percent. Without BOS, position 1 is the first token of the text.
+        sink_rate_after: Sink_1 with the ablation, percent. For no_bos, position 1 is the first token of the text.
         sink_rate: sink rate by position with the ablation, percent, from position 1.
         sink_max_before, sink_max_after: highest sink rate among positions 1 to T / 2 (highest.py), percent. These and
             the following fields are None in older files.
         sink_max_position_before, sink_max_position_after: position of the highest sink rate, 1-based.
         largest_before, largest_after: for zero_massive, the activation with the largest ratio to its block's median in
-            the first sequence and its learned tokens, without and with the ablation. None for other ablations.
+            the first sequence, including learned tokens, without and with the ablation. None for other ablations.
         still_massive: for zero_massive, whether `largest_after` is massive (`MassiveActivation.is_massive`).
     """
 
@@ -49,13 +50,13 @@ class Ablation(Part):
 
     @property
     def highest_after(self) -> str:
-        """The highest sink rate at positions 1 to T / 2 with the ablation, percent, and its position: `76.8 at 2`."""
+        """Highest sink rate in percent at positions 1 to T / 2 with the ablation, and its position: `76.8 at 2`."""
         found = highest_rate(self.sink_rate)
         return "" if found is None else f"{found[1]:.1f} at {found[0]}"
 
     @property
     def sentences(self) -> list[str]:
-        """Description of the ablation and, for `zero_massive`, of the strongest remaining activation."""
+        """Description of the ablation and, for zero_massive, a second text on the largest remaining activation."""
         before, after = self.largest_before, self.largest_after
         if before is None or after is None:
             return [self.what]
@@ -80,7 +81,7 @@ class Mixing(Part):
         position: position of the replaced token, 1-based.
         sequences: number of sequences in which the token could be replaced by a different one.
         spread: mean of |h' - h| / |h| over sequences and later positions, before the first block and after each block;
-            h and h' are the hidden states before and after the replacement.
+            h are the hidden states with the original token, h' those with the new one.
         spread_without_first: `spread` with the first key hidden from all later queries.
     """
 
@@ -95,18 +96,19 @@ class Propositions(Part):
 
     Attributes:
         position: positional embedding of the model.
-        number: number of the proposition, 1 to 4; None for absolute and learned positions, which none covers.
+        number: number of the proposition, 1 to 4; None for absolute and learned positions, which no proposition covers.
         statement: text of the proposition.
         tokens: number of tokens checked, each repeated.
         length: length of the repetition, in tokens.
         hidden_deviation: largest |h_t - h_1| / |h_1| over all tokens, positions and blocks.
         attention_deviation: largest |difference| of an attention weight from the closed form (1/t if no proposition
             applies); None for rotary.
-        bound_slack: smallest value of (bound - attention weight), negative above the bound; None unless rotary.
-        tolerance: largest deviation, and largest violation of the bound, that is attributed to rounding.
+        bound_slack: for rotary, smallest value of (bound - attention weight), negative if a weight exceeds its bound;
+            None for other embeddings.
+        tolerance: deviations, and weights that exceed the bound, up to this size are attributed to rounding.
         dtype: dtype of the check: float32 also for a model of lower precision, if it could be converted (`in_float32`);
             None in older files.
-        holds: whether all deviations and the slack are within the tolerance; None (inconclusive) if one is not and
+        holds: whether both deviations and the slack are within the tolerance. None (inconclusive) if they are not and
             the dtype has less precision than float32.
     """
 

@@ -20,7 +20,7 @@ FRAMES = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}  # i
 
 
 def data_frame(columns: Columns) -> Any:
-    """Build a pandas, polars or pyarrow data frame, the first of them that is installed, from columns of equal length.
+    """Build a data frame from columns of equal length, with the first installed package of pandas, polars and pyarrow.
 
     Raises:
         InputError: if none of the three is installed.
@@ -32,10 +32,10 @@ def data_frame(columns: Columns) -> Any:
 
 
 def write_csv(columns: Columns, path: Path) -> None:
-    """Write columns as comma-separated values with a header, atomically.
+    """Write columns as comma-separated values with a header, atomically; an earlier table at the path is replaced.
 
     Raises:
-        InputError: if the path exists and is not a table written by sinklab.
+        InputError: see `check_file`, for example if the file exists and is not a table written by sinklab.
         SinklabError: if the file cannot be written.
     """
     check_file(path, TABLE)
@@ -46,10 +46,10 @@ def write_csv(columns: Columns, path: Path) -> None:
 
 
 def write_parquet(columns: Columns, path: Path) -> None:
-    """Write columns as a Parquet file, atomically.
+    """Write columns as a Parquet file, atomically; an earlier table at the path is replaced.
 
     Raises:
-        InputError: if pyarrow is not installed, or the path exists and is not a table written by sinklab.
+        InputError: if pyarrow is not installed; see also `check_file`.
         SinklabError: if the file cannot be written.
     """
     check_parquet()
@@ -74,16 +74,16 @@ WRITERS: dict[str, Callable[[Columns, Path], None]] = {"csv": write_csv, "parque
 
 
 def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
-    """Check before measuring that the tables can be written.
+    """Check before measuring that the tables can be written; does nothing if no format is requested.
 
     Args:
-        formats: keys of `WRITERS`.
-        out: folder of the tables; None if none was set.
-        one: whether a single measurement is made.
+        formats: requested formats, "csv" or "parquet".
+        out: output folder of the tables; None if --out was not set.
+        one: whether the command makes a single measurement.
 
     Raises:
-        InputError: if there is no folder or it is not writable, more than one measurement, no pyarrow, or a file not
-            written by sinklab at the path of a table.
+        InputError: if `out` is None, the command makes several measurements, or Parquet is requested and pyarrow is not
+            installed; see also `check_results`.
     """
     if not formats:
         return
@@ -101,6 +101,7 @@ def write_tables(columns: Callable[[TableName], Columns], folder: Path, formats:
 
     Args:
         columns: function from a table name to its columns (`Measurement.columns`).
+        formats: requested formats, "csv" or "parquet".
 
     Raises:
         InputError, SinklabError: see `write_csv` and `write_parquet`.

@@ -6,8 +6,8 @@ all sequences, as in an optimiser step, before taking the norm:
     R_GS = |grad h~_1| / mean over t = 2 .. 32 of |grad h~_t|
 
 The last position of a sequence has no target and no gradient; for T <= 32 the mean is over 2 .. T - 1. Zeros are
-added to h~ in every layer, and the gradient is taken at these zeros, so that it contains only the path through
-attention even if another part of the block uses the same norm output. The model's own attention code is used.
+added to h~ in every layer, and the gradient is taken with respect to these zeros. It therefore contains only the path
+through attention, even if another part of the block uses the same norm output. The model's own attention code is used.
 """
 
 from collections.abc import Iterator
@@ -32,19 +32,24 @@ FEWEST = 3
 
 
 def check_gradients(adapter: Adapter, length: int, padded: bool) -> None:
-    """Check, before the measurement, that gradients can be computed.
+    """Check, before the measurement, that gradients can be computed; may run the model on a few tokens.
+
+    Args:
+        length: number of tokens of each sequence.
+        padded: whether the sequences have padding.
 
     Raises:
-        InputError: if sequences are shorter than `FEWEST` tokens, without targets after a prefix, or padded, or
-            `Adapter.attention_inputs` does not support the model.
+        InputError: if sequences are padded, shorter than FEWEST tokens, or have no target after the prefix of a prefix
+            mask; see also `Adapter.attention_inputs`.
+        SinklabError: if an attention call of a Hugging Face model cannot be interpreted.
     """
     if padded:
         raise InputError("gradients are measured on sequences without padding: remove the padded sequences")
     fewest = max(FEWEST, adapter.first_target)
     if length < fewest:
         raise InputError(
-            f"gradients need sequences of at least {fewest} tokens: the last one has no target, nor have those within "
-            "a prefix mask"
+            f"gradients need sequences of at least {fewest} tokens: the last token has no target, and targets inside "
+            "the prefix of a prefix mask are excluded"
         )
     with adapter.attention_inputs(lambda _, x_BTE: x_BTE):
         pass
@@ -57,7 +62,9 @@ def gradient_norms(
     first_target: int = 2,
     batch_size: int | None = None,
 ) -> tuple[Tensor, list[str]]:
-    """Compute |gradient of the mean loss with respect to h~_t| by attention layer (L, T), and notes on halved batches.
+    """Compute the norm of the gradient of the mean loss with respect to h~_t, by attention layer and position (L, T).
+
+    The second result is a list with a note if the batch size was reduced, else empty. The model is restored afterwards.
 
     Args:
         tokens_NT: token ids, without padding.
@@ -66,8 +73,8 @@ def gradient_norms(
 
     Raises:
         InputError: see `Adapter.attention_inputs`.
-        SinklabError: if a gradient is not finite (the message names the layer), or a single sequence does not fit into
-            memory.
+        SinklabError: if an attention call of a Hugging Face model cannot be interpreted, a gradient is not finite (the
+            message names the layer), or a single sequence does not fit into memory.
     """
     N, T = tokens_NT.shape
     zeros: dict[int, Tensor] = {}
@@ -107,13 +114,13 @@ def gradient_norms(
 
 
 def gradient_sink(norm_LT: Tensor) -> list[float]:
-    """Compute R_GS of every layer from gradient norms: position 1 over the mean of 2 .. 32 (2 .. T - 1 for T <= 32)."""
+    """Compute R_GS of every layer from gradient norms (see the module docstring)."""
     return first_to_rest(norm_LT[:, : min(COMPARED, norm_LT.shape[1] - 1)]).tolist()
 
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Disable gradients of the weights, which also saves the memory of the stored layer inputs."""
+    """Disable gradients of the weights in the `with` block, so that autograd does not store the inputs of layers."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:

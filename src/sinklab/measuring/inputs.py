@@ -1,11 +1,11 @@
-"""Input tokens (N, T) of a measurement.
+"""Input tokens (N, T) of a measurement, by kind of input.
 
 natural   the first T tokens of each document that is long enough, in document order;
-          for .txt files, consecutive sequences of T tokens; the rest of a piece (`read_pieces`) is skipped;
-          for a folder, one sequence from each file in turn
-drawn     all sequences of T tokens of every document (of its beginning, if very long), at most POOL x N,
-          shuffled and split into disjoint draws, so that the spread over draws is the uncertainty of a
-          measurement on this text
+          from .txt files, consecutive sequences of T tokens; tokens that remain at the end of a piece
+          (`read_pieces`) are skipped; from a folder, one sequence from each file in turn
+drawn     all sequences of T tokens of every document (only of its beginning, if it is very long), at most
+          POOL x N, shuffled and split into disjoint draws, so that the spread over draws is the uncertainty of
+          a measurement on this text
 random    every token drawn uniformly from the vocabulary
 repeat    one random token per sequence, repeated T times
 
@@ -36,7 +36,7 @@ Encode = Callable[[str], Sequence[int]]
 
 CHARACTERS = 2**16  # characters of a long document that are tokenised first; it may have a hundred million
 PER_TOKEN = 16  # minimum of these characters per requested token
-POOL = 64  # maximum pool size in multiples of the requested sequences; draws are taken from this beginning of a text
+POOL = 64  # maximum size of the pool from which draws are taken, in multiples of the requested sequences
 SHARES = 5  # number of draws into which a short text is divided; a verdict needs five
 
 
@@ -61,11 +61,11 @@ def natural_text(
         render: function from a conversation (`messages`) to text.
 
     Returns:
-        Token ids (T minus the length of `prefix`) of each sequence, as returned by `encode`.
+        The sequences, each a slice of T - len(prefix) tokens of a result of `encode`.
 
     Raises:
-        InputError: if the text is missing, empty or malformed, or has too few sequences (the message states how many),
-            or if N is below 1 or T leaves no token besides `prefix`.
+        InputError: if the text is missing, cannot be read, is empty or malformed, or has too few sequences (the message
+            states how many); if N is below 1; or if T is not greater than the length of `prefix`.
     """
     _check_shape(sequences, length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render)
@@ -93,15 +93,15 @@ def drawn_text(
 ) -> list[Sequence[int]]:
     """Draw random sequences from a text; different draws are disjoint.
 
-    A text that is too short for five full draws is divided into five smaller ones, of at least one sequence each. Other
-    arguments and the result are those of `natural_text`.
+    A draw has N sequences. If the text has fewer than 5 N sequences, a draw has a fifth of them, at least one. The
+    other arguments and the result are those of `natural_text`.
 
     Args:
         draw: index of the draw, from 0; its sequences do not depend on the number of draws.
 
     Raises:
-        InputError: if the text is missing, empty or malformed, or has no sequence left for this draw, or if N is below
-            1 or T leaves no token besides `prefix`.
+        InputError: if the text is missing, cannot be read, is empty or malformed, or has no sequence left for this
+            draw; if N is below 1; or if T is not greater than the length of `prefix`.
     """
     _check_shape(sequences, length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render, everything=True)
@@ -127,10 +127,10 @@ def with_prefix(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tenso
 
 
 def sizes_of(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor | None:
-    """Return sizes_NT, the number of text bytes of each token of `with_prefix`, 0 for the prefix.
+    """Return the number of UTF-8 bytes of text of each token in the tensor that `with_prefix` builds: sizes_NT.
 
-    None unless all bodies are `Spelled`, with sizes. A token that cannot be aligned with the text has size UNKNOWN
-    (data/spelling.py).
+    Tokens of the prefix have size 0, and tokens that cannot be aligned with the text have size UNKNOWN
+    (data/spelling.py). None if a body has no sizes, that is, it is not a `Spelled`.
     """
     known = [body for body in bodies if isinstance(body, Spelled)]
     if len(known) < len(bodies):
@@ -144,9 +144,9 @@ class _Cutter:
 
     Attributes:
         body: number of tokens of a sequence, without the prefix.
-        everything: cut all sequences of a document, not only the first; of a very long document, only its beginning.
-        documents: number of documents read so far.
-        pieces: whether pieces of .txt files were read, which are not counted.
+        everything: cut all sequences of a document, not only the first; very long documents are truncated.
+        documents: number of documents read so far, without those of .txt files.
+        pieces: whether a .txt file was read.
     """
 
     encode: Encode
@@ -190,7 +190,10 @@ class _Cutter:
             yield ids[start : start + self.body]
 
     def _first(self, document: str) -> Sequence[int]:
-        """Tokenise the document, or a sufficient prefix of a long one; the last token may depend on the cut."""
+        """Tokenise a document, or the beginning of a long one, which has at least twice the needed tokens.
+
+        The last tokens of the beginning may differ from those of the whole document.
+        """
         size = max(CHARACTERS, PER_TOKEN * self.body)
         while size < len(document):
             ids = self.encode(document[:size])
@@ -215,7 +218,7 @@ class _Cutter:
 
 
 def random_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0) -> Tensor:
-    """Draw tokens_NT uniformly from ids 0 .. vocabulary - 1; the same seed returns the same tokens.
+    """Draw tokens_NT uniformly from the ids 0 .. vocabulary - 1; the same seed gives the same tokens.
 
     Raises:
         InputError: if `sequences` or `length` is below 1.
@@ -225,7 +228,7 @@ def random_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0
 
 
 def repeated_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0) -> Tensor:
-    """Draw one token id per sequence and repeat it: tokens_NT; the same seed returns the same tokens.
+    """Draw one token id per sequence and repeat it to `length`: tokens_NT; the same seed gives the same tokens.
 
     Raises:
         InputError: if `sequences` is below 1.
@@ -239,7 +242,7 @@ def pretrained_encode(tokenizer: "PreTrainedTokenizerBase") -> Encode:
 
 
 def default_prefix(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the ids of special tokens that the tokenizer prepends to a text by default, such as BOS; often none."""
+    """Return the ids of special tokens that the tokenizer prepends to a text by default, such as BOS; may be empty."""
     plain = tokenizer("text", add_special_tokens=False)["input_ids"]
     full = tokenizer("text")["input_ids"]
     for start in range(len(full) - len(plain) + 1):
@@ -252,18 +255,18 @@ def _check_shape(sequences: int, length: int, prefix: int = 0) -> None:
     if sequences < 1:
         raise InputError(f"--sequences {sequences}: use at least 1")
     if length <= prefix:
-        raise InputError(f"--length {length}: use at least {prefix + 1} ({prefix} of these are special tokens)")
+        raise InputError(f"--length {length}: use at least {prefix + 1} (including {prefix} special tokens)")
 
 
 def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
-    """Convert rows of whole numbers to an int64 tensor; a tensor stays on its device.
+    """Convert rows of integers to an int64 tensor; a tensor stays on its device.
 
     Args:
         tokens: tensor or array of any shape, or rows (lists, arrays or tensors) of equal length.
         name: name of the numbers in error messages.
 
     Raises:
-        InputError: if `tokens` is none of these, rows have different lengths, or numbers are not whole.
+        InputError: if `tokens` is none of these, rows have different lengths, or numbers are not integers.
     """
     if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iubf":
         tokens = torch.from_numpy(tokens if tokens.dtype.kind == "f" else tokens.astype(np.int64))
@@ -273,12 +276,12 @@ def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
             or not isinstance(tokens, Sequence)
             or any(isinstance(x, str | bytes | dict) for x in tokens)
         ):
-            raise InputError(f"{name} are {type_text(tokens)}; expected rows of whole numbers, (sequences, length)")
+            raise InputError(f"{name} are {type_text(tokens)}; expected rows of integers, (sequences, length)")
         try:
             lengths = {len(row) for row in tokens}
             rows = torch.tensor([list(row) for row in tokens] or [[]]) if len(lengths) < 2 else None
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise InputError(f"{name} are not a matrix of whole numbers, such as [[1, 2, 3]]: {error}") from error
+            raise InputError(f"{name} are not a matrix of integers, such as [[1, 2, 3]]: {error}") from error
         if rows is None:
             raise InputError(
                 f"the rows have {min(lengths)} to {max(lengths)} entries: truncate sequences to one length, or pad "
@@ -287,5 +290,5 @@ def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
         tokens = rows
     if tokens.numel() and (tokens.is_floating_point() or tokens.is_complex()):
         kind = str(tokens.dtype).removeprefix("torch.")
-        raise InputError(f"{name} are {kind} numbers; expected whole numbers, as returned by a tokenizer")
+        raise InputError(f"{name} are {kind} numbers; expected integers, as returned by a tokenizer")
     return tokens.long()

@@ -1,8 +1,8 @@
 """Number of queries that can see each key under sliding windows, prefixes and other masks.
 
 alpha_k is a mean over all queries t >= k. Under a sliding window of w tokens only w queries see k; the other queries
-contribute zeros, and a sink is diluted by (T - k + 1) / w. The mean over the queries that may see the key is therefore
-reported in addition to alpha.
+contribute zeros, so that alpha of a sink is smaller by the factor (T - k + 1) / w. The mean over the queries that may
+see the key is therefore reported in addition to alpha.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,8 +21,8 @@ class View:
     """How a layer's mask differs from the causal mask.
 
     Attributes:
-        kind: "window": a query sees the last `tokens` tokens; "prefix": earlier queries also see (some of) the first
-            `tokens` keys; "part": any other mask, with at most `tokens` queries per key.
+        kind: "window": a query sees the last `tokens` tokens, including its own. "prefix": keys among the first
+            `tokens` are also seen by earlier queries. "part": any other mask; at most `tokens` queries see a key.
         tokens: number of tokens, keys or queries, depending on `kind`.
     """
 
@@ -33,7 +33,7 @@ class View:
 def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple[Tensor | None, View | None]:
     """Return the mean attention (B, H, T) to each key over the queries that may see it, and the view of the layer.
 
-    Both are None if the number of queries that see each key is that of a causal mask; the mean is then alpha.
+    Both are None if every key is seen by as many queries as under a causal mask; the mean is then alpha.
 
     Args:
         sums_BHT: attention to each key, summed over the queries that may see it; index 0 is the first real token.
@@ -46,7 +46,7 @@ def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple
 
 
 def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:
-    """Return the kind of mask inferred from the number of queries that see each key.
+    """Infer how a mask differs from the causal mask from the number of queries that see each key.
 
     Args:
         seen_by_BGT: number of queries that may see each key; index 0 is the first token.
@@ -62,7 +62,10 @@ def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:
 
 
 def joined(views: Iterable[View | None]) -> View | None:
-    """Combine the views of one layer over all batches, with their largest `tokens`; None if all are None."""
+    """Combine the views of one layer over batches; None if all are None.
+
+    The result has the common kind, or "part" if the kinds differ, and the largest `tokens`.
+    """
     found = [view for view in views if view is not None]
     if not found:
         return None
@@ -71,10 +74,10 @@ def joined(views: Iterable[View | None]) -> View | None:
 
 
 def visibility_note(views: Sequence[View | None]) -> str | None:
-    """Build the note on layers in which alpha and the mean over visible queries differ; None if none do.
+    """Build the note that names the layers whose mask is not causal; None if all masks are causal.
 
     Args:
-        views: view of each layer, in order.
+        views: view of each layer, in order; None for a causal mask.
     """
     layers: dict[View, list[int]] = {}
     for number, view in enumerate(views, start=1):

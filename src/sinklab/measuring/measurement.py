@@ -1,8 +1,8 @@
 """The result of a measurement and its two files, `measurement.json` and `measurement.npz` (schema 1).
 
 L attention layers, H heads, T positions, N sequences, M places of the residual stream: before the first block and after
-every block. Arrays that do not apply to a model are None, and left out of the .npz; other such fields are null in the
-.json, or left out (`LEFT_OUT`). NaN is never written.
+every block. An array that does not apply to the model is None, and missing from the .npz. Other fields that do not
+apply are null in the .json, or missing if they are in LEFT_OUT. NaN is never written.
 """
 
 from collections.abc import Sequence
@@ -54,45 +54,46 @@ class Measurement(WithArrays):
         model: model name or path; may be empty for a model in memory.
         revision: requested branch, tag or commit on the hub; None for the main branch and for local models.
         commit: hub commit that was loaded; None for local models and models in memory.
-        step, planned_steps: training step of the checkpoint and last step of its run; None unless the model is a run
-            directory or in training.
+        step, planned_steps: training step of the checkpoint and last step of its run; None if the model is neither a
+            run directory nor measured during training.
         vocabulary: digest of the tokenizer's vocabulary (spelling.py); None if measured without a tokenizer
             (`sinklab.measure`), and in older files.
         inputs: kind of input sequences: natural text, random tokens, or one token repeated.
         sequences: number of sequences N.
         length: T, number of tokens of the longest sequence, including BOS.
-        eps: threshold of the sink rate, the first if there are several.
+        eps: threshold on alpha of the sink rate; the first if several were requested.
         bos: whether position 1 is a special token added by the tokenizer, its chat template or the loader.
         proxy: whether importance is computed from proxy scores |sim| / sum |sim|, because the model's attention
             weights do not sum to one.
         layers, heads: L and H.
         sink_rate: Sink_k, the percentage of (sequence, layer, head) triples with alpha_k > eps, for k = 1, 2, ..; the
             first entry is Sink_1.
-        sink_rates: `sink_rate` for every threshold, keyed by threshold ("0.3"); None with a single threshold.
+        sink_rates: `sink_rate` for every threshold, keyed by threshold ("0.3"); None if there is only one threshold.
         sink_rate_visible, sink_rates_visible: `sink_rate` and `sink_rates` with alpha averaged only over the queries
-            that may see the key; None if these are all t >= k in every layer (causal masks).
+            that may see the key; None if in all layers these are the queries t >= k, as under causal masks.
         sink_rate_by_length: sink rate of the truncated sequences, by length and threshold: {"16": {"0.3": [..]}}; None
             if no lengths were requested.
-        sink_rate_bias: sink rate of an added bias, sink logit, sink token or all registers together, or of the
-            attention that stick-breaking leaves over, over the layers that have one; None if none has.
-        sink_rates_bias: `sink_rate_bias` for every threshold; None, and left out of the files, with a single threshold
-            or without a bias.
-        sink_rate_window_start: sink rate of the first key of a query's sliding window, over the queries that no longer
-            see position 1; None, and left out of the files, without such queries, with learned tokens before the
-            sequence, and for Hugging Face models.
+        sink_rate_bias: sink rate of the attention to everything that is not a token of the sequence, summed: an added
+            bias, a sink logit, the attention left over by stick-breaking, and a sink token or registers. It is computed
+            over the layers that have one of them; None if no layer has any.
+        sink_rates_bias: `sink_rate_bias` for every threshold; None, and left out of the files, if there is only one
+            threshold or `sink_rate_bias` is None.
+        sink_rate_window_start: sink rate of the first key of a query's sliding window, over the queries whose window no
+            longer contains position 1. None, and left out of the files, if there are no such queries, if learned tokens
+            precede the sequence, and for Hugging Face models.
         uniform_ratio: alpha_k divided by its value under uniform causal attention (metrics.py), mean over (sequence,
-            layer, head), by position from position 1; 1 as under uniform attention, for any T.
-        loss: cross-entropy in nats per token over targets 2..T (after the prefix under a prefix mask); None without
-            targets, or if the loss was not requested.
-        bits_per_byte: loss in bits per byte of the target text; None without loss, if the input is not text, or if the
-            notes give another reason.
+            layer, head), by position from position 1. It is 1 under uniform attention, for every T.
+        loss: cross-entropy in nats per token over targets 2..T (after the prefix under a prefix mask); None if there
+            are no targets, or if the loss was not requested.
+        bits_per_byte: loss in bits per byte of the target text; None if there is no loss, if the input is not text, or
+            if the notes give another reason.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M). inf
             (null in measurement.json) if only the first norm is nonzero; 1 if all norms are zero. None for sequences of
-            one token, or if blocks cannot be read.
+            one token, or if blocks cannot be found.
         norm_ratio_before_norm: for a post-norm sinklab transformer, the same ratio for the input of each norm, two per
             block; else None.
         norm_ratio_sink_token: norm of the sink token or first register divided by the mean norm of the tokens (M); None
-            without learned tokens.
+            if there are no learned tokens.
         key_norm_ratio, value_norm_ratio: norm of the first key (value) divided by the mean norm of later keys (values),
             per attention layer (L); None for sequences of one token.
         gradient_norm_ratio: R_GS, gradient norm at position 1 divided by the mean over positions 2 .. 32, per attention
@@ -103,7 +104,7 @@ class Measurement(WithArrays):
             propositions and `explore`.
         peak_memory_mb: peak memory of the device (CUDA) or of the whole process, MiB; None if unknown.
         massive_activations: in the first sequence, the largest |activation| after each of the 8 blocks where its ratio
-            to the median is largest, in descending order (activations.py); None if blocks cannot be read.
+            to the median is largest, in descending order (activations.py); None if blocks cannot be found.
         details: additional statistics (details.py); None, and left out of the files, unless requested.
         notes: remarks on the model and the measurement, such as a halved batch size.
         ablations: loss and sinks under each ablation (ablations.py); None unless requested.
@@ -115,10 +116,11 @@ class Measurement(WithArrays):
         importance: alpha, mean over sequences (L, H, T).
         importance_visible: alpha averaged only over the queries that may see the key (L, H, T); None if equal to alpha.
         importance_first: alpha of position 1 (N, L, H).
-        importance_bias: alpha of the bias (see `sink_rate_bias`), mean over sequences (L, H); None if a layer has none.
-        importance_registers: alpha of each register (L, H, R), mean over sequences; None with fewer than two.
+        importance_bias: the attention whose sink rate is `sink_rate_bias`, mean over sequences (L, H); None if one or
+            more layers lack it.
+        importance_registers: alpha of each register (L, H, R), mean over sequences; None if there are fewer than two.
         row_sums: sum of the raw scores of a row, mean over sequences and queries (L, H); None if rows sum to one.
-        hidden_norm: l2 norm of the residual stream, mean over sequences (M, T); None if blocks cannot be read.
+        hidden_norm: l2 norm of the residual stream, mean over sequences (M, T); None if blocks cannot be found.
         gradient_norm: norm of the gradient of the mean loss with respect to the attention input (L, T); None unless
             requested.
         key_norm, value_norm: l2 norm of keys and values, mean over sequences and KV heads (L, T).
@@ -195,7 +197,7 @@ class Measurement(WithArrays):
         return self
 
     def of_step(self, step: int, planned_steps: int) -> Self:
-        """Return a copy with the training step, and a note if it is not the last one of the run."""
+        """Return a copy with `step` and `planned_steps`, and a note if the step is before the last one of the run."""
         unfinished = f"measured at step {step:,} of {planned_steps:,}, before the end of training"
         notes = [*self.notes, *([unfinished] if step < planned_steps else [])]
         return self.model_copy(update={"step": step, "planned_steps": planned_steps, "notes": notes})
@@ -206,10 +208,10 @@ class Measurement(WithArrays):
         return self.model_dump(mode="json", by_alias=True, exclude=absent)
 
     def save(self, folder: Path | str) -> None:
-        """Write `measurement.npz`, then `measurement.json`, each atomically.
+        """Write `measurement.npz`, then `measurement.json`, each atomically; an earlier measurement is replaced.
 
         Raises:
-            InputError: if `folder` is not a folder, or existing files with the same names were not written by sinklab.
+            InputError: if `folder` is a file, or an existing file must not be replaced (see `check_file`).
             SinklabError: if the disk is full or the folder is not writable.
         """
         folder = Path(folder)
@@ -250,9 +252,9 @@ class Measurement(WithArrays):
         | layers | attention layer | layer, importance_first, importance_bias, row_sum (means over heads), norm ratios |
 
         The norm ratios are hidden_norm_ratio (after the block), key_norm_ratio, value_norm_ratio and
-        gradient_norm_ratio. Columns that do not apply to the model are left out, and hidden_norm_ratio if some blocks
-        have no attention. If `importance_visible` is not None, importance, importance_first and the rates also have
-        columns with `_visible` in the name.
+        gradient_norm_ratio. Columns that do not apply to the model are left out. hidden_norm_ratio is also left out if
+        some blocks have no attention. If `importance_visible` is not None, each column of importance, importance_first
+        or a sink rate is followed by a column with `_visible` in its name.
 
         Raises:
             InputError: if the table is unknown.
@@ -325,8 +327,10 @@ class Measurement(WithArrays):
     def load(cls, folder: Path | str) -> "Measurement":
         """Load a measurement written by `save`.
 
+        In older files without `uniform_ratio`, it is computed from the mean importance.
+
         Raises:
-            InputError: if a file is missing, unreadable or damaged, or the two files do not match.
+            InputError: if a file is missing, cannot be read or is invalid, or the two files do not match.
         """
         folder = Path(folder)
         advice = f"{folder} contains no usable measurement; run `sinklab measure` again with --out {folder}"

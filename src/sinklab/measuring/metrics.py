@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
-    """Compute alpha_BT, float64 on the CPU, of uniform causal attention: A[t, k] = 1/t for k <= t.
+    """Compute alpha_BT of uniform causal attention, A[t, k] = 1/t for k <= t, in float64 on the CPU.
 
     alpha_k = (1/k + .. + 1/n) / (n - k + 1); alpha_1 is the n-th harmonic number divided by n.
 
     Args:
-        queries_B: number of real tokens n of each sequence; the result is 1 at later positions, for safe division.
+        queries_B: number of real tokens n of each sequence; the result is 1 at later positions.
         length: number of positions T of the result.
     """
     t_T = torch.arange(1, length + 1, dtype=torch.float64)
@@ -38,7 +38,7 @@ def uniform_ratio_of_means(importance_LHT: np.ndarray) -> list[float]:
 
 
 def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor) -> Tensor:
-    """Count the (sequence, layer, head) triples with alpha_k > eps by position: counts_T.
+    """Count the (sequence, layer, head) triples with alpha_k > eps at each position k: counts_T.
 
     Sink_k is the fraction of such triples; the counts of several batches can be added.
 
@@ -57,13 +57,13 @@ def first_to_rest(norm_LT: Tensor) -> Tensor:
         norm_LT: mean l2 norm per layer (or layer and head) and position, T >= 2.
 
     Returns:
-        ratio_L, without the axis of positions; 1 if all norms are zero (such as keys reduced to zero by weight decay);
-        infinite if only the norms of later positions are zero (such as closed value gates).
+        ratio_L, without the axis of positions. It is 1 if all norms are zero (for example, keys after weight decay),
+        and infinite if only the norms of later positions are zero (for example, with closed value gates).
     """
     first_L, rest_L = norm_LT[..., 0], norm_LT[..., 1:].mean(-1)
     return torch.where((first_L == 0) & (rest_L == 0), 1.0, first_L / rest_L)
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Return `torch.stack` of tensors that may be on several devices, on the device of the first."""
+    """Stack tensors, which may be on different devices, on the device of the first."""
     return torch.stack([part.to(parts[0].device) for part in parts])

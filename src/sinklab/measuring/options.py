@@ -18,12 +18,15 @@ EPS = (0.3,)
 
 
 def parse_eps(given: Any) -> tuple[float, ...]:
-    """Convert one threshold, several, or the values of --eps to numbers: ["0.3", "0.2,0.4"] -> (0.3, 0.2, 0.4).
+    """Convert thresholds to a tuple of numbers: ["0.3", "0.2,0.4"] -> (0.3, 0.2, 0.4).
 
-    Each value of --eps is a number or a comma-separated list. Repeated thresholds are dropped.
+    Repeated thresholds are dropped.
+
+    Args:
+        given: a number, several numbers, or the texts passed to --eps, each a number or a comma-separated list.
 
     Raises:
-        InputError: if there is no threshold, or one is not a number in (0, 1).
+        InputError: if there is no threshold, or a threshold is not a number in (0, 1).
     """
     from_text = isinstance(given, list) and bool(given) and all(isinstance(one, str) for one in given)
     several: list[Any] = ",".join(given).split(",") if from_text else [given]
@@ -44,10 +47,12 @@ def parse_eps(given: Any) -> tuple[float, ...]:
 
 
 def parse_maps(given: Any) -> tuple[tuple[int, ...], ...]:
-    """Parse the values of --map to (layer, head): "3.1" is layer 3, head 1. Pairs of numbers are kept.
+    """Parse the values of --map to (layer, head) pairs: "3.1" is layer 3, head 1.
+
+    A value that is not a text must be a sequence of integers, which becomes a tuple; its length is not checked.
 
     Raises:
-        InputError: if a text is not LAYER.HEAD with 1-based numbers, or another value is not a list of whole numbers.
+        InputError: if a text is not LAYER.HEAD with 1-based numbers, or another value is not a sequence of integers.
     """
     maps = []
     try:
@@ -65,7 +70,7 @@ def parse_maps(given: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _whole(given: Any) -> Any:
-    """Convert numbers and arrays of NumPy and PyTorch, and rows of numbers, to int and tuple, for pydantic to check."""
+    """Convert NumPy and PyTorch values to Python numbers, and sequences to tuples, so that pydantic accepts them."""
     if hasattr(given, "tolist"):
         given = given.tolist()
     return tuple(map(_whole, given)) if isinstance(given, Iterable) and not isinstance(given, str) else given
@@ -75,23 +80,25 @@ class Options(CommandSettings, frozen=True):
     """Settings of a measurement, and metadata stored with its result.
 
     Attributes:
-        eps: attention thresholds of the sink rate, in (0, 1); the first is the main one.
-        lengths: increasing lengths below the sequence length; the sink rate is also computed on the sequences
-            truncated to each, in the same forward pass. Padding is not supported.
+        eps: thresholds on alpha of the sink rate, in (0, 1); the first is the main one.
+        lengths: increasing lengths below the sequence length. The sink rate is also computed on the sequences truncated
+            to each of these lengths, in the same forward pass. Padding is not supported.
         details: also measure the statistics of statistics/details.py.
-        batch_size: sequences per forward pass; affects memory and speed, not the result. None: as many as fit in
-            memory, at most 16 and at most 8,192 tokens (models/memory_budget.py). Halved on out-of-memory, with a note
-            in the result.
+        batch_size: sequences per forward pass; affects memory and speed, not the result. None means as many as fit in
+            memory, but at most 16 sequences and 8,192 tokens (models/memory_budget.py). It is halved when memory runs
+            out, with a note in the result.
         first_target: 1-based position of the first target included in the loss; under a prefix mask, targets inside the
             prefix are excluded too, as in training.
-        loss: if False, skip the loss and the logits, a third of the compute of a small model with a large vocabulary.
-        maps: (layer, head) pairs, 1-based, whose attention, cosine and norm product matrices are saved; implies
-            `details`.
+        loss: if False, skip the loss and the logits, which saves up to a third of the compute of a small model.
+        maps: (layer, head) pairs, 1-based. The matrices of attention, cosine and norm product of these heads are saved;
+            implies `details`.
         gradients: also measure gradient norms, with another forward and a backward pass per batch (gradients.py).
             Padding is not supported.
-        explore: save the attention map of every head on the first sequence (explored.py).
-        model_name, bos: metadata stored with the result.
-        inputs: kind of the sequences, stored with the result; with "repeat", `measure_with_study` also checks the
+        explore: save the attention map of every head on the first tokens of the first sequence (explored.py). In a
+            model with more than 1,000 heads, only the heads in `maps` are saved.
+        model_name: model name, stored with the result.
+        bos: whether position 1 is a special token, stored with the result.
+        inputs: kind of the sequences, stored with the result. For "repeat", `measure_with_study` also checks the
             paper's propositions.
     """
 
@@ -159,8 +166,8 @@ class Options(CommandSettings, frozen=True):
 class Study(CommandSettings, frozen=True):
     """Interventions on the model or the tokens.
 
-    `ablate` and `perturb` add measurements to that of the unchanged model; all of them are under `swap_position` and
-    `replace_position`.
+    `swap_position` and `replace_position` change the model in all measurements. `ablate` and `perturb` add measurements
+    to the one without ablation.
 
     Attributes:
         ablate: names of ablations (surgery/ablations.py).

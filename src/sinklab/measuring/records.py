@@ -1,4 +1,4 @@
-"""Per-layer records of a forward pass, their recording in native models, and the batch for the accumulator."""
+"""Records of attention layers, their collection in sinklab transformers, and the batch passed to the accumulator."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,23 +23,25 @@ from sinklab.models.native import NativeAdapter
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """Importance and norms of one attention layer; index 0 is the first real token of each sequence.
+    """Importance and norms of one attention layer; index 0 of axis T is the first real token of each sequence.
 
-    A tensor of a new field is joined, stacked, moved and averaged over sequences like the others: by position if its
-    name ends in T, with 0 past the sequence end.
+    To record another quantity, add a tensor field. `combined` and `Accumulator` handle all tensor fields alike. If the
+    name of a field ends in T, its last axis is the position, and values past the end of a sequence must be 0.
 
     Attributes:
         importance_BHT: importance alpha of each key, float32 (float64 for a float64 model); 0 past the sequence end.
         key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over KV heads.
-        bias_BH: alpha of the added bias, sink logit, sink token or all registers together, or of the attention that
-            stick-breaking leaves over, which is added to that of registers; None if the layer has none of these.
-        visible_BHT: alpha averaged only over the queries that may see each key; None if it equals alpha.
+        bias_BH: mean attention to everything that is not a token of the sequence, summed: an added bias, a sink logit,
+            the attention left over by stick-breaking, and a sink token or registers. None if the layer has none of
+            these.
+        visible_BHT: mean attention to each key over the queries that may see it; None if these are the queries t >= k
+            for every key k, so that it equals alpha.
         row_sums_BH: sum of the raw scores of a row, mean over real queries; None if rows sum to one.
-        registers_BHN: alpha of each register; None with fewer than two.
-        window_start_BH: mean attention to the first key of a query's sliding window, over the queries that no longer
-            see position 1; None without such queries, with learned tokens before the sequence, and for Hugging Face
-            models.
-        view: how the mask limits visible keys; None if `visible_BHT` is None.
+        registers_BHN: alpha of each register; None if there are fewer than two.
+        window_start_BH: attention of a query to the first key of its sliding window, mean over the queries whose window
+            no longer contains position 1. None if there are no such queries, if learned tokens precede the sequence,
+            and in the records of huggingface/.
+        view: how the mask differs from the causal mask; None if `visible_BHT` is None.
         prefixes: alpha (B, H, length) of the sequences truncated to each requested length, in the order of the lengths.
     """
 
@@ -56,9 +58,13 @@ class LayerRecord:
 
 
 def combined(records: Sequence[LayerRecord], combine: Callable[[list[Tensor]], Tensor]) -> dict[str, Any]:
-    """Combine the tensors of each field of `LayerRecord` over the records that have one; fields of none are left out.
+    """Combine each tensor field of `LayerRecord` over the records in which it is not None; return the results by name.
 
-    In a record without `visible_BHT`, it is its `importance_BHT`.
+    A field that is None in all records is left out. If only some records have `visible_BHT`, the others contribute
+    their `importance_BHT`, which is equal. `prefixes` is a tuple of combined tensors, one per length.
+
+    Args:
+        combine: function that stacks or concatenates the tensors of a field.
     """
     names = [one.name for one in fields(LayerRecord)]
     found = {name: [x for one in records if isinstance(x := getattr(one, name), Tensor)] for name in names}
@@ -73,16 +79,17 @@ class Batch:
     """Records and loss of one forward pass; index 0 is the first real token of each sequence.
 
     Attributes:
-        recorded: tensors (layers or places, B, ...) by name: those of `LayerRecord`, over the attention layers that
-            have them; hidden_BT, the l2 norm of the residual stream before the first block and after every block,
-            unless blocks cannot be read; leading_B, the same at the sink token or first register, if there is one;
-            before_BT, for a post-norm sinklab transformer, the l2 norm of the input of each norm, two per block.
+        recorded: tensors by name, with a first axis before B. The tensors of `LayerRecord` have one entry for each
+            attention layer in which they are not None. hidden_BT is the l2 norm of the residual stream before the first
+            block and after every block; it is missing if blocks cannot be found. leading_B is the same norm at the sink
+            token or first register, if there is one. before_BT, in a post-norm sinklab transformer, is the l2 norm of
+            the input of each norm, two per block.
         valid_BT: bool, False past the end of a sequence.
-        loss: sum of the loss over the batch's targets, nats (float64 scalar).
+        loss: loss summed over the batch's targets, in nats (float64 scalar).
         targets: number of targets; 0 if the loss was skipped.
         prefixes: alpha (layers, B, H, length) of the sequences truncated to each of the accumulator's lengths.
-        views: how the mask limits visible keys, by layer (mask_coverage.py).
-        details: statistics of `--details`; None without this option.
+        views: how the mask differs from the causal mask, by layer (mask_coverage.py).
+        details: statistics of `--details`; None if neither details nor maps are requested.
     """
 
     recorded: Mapping[str, Tensor]
@@ -114,9 +121,10 @@ def batch_of(
     Args:
         layers: records of the attention layers, in order.
         hidden: l2 norms (B, T) of the residual stream before the first block and after each block, including padding
-            and learned tokens; empty if blocks cannot be read.
+            and learned tokens; empty if blocks cannot be found.
         real: columns of the real tokens in `hidden` and `before`.
         loss: loss summed over the targets, and number of targets.
+        details: statistics of `--details`, if requested.
         leading: number of learned tokens before the sequence.
         before: for a post-norm model, l2 norms (B, T) of the input of each norm, including padding and learned tokens.
     """
@@ -134,6 +142,10 @@ def batch_of(
 class NativeRecords:
     """Recorder of the attention layers of a sinklab transformer.
 
+    Args:
+        lengths: additional lengths to which the sequences are truncated.
+        details: collector that receives the attention of every layer, if any.
+
     Attributes:
         backend: attention backend.
         layers: records of the attention layers since the last `clear`.
@@ -148,11 +160,11 @@ class NativeRecords:
         self.layers.clear()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context manager without effect: the LM head of a sinklab transformer runs without its layers."""
+        """Return a context manager that does nothing: the LM head of a sinklab transformer runs without the layers."""
         return nullcontext()
 
     def observe(self, layer: LayerCall) -> None:
-        """Record the attention call of one layer."""
+        """Append the record of one attention call to `layers`, and pass the call to the details collector, if any."""
         layer = layer.exact()
         q_BHTD, k_BGSD, v_BGSD = layer.call.q_BHTD, layer.call.k_BGTD, layer.value_BGSV
         alpha = layer.importance()
@@ -182,16 +194,23 @@ class NativeRecords:
 def native_records(
     adapter: NativeAdapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[NativeRecords]:
-    """Record the attention layers in every forward pass inside the `with` block; only whole sequences are supported."""
+    """Record the attention layers in every forward pass inside the `with` block.
+
+    Passes must have whole sequences, without a KV cache. Records accumulate until `clear` is called.
+
+    Raises:
+        SinklabError: see `intercept`.
+    """
     records = NativeRecords(str(adapter.cores[0].backend), lengths, details)
     with intercept(adapter, observe=records.observe):
         yield records
 
 
 def _window_start(layer: LayerCall) -> Tensor | None:
-    """Return the mean attention (B, H) to the window's first key, over the queries that no longer see position 1.
+    """Return the attention (B, H) of a query to the first key of its sliding window.
 
-    None without a window, with learned tokens before the sequence, or if every query sees position 1.
+    The mean is over the queries whose window no longer contains position 1. None if there are no such queries, or if
+    learned tokens precede the sequence.
     """
     mask, T = layer.call.mask, layer.length
     while isinstance(mask, WrappedMask):

@@ -130,7 +130,7 @@ def measure_checkpoints(
 def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     """List the checkpoints of a model, ordered by step or by tokens.
 
-    Folders without a step or number of tokens in the name, or without a config.json, are skipped.
+    Folders are skipped if their name contains no step or number of tokens, or if they have no config.json.
 
     Raises:
         InputError: if the model is neither local nor a valid hub name, revisions of a local model are requested, a name

@@ -1,9 +1,10 @@
-"""Records of intercepted attention calls: of Hugging Face models and, in `probe`, of exported sinklab models.
+"""Records of intercepted attention calls, of Hugging Face models and, in a `probe`, of exported sinklab models.
 
-The attention output and the column sums of the weights are computed in one pass over the scores (one_pass.py) on a CPU
-without gradients, and on every device if truncated lengths are measured. Otherwise, and for calls whose output is
-computed elsewhere (sinklab's own attention, calls edited or computed by another `intercept`), the column sums are
-computed separately. While a sequence is decoded with a KV cache, they are accumulated over forward passes.
+The attention output and the column sums of the weights are computed in one pass over the scores (one_pass.py) in two
+cases: without gradients on any device but CUDA, and always if truncated lengths are measured. Otherwise the column sums
+are computed separately. This also holds for calls whose output is computed elsewhere: sinklab's own attention, and
+calls that another `intercept` edits or computes. While a sequence is decoded with a KV cache, the column sums are
+accumulated over forward passes.
 
 Calls are counted, so that a layer whose attention was not intercepted is an error. Models that bypass transformers'
 attention interface (`Adapter.dispatches`) are measured by matrix_records.py, from the matrices that they return.
@@ -33,7 +34,7 @@ from sinklab.models.hooks import hooked, token_norms
 from sinklab.models.intercept import intercept
 from sinklab.models.native import NativeAdapter
 
-FINGERPRINT = 4  # leading channels of a key, used to recognise it in a later pass
+FINGERPRINT = 4  # number of leading channels of a key that identify it in a later pass
 FINGERPRINT_TOLERANCE = 0.05  # relative; keys recomputed from an MLA latent differ by rounding
 
 
@@ -59,25 +60,27 @@ class LayerTotals:
 
     @torch.no_grad()
     def add(self, sums: ColumnSums, seen_by_BGS: Tensor, row_sums_BH: Tensor | None, layer: LayerCall) -> None:
-        """Add the column sums and norms of a forward pass with the last S keys (a windowed cache drops older keys).
+        """Add a forward pass: the column sums over its S keys, and the norms of its T new keys and values.
+
+        The S keys belong to the last S positions: a sliding-window cache drops older ones.
 
         Args:
             sums: column sums over the real queries of this pass.
-            seen_by_BGS: number of real queries of this pass that may see each key; batch and head may be 1.
-            row_sums_BH: raw row sums over the real queries of this pass; None for scores that sum to one.
-            layer: attention call of this pass, with the keys and values and T queries, including padding.
+            seen_by_BGS: number of real queries of this pass that may see each key; axes B and G may have size 1.
+            row_sums_BH: raw row sums, summed over the real queries of this pass; None if rows sum to one.
+            layer: attention call of this pass; its T queries, keys and values include padding.
 
         Raises:
-            SinklabError: if there are more keys than tokens seen (a static cache, or a probe that starts within a
-                sequence), or the keys of earlier tokens have changed.
+            SinklabError: if there are more keys than tokens seen (a static cache, or a probe that was started after the
+                beginning of the sequence), or the keys of earlier tokens have changed.
         """
         key_BGSD, value_BGSV, queries = layer.call.k_BGTD.detach(), layer.value_BGSV.detach(), layer.length
         before = self._sums["keys_BHT"].shape[-1] if self._sums else 0
         seen, keys = before + queries, key_BGSD.shape[2]
         if keys > seen:
             raise SinklabError(
-                f"the attention has {keys} keys and the probe has seen {seen} tokens: start the probe before the first "
-                "call on a sequence, and use a dynamic cache (the default) or use_cache=False"
+                f"the attention has {keys} keys, but the probe has seen {seen} tokens: start the probe before the "
+                "first call on a sequence, and use a dynamic cache (the default) or use_cache=False"
             )
         self._check_keys(key_BGSD[:, 0, :, :FINGERPRINT], keys - queries)
         parts = {"keys_BHT": sums.keys_BHS, "seen_by_BGT": seen_by_BGS, "earlier_BHT": sums.earlier_BHS}
@@ -106,10 +109,10 @@ class LayerTotals:
 
     @torch.no_grad()
     def record(self, real: RealTokens) -> LayerRecord:
-        """Return importance and norms of the tokens read so far; `real` are the real tokens among their columns."""
+        """Return importance and norms of the tokens processed so far; `real` are the real tokens of their columns."""
         sums_BHT = all_BHT = self._sums["keys_BHT"]
         count_B = real.count_B.to(sums_BHT.device)
-        if (earlier_BHT := self._sums.get("earlier_BHT")) is not None:  # of earlier queries, which see a prefix
+        if (earlier_BHT := self._sums.get("earlier_BHT")) is not None:  # of queries before the key (prefix masks)
             all_BHT = sums_BHT + F.pad(earlier_BHT, (0, sums_BHT.shape[-1] - earlier_BHT.shape[-1]))
         seen_by_BGT = real.align(self._sums["seen_by_BGT"].expand(len(all_BHT), -1, -1))
         visible_BHT, view = seen_over(real.align(all_BHT), seen_by_BGT, count_B)
@@ -134,9 +137,9 @@ class LayerTotals:
 
 
 class CallRecords(Recorder):
-    """Recorder for models whose attention calls are intercepted, also while decoding with a KV cache.
+    """Recorder for models whose attention calls can be intercepted; a KV cache is supported.
 
-    In sinklab's own attention, positions are ordered as padding, learned leading tokens, tokens (model/past.py).
+    In sinklab's own attention, the order of positions is padding, learned leading tokens, tokens (model/past.py).
     """
 
     def __init__(
@@ -157,11 +160,14 @@ class CallRecords(Recorder):
         self._totals, self._placed = [], None
 
     def observe(self, layer: LayerCall) -> Tensor | None:
-        """Record an attention call; return its output if computed together with the column sums, else None.
+        """Record an attention call; return its output if it was computed together with the column sums, else None.
+
+        A call of the inner transformer of an exported model, outside a forward pass of the model, is not recorded.
 
         Raises:
-            SinklabError: if the call is not part of a forward pass of the probed model, truncated lengths are measured
-                with gradients, or the keys are not those of the tokens (see `LayerTotals.add`).
+            SinklabError: if only a submodule of the Hugging Face model was called, truncated lengths are measured with
+                gradients, or the keys are not those of the tokens (see `LayerTotals.add`).
+            InputError: see `DetailsCollector.attention`.
         """
         if not self._running:
             if self._native:
@@ -222,7 +228,7 @@ class CallRecords(Recorder):
         """Forward pre-hook of the model: start the records of a pass.
 
         Raises:
-            SinklabError: if the KV cache does not hold exactly the tokens seen so far.
+            SinklabError: if the KV cache does not contain exactly the tokens seen so far.
             InputError: if the attention mask is not a padding mask.
         """
         if self._paused:
@@ -235,7 +241,7 @@ class CallRecords(Recorder):
         """Forward hook of the model: check that every layer was recorded.
 
         Raises:
-            SinklabError: if the attention of some layer was not recorded.
+            SinklabError: if the number of recorded attention calls is not the number of attention layers.
         """
         if self._paused:
             return
@@ -257,8 +263,9 @@ def call_records(
     """Record attention as `probe` does, for a model whose attention calls can be intercepted.
 
     Raises:
-        SinklabError: in a forward pass, if the attention of some layer was not recorded, or for the reasons of
-            `CallRecords.observe` and `CallRecords.entering`; if another thread intercepts the model.
+        SinklabError: if another thread intercepts the model; in a forward pass, see `CallRecords.entering`, `observe`
+            and `leaving`.
+        InputError: in a forward pass, see `CallRecords.entering` and `observe`.
     """
     records = CallRecords(model, adapter, lengths, details)
     watching = (

@@ -27,24 +27,25 @@ class SinkCallback(TrainerCallback):
     The added metrics, which `metric_for_best_model` can use:
 
         eval_sink_1       Sink_1, percentage of (sequence, layer, head) triples
-        eval_sink_bias    sink rate of the added bias, sink logit or sink token, if any
-        eval_norm_ratio   norm of the first hidden state divided by the mean norm at later positions, maximum over the
-                          places before the first block and after each; omitted if infinite or unknown
+        eval_sink_bias    sink rate of the added bias, sink logit, sink token or registers, if any
+        eval_norm_ratio   norm of the first hidden state divided by the mean norm at later positions; the maximum over
+                          the embedding and all blocks; omitted if it is infinite or unknown
 
-    Use it with any Trainer: `Trainer(.., callbacks=[SinkCallback(tokens)])`. The Trainer calls W&B and TensorBoard
-    before user callbacks; call `callback.goes_first(trainer)` so that they log the sink metrics too.
+    Use it with any Trainer: `Trainer(.., callbacks=[SinkCallback(tokens)])`. The Trainer calls its W&B and TensorBoard
+    callbacks before those of the user; call `callback.goes_first(trainer)` so that they log the sink metrics too.
 
     Args:
         tokens: token ids (sequences, length), as in `sinklab.measure`.
-        eps: attention threshold of the sink rate, in (0, 1).
-        batch_size: sequences per forward pass; by default as many as fit in memory, at most 16 and at most
-            8,192 tokens.
+        eps: threshold on alpha of the sink rate, in (0, 1).
+        batch_size: sequences per forward pass; by default as many as fit in memory, but at most 16 sequences and 8,192
+            tokens.
 
     Attributes:
         measurement: last measurement; None before the first evaluation.
 
     Raises:
-        InputError: if `tokens` are not token ids; other errors of `sinklab.measure` are raised at the first evaluation.
+        InputError: if `tokens` are not rows of integers (see `token_matrix`). Other errors of `sinklab.measure` are
+            raised at the first evaluation.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class SinkCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """If `logs` are those of an evaluation, measure and add the metrics to `logs` and to the log history.
+        """Measure the model if `logs` contain metrics of an evaluation, whose names begin with "eval_".
+
+        The sink metrics are added to `logs` and to the last entry of the log history.
 
         Raises:
             InputError, SinklabError: see `sinklab.measure`.
@@ -94,7 +97,7 @@ class SinkCallback(TrainerCallback):
 
 
 def sink_numbers(measurement: Measurement) -> Mapping[str, float]:
-    """Return the metrics to log by name, such as "eval_sink_1"."""
+    """Return the metrics to log, by name such as "eval_sink_1"; metrics without a finite value are left out."""
     numbers = {
         "sink_1": measurement.sink_rate[0],
         "sink_bias": measurement.sink_rate_bias,

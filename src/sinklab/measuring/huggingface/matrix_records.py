@@ -1,8 +1,8 @@
 """Records of models that bypass transformers' attention interface (Falcon, Bloom, MPT, GPT-J, GPT-Neo).
 
 These models return their attention matrices with `output_attentions`. Hooks sum the columns of each matrix and replace
-it with an empty tensor, so that only one matrix is in memory at a time. Keys and values are read from the returned KV
-cache. Recording costs O(T^2) memory and the time of eager attention; the reported backend is "eager".
+it by an empty tensor, so that only one matrix is in memory at a time. Keys and values are taken from the returned KV
+cache. Recording takes O(T^2) memory and as long as eager attention; the reported backend is "eager".
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from sinklab.models.huggingface.anatomy import attention_implementation, attenti
 
 
 class MatrixRecords(Recorder):
-    """Recorder that computes importance from the attention matrices returned by the model, for whole sequences only."""
+    """Recorder that computes importance from the attention matrices that the model returns; supports no KV cache."""
 
     def __init__(
         self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
@@ -123,6 +123,8 @@ def matrix_records(
 
     Raises:
         SinklabError: in a forward pass, if the attention of some layer was not recorded or a KV cache is passed.
+        InputError: in a forward pass, if the attention mask is not a padding mask; see also
+            `DetailsCollector.attention`.
     """
     watch = MatrixRecords(model, lengths, details)
     watching = (
@@ -136,7 +138,7 @@ def matrix_records(
 
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch the model to eager attention in the `with` block, with ALiBi added once (`Family.alibi_twice`)."""
+    """Switch the model to eager attention in the `with` block; ALiBi is added only once (`Family.alibi_twice`)."""
     twice = _inside_blocks(model) if family_of(model).alibi_twice else []
     once = (module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in twice)
     with hooked(once), attention_implementation(model, "eager"):

@@ -46,17 +46,19 @@ class BackendParity(Part):
 
     Attributes:
         backend: name of the backend in transformers; "sinklab" for the attention with which sinklab measures.
-        verdict: "reference" for eager attention; "drops the sink" if less than half of the reference's `sink_share` is
-            left and the logits are closer to those without sink logits; else "agrees" if `logits_difference` is within
-            `tolerance`, "differs", or "unavailable".
-        why: reason if the backend is unavailable, or a remark; else None.
+        verdict: "reference" for eager attention; "unavailable" if the backend could not be run; "drops the sink" if
+            `sink_share` is less than half of the reference's and the logits are closer to those of the reference
+            without sink logits; "agrees" if `logits_difference` is within `tolerance`; else "differs".
+        why: reason why the backend is unavailable, or a remark; None if there is neither.
         logits_difference: largest |difference| from the reference logits, divided by the largest |reference logit|.
-        without_sink_difference: `logits_difference` from the reference without its sink logits; None without sink
-            logits.
+        without_sink_difference: the same difference from the reference without its sink logits; None if the model has
+            no sink logits.
         importance_difference: largest |difference| from the reference's alpha, over sequences, layers, heads and
             positions; None if the model bypasses transformers' attention interface.
-        importance_first: alpha of position 1, mean over sequences, layers and heads; None as above.
-        sink_share: one minus the row sums in layers with sink logits, mean over queries; None without such layers.
+        importance_first: alpha of position 1, mean over sequences, layers and heads; None if the model bypasses
+            transformers' attention interface.
+        sink_share: attention to the sink logit (one minus the row sum), mean over queries, heads and the layers with
+            sink logits; None if there are no such layers.
     """
 
     backend: str
@@ -76,7 +78,7 @@ class _BackendReading:
     Attributes:
         importance: alpha (B, H, T) of every layer that uses transformers' attention interface.
         shares: attention to the sink logit, mean over queries (B, H), for each layer with a sink logit.
-        computed_by: backend that transformers actually used.
+        computed_by: backend that transformers actually used; empty for sinklab's attention.
     """
 
     logits_BTV: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -118,7 +120,7 @@ def backend_parity(
     starts(EAGER)
     reference = _read(model, tokens_BT, EAGER)
     if isinstance(reference, str):
-        raise InputError(f"backends are compared with eager attention, with which this model does not run: {reference}")
+        raise InputError(f"backends are compared with eager attention, but the model does not run with it: {reference}")
     without = _read(model, tokens_BT, EAGER, without_sinks=True) if reference.shares else None
     assert not isinstance(without, str)
     text = model.config.get_text_config(decoder=True)
@@ -204,7 +206,7 @@ def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | st
 
 
 def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> AbstractContextManager[Any]:
-    """Record every call of the backend in `reading` within the `with` block; restore transformers' function after."""
+    """Record every call of the backend in `reading` in the `with` block, then restore transformers' function."""
     functions = AttentionInterface._global_mapping
     own = functions.get(backend)
 

@@ -1,4 +1,7 @@
-"""`sinklab.probe`: record the attention of a model's forward passes, also within `model.generate`."""
+"""`sinklab.probe`: record the attention that each token receives in a model's forward passes.
+
+Key and value norms are recorded too. Forward passes inside `model.generate` are included.
+"""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -27,7 +30,7 @@ ONCE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 @contextmanager
 def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
-    """Make `model.generate` raise an error in unsupported modes, and pass the end-of-sequence ids to the recorder.
+    """Make `model.generate` raise an error in unsupported modes, and pass its end-of-sequence ids to the recorder.
 
     Beam search is unsupported: it also reorders sequences after the last pass, which a probe cannot detect.
 
@@ -66,28 +69,29 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
 def probe(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[Recorder]:
-    """Record the attention of every forward pass of `model` in the `with` block.
+    """Record the attention that each token receives in every forward pass of `model` in the `with` block.
 
-    The sequences of several passes are concatenated as in one batch. A pass that continues from a KV cache, or repeats
-    the sequences of the last pass with tokens appended, extends their records. Records, a few numbers per layer, head
-    and token, are kept until `clear()` is called. A model measured by matrix_records.py supports no KV cache: call
-    `generate` with `use_cache=False`.
+    A record has the importance and the key and value norms of a layer (`LayerRecord`): a few numbers per head and
+    token, which are kept until `clear()` is called. The sequences of several passes are concatenated as in one batch. A
+    pass that continues from a KV cache, or repeats the sequences of the last pass with tokens appended, extends their
+    records. A model that is measured by matrix_records.py supports no KV cache: call `generate` with `use_cache=False`.
 
-    The model, its configs and its hooks are restored afterwards, also after an exception. Padding, passed as
-    `attention_mask` of shape (sequences, positions), is excluded; so are positions after the end of a sequence inside
-    `model.generate`.
+    The model, its configs and its hooks are restored afterwards, also after an exception. Padding, which is passed as
+    an `attention_mask` of shape (sequences, positions), is excluded. So are the tokens that `model.generate` appends
+    after the end of a sequence.
 
     Args:
-        lengths: increasing lengths; also record the importance of the sequences truncated to each. Requires forward
-            passes of whole sequences of at least the last length, without padding and gradients.
-        details: collector that also receives every layer of forward passes of whole sequences.
+        model: Hugging Face causal language model, or an exported sinklab model.
+        lengths: increasing lengths. The importance of the sequences truncated to each of them is recorded too. Forward
+            passes must then have whole sequences of at least the last length, without padding and without gradients.
+        details: collector that also receives every layer, in forward passes of whole sequences.
 
     Raises:
-        SinklabError: in a forward pass, if the attention of some layer cannot be recorded, or the KV cache was started
-            before the probe, cropped, reordered, or is unsupported (matrix_records.py); in `generate`, if the
-            generation mode is unsupported; if another thread probes the model.
-        InputError: if the model is not a Hugging Face model; in a forward pass, if the attention mask is not a padding
-            mask.
+        SinklabError: if another thread probes the model. In a forward pass, if the attention of some layer cannot be
+            recorded, or the KV cache was started before the probe, was cropped or reordered, or is not supported
+            (matrix_records.py). In `generate`, if the generation mode is not supported.
+        InputError: if the model is not a Hugging Face model or its weights are on the meta device. In a forward pass,
+            if the attention mask is not a padding mask.
     """
     check_causal_lm(model)
     adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else HuggingFaceAdapter(model)
@@ -99,7 +103,15 @@ def probe(
 def adapter_records(
     model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[Recorder]:
-    """Record attention as `probe` does, with an existing adapter (of the inner transformer for an exported model)."""
+    """Record attention as `probe` does, with an existing adapter.
+
+    Args:
+        model: model whose forward passes are recorded.
+        adapter: adapter of the model, or of the inner transformer of an exported model.
+
+    Raises:
+        InputError, SinklabError: see `probe`.
+    """
     with probed_alone(model):
         recording = call_records(model, adapter, lengths, details) if adapter.dispatches else None
         with recording or matrix_records(model, lengths, details) as watch, generating(model, watch):

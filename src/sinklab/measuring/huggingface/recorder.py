@@ -1,4 +1,4 @@
-"""Base class of the probes, which keep the attention records of completed and current sequences."""
+"""Base class of the recorders of attention in Hugging Face models."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -23,12 +23,15 @@ READ_AFTERWARDS = "Generate outside the probe, then call model(sequences) inside
 
 
 class Recorder(ABC):
-    """Base class of the probes, which keep the attention records of completed and current sequences.
+    """Recorder of the attention of a Hugging Face model.
+
+    It keeps the records of completed sequences, and those of the current sequences, which later passes may continue.
 
     Args:
+        model: model whose forward passes are recorded.
         expected: number of attention layers.
         lengths: additional lengths to which the sequences are truncated.
-        details: collector that receives the attention of every layer; None for none.
+        details: collector that receives the attention of every layer, if any.
 
     Attributes:
         backends: backends that computed the attention, such as "one pass", "sdpa" or "eager" (`Interception.backends`).
@@ -57,9 +60,9 @@ class Recorder(ABC):
 
     @property
     def layers(self) -> list[LayerRecord]:
-        """Records of all sequences, one per attention layer in call order, 0 past the end of a sequence.
+        """Records of all sequences, one per attention layer in call order; empty before the first pass.
 
-        Empty before the first pass.
+        Values past the end of a sequence are 0.
         """
         batches = [layers for layers in (*(layers for _, layers in self._done), self._latest()) if layers]
         return [_joined(parts) for parts in zip(*batches, strict=True)]
@@ -80,13 +83,13 @@ class Recorder(ABC):
         self._drop_latest()
 
     def _entering_sequences(self, arguments: dict[str, Any]) -> None:
-        """Begin a forward pass, of new sequences or continuing from the KV cache of the current ones.
+        """Begin a forward pass of new sequences, or one that continues the current sequences from their KV cache.
 
         Args:
             arguments: arguments of the model's `forward`, by name.
 
         Raises:
-            SinklabError: if the cache does not hold exactly the tokens seen so far.
+            SinklabError: if the cache does not contain exactly the tokens seen so far.
             InputError: if the attention mask is not a padding mask.
         """
         cache, tokens_BT = arguments.get("past_key_values"), arguments.get("input_ids")
@@ -99,8 +102,9 @@ class Recorder(ABC):
             self._drop_latest()
         elif kept > self._seen:
             raise SinklabError(
-                f"the cache holds {kept} tokens and the probe has seen {self._seen} of these sequences: start the "
-                "probe before the first call on a sequence, and use a dynamic cache (the default) or use_cache=False"
+                f"the cache contains {kept} tokens, but the probe has seen {self._seen} tokens of these sequences: "
+                "start the probe before the first call on a sequence, and use a dynamic cache (the default) or "
+                "use_cache=False"
             )
         elif kept < self._seen:
             raise SinklabError(
@@ -115,13 +119,13 @@ class Recorder(ABC):
             mask_BT = torch.ones(len(given), self._seen, device=given.device)
         if self._ends and tokens_BT is not None:
             ended_BT = self._ended(tokens_BT, continued=bool(kept))
-            ended_BT = F.pad(ended_BT, (mask_BT.shape[-1] - ended_BT.shape[1], 0))  # generation started from a cache
+            ended_BT = F.pad(ended_BT, (mask_BT.shape[-1] - ended_BT.shape[1], 0))  # generation from a cache
             mask_BT = (mask_BT != 0) & ~ended_BT.to(mask_BT.device)
         self._real = real_tokens(mask_BT)
 
     @contextmanager
     def generating(self, ends: Sequence[int]) -> Iterator[None]:
-        """Mark the `with` block as generation, with end-of-sequence ids `ends`."""
+        """Treat tokens after an end-of-sequence id in `ends` as padding in the `with` block, which runs `generate`."""
         self._ends, self._text_BT = ends, None
         try:
             yield
@@ -134,7 +138,8 @@ class Recorder(ABC):
         The attention mask of `generate` does not mark them: it is one until the last sequence has ended.
 
         Args:
-            tokens_BT: tokens of this pass: only the new ones if `continued` from a KV cache, else whole sequences.
+            tokens_BT: tokens of this pass: whole sequences, or only the new tokens if `continued`.
+            continued: whether the pass continues from a KV cache.
         """
         if self._text_BT is None:
             self._prompt = tokens_BT.shape[1]
@@ -146,7 +151,7 @@ class Recorder(ABC):
         return ends_BT.cumsum(1) - ends_BT.int() > 0
 
     def paused(self) -> AbstractContextManager[Any]:
-        """Return a context manager that disables recording; calls in it must not reach an attention layer."""
+        """Return a context manager that disables recording; code in it must not run an attention layer."""
         return patch.object(self, "_paused", True)
 
     @abstractmethod

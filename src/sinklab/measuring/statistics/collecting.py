@@ -42,13 +42,14 @@ def layer_details(
     Args:
         rows: attention rows of all T queries over T keys.
         real: real tokens among the columns of the batch.
-        angles: cosines and norms of these queries and keys; None if queries cannot be read.
+        angles: cosines and norms of these queries and keys; None if queries are not available.
         mapped: heads whose maps are requested, 0-based.
 
     Returns:
-        The mean over the queries of each sequence, by statistic name: (B, H), (B, H, distances), or (B, H, R) per key
-        or query, without statistics that need angles if queries cannot be read; and attention, cosine and norm product,
-        summed over the batch (3, R, R), by head, where cosine and norm product are 0 if queries cannot be read.
+        The statistics of each sequence, by name: mean over queries (B, H), by distance (B, H, distances), by key
+        (B, H, R) or by query (B, H, R); statistics that need angles are missing if `angles` is None. And the maps
+        (3, R, R), by head: attention, cosine and norm product, summed over the batch; cosine and norm product are 0 if
+        `angles` is None.
     """
     layer: Layer | None = None
     sums: dict[str, tuple[OfRows, Tensor]] = {}
@@ -73,9 +74,11 @@ def layer_details(
 
 
 def draw(sums: Mapping[int, Tensor], block: ScoreBlock) -> None:
-    """Add a block of queries to the maps (3, R, R) of its layer, by head, 0-based; masked keys are 0.
+    """Add a block of queries to the maps of its layer; entries of masked keys stay 0.
 
-    Only the attention is added if queries cannot be read; maps of shape (1, R, R) then suffice.
+    Args:
+        sums: maps by head, 0-based: attention, cosine and norm product (3, R, R). If queries are not available, only
+            the attention is added, and the shape may be (1, R, R).
     """
     part, layer = block.part, block.layer
     for head, sums_KRR in sums.items():
@@ -94,7 +97,7 @@ def draw(sums: Mapping[int, Tensor], block: ScoreBlock) -> None:
 
 
 def of_kind(kind: type[S]) -> dict[str, S]:
-    """Return the statistics of a base class, by name."""
+    """Return the statistics that are derived from a base class, by name."""
     return {name: one for name, one in STATISTICS.items() if isinstance(one, kind)}
 
 
@@ -104,10 +107,10 @@ class BatchDetails:
 
     Attributes:
         layers: tensors by statistic name, one per attention layer in call order: (B, H), (B, H, distances) or
-            (B, H, R). For the value ratio: value norms, repeated over the query heads that share a KV head. Gate
-            statistics only in models with gates.
+            (B, H, R). `value_ratio` has the value norms, repeated over the query heads that share a KV head. Gate
+            statistics are missing if the model has no gates.
         stream: statistics of the residual stream before the first block and after each block, by name: per token
-            (M, B, R) or per sequence (M, B); empty if blocks cannot be read.
+            (M, B, R) or per sequence (M, B); empty if blocks cannot be found.
         tokens_BR: token ids.
         maps: attention, cosine and norm product, summed over the batch (3, R, R), by (layer, head), 1-based, in the
             requested order.
@@ -145,12 +148,12 @@ class DetailsCollector:
 
     @contextmanager
     def watching(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Record the residual stream of every forward pass in the `with` block."""
+        """Record the statistics of the residual stream of every forward pass in the `with` block."""
         with residual_stream(blocks, self._stream) as self._hidden:
             yield
 
     def begin(self, real: RealTokens) -> None:
-        """Discard the previous forward pass and start a new one with the real tokens `real`."""
+        """Discard the previous forward pass and start a new one, whose batch has the real tokens `real`."""
         self._layers, self._values, self._gates, self._real = [], [], {}, real
 
     def values(self, values_BGTV: Tensor) -> None:
@@ -159,14 +162,14 @@ class DetailsCollector:
         self._values.append(self._real.align(token_norms(values_BGTV.detach())))
 
     def gates(self, layer: int, gates_BHTX: Tensor) -> None:
-        """Add the statistics of the gates of one attention layer (1-based)."""
+        """Add the statistics of the gates of one attention layer (1-based); no effect before the first `begin`."""
         if self._real is None:
             return  # a forward pass before the first batch
         exact, align = gates_BHTX.detach().to(accumulate_dtype(gates_BHTX.dtype)), self._real.align
         self._gates[layer] = {name: align(one.read(exact)) for name, one in of_kind(OfGates).items()}
 
     def attention(self, rows: Iterable[Rows], heads: int, angles: Angles | None) -> None:
-        """Add the attention rows of the next layer, and its query-key angles if queries can be read.
+        """Add the attention rows of the next layer, and its query-key angles if queries are available.
 
         Raises:
             InputError: if a map is requested for a head that this layer does not have.
@@ -180,7 +183,7 @@ class DetailsCollector:
         self._layers.append(layer_details(rows, self._real, angles, mapped))
 
     def batch(self, tokens_BT: Tensor) -> BatchDetails:
-        """Return the statistics of the current forward pass, which has the token ids `tokens_BT`."""
+        """Return the statistics of the current forward pass; `tokens_BT` may have any ids at learned positions."""
         assert self._real is not None
         align, known = self._real.align, self._hidden[0] if self._hidden else ()
         layers = {name: [means[name] for means, _ in self._layers] for name in self._layers[0][0]}
@@ -201,7 +204,7 @@ class DetailsCollector:
         )
 
     def _stream(self, hidden_BTC: Tensor) -> dict[str, Tensor]:
-        """Compute the statistics of hidden states before or after a block, per token (B, R) or per sequence (B,)."""
+        """Compute the statistics of hidden states, by name: per token (B, R) or per sequence (B,)."""
         assert self._real is not None
         first_B = self._real.index_BR[:, 0].to(hidden_BTC.device)
         x_BTC = hidden_BTC.to(accumulate_dtype(hidden_BTC.dtype))
@@ -231,8 +234,8 @@ class DetailTotals:
 
         Args:
             importance_ABHR: alpha per sequence.
-            hidden_MBR: l2 norms of the residual stream; None if blocks cannot be read.
-            valid_BR: bool, False past the end of a sequence; on the CPU, as the two tensors above.
+            hidden_MBR: l2 norms of the residual stream; None if blocks cannot be found.
+            valid_BR: bool, False past the end of a sequence. The three tensors are on the CPU.
         """
         alignment_MBR = batch.stream.get("alignment")
         seen = {name: torch.stack([part.cpu().double() for part in parts]) for name, parts in batch.layers.items()}
@@ -248,7 +251,7 @@ class DetailTotals:
             self._maps[head] = self._maps[head] + sums_KTT if head in self._maps else sums_KTT
 
     def _by_bucket(self, values_ABHR: Tensor, valid_BR: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean value in each query bucket (A, B, H, Q), and which sequences have queries in it (B, Q)."""
+        """Return the mean value in each query bucket (A, B, H, Q), and whether a sequence has queries in it (B, Q)."""
         starts_Q, positions_R = torch.tensor(self._queries), torch.arange(1, valid_BR.shape[1] + 1)
         bucket_R = torch.searchsorted(starts_Q, positions_R, right=True) - 1
         member_RQ = F.one_hot(bucket_R, len(starts_Q)).double()
@@ -256,7 +259,7 @@ class DetailTotals:
         return values_ABHR @ member_RQ / count_BQ[:, None].clamp(min=1), count_BQ > 0
 
     def details(self) -> Details:
-        """Return the statistics averaged over all batches."""
+        """Return the statistics averaged over all sequences."""
         arrays = {name: array for name, mean in self._means.items() if (array := mean.array()) is not None}
         by_layer = {
             field: numbers for name, mean in self._means.items() for field, numbers in mean.fields(arrays.get(name))
@@ -285,7 +288,7 @@ class _Mean:
     """Running mean of one statistic over sequences, float64 on the CPU.
 
     Args:
-        widths: size to which the last axis is padded, by axis letter.
+        widths: size to which the last axis is padded, by axis letter; other axes are not padded.
     """
 
     def __init__(self, statistic: Statistic, widths: Mapping[str, int]) -> None:
@@ -318,7 +321,7 @@ class _Mean:
         return self._statistic.of_mean((self._sum / self._count.clamp(min=1)).float().numpy())
 
     def fields(self, array: np.ndarray | None) -> Iterable[tuple[str, list[float] | None]]:
-        """Return the fields of the statistic in measurement.json, by name; None if `array` is None."""
+        """Return the values of the statistic's fields in measurement.json, by name; all None if `array` is None."""
         if not self._statistic.fields:
             return ()
         if array is None:

@@ -132,7 +132,7 @@ BY_QUERY = BucketLines(
 
 
 class ByDistance(OfRows):
-    """Attention to the keys at distance 0, 1, 2..3, 4..7, ..: sum of A_tk over each bucket, mean over queries."""
+    """Attention by distance t - k in buckets 0, 1, 2..3, 4..7, ..: sum of A_tk over a bucket, mean over queries."""
 
     axes = "LHD"
     figures = (
@@ -154,7 +154,7 @@ class ByDistance(OfRows):
 
 
 class FirstByQuery(OfRows):
-    """Attention A_t1 to the first token, mean over each query bucket t = 1, 2..3, 4..7, .."""
+    """Attention A_t1 to the first token, mean over the queries t in each bucket 1, 2..3, 4..7, .."""
 
     axes = "LHQ"
     figures = (BY_QUERY,)
@@ -164,7 +164,7 @@ class FirstByQuery(OfRows):
 
 
 class RestByQuery(OfRows):
-    """Attention A_tk to the other keys 2 .. t, mean over these keys and each query bucket; 0 for t = 1."""
+    """Attention A_tk to the other keys 2 .. t, mean over these keys and the queries in each bucket; 0 for t = 1."""
 
     axes = "LHQ"
     figures = (replace(BY_QUERY, series="an average other token"),)
@@ -188,7 +188,7 @@ VISIBLE_BY_QUERY = BucketLines(
 
 
 class FirstVisible(OfRows):
-    """Share of queries t = 1, 2..3, 4..7, .. that see key 1; None if every query sees it."""
+    """Share of the queries t in each bucket 1, 2..3, 4..7, .. that see key 1; None if every query sees it."""
 
     axes = "LHQ"
     angles = True
@@ -202,7 +202,7 @@ class FirstVisible(OfRows):
 
 
 class RestVisible(OfRows):
-    """Share of keys 2 .. t that a query sees, by query bucket; 0 for t = 1, None if queries see all earlier keys."""
+    """Share of the keys 2 .. t that a query sees, by query bucket; 0 for t = 1. None if queries see all of them."""
 
     axes = "LHQ"
     angles = True
@@ -264,7 +264,7 @@ class Kurtosis(OfStream):
 
 
 class Alignment(OfStream):
-    """Cosine between the hidden states of token t and of the first token, after each block."""
+    """Cosine between the hidden states of token t and of the first token, before the first block and after each."""
 
     figures = (
         PositionMap(
@@ -415,7 +415,7 @@ class NormProductMap(Statistic):
 
 
 class Details(WithArrays):
-    """The statistics of `--details`, one array per statistic, in the order of the files.
+    """The statistics of `--details`, one array per statistic, in the order in which they are stored.
 
     Statistics that do not apply to the model, or are missing in an older file, are None. `by_layer` has the values per
     layer or block that statistics declare as `fields`, such as `entropy_by_layer`.

@@ -1,16 +1,17 @@
-"""Position with the highest sink rate: the sink may be at another position than the first, as after an intervention."""
+"""Position with the highest sink rate, which is not always the first position, for example after an intervention."""
 
 import math
 from collections.abc import Sequence
 
 NOISE = 1.0
-"""Minimum rate in percent that is called a sink."""
+"""Minimum sink rate in percent; below it, texts say that there is no sink."""
 
 
 def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
-    """Return the position (1-based) with the highest sink rate among 1 .. T / 2, and that rate; None if unknown.
+    """Return the position (1-based) with the highest sink rate among 1 .. T / 2, and this rate.
 
-    Later positions are seen by few queries, including themselves, and may exceed the threshold without being sinks.
+    None if no rate is known. Later positions are excluded: few queries see them, and one of these is the query at the
+    same position, so that alpha may be above the threshold without a sink.
 
     Args:
         rates: sink rate in percent by position, position 1 first; None or NaN if unknown.
@@ -25,7 +26,7 @@ def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
 
 
 def sink_elsewhere(rates: Sequence[float | None]) -> tuple[int, float] | None:
-    """Return `highest_rate` if its position is not 1 and its rate at least 1 percent, else None."""
+    """Return the result of `highest_rate` if the position is not 1 and the rate at least 1 percent, else None."""
     found = highest_rate(rates)
     return found if found and found[0] > 1 and found[1] >= NOISE else None
 

@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the per-layer table: a statistic's mean over heads, or its means as `key 1 / other keys`.
+    """A column of the table by layer: one number, or `a / b`, the means at key 1 and at the other keys.
 
     Attributes:
         title: column title.
@@ -23,7 +23,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Shown:
-    """A report figure of a statistic, with all measurements.
+    """A report figure that shows a statistic of all measurements.
 
     Attributes:
         key: file name and page anchor; statistics with the same key share a figure.

@@ -1,13 +1,13 @@
-"""Secondary sinks: tokens other than the first with a large importance or a hidden state like the first token's.
+"""Secondary sinks: later tokens that have a large importance, or a hidden state aligned with the first token's.
 
 2512.22213 calls a sink secondary if it appears in middle layers, persists over some layers, and its hidden state is
 aligned with the first token's; the code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) only
-requires a cosine above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here every token is included that has
-alpha > eps in some head, or a cosine above 0.9 after the block with the largest norm ratio of the first token, if that
-ratio is at least 3. All blocks after which the token is aligned are reported.
+requires a cosine above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here a token is listed for one of two
+reasons. Either alpha > eps in some head, or the cosine is above 0.9 after the block in which the norm ratio of the
+first token is largest, and this ratio is at least 3. All blocks after which the token is aligned are reported.
 
-Tokens are listed from position 2 to the last that half of the queries, or 16, can see; the percentage, for comparing
-models, covers positions 5 .. T / 2.
+Positions from 2 on are listed if at least half of the queries, or at least 16 queries, can see them. The percentage,
+which serves to compare models, covers positions 5 .. T / 2.
 """
 
 from collections import Counter
@@ -22,30 +22,31 @@ from sinklab.measuring.statistics.statistic_base import Statistic
 from sinklab.schema import Part
 
 FIRST_FEW = 4  # positions that are not secondary: a sink on the first token often includes its neighbours
-ALIGNED = 0.9  # cosine above which a hidden state is like the first token's, as in the code of 2512.22213
+ALIGNED = 0.9  # cosine above which a hidden state is aligned with the first token's, as in the code of 2512.22213
 STANDS_OUT = 3.0  # minimum ratio of the first token's norm to the mean norm of the other tokens
-STRONGEST = 8  # maximum number of sinks listed at the first few positions, and at later ones, and of frequent tokens
+STRONGEST = 8  # maximum length of each list: sinks at the first few positions, later sinks, frequent tokens
 ENOUGH = 16
-"""Minimum number of queries of a mean; a column sums to 1 on average, and to 4.8 if alpha is 0.3 over 16 queries."""
+"""Minimum number of queries in alpha: 0.3 over 16 queries is a column sum of 4.8, and the mean column sum is 1."""
 
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 
 
 class SecondarySink(Part):
-    """A token other than the first with a large importance or a hidden state like the first token's.
+    """A later token with a large importance, or a hidden state aligned with the first token's.
 
     Attributes:
-        sequence, position: sequence and position of the token, 1-based. Positions range from 2 to the last one that
-            half of the queries, or 16, can see; 5 .. T / 2 in older files.
+        sequence, position: sequence and position of the token, 1-based; see the module docstring for the positions that
+            are listed. In older files these are 5 .. T / 2.
         token: token id.
         heads: percent of (layer, head) pairs with alpha > eps.
         importance: alpha, mean over layers and heads.
-        block: block after which the ratio of the first token's norm to the mean norm of the other tokens is largest, 0
-            is the embedding; None if blocks cannot be read.
-        alignment: cosine of the token's hidden state and the first token's after that block; None as above.
+        block: block after which the ratio of the first token's norm to the mean norm of the other tokens is largest; 0
+            is the embedding. None if blocks cannot be found.
+        alignment: cosine between the hidden states of the token and of the first token after `block`; None if blocks
+            cannot be found.
         layers: attention layers in which a head has alpha > eps, 1-based; None in older files.
-        alike: blocks after which the cosine of these hidden states is above 0.9, where 0 is the embedding; None if
-            blocks cannot be read, and in older files.
+        alike: blocks after which this cosine is above 0.9; 0 is the embedding. None if blocks cannot be found, and in
+            older files.
     """
 
     sequence: int = Field(ge=1)
@@ -60,7 +61,7 @@ class SecondarySink(Part):
 
 
 class SecondaryToken(Part):
-    """Count of a token's occurrences as a sink, at the listed positions from 5 on.
+    """How often a token is a sink, counted at positions from 5 on that are listed (see the module docstring).
 
     Attributes:
         token: token id.
@@ -108,17 +109,17 @@ class SecondarySearch:
         tokens_BR: Tensor,
         valid_BR: Tensor,
     ) -> Tensor:
-        """Search one batch, on the CPU, for secondary sinks and add them to `strongest`.
+        """Search one batch, whose tensors are on the CPU; add its sinks to `strongest` and count their tokens.
 
         Args:
             importance_ABHR: alpha per sequence.
             hidden_MBR, alignment_MBR: norms of the hidden states, and cosines with the first token's; None if blocks
-                cannot be read.
+                cannot be found.
             tokens_BR: token ids.
             valid_BR: bool, False past the end of a sequence.
 
         Returns:
-            100 if a head has a secondary sink at positions 5 .. T / 2 of a sequence, else 0 (A, B, H).
+            100 if a head has alpha > eps at some position 5 .. T / 2 of a sequence, else 0: (A, B, H).
         """
         position_R = torch.arange(1, valid_BR.shape[1] + 1)
         count_B1 = valid_BR.sum(1, keepdim=True)

@@ -2,9 +2,9 @@
 
 A statistic declares its axes, its computation from a block of rows or a hidden state, and its column and figures.
 Averaging, the fields of measurement.json and .npz with their validation, the terminal column and the report figure are
-derived from this declaration. The docstring of a statistic is its formula. A are the attention weights, whose rows sum
-to one together with the bias or sink logit; in a model whose weights do not sum to one, A are proxy scores
-(attention/importance.py). q and k are taken after rotary embedding and norms.
+derived from this declaration. The docstring of a statistic is its formula. A is the matrix of attention weights; its
+rows and the attention to a bias or sink logit sum to one. In a model whose weights do not sum to one, A are proxy
+scores (attention/importance.py). q and k are taken after rotary embedding and norms.
 
 Axes: L attention layers, H heads, T positions, D buckets of distances, Q buckets of queries, M places of the residual
 stream (before the first block and after each), P maps. Within a block: B sequences, G KV heads, T columns of the
@@ -39,6 +39,7 @@ class Axes:
     """The axes of an array, one letter per axis: `Annotated[Array, Axes("LHT")]`.
 
     Attributes:
+        axes: letters of the axes, in order.
         infinite: whether values may be infinite; they are never NaN.
     """
 
@@ -67,11 +68,11 @@ class WithArrays(Part):
 
     @classmethod
     def found_in(cls, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Select the arrays of this part among the arrays of a file."""
+        """Return the arrays of this part among the arrays of a file, by field name."""
         return {name: arrays[cls.prefix + name] for name, _ in cls.declared() if cls.prefix + name in arrays}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays of this part, by their names in measurement.npz."""
+        """Return the arrays of this part that are not None, by their names in measurement.npz."""
         found = {self.prefix + name: getattr(self, name) for name, _ in self.declared()}
         return {name: array for name, array in found.items() if array is not None}
 
@@ -82,7 +83,7 @@ class WithArrays(Part):
             sizes: axis sizes by letter; the first array with a new axis sets its size.
 
         Raises:
-            ValueError: if an array has a wrong shape, or contains NaN, or infinity without `Axes.infinite`.
+            ValueError: if an array has a wrong shape, contains NaN, or is infinite although `Axes.infinite` is False.
         """
         arrays = self.arrays()
         for name, one in self.declared():
@@ -120,7 +121,7 @@ class Angles:
         self._cosines = bl.ScoreMatrix(*units, mask, scale=1.0)
 
     def block(self, part: bl.Block) -> tuple[Tensor, Tensor]:
-        """Compute the cosines of a block (B, H, Q, S) and its mask: 1 where a query sees an earlier or equal key."""
+        """Compute the cosines of a block (B, H, Q, S) and its mask: 1 where a query t sees a key k <= t, else 0."""
         cosine = self._cosines.raw(part)
         seen = self._cosines.hide_(torch.ones_like(cosine), part, 0)
         return cosine.mul_(seen), seen.tril_(part.start - part.low)
@@ -131,7 +132,7 @@ class Layer:
 
     Attributes:
         real: real tokens among the columns of the batch.
-        sees_queries: whether queries can be read; `angles` and `pairs_BHT` exist only then.
+        sees_queries: whether queries are available; `angles` and `pairs_BHT` are used only then.
         angles: angles of the layer's queries and keys.
         pairs_BHT: number of queries counted so far that see each key.
         first_B11: column of the first real token.
@@ -150,7 +151,7 @@ class Layer:
         self.pairs_BHT = self.sums("LHT", weights_BHQS)
 
     def sums(self, axes: str, weights_BHQS: Tensor) -> Tensor:
-        """Return zeros (B, H), with an additional axis for distances or batch columns if `axes` has one."""
+        """Return zeros for the sums of a statistic with these axes: (B, H), (B, H, distances) or (B, H, T)."""
         columns, distances = self.counted_BT.shape[1], len(self.starts_D)
         wide = {"H": (), "D": (distances,), "T": (columns,), "Q": (columns,)}[axes[-1]]
         return weights_BHQS.new_zeros(*weights_BHQS.shape[:2], *wide)
@@ -165,7 +166,7 @@ class ScoreBlock:
         queries, keys: slices of the batch columns.
         counted_B1Q: 1 if a query is a real token, else 0.
         weights_BHQS: attention weights, 0 in rows of padding.
-        bias_BHQ: attention to an added bias or sink logit; None without one.
+        bias_BHQ: attention to an added bias or sink logit; None if there is none.
         earlier_BQ: number of real tokens before a query; negative before the first real token.
     """
 
@@ -193,9 +194,9 @@ class ScoreBlock:
 
     @cached_property
     def cosine_and_seen(self) -> tuple[Tensor, Tensor]:
-        """Cosines (B, H, Q, S), 0 at masked keys, and the mask: 1 where a real query sees an earlier or equal key.
+        """Cosines (B, H, Q, S), 0 at masked keys, and the mask: 1 where a real query t sees a key k <= t, else 0.
 
-        Requires readable queries.
+        Requires access to the queries.
         """
         cosine, seen = self.layer.angles.block(self.part)
         return cosine, seen.mul_(self.counted_B1Q[..., None])
@@ -229,10 +230,12 @@ class Statistic(Axes):
     Attributes:
         axes: axes of the statistic's array (see the module docstring).
         averaged: axes of the array that is averaged over sequences, if different.
-        angles: whether the statistic needs queries, which cannot be read if the model returns its attention matrices.
-        fields: fields in measurement.json, one value per layer: mean over heads (LH); mean over heads for position 1
-            and for later positions (LHT); mean over tokens (MT); the array itself (M). () for none.
-        column: column in the terminal's table, if any.
+        angles: whether the statistic needs queries, which are unknown if attention is measured from the matrices that
+            the model returns.
+        fields: names of fields in measurement.json, each with one value per layer or block; may be empty. Statistics
+            with axes LH have one field, the mean over heads; LHT, two fields, the means over heads at position 1 and at
+            later positions; MT, one field, the mean over tokens; M, one field, the array itself.
+        column: column of the table by layer, if any.
         figures: figures of the report.
     """
 
@@ -246,11 +249,11 @@ class Statistic(Axes):
         super().__init__(self.axes)
 
     def of_mean(self, mean: np.ndarray, /) -> np.ndarray | None:
-        """Compute the statistic's array from its mean over sequences; None if it does not apply to them."""
+        """Compute the statistic's array from the mean over sequences; None if the statistic does not apply."""
         return mean
 
     def by_layer(self, array: np.ndarray, /) -> Sequence[list[float] | None]:
-        """Return the values per layer or block of each of `fields`; None for later positions if there is only one."""
+        """Return the values per layer or block for each of `fields`; None for later positions if there are none."""
         if self.axes == "M":
             return [array.tolist()]
         if self.axes == "LH":
@@ -268,16 +271,16 @@ class OfRows(Statistic, ABC):
 
         Args:
             block: block of attention rows.
-            sums: sums (B, H), by distance (B, H, D) or by batch column (B, H, T), where a column is a key, summed over
-                queries, or a query.
+            sums: sums of the layer, changed in place: (B, H); by distance (B, H, D); by key (B, H, T), summed over
+                queries; or by query (B, H, T).
         """
 
     def mean(self, sums: Tensor, layer: Layer, /) -> Tensor:
         """Compute the statistic of each sequence from its sums over all blocks.
 
         Returns:
-            Mean over the real queries (B, H), or by distance (B, H, D) (axes LH, LHD); mean over the real queries that
-            see a key (B, H, R) (LHT); the values of the queries (B, H, R) (LHQ).
+            Axes LH and LHD: mean over the real queries, (B, H) and (B, H, D). Axes LHT: mean over the real queries that
+            see a key, (B, H, R). Axes LHQ: values of the queries, (B, H, R).
         """
         last = self.axes[-1]
         if last in "TQ":
@@ -295,7 +298,7 @@ class OfStream(Statistic, ABC):
         """Compute the statistic of every token (B, T).
 
         Args:
-            x_BTC: hidden states after one block, float32 (float64 for a float64 model).
+            x_BTC: hidden states at one place of the residual stream, float32 (float64 for a float64 model).
             first_B1C: hidden state of the first real token.
         """
 
@@ -310,7 +313,7 @@ class OfStates(Statistic, ABC):
         """Compute the statistic of every sequence (B,).
 
         Args:
-            x_BRC: hidden states after one block, float32 (float64 for a float64 model), from the first real token; 0
-                past the end of a sequence.
+            x_BRC: hidden states at one place of the residual stream, float32 (float64 for a float64 model); index 0 is
+                the first real token, and values past the end of a sequence are 0.
             count_B: number of tokens of each sequence.
         """

@@ -3,7 +3,7 @@
     mask_first:N   no query after the N-th sees the first N keys                      (surgery.masked_first_keys)
     no_bos         the sequences without their leading special tokens
     zero_massive   the channel of the activation with the largest ratio to the median is set to zero at its position,
-                   after the first block where it is the largest and after every later block  (surgery.zeroed)
+                   after the first block where this entry is the largest, and after every later block (surgery.zeroed)
     zero_massive:LAYER   the same channel is set to zero after this block only
 
 The losses without and with the ablation are over the same targets: those predicted by a query with hidden keys
@@ -35,15 +35,15 @@ Remeasure = Callable[[Tensor, int], Measurement]  # (tokens_NT, first_target)
 
 @dataclass(frozen=True)
 class Plan:
-    """One ablation of one model, to be run once.
+    """One ablation of one model, which can be run once.
 
     Attributes:
         name: requested name.
         what: description of the ablation.
         surgery: context manager that applies the ablation to the model; it can be entered once.
-        first_target: 1-based position of the first target included in both losses, before tokens are dropped.
+        first_target: 1-based position, in the unablated sequences, of the first target included in both losses.
         dropped: number of tokens removed from the start of each sequence.
-        hidden: number of keys hidden from later queries.
+        hidden: number of keys hidden from later queries; 0 for ablations that hide none.
         largest: for zero_massive, the activation with the largest ratio to the median; else None.
     """
 
@@ -69,10 +69,11 @@ def measure_ablations(
         tokens_NT: token ids, without padding.
         plans: ablations, from `plan_ablation`.
         baseline: measurement of the same sequences in the unchanged model, with loss.
-        remeasure: function (tokens, first target) -> measurement of the model as it is when called.
+        remeasure: function (tokens, first target) -> measurement of the model in its current state.
 
     Raises:
-        SinklabError: if an ablation is impossible in this model, or the model ignores its mask.
+        SinklabError: if the model ignores its attention mask, so that keys are not hidden; see also `zeroed` and
+            `masked_first_keys`, which may raise InputError too.
     """
     losses = {2: baseline.loss}  # baseline losses by first target
     found: list[Ablation] = []
@@ -83,7 +84,7 @@ def measure_ablations(
         with plan.surgery:
             ablated = remeasure(tokens_NT[:, plan.dropped :], plan.first_target - plan.dropped)
             largest = strongest(_largest_by_block(model, tokens_NT[0]))[0] if plan.largest else None
-        if plan.hidden:  # only as many queries attend to the hidden keys, and their rows sum to at most one
+        if plan.hidden:  # only the first queries attend to hidden keys, one per key, and their rows sum to at most one
             taken = (ablated.importance[..., : plan.hidden] * (ablated.length - np.arange(plan.hidden))).sum(-1)
             if taken.max() > plan.hidden * (1 + 1e-3):
                 raise SinklabError(
@@ -125,15 +126,16 @@ def _largest_by_block(model: LanguageModel, tokens_T: Tensor) -> list[MassiveAct
 
 
 def plan_ablation(name: str, model: LanguageModel, tokens_NT: Tensor, bos_tokens: int = 0) -> Plan:
-    """Build the plan of the named ablation.
+    """Build the plan of the named ablation; zero_massive runs the model on the first sequence.
 
     Args:
         tokens_NT: token ids, without padding; the massive activation is searched in the first sequence.
         bos_tokens: number of special tokens at the start of each sequence.
 
     Raises:
-        InputError: if the name or layer is unknown, the sequences are too short, or there is no BOS to drop.
-        SinklabError: if the blocks of the model cannot be found.
+        InputError: if the name is unknown, the layer does not exist, the sequences are too short, or there is no BOS to
+            remove.
+        SinklabError: if the name is zero_massive and the blocks of the model cannot be found.
     """
     hidden = check_ablation(name, tokens_NT.shape[1])
     first_target = adapt(model).first_target
@@ -157,7 +159,9 @@ def plan_ablation(name: str, model: LanguageModel, tokens_NT: Tensor, bos_tokens
 
 
 def check_ablation(name: str, length: int) -> int:
-    """Check that an ablation is possible on sequences of `length` tokens, and return the number of keys it hides.
+    """Check that an ablation is possible on sequences of `length` tokens, and return how many keys it hides.
+
+    The result is 0 if it hides none. Whether the layer of zero_massive:LAYER exists is not checked.
 
     Raises:
         InputError: if the name is unknown, or the sequences are too short to hide that many keys.

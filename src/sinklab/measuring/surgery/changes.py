@@ -36,7 +36,7 @@ def residual_blocks(model: LanguageModel) -> list[nn.Module]:
     """Return the decoder blocks, in order.
 
     Raises:
-        SinklabError: if the blocks are not stored in one list.
+        SinklabError: if the model has no module list with one entry per layer.
     """
     if isinstance(model, Transformer):
         return list(model.blocks)
@@ -52,7 +52,7 @@ def residual_blocks(model: LanguageModel) -> list[nn.Module]:
 def learned_positions(model: LanguageModel) -> Tensor | None:
     """Return the learned positional embeddings (positions, C), a view of the weight; None if the model has none.
 
-    Row 0 is position 1; unused rows (the first two in OPT) are left out.
+    Row 0 is position 1; unused rows (the first two in OPT) are excluded.
     """
     return model.position_table if isinstance(model, Transformer) else anatomy.learned_positions(model)
 
@@ -61,11 +61,11 @@ def learned_positions(model: LanguageModel) -> Tensor | None:
 def first_columns(model: LanguageModel) -> Iterator[FirstColumns]:
     """Provide a function that returns the column of each sequence's first real token in the current forward pass.
 
-    Padding and learned tokens precede this column.
+    Left padding and learned tokens precede this column.
 
     Raises:
         InputError: in a forward pass of a Hugging Face model, if the attention mask is not a padding mask.
-        SinklabError: in a forward pass of a Hugging Face model, if a KV cache is passed.
+        SinklabError: in a forward pass of a Hugging Face model, if a KV cache with tokens is passed.
     """
     if isinstance(model, Transformer):
         yield lambda like: torch.full((len(like),), model.leading, device=like.device)
@@ -98,13 +98,14 @@ def zeroed(
     Args:
         layer: number of the block, 1-based.
         last_layer: the channel is zeroed after each block from `layer` to this one; by default only after `layer`.
-        position: position, 1-based; 0, -1, .. are the learned sink token or registers, from the last.
+        position: position, 1-based, without padding; 0, -1, .. count learned tokens (sink token or registers) backwards
+            from the last one.
         dimension: channel, 0-based, as in `massive_activations`.
 
     Raises:
         InputError: if a layer or the position does not exist, or `last_layer` is below `layer`; in a forward pass, if
             the dimension does not exist, or the attention mask is not a padding mask.
-        SinklabError: if the blocks cannot be found; in a forward pass, if a KV cache is passed.
+        SinklabError: if the blocks cannot be found; in a forward pass, if a KV cache with tokens is passed.
     """
     blocks = residual_blocks(model)
     last_layer = layer if last_layer is None else last_layer
@@ -132,7 +133,7 @@ def zeroed(
 
 
 def swapped_positions(model: LanguageModel, i: int, j: int) -> AbstractContextManager[None]:
-    """Swap the learned embeddings of positions i and j (table 7 of the paper, `swapped`).
+    """Swap the learned embeddings of positions i and j in the `with` block (table 7 of the paper, `swapped`).
 
     Raises:
         InputError: when entered, if the model has no learned positional embeddings, they are offloaded, a position does
@@ -142,7 +143,7 @@ def swapped_positions(model: LanguageModel, i: int, j: int) -> AbstractContextMa
 
 
 def replaced_position(model: LanguageModel, i: int, j: int) -> AbstractContextManager[None]:
-    """Replace the learned embedding of position i with that of position j (table 7 of the paper, `replaced`).
+    """Replace the learned embedding of position i by that of position j in the `with` block (table 7, `replaced`).
 
     Raises:
         InputError: see `swapped_positions`.
@@ -164,7 +165,7 @@ def check_pair(i: int, j: int) -> None:
 
 @contextmanager
 def _rewritten_positions(model: LanguageModel, source: dict[int, int]) -> Iterator[None]:
-    """Replace the learned embedding of each position in `source` by that of its value; restore the table afterwards."""
+    """Give each position that is a key of `source` the learned embedding of the position that is its value."""
     table_PC = learned_positions(model)
     if table_PC is None:
         raise InputError(
@@ -202,7 +203,7 @@ def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
     Raises:
         InputError: if n is below 1; in a forward pass, if the attention mask is not a padding mask.
         SinklabError: if the blocks cannot be found, or the model's attention accepts no explicit mask; in a forward
-            pass, if the keys cannot be hidden in every attention layer, or a KV cache is passed.
+            pass, if the keys cannot be hidden in every attention layer, or a KV cache with tokens is passed.
     """
     if n < 1:
         raise InputError(f"{n} keys to hide: use at least 1")
@@ -222,7 +223,7 @@ def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
 
 
 class _HiddenKeys:
-    """Hooks that hide the first n keys, and the number of attention layers reached in the current forward pass."""
+    """Hooks that hide the first n keys, and count the attention layers reached in the current forward pass."""
 
     def __init__(self, model: "PreTrainedModel", n: int, columns: FirstColumns) -> None:
         implementation, kinds = str(model.config._attn_implementation), anatomy.layer_kinds(model.config)

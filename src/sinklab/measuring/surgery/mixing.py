@@ -22,7 +22,7 @@ from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks
 from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.hooks import evaluating, residual_stream, token_norms
 
-BATCH_SIZE = 4  # default number of sequences, each with and without the replacement
+BATCH_SIZE = 4  # default number of sequences per forward pass, each with and without the replacement
 MIXING_PASSES = 4  # forward passes per sequence: original and replaced token, with the first key and without it
 
 
@@ -39,12 +39,13 @@ def measure_mixing(
         tokens_NT: token ids, without padding.
         position: position of the replaced token, 1-based.
         batch_size: sequences per forward pass, each with both tokens; by default `BATCH_SIZE`.
-        reached: called after every forward pass with the number of rows done (two per sequence), including those left
-            out; the total is `MIXING_PASSES` times N.
+        reached: called after every forward pass with the work done so far. A sequence counts MIXING_PASSES times;
+            sequences whose token cannot be replaced count as done.
 
     Raises:
         InputError: if the position is not within 2 .. T - 1, or all sequences have the same token there.
-        SinklabError: if the blocks of the model cannot be found or the first key cannot be hidden.
+        SinklabError: if the blocks of the model cannot be found, or the first key cannot be hidden (see
+            `masked_first_keys`).
     """
     check_perturbed(position, tokens_NT.shape[1])
     changed_NT = tokens_NT.clone()
@@ -56,7 +57,7 @@ def measure_mixing(
             "use another position, or more sequences"
         )
     pairs_N2T = torch.stack([tokens_NT[differs_N], changed_NT[differs_N]], 1)
-    done = MIXING_PASSES * (len(tokens_NT) - len(pairs_N2T))  # sequences left out: their token equals the next one's
+    done = MIXING_PASSES * (len(tokens_NT) - len(pairs_N2T))  # sequences that are left out count as done
     adapter, spreads = adapt(model), []
 
     def change(hidden_BTC: Tensor) -> Tensor:
@@ -88,6 +89,6 @@ def check_perturbed(position: int, length: int) -> None:
     """
     if not 2 <= position < length:
         raise InputError(
-            f"--perturb {position} on sequences of {length} tokens: use 2 to {length - 1}, after the first token, so "
-            "that it can be hidden, and before the last, so that the change can spread"
+            f"--perturb {position} on sequences of {length} tokens: use 2 to {length - 1}, because the first token is "
+            "hidden in one of the measurements, and a change of the last token cannot spread"
         )

@@ -9,10 +9,10 @@ layer. With equal queries and keys, q.k is the same for every pair, except for t
     3  alibi            as 2, with g(d) = -m d, so that the last key has the largest share
     4  rotary           A[t, j] <= e^(2 xi) / (e^(2 xi) + t - 1), xi = |q| |k| / sqrt(d)
 
-Proposition 4 holds because a rotated product lies in [-xi, xi]: the numerator is at most e^xi, and each of the t - 1
-other terms of the sum is at least e^-xi. With a sliding window, t is the number of keys in it. So no repeated token is
-a sink in these models, unless xi is large. Absolute positional embeddings, learned or not, make the hidden states
-differ: a sink is possible, and the check against 1 / t fails.
+Proposition 4 holds because the logit of a rotated query and key lies in [-xi, xi]: the numerator is at most e^xi, and
+each of the other t - 1 terms of the sum is at least e^-xi. Under a sliding window, t is the number of keys in it. So no
+repeated token is a sink in these models, unless xi is large. Absolute positional embeddings, learned or not, make the
+hidden states differ: a sink is possible, and the check against 1 / t fails.
 
 Rounding errors grow with depth: in bfloat16, hidden states of a real model that should be equal differ by 42 percent.
 A model is therefore checked in float32 if memory suffices (`in_float32`), and a deviation in lower precision is
@@ -52,8 +52,8 @@ class Matrices:
 
     Attributes:
         attention: attention matrix A (B, H, T, T) of every attention layer, without added keys or sink logits.
-        logit_bounds: upper bound of |logit| per layer (B, H): the largest |q_t| |k_j| times the scale; empty if queries
-            cannot be read.
+        logit_bounds: upper bound of |logit| per layer (B, H): the largest |q_t| |k_j| times the scale; empty if
+            attention calls cannot be intercepted.
         hidden: residual stream (B, T, C) after every block.
     """
 
@@ -65,8 +65,8 @@ class Matrices:
 def attention_matrices(model: LanguageModel, tokens_BT: Tensor) -> Matrices:
     """Compute whole attention matrices of short sequences (memory O(T^2)); the model is restored afterwards.
 
-    For a model whose attention calls are intercepted, the matrix is the attention output for identity values; other
-    models return their matrices.
+    If attention calls can be intercepted, the matrix of a layer is its attention output with the identity matrix as
+    values. Otherwise the model returns the matrices.
 
     Raises:
         SinklabError: if the blocks of the model cannot be found, or another thread intercepts the model.
@@ -108,8 +108,8 @@ def is_coarse(dtype: torch.dtype) -> bool:
 def in_float32(model: LanguageModel) -> Iterator[None]:
     """Convert weights and buffers of lower precision to float32 within the `with` block, then restore them.
 
-    The model is not converted if it is quantised, has offloaded weights, or the copies exceed half of the free memory;
-    the dtype of its hidden states then has less precision than float32.
+    The model is not converted if it is quantised or has offloaded weights, or if the copies would take more than half
+    of the free memory. Its hidden states then have less precision than float32.
     """
     tensors = (*model.parameters(), *model.buffers())
     coarse = [(tensor, tensor.data) for tensor in tensors if is_coarse(tensor.dtype)]
@@ -149,6 +149,7 @@ def check_propositions(model: LanguageModel, tokens: Sequence[int], length: int 
 
     Raises:
         InputError: if it is not known which proposition covers the model (`position_kind`).
+        SinklabError: see `attention_matrices`.
     """
     kind = position_kind(model)
     with in_float32(model):
@@ -227,7 +228,7 @@ def softmax_of_distances(terms_HT: Tensor) -> Tensor:
 
 
 def _distance_terms(model: LanguageModel, kind: PositionKind, heads: int, length: int) -> Tensor:
-    """Return the bias g for every head and distance (H, T); zero without a relative position bias."""
+    """Return the bias g for every head and distance (H, T); 0 if the model has no such bias."""
     distance_T = torch.arange(length)
     if kind == "alibi":
         ours = isinstance(model, Transformer)

@@ -17,16 +17,18 @@ from sinklab.measuring.surgery.propositions import LENGTH, check_propositions
 from sinklab.models.adapter import Adapter, LanguageModel
 from sinklab.models.hooks import Progress
 
-TOKENS = 8  # repeated tokens on which the propositions are checked
+TOKENS = 8  # maximum number of repeated tokens on which the propositions are checked
 
 
 @contextmanager
 def changed_positions(model: LanguageModel, study: Study, length: int) -> Iterator[list[str]]:
-    """Swap or replace the learned positional embeddings in the `with` block; yields one note per intervention.
+    """Swap or replace learned positional embeddings in the `with` block; yield the notes on these changes.
+
+    Args:
+        length: number of tokens of each sequence.
 
     Raises:
-        InputError: if `check_study` fails, or a position is to be changed in a model without learned positional
-            embeddings or beyond them.
+        InputError: see `check_study`, `swapped_positions` and `replaced_position`.
     """
     notes = []
     check_study(study, length)
@@ -45,8 +47,8 @@ def check_study(study: Study, length: int) -> None:
     """Check that the interventions are possible on sequences of `length` tokens.
 
     Raises:
-        InputError: if an ablation is unknown or needs longer sequences, a position is beyond the sequences, or two
-            positions are equal.
+        InputError: see `check_ablation`, `check_perturbed` and `check_pair`; also if the first position of a swap or
+            replacement is beyond the sequences.
     """
     for name in study.ablate:
         check_ablation(name, length)
@@ -56,7 +58,7 @@ def check_study(study: Study, length: int) -> None:
         if pair is not None:
             check_pair(*pair)
             if pair[0] > length:
-                raise InputError(f"{option} {pair[0]} {pair[1]}: the sequences have {length} tokens and no position I")
+                raise InputError(f"{option} {pair[0]} {pair[1]}: the sequences of {length} tokens have no position I")
 
 
 def measure_with_study(
@@ -70,11 +72,11 @@ def measure_with_study(
 ) -> Measurement:
     """Measure the model, and the effects of the interventions in `study`, on the given sequences.
 
-    For repeated tokens, the paper's propositions are checked.
+    For repeated tokens, the paper's propositions are checked; if this is not possible, a note gives the reason.
 
     Args:
         tokens_NT: token ids, without padding.
-        options: settings of the measurement; ablations are measured without lengths, details, maps, explored heads and
+        options: settings of the measurement. Ablations are measured without lengths, details, maps, explored heads and
             gradients.
         bos_tokens: number of special tokens at the start of each sequence.
         progress: called with (finished sequences, possibly fractional; total sequences) after every block and batch,
@@ -82,8 +84,9 @@ def measure_with_study(
 
     Raises:
         InputError: if tokens or options are invalid for the model (see `driver.measure`), an ablation or a position
-            does not exist in the model or the sequences, or ablations are requested without loss.
-        SinklabError: if the model cannot be measured, or an ablation is impossible in this model.
+            does not exist in the model or the sequences, or ablations are requested and there is no loss.
+        SinklabError: if the model cannot be measured (see `driver.measure`), or an ablation is impossible in this
+            model.
     """
     model = cast(LanguageModel, adapter.module)
     plain = {"lengths": (), "details": False, "maps": (), "explore": False, "gradients": False}
