@@ -262,7 +262,7 @@ def run(run: Run, tmp_path: Path) -> Run:
         (["--text", "text.jsonl", "--map", "0.1"], "expected LAYER.HEAD"),
         (["--text", "text.jsonl", "--swap-position", "0", "3"], "positions start at 1"),
         (["--text", "text.jsonl", "--swap-position", "3", "3"], "changes nothing"),
-        (["--text", "text.jsonl", "--replace-position", "65", "3"], "have 64 tokens"),
+        (["--text", "text.jsonl", "--replace-position", "65", "3"], "of 64 tokens have no position"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused_before_a_model_is_loaded(
@@ -294,7 +294,7 @@ def test_names_of_the_hub_pass() -> None:
 def test_a_comparison_looks_for_all_of_its_models_first(run: Callable[..., tuple[int, str, str]], folder: Path) -> None:
     status, out, err = run("compare", folder, "./none", "--inputs", "random", "--out", "out")
     assert (status, out) == (2, "")
-    assert "./none is not a directory" in err
+    assert "./none is neither a directory nor" in err
     assert not Path("out").exists()
 
 

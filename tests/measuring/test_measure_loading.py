@@ -28,7 +28,7 @@ def _edit(path: Path, **changes: object) -> None:
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nowhere is not a directory"):
+    with pytest.raises(InputError, match="nowhere is neither a directory nor"):
         load_pretrained(str(tmp_path / "nowhere"))
 
 

@@ -240,7 +240,7 @@ def test_impossible_starts_are_refused_in_a_sentence(checkpoint: Path, text: Pat
     )
     other = tiny_model(tmp_path / "gpt2")
     for changes, said in (
-        (["model.init_from=nowhere/at/all"], "nowhere/at/all is not a directory"),
+        (["model.init_from=nowhere/at/all"], "nowhere/at/all is neither a directory nor"),
         ([f"model.init_from={other}"], "is a gpt2: use a Llama, or a run directory of sinklab"),
         (
             [f"model.init_from={checkpoint}", "model.layers=3", "model.ffn_width=7"],

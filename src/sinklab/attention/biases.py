@@ -85,7 +85,9 @@ class _LearnedKey(BiasPart):
     adds_key: ClassVar[bool] = True
     shared: bool = Field(default=False, description="one bias for all heads instead of one per KV head")
     learnable_dims: int | None = Field(
-        default=None, ge=1, description="number d_a of learned key dimensions, the first ones; the others are zero; null: all learned"
+        default=None,
+        ge=1,
+        description="number d_a of learned key dimensions, the first ones; the others are zero; null: all learned",
     )
     start: float | None = Field(
         default=None,

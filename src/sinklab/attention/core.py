@@ -1,7 +1,7 @@
 """Attention core: computes the attention output from q, k and v with the operation, bias and mask of a recipe.
 
-Training and measuring use the same code. Every call is a `LayerCall`, which `models/intercept.py` can observe or change.
-The model computes projections and RoPE before it calls the core. The core applies relative position biases.
+Training and measuring use the same code. Every call is a `LayerCall`, which `models/intercept.py` can observe or
+change. The model computes projections and RoPE before it calls the core; the core applies relative position biases.
 """
 
 from collections.abc import Callable

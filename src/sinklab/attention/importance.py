@@ -1,11 +1,11 @@
 """Importance alpha of every key position, computed without storing the attention matrix.
 
 alpha_k is the mean over queries t = k .. T of the attention weight A_tk, including query k (2410.10781, section 3.2).
-It is a column mean of the attention matrix, accumulated over blocks of queries with all visible keys. For operations
-whose scores do not sum to one, the proxy scores |sim_ts| / sum_s |sim_ts| are used.
+It is a column mean of the attention matrix, accumulated over blocks of queries. For operations whose scores do not sum
+to one, it is computed from the proxy scores |sim_ts| / sum_s |sim_ts|.
 
-Under a mask other than the causal one, some queries t >= k may not see k and earlier queries may. `over_visible` is a
-second mean from the same sums, over the queries that may see k.
+Under a mask other than the causal one, some queries t >= k may not see key k, and some earlier queries may see it.
+`over_visible` computes a second mean from the same sums, over the queries that may see key k.
 """
 
 import functools
@@ -22,13 +22,13 @@ from sinklab.attention.masks import Mask, visible_queries
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """Sums of attention per key, over all queries or the counted ones (real tokens, not padding).
+    """Sums of attention per key over the counted queries: all queries, or those of real tokens in padded batches.
 
     Attributes:
-        keys_BHS: attention to each key k, summed over counted queries t >= k, float32 (float64 for float64 input).
-        bias_BH: attention to a bias key, a sink logit or the rest of stick-breaking, summed over the counted queries;
-            None if there is none of these.
-        earlier_BHS: attention to each key, summed over counted queries before the key; None under a causal mask.
+        keys_BHS: attention to each key k, summed over counted queries t >= k; float32 (float64 for float64 input).
+        bias_BH: attention to a bias key, to a sink logit or to the rest of stick-breaking, summed over all counted
+            queries; None if there are none of these.
+        earlier_BHS: attention to each key k, summed over counted queries t < k; None under a causal mask.
     """
 
     keys_BHS: Tensor
@@ -42,14 +42,15 @@ class ColumnSums:
 
 @dataclass(frozen=True)
 class Importance:
-    """Importance alpha of the positions, and of the bias or learned tokens.
+    """Importance alpha of the positions, and of a bias or learned tokens.
 
     Attributes:
         positions_BHT: alpha of the T real positions.
-        bias_BH: alpha of the bias key, sink logit, sink token or rest (stick-breaking), summed if the layer has several
-            of these or registers; None if it has none.
-        row_sums_BH: sum of the raw scores of a row, mean over real queries; None if every row sums to one.
-        seen_by_BGT: number of queries that may see each position, on the CPU; axes B and G may have size 1.
+        bias_BH: sum of the alphas of the bias key, sink logit, sink token, registers and rest (stick-breaking) that the
+            layer has; None if it has none.
+        row_sums_BH: mean of sum_s A_ts over the real queries t; None if the operation's rows sum to one.
+        seen_by_BGT: number of queries that may see each position, on the CPU. B and G are the batch and head axes of
+            the mask, which may have size 1.
         visible_BHT: mean attention over the queries that may see each position; None if equal to `positions_BHT`.
         registers_BHN: alpha of each of N registers; None for fewer than 2 registers.
     """
@@ -68,9 +69,10 @@ class Rows:
 
     Attributes:
         block: index ranges of the queries and keys.
-        weights_BHQS: attention weights, or proxy scores if the scores of a row do not sum to one; float32 (float64 for
-            float64 input), 0 at masked keys.
-        bias_BHQ: attention to a bias key, a sink logit or the rest of stick-breaking; None if there is none of these.
+        weights_BHQS: attention weights, or proxy scores if the scores of a row do not sum to one; 0 at masked keys;
+            float32 (float64 for float64 input).
+        bias_BHQ: attention to a bias key, to a sink logit or to the rest of stick-breaking; None if there are none of
+            these.
     """
 
     block: bl.Block
@@ -82,14 +84,16 @@ class Rows:
 def score_rows(
     matrix: bl.ScoreMatrix, bias_logits_BHT: Tensor | None = None, block: int | None = None
 ) -> Iterator[Rows]:
-    """Compute the rows of the attention matrix, similarities exp(logit) divided by their sum, in blocks of queries.
+    """Yield the rows of the attention matrix in blocks of queries: exp(logit) divided by the row sum.
 
     Args:
-        bias_logits_BHT: logit of an added bias or sink, included in the normalisation (broadcastable).
-        block: queries per block; by default as in `ScoreMatrix.blocks`.
+        matrix: queries, keys, mask and score function.
+        bias_logits_BHT: logit of a bias key or sink logit, which is included in the row sum, broadcastable to
+            (B, H, T); None without one.
+        block: number of queries per block; by default as in `ScoreMatrix.blocks`.
 
     Raises:
-        ValueError: if the shapes do not match.
+        ValueError: if the shapes of queries and keys do not match.
     """
     q_BHTD, score = matrix.q_BHTD, matrix.score
     bl.check_shapes(q_BHTD, matrix.k_BGSD)
@@ -111,14 +115,14 @@ def score_rows(
 def sum_rows(
     rows: Iterable[Rows], q_BHTD: Tensor, keys: int, mask: Mask, counted_BT: Tensor | None = None
 ) -> ColumnSums:
-    """Sum attention rows over the counted queries into column sums.
+    """Sum attention rows over the counted queries.
 
     Args:
-        rows: blocks of rows; may be changed in place.
-        q_BHTD: queries of the rows, the last T of `keys` positions.
+        rows: blocks of rows; their weights may be changed in place.
+        q_BHTD: queries of the rows, at the last T of `keys` positions.
         keys: number of keys S.
         mask: mask of visible keys.
-        counted_BT: bool, queries to include; None includes all.
+        counted_BT: bool, queries to count; None counts all.
     """
     B, H, T, _ = q_BHTD.shape
     keys_BHS = q_BHTD.new_zeros(B, H, keys, dtype=bl.accumulate_dtype(q_BHTD.dtype))
@@ -145,7 +149,7 @@ def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
 
     Args:
         keys_BHT: column sums of the attention matrix, aligned so that index 0 is the first counted position.
-        queries_B: number of queries n of each sequence; alpha is 0 at later positions.
+        queries_B: number of queries n of each sequence; alpha is 0 at positions after the n-th.
 
     Returns:
         alpha_BHT in [0, 1], in the dtype of the sums.
@@ -162,17 +166,23 @@ def unpadded_importance(sums_BHS: Tensor, length: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return `visible_queries` twice, on the device and on the CPU; cached to synchronise only once per mask."""
+    """Return the number of queries that may see each position, on the device and on the CPU.
+
+    The result is cached, so that the device is synchronised only once per mask.
+    """
     counts_BGS = visible_queries(mask, positions, positions, device)
     return counts_BGS, counts_BGS.cpu()
 
 
 def over_visible(sums_BHT: Tensor, seen_by_BGT: Tensor, later: Tensor) -> Tensor | None:
-    """Compute mean attention over the queries that may see each key k; None if these queries are all t >= k.
+    """Compute the mean attention to each key k over the queries that may see it.
+
+    Returns None if every key k is seen by as many queries as there are queries t >= k, as under a causal mask.
 
     Args:
-        sums_BHT: attention summed over all queries that may see the key.
-        seen_by_BGT: number of queries that may see the key; axes B and G may have size 1; if 0, the mean is 0.
+        sums_BHT: attention to each key, summed over all queries that may see it.
+        seen_by_BGT: number of queries that may see each key; axes B and G may have size 1. For a number of 0, the mean
+            is 0.
         later: number of queries t >= k, broadcastable to `seen_by_BGT`.
     """
     if bool((seen_by_BGT == later).all()):

@@ -28,7 +28,8 @@ class LibraryKernel(NamedTuple):
     """Function that computes an unedited attention call of a Hugging Face model.
 
     Attributes:
-        name: "sdpa" for the kernel in transformers; "chunked" for sinklab's backend, under a softcap or sink logits.
+        name: "sdpa" for the SDPA attention of transformers; "chunked" for sinklab's backend, which is used for models
+            with a softcap or sink logits.
         output: function that computes the attention output, (B, H, T, V).
     """
 
@@ -45,10 +46,10 @@ class LayerCall:
         call: queries, keys, mask, biases and score functions.
         value_BGSV: values.
         leading: number of learned tokens before the sequence.
-        padding_B: number of padding positions of each row, before the leading tokens; None means none.
-        index: index of the layer among the attention layers, 1-based; 0 outside of `intercept`.
+        padding_B: number of padding positions of each row, before the leading tokens; None without padding.
+        index: 1-based index of the layer among the attention layers; 0 outside `intercept`.
         shift_rope: function that shifts RoPE positions; None without RoPE.
-        library: function that computes the call; None if the call was edited, and in sinklab models.
+        library: function of a Hugging Face model that computes the call; None for edited calls and sinklab models.
     """
 
     operation: Operation
@@ -67,7 +68,7 @@ class LayerCall:
 
     @property
     def prefers_one_pass(self) -> bool:
-        """True if output and column sums are cheaper in one pass: unedited Hugging Face call, no CUDA, no gradients."""
+        """True if `attend_and_sum` is faster: for unedited calls of Hugging Face models, not on CUDA, no gradients."""
         return self.library is not None and not torch.is_grad_enabled() and not self.call.q_BHTD.is_cuda
 
     def output(self) -> Tensor:
@@ -78,7 +79,7 @@ class LayerCall:
         return out
 
     def changed(self, **call: Any) -> "LayerCall":
-        """Return a copy with the given fields of `call` replaced, and without `library`, which ignores them."""
+        """Return a copy with these fields of `call` replaced and `library` None, as it computes the unedited call."""
         return replace(self, call=replace(self.call, **call), library=None)
 
     def masked(self, mask: Mask) -> "LayerCall":
@@ -86,18 +87,18 @@ class LayerCall:
         return self.changed(mask=masks.both(self.call.mask, mask))
 
     def exact(self) -> "LayerCall":
-        """Return a copy with q, k and v detached and in float32 (float64 for float64), and without `library`."""
+        """Return a copy with q, k and v detached and in float32 (float64 for float64), and `library` None."""
         q, k, v = (
             x.detach().to(accumulate_dtype(x.dtype)) for x in (self.call.q_BHTD, self.call.k_BGTD, self.value_BGSV)
         )
         return replace(self, call=replace(self.call, q_BHTD=q, k_BGTD=k), value_BGSV=v, library=None)
 
     def cut(self, positions: int) -> "LayerCall":
-        """Return the call of the sequences truncated to `positions`; the kept queries must not see removed keys."""
+        """Return the call for the first `positions` positions; requires T = S and queries that see no removed key."""
         return replace(self, call=self.call.cut(positions), value_BGSV=self.value_BGSV[:, :, :positions])
 
     def rows(self) -> Iterator[Rows]:
-        """Compute attention rows, including leading tokens, in blocks of queries (`Operation.rows`)."""
+        """Yield attention rows, including those of leading tokens, in blocks of queries (`OperationPart.rows`)."""
         return self.operation.rows(self.call)
 
     def visible_queries(self, counted_BT: Tensor | None = None) -> Tensor:
@@ -114,9 +115,9 @@ class LayerCall:
     def importance(self) -> Importance:
         """Compute alpha_k of every real position and of the bias, sink token or registers (2410.10781, section 3.2).
 
-        Requires whole sequences without padding, T = S. If the operation's scores do not sum to one, alpha is that of
-        the proxy scores, and the mean raw row sum is reported too. A leading token is treated as a bias: its alpha is
-        the mean over all real queries, added to that of a bias key or of the rest (stick-breaking).
+        Requires sequences without padding and T = S. If the operation's scores do not sum to one, alpha is computed
+        from the proxy scores, and the mean row sum is returned too. A leading token counts as a bias: its alpha is the
+        mean over all real queries, and is added to that of a bias key or of the rest (stick-breaking).
         """
         sums, n = self.column_sums(), self.leading
         if n:  # without the rows of leading tokens
@@ -138,15 +139,15 @@ class LayerCall:
         return Importance(alpha_BHT, bias_BH, row_sums_BH, seen_by_BGT, visible_BHT, several)
 
     def scores(self) -> tuple[Tensor, Tensor | None]:
-        """Compute the attention matrix A_BHTS, and the attention to a bias key or sink logit, (B, H, T), or None.
+        """Compute the attention matrix A_BHTS, and the attention to a bias key or sink logit, (B, H, T); None without.
 
         Raises:
             InputError: for kernel, differential and stick-breaking attention.
         """
         if not isinstance(self.operation, LogSimilarity):
             raise InputError(
-                f"the attention weights of {self.operation.kind!r} attention cannot be edited: only softmax and other "
-                "non-negative functions of q.k can, not kernel, differential or stick-breaking attention"
+                f"the attention weights of {self.operation.kind!r} attention cannot be edited: this needs softmax or another "
+                "non-negative function of q.k, not kernel, differential or stick-breaking attention"
             )
         parts = list(self.rows())
         first = parts[0].weights_BHQS

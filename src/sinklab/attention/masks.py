@@ -1,8 +1,8 @@
 """Attention masks, as functions like FlexAttention's `mask_mod`, and counts of keys per query and of queries per key.
 
 Positions are absolute key positions, 0-based: with S keys and T queries, query t is at position S - T + t. In addition
-to the mask function (`allowed`), a mask provides for a block of queries the range of keys that some of them may see
-(`key_range`; other keys are skipped) and a range that all of them see (`full_range`; no masking needed).
+to the mask function (`allowed`), a mask has two ranges of keys for a block of queries. Keys outside `key_range` are seen
+by no query of the block, and are skipped. Keys in `full_range` are seen by all its queries, and need no masking.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinklab.attention.scores import broadcast_index
 
-COUNTED_ROWS = 128  # query rows of the mask that are counted at a time
+COUNTED_ROWS = 128  # rows (queries) of the mask that are computed at a time for the counts
 
 
 class Mask(ABC):
@@ -31,7 +31,7 @@ class Mask(ABC):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Sizes of the mask's batch and head axes; 1 if all sequences, or all heads, share one mask."""
+        """Sizes of the mask's batch and head axes. A size is 1 if all sequences, or all heads, share one mask."""
         return 1, 1
 
     @property
@@ -41,23 +41,23 @@ class Mask(ABC):
 
     @property
     def running_sum(self) -> tuple[int, int] | None:
-        """Numbers (leading, shared) with which linear attention can use running sums over keys; None if it cannot.
+        """Numbers (leading, shared) that describe the mask for running sums in linear attention; None for other masks.
 
-        Queries before position `leading` see only earlier keys and their own; later ones also see all keys before
+        Every query sees its own key and all earlier keys. Queries from position `leading` on also see all keys before
         position `shared`, which is 0 for a causal mask.
         """
         return None
 
     @abstractmethod
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return True where query position `q` sees key position `k` in batch row `b`, head `h` (broadcast)."""
+        """Return True where query position `q` sees key position `k` in batch row `b` and head `h`, with broadcasting."""
 
     def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        """Return a half-open range containing all keys that some query at positions [first, end) sees."""
+        """Return a half-open range that contains all keys seen by any query at positions [first, end)."""
         return 0, (min(end, keys) if self.causal else keys)
 
     def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        """Return a half-open range of keys that every query at positions [first, end) sees; may be empty."""
+        """Return a half-open range of keys that every query at positions [first, end) sees; it may be empty."""
         return 0, 0
 
     def block(self, first: int, end: int, low: int, high: int, device: torch.device) -> Tensor:
@@ -79,7 +79,7 @@ class Mask(ABC):
 
 
 def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | None = None) -> Tensor:
-    """Count the keys that each query sees: (B or 1, T), for the first head, in blocks of rows.
+    """Count the keys that each query sees in the first head: (B or 1, T).
 
     Args:
         queries: number of queries T, at the last T of `keys` positions.
@@ -95,12 +95,12 @@ def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | Non
 def visible_queries(
     mask: Mask, queries: int, keys: int, device: torch.device, counted_BT: Tensor | None = None
 ) -> Tensor:
-    """Count the queries that may see each key: (B or 1, H or 1, S), in blocks of rows.
+    """Count the queries that may see each key: (B or 1, H or 1, S).
 
     Args:
         queries: number of queries T, at the last T of `keys` positions.
         keys: number of keys S.
-        counted_BT: bool, queries to include (excluding padding); None includes all.
+        counted_BT: bool, queries to count (real tokens); None counts all.
     """
     if mask.plain and counted_BT is None:
         return torch.arange(keys, 0, -1, device=device).clamp(max=queries).view(1, 1, -1)
@@ -202,7 +202,10 @@ class WrappedMask(Mask):
 
 @dataclass(frozen=True)
 class Leading(WrappedMask):
-    """Mask with `count` learned leading tokens, visible to all queries; these tokens see only each other, causally."""
+    """Mask of a sequence with mask `rest` after `count` learned leading tokens.
+
+    Every query of the sequence sees all leading tokens. Leading tokens see only each other, causally.
+    """
 
     count: int = 1
 
@@ -228,7 +231,7 @@ class Leading(WrappedMask):
 
 @dataclass(frozen=True)
 class HiddenFirst(WrappedMask):
-    """Mask that hides the first `count` keys from all later queries; the first `count` queries are unchanged."""
+    """Mask that hides the first `count` keys from the queries after them; the first `count` queries are unchanged."""
 
     count: int = 1
 
@@ -249,7 +252,8 @@ class HiddenFirst(WrappedMask):
 class Padded(WrappedMask):
     """Mask with left padding; the number of padding positions may differ between rows.
 
-    Padding is hidden from all queries; queries at padding see only themselves, so that no row is empty.
+    No real query sees padding. A padding query sees only its own key, so that every query sees a key. `rest` is the mask
+    of the sequence without its padding.
 
     Args:
         padding_B: number of padding positions at the start of each row.
@@ -306,10 +310,11 @@ class Document(Mask):
 
 @dataclass(frozen=True)
 class Dense(Mask):
-    """Explicit boolean mask; rows may be empty, for example at padding.
+    """Explicit boolean mask, under which a query may see no key, for example at padding.
 
     Args:
-        allowed_BHTS: bool, True = attend; axes B and H may have size 1. T queries at the last T key positions.
+        allowed_BHTS: bool, True where a query sees a key; axes B and H may have size 1. The T queries are at the last T
+            key positions.
         later: True if some query may see a later key.
     """
 
@@ -387,7 +392,7 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def both(one: Mask, other: Mask) -> Mask:
-    """Return the intersection of two masks: `other` itself if `one` is the plain causal mask and `other` is causal."""
+    """Return the intersection of two masks; `other` itself if it is causal and `one` is the plain causal mask."""
     return other if one.plain and other.causal else Both(one, other)
 
 

@@ -1,9 +1,9 @@
 """Attention output and column sums in one pass over blocks of scores.
 
-PyTorch's fused kernels do not return the attention weights, so computing the sums separately repeats q.k and exp. Here
-the scores of a block of queries, small enough for the CPU cache, are normalised in place and used for both output and
-column sums. benchmarks/measure.py compares the cost with the fused kernel alone. Rejected alternatives: another exp
-with the kernel's `lse`, and a matrix product with ones for the sums, as neither was faster on the tested machine.
+PyTorch's fused kernels do not return the attention weights, so a separate computation of the sums repeats q.k and exp.
+Here the scores of a block of queries, which fits in the CPU cache, are normalised in place and used for both output and
+column sums. benchmarks/measure.py compares the cost with the fused kernel alone. Rejected alternatives: a second exp
+with the kernel's `lse`, and a matrix product with ones for the sums. Neither was faster on the tested machine.
 
 B batch, H query heads, G KV heads, T queries, S keys, D key dimension, V value dimension; no gradients.
 """
@@ -19,7 +19,7 @@ from sinklab.attention.importance import ColumnSums
 from sinklab.attention.operations.call import Call
 
 BLOCK_SCORES = 2**21  # scores per block: 8 MB in float32
-MOST_SCORES = 2**24  # maximum, with many threads or many query heads per KV head: 64 MB
+MOST_SCORES = 2**24  # upper limit of scores per block with many threads or query heads per KV head: 64 MB
 BLOCK_QUERIES = 128
 
 
@@ -31,12 +31,12 @@ def attend_and_sum(
 
     Args:
         call: softmax call without a bias key; a sink logit is supported.
-        counted_BT: bool, queries to include in the sums (excluding padding); None includes all.
-        ends: increasing lengths to which the sequence is truncated, at most T.
+        counted_BT: bool, queries to count in the sums (real tokens); None counts all.
+        ends: E increasing lengths, at most T, of truncated sequences whose column sums are returned.
 
     Returns:
-        The output (B, H, T, V); the column sums over all counted queries; and the column sums (B, H, E, S) over the
-        counted queries t >= k before each of the E `ends`, which are those of the truncated sequences.
+        The output (B, H, T, V); the column sums over all counted queries; and for every length in `ends` the sum over
+        its counted queries t >= k, which is the column sum of the truncated sequence, (B, H, E, S).
 
     Raises:
         ValueError: if the shapes of queries and keys do not match.
@@ -50,14 +50,14 @@ def attend_and_sum(
     bias_BH = None if call.logit_H is None else q_BHTD.new_zeros(B, H, dtype=dtype)
     earlier_BHS = None if mask.causal else q_BHTD.new_zeros(B, H, S, dtype=dtype)
     uniform = mask.plain and score is None and bias_BH is None and counted_BT is None
-    rows = 1 if uniform else B  # sequences with equal masks are computed as one sequence with B times the heads
+    rows = 1 if uniform else B  # sequences with one mask are computed as one sequence with B times the heads
     turned_BGDS = k_BGSD.mT.contiguous()  # transposed once instead of in every product
     scaled_BHTD = q_BHTD * call.matrix().factor
     q, k, v = (x.to(dtype).reshape(rows, -1, *x.shape[2:]) for x in (scaled_BHTD, turned_BGDS, v_BGSV))
     out, sums = out_BHTV.view(rows, -1, T, V), segments_BHES.view(rows, -1, len(ends) + 1, S)
     repeats = H // G
     queries = max(1, min(T, BLOCK_QUERIES, MOST_SCORES // (repeats * S)))
-    each = repeats * queries * S  # scores of one KV head; at least one head per thread, if the buffer stays small
+    each = repeats * queries * S  # scores of one KV head; a block has a head per thread if MOST_SCORES allows it
     most = max(1, min(max(torch.get_num_threads(), BLOCK_SCORES // each), MOST_SCORES // each, k.shape[1]))
     buffer = q.new_empty(most * each)
     segments = enumerate(itertools.pairwise((0, *ends, T)))
@@ -89,7 +89,10 @@ def attend_and_sum(
 
 
 def _normalise(z_HQS: Tensor, call: Call, b: int, heads: slice, block: bl.Block) -> tuple[Tensor, Tensor | None]:
-    """Return the softmax of a block's scores, and each row's total attention to keys; None without a sink logit."""
+    """Return the softmax of a block's scores, which may overwrite them, and each row's total attention to keys.
+
+    The total is None without a sink logit, because it is then 1.
+    """
     score, mask, device = call.score(), call.mask.of(b, heads), z_HQS.device
     first, end = block.start + call.first, block.stop + call.first
     if score is not None:

@@ -1,10 +1,10 @@
 """The attention primitive attend(matrix, v) -> (out, lse), and its backends.
 
-Operations with an elementwise similarity are computed from the normalised output `out` and the log-normaliser `lse`
+Operations with an elementwise similarity are computed from the output `out` and the log-normaliser `lse`
 (operations/base.py).
 
-Backends: `eager` (explicit matrices, the simplest); `sdpa`, PyTorch's fused kernel, for plain softmax;
-`chunked`, blocks of queries on any device; `flex`, FlexAttention on CUDA. `auto` selects a backend for each call.
+Backends: `eager`, explicit matrices; `sdpa`, PyTorch's fused kernel, for plain softmax; `chunked`, blocks of queries on
+any device; `flex`, FlexAttention on CUDA. `auto` selects a backend for each call.
 """
 
 import math
@@ -24,7 +24,7 @@ Backend = Literal["auto", "eager", "sdpa", "chunked", "flex"]
 
 
 def attend(matrix: ScoreMatrix, v_BGSV: Tensor, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
-    """Compute the attention output and log-normaliser of every query, without the T x S matrix (except `eager`).
+    """Compute the attention output and log-normaliser of every query. Only `eager` stores the T x S score matrix.
 
     out_t = sum_s exp(l_ts) v_s / Z_t,  lse_t = log Z_t,  Z_t = sum_s exp(l_ts),  l_ts = score(q_t.k_s * scale).
 
@@ -32,12 +32,11 @@ def attend(matrix: ScoreMatrix, v_BGSV: Tensor, backend: Backend = "auto") -> tu
         matrix: queries, keys, score function and mask. H must be a multiple of G (grouped-query attention); keys are
             not repeated in memory.
         v_BGSV: values; V may differ from D.
-        backend: backend to use; `auto` is `flex` on a GPU if it supports the call, else `chunked`, which supports every
-            call (see also `attend_output`).
+        backend: backend to use. `auto` is `flex` if `flex_serves` the call, else `chunked`, which supports every call.
 
     Returns:
-        out_BHTV in the dtype of the values; lse_BHT in nats, float32 (float64 for float64). A query without visible
-        keys has out 0 and lse -inf.
+        out_BHTV in the dtype of the values; lse_BHT in nats, float32 (float64 for float64). A query that sees no key
+        has out 0 and lse -inf.
 
     Raises:
         ValueError: if the shapes do not match or the backend does not support the call.
@@ -55,10 +54,13 @@ def attend(matrix: ScoreMatrix, v_BGSV: Tensor, backend: Backend = "auto") -> tu
 
 
 def attend_output(matrix: ScoreMatrix, v_BGSV: Tensor, backend: Backend = "auto") -> Tensor:
-    """Compute only the output of `attend`, so that `auto` may use PyTorch's fused kernel.
+    """Compute the output of `attend` without lse, for which `auto` may use PyTorch's fused kernel.
 
     `auto` uses the fused kernel for plain causal softmax with T = S, except for short sequences in bfloat16 on a CPU,
-    where the kernel is slower. Errors are those of `attend`.
+    where the kernel is slower. In other cases it selects a backend as `attend` does.
+
+    Raises:
+        ValueError: see `attend`.
     """
     q_BHTD = matrix.q_BHTD
     large = q_BHTD.is_cuda or q_BHTD.dtype != torch.bfloat16 or q_BHTD.shape[2] > FUSED_FROM
@@ -72,7 +74,11 @@ FUSED_FROM = 128  # up to this length the fused CPU kernel is slower in bfloat16
 
 
 def log_normaliser(matrix: ScoreMatrix, backend: Backend = "auto") -> Tensor:
-    """Compute only lse_BHT of `attend`, with values of width zero; `chunked` replaces `sdpa`, which gives no lse."""
+    """Compute lse_BHT of `attend` without the output. `chunked` replaces `sdpa`, which does not return lse.
+
+    Raises:
+        ValueError: see `attend`.
+    """
     return attend(matrix, matrix.k_BGSD[..., :0], "chunked" if backend == "sdpa" else backend)[1]
 
 
@@ -115,7 +121,11 @@ def eager_logits(q_BHTD: Tensor, k_BGSD: Tensor, score: Score | None, mask: Mask
 def eager_attend(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute out = sum_s exp(logit_ts) v_s / Z_t and lse = log Z_t, Z_t = sum_s exp(logit_ts); empty rows: 0, -inf."""
+    """Compute (out_BHTV, lse_BHT) of `attend` with explicit matrices.
+
+    out_t = sum_s exp(logit_ts) v_s / Z_t,  lse_t = log Z_t,  Z_t = sum_s exp(logit_ts). A query that sees no key has
+    out 0 and lse -inf.
+    """
     logits_BHTS = eager_logits(q_BHTD, k_BGSD, score, mask, scale)
     v_BHSV = v_BGSV.repeat_interleave(q_BHTD.shape[1] // v_BGSV.shape[1], dim=1)
     peak = logits_BHTS.detach().amax(-1, keepdim=True)

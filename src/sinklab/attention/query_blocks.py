@@ -1,4 +1,4 @@
-"""Blocks of queries, to compute with a T x S score matrix without storing it.
+"""Blocks of queries, with which the T x S score matrix is computed without being stored as a whole.
 
 B batch, H query heads, G KV heads (H a multiple of G), R = H / G, T queries, S keys, D key and V value dimension.
 """
@@ -15,8 +15,8 @@ from sinklab.attention.scores import Score
 
 BLOCK_ELEMENTS = 2**18  # scores held at a time: 1 MB in float32, which stays in a core's cache
 BLOCK_ELEMENTS_CUDA = 2**24  # scores held at a time on CUDA: 64 MB, for fewer and larger kernels
-SMALLEST_BLOCK = 32
-CHUNK = 64  # positions per chunk of linear attention, within which scores are explicit
+SMALLEST_BLOCK = 32  # queries
+CHUNK = 64  # positions per chunk of linear attention; scores within a chunk are computed explicitly
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def check_shapes(q_BHTD: Tensor, k_BGSD: Tensor) -> None:
 
 
 def grouped_product(a_BHTD: Tensor, b_BGDS: Tensor) -> Tensor:
-    """Multiply (B, H, T, D) x (B, G, D, S) -> (B, H, T, S); each of G matrices is shared by H / G heads."""
+    """Multiply (B, H, T, D) x (B, G, D, S) -> (B, H, T, S); H / G successive heads share each of the G matrices."""
     B, H, T, D = a_BHTD.shape
     G, S = b_BGDS.shape[1], b_BGDS.shape[3]
     if H == G:
@@ -64,7 +64,7 @@ def grouped_product(a_BHTD: Tensor, b_BGDS: Tensor) -> Tensor:
 
 
 def grouped_transpose_product(a_BHTS: Tensor, b_BHTD: Tensor, groups: int) -> Tensor:
-    """Sum a[t, s] b[t, d] over t and over the H / G heads of each of G groups: (B, G, S, D)."""
+    """Sum a[t, s] b[t, d] over t and over the H / G heads of each group: (B, G, S, D)."""
     B, H, T, S = a_BHTS.shape
     if groups != H:
         a_BHTS = a_BHTS.reshape(B, groups, H // groups * T, S)
@@ -94,9 +94,9 @@ def indices(z_BHTS: Tensor, block: Block, offset: int) -> tuple[Tensor, Tensor, 
 
 
 def floored_exp_(exponents: Tensor) -> Tensor:
-    """Compute exponentials in place, clamped to the smallest normal number, because subnormals are 10x slower on CPUs.
+    """Compute exponentials in place; results are at least the smallest normal number.
 
-    No result is exactly zero, so masked entries must be masked again.
+    Subnormal numbers are 10x slower on CPUs. No result is exactly zero, so masked entries must be masked again.
     """
     return exponents.clamp_(min=math.log(torch.finfo(exponents.dtype).tiny) + 0.1).exp_()
 
@@ -123,7 +123,7 @@ def mask_block_(
 
 @dataclass(frozen=True, eq=False)  # Dynamo hashes the object before its fields are set
 class ScoreMatrix:
-    """Scores of T queries, the last of S positions, with S keys; computed in blocks of queries.
+    """Scores of T queries with S keys, computed in blocks of queries. The queries are at the last T of the S positions.
 
     Attributes:
         score: score function applied to q.k * scale; None is the identity.
@@ -150,8 +150,8 @@ class ScoreMatrix:
         """Yield the blocks of queries in order, each with the keys that any of its queries may see.
 
         Args:
-            size: queries per block; by default as many as BLOCK_ELEMENTS scores of all sequences and heads allow (on
-                CUDA BLOCK_ELEMENTS_CUDA), at least SMALLEST_BLOCK.
+            size: number of queries per block. The default is the largest number with at most BLOCK_ELEMENTS scores per
+                block (BLOCK_ELEMENTS_CUDA on CUDA) over all sequences and heads, but at least SMALLEST_BLOCK.
         """
         (B, H, T, _), S = self.q_BHTD.shape, self.k_BGSD.shape[2]
         elements = BLOCK_ELEMENTS_CUDA if self.q_BHTD.is_cuda else BLOCK_ELEMENTS
@@ -167,7 +167,7 @@ class ScoreMatrix:
         return z.mul_(self.factor) if not z.requires_grad else z * self.factor
 
     def scored(self, z_BHTS: Tensor, block: Block) -> Tensor:
-        """Apply the score function to a block's raw scores; returns unmasked logits."""
+        """Apply the score function to a block's raw scores; the returned logits are not masked."""
         return z_BHTS if self.score is None else self.score(z_BHTS, *indices(z_BHTS, block, self.offset))
 
     def logits(self, block: Block) -> Tensor:

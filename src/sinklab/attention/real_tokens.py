@@ -1,4 +1,4 @@
-"""Real tokens of padded batches: position 1 is the first real token of each sequence; padding is excluded."""
+"""Real tokens of padded batches. Position 1 is the first real token of each sequence."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,10 @@ class RealTokens:
     Attributes:
         mask_BT: bool, True at real tokens; they are contiguous in every row.
         count_B: number of real tokens of each row.
-        index_BR: column in the padded batch of each of the R = max(count_B) aligned positions.
+        index_BR: column in the padded batch of each of the R = max(count_B) aligned positions; arbitrary where
+            `valid_BR` is False.
         valid_BR: bool, False past the last real token of a row.
-        padded: whether any position is padding.
+        padded: True if any position is padding.
     """
 
     mask_BT: Tensor
@@ -27,7 +28,7 @@ class RealTokens:
     padded: bool
 
     def to(self, device: torch.device) -> "RealTokens":
-        """Return a copy with all tensors on another device, without synchronisation."""
+        """Return a copy with all tensors on this device, made without synchronisation; self if they are there."""
         if self.mask_BT.device == device:
             return self
         return _aligned(self.mask_BT.to(device, non_blocking=True), self.index_BR.shape[1], self.padded)
@@ -47,8 +48,8 @@ def real_tokens(mask_BT: Tensor) -> RealTokens:
     """Build `RealTokens` from a padding mask (non-zero = real token) with padding on the left, the right or both.
 
     Raises:
-        InputError: if the mask is not of shape (sequences, positions), or a row has no real token, or padding between
-            its tokens.
+        InputError: if the mask does not have the shape (sequences, positions), or if a row has no real token or has
+            padding between its tokens.
     """
     if mask_BT.ndim != 2:
         raise InputError(

@@ -1,14 +1,14 @@
 """Score functions, applied to a raw score z = q.k * scale before the exponential, like FlexAttention's `score_mod`.
 
-A score function maps (z, batch, head, query position, key position, *tensors) to a logit. Every backend uses the
-same function: indices are broadcastable tensors (blocks) or scalars (FlexAttention). Tensors are passed explicitly so
-that the chunked backend can differentiate them.
+A score function maps (z, batch, head, query position, key position, *tensors) to a logit. Every backend uses the same
+function. Its indices are broadcastable tensors in a block of scores, and scalars in FlexAttention. Tensors are passed
+explicitly, so that the chunked backend can differentiate with respect to them.
 
 An operation with a non-negative similarity sim(z) uses the score z -> log sim(z), so that `lse` is the log of the row
-sum of sim. Such a score also stores sim(z), which avoids the logarithm (slow on a CPU, slowest at zero) while numbers
-are in range.
+sum of sim. Such a score also contains the function sim(z). It is used instead while row sums are in range, because a
+logarithm is slow on a CPU, especially at zero.
 
-FlexAttention accumulates the gradient of a captured tensor atomically, score by score, and supports one read per
+FlexAttention adds up the gradient of a captured tensor atomically, once per score, and supports only one use of each
 tensor. A score may therefore have a second form for FlexAttention (`Apart`), without the terms common to a row.
 """
 
@@ -22,13 +22,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)  # Dynamo hashes the object before its fields are set
 class Score:
-    """A score function and the tensors it reads.
+    """A score function and the tensors that it uses.
 
     Attributes:
         function: (z, b, h, q, k, *tensors) -> logit, elementwise and broadcasting.
         tensors: further arguments of `function`; may require gradients.
-        similarity: function that computes exp of the logit directly; None if there is no better way than exp.
-        vanishes: True if similarities can be exactly zero, not only by underflow.
+        similarity: function that computes exp(logit) directly; None if exp(function(z)) is used.
+        vanishes: True if exp(logit) can be exactly zero without underflow.
         deep: True if most logits of a row may be so far below the maximum that their attention weights underflow.
         apart: form of this score for FlexAttention; None if FlexAttention uses `function` itself.
     """
@@ -68,12 +68,12 @@ class Score:
 
 @dataclass(frozen=True)
 class Apart:
-    """A score function without the terms common to a row: logit = score(factor z) + term.
+    """A score function, split into the terms common to a row and the rest: logit = score(factor z) + term.
 
     Attributes:
-        score: remaining score function, which reads each tensor with gradients at most once; None is the identity.
-        factor_BHT: factor of the raw scores of each query, applied to the query; None is 1.
-        term_BHS: term added to the log-normaliser of the query at each position; None is 0.
+        score: remaining score function, which uses each tensor with gradients at most once; None is the identity.
+        factor_BHT: factor of the raw scores of each query, by which the query is multiplied; None is 1.
+        term_BHS: term of the query at each position, which is added to its log-normaliser; None is 0.
     """
 
     score: Score | None
@@ -85,7 +85,7 @@ class Apart:
         return q_BHTD if self.factor_BHT is None else (q_BHTD * self.factor_BHT[..., None]).to(q_BHTD.dtype)
 
     def normaliser(self, lse_BHT: Tensor) -> Tensor:
-        """Return the log-normaliser of the full logits, given the log-normaliser `lse_BHT` of the logits of `score`."""
+        """Return the log-normaliser of the full logits, given that of the logits of `score`, `lse_BHT`."""
         return lse_BHT if self.term_BHS is None else lse_BHT + self.term_BHS[..., -lse_BHT.shape[-1] :]
 
 
@@ -104,7 +104,7 @@ def _both_apart(first: Score, after: Score) -> Apart | None:
 
 
 def broadcast_index(index: Tensor, length: int) -> Tensor:
-    """Return the index along an axis of `length` entries; 0 if the axis has size 1."""
+    """Return the index along an axis of `length` entries, or zeros if the axis has size 1 and is broadcast."""
     return torch.zeros_like(index) if length == 1 else index
 
 
@@ -117,16 +117,16 @@ def compose(*scores: Score | None) -> Score | None:
 
 
 def softcap(limit: float) -> Score:
-    """Score limit * tanh(z / limit), the softcap of Gemma 2; `limit` is in nats."""
+    """Return the score function limit * tanh(z / limit), the softcap of Gemma 2; `limit` is in nats."""
     return Score(lambda z, b, h, q, k: limit * torch.tanh(z / limit))
 
 
 def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
-    """Forget gates: z + sum over s < l <= t of log f_l (2503.02130).
+    """Return the score function of forget gates f: z + sum over s < l <= t of log f_l (2503.02130).
 
     Args:
-        log_kept_BSH: cumulative sums of log f up to and including every position.
-        causal: False if queries may see later keys, to which no forget gates apply.
+        log_kept_BSH: cumulative sums of log f, up to and including each position.
+        causal: False if queries may see later keys; z is unchanged at these.
     """
 
     def between(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_kept_BSH: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
         key = k if causal else torch.minimum(k, q)
         return z + (own_BSH[b, q, h] - log_kept_BSH[b, key, h]).to(z.dtype)
 
-    # The query's own sum is constant along a row: the kernel uses it detached, so that logits stay small, and its
+    # The cumulative sum at the query is constant along a row. The kernel adds it detached, so that logits stay small; its
     # gradient is the gradient of the row's normaliser.
     own_BSH = log_kept_BSH.detach()
     kernel = Apart(
@@ -149,22 +149,25 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
 
 
 def plus_of_head(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, term_H: Tensor) -> Tensor:
-    """Add a term per head: z + term_h, the function of a `Score` with the terms as its tensor."""
+    """Return z + term_h: the function of a `Score` whose only tensor is `term_H`."""
     return z + term_H[h].to(z.dtype)
 
 
 def times(factor: float) -> Score:
-    """Score factor * z, the logarithm of sim ** factor."""
+    """Return the score function factor * z; for z = log sim, it is log(sim ** factor)."""
     return Score(lambda z, b, h, q, k: factor * z)
 
 
 def log_sigmoid() -> Score:
-    """Score log sigmoid(z), for sim(z) = sigmoid(z)."""
+    """Return the score function log sigmoid(z), for sim(z) = sigmoid(z)."""
     return Score(lambda z, b, h, q, k: F.logsigmoid(z), similarity=lambda z, b, h, q, k: torch.sigmoid(z))
 
 
 def log_elu_plus_one() -> Score:
-    """Score log(elu(z) + 1) = min(z, 0) + log(1 + max(z, 0)), for sim(z) = elu(z) + 1 = exp(min(z, 0)) + max(z, 0)."""
+    """Return the score function log(elu(z) + 1) = min(z, 0) + log(1 + max(z, 0)).
+
+    Its similarity is sim(z) = elu(z) + 1 = exp(min(z, 0)) + max(z, 0).
+    """
 
     def function(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         positive = torch.relu(z)
@@ -178,17 +181,17 @@ def log_elu_plus_one() -> Score:
 
 
 def log_relu(sign: int = 1) -> Score:
-    """Score log relu(sign * z)."""
+    """Return the score function log relu(sign * z)."""
     return log_of(lambda z, b, h, q, k: z if sign > 0 else -z)
 
 
 def log_magnitude() -> Score:
-    """Score log |z|, the log magnitude of a similarity that may be negative."""
+    """Return the score function log |z|, for a similarity z that may be negative."""
     return log_of(lambda z, b, h, q, k: z.abs())
 
 
 def log_of(x: Callable[..., Tensor], tensors: tuple[Tensor, ...] = ()) -> Score:
-    """Score log relu(x(z, ..)); where x is not positive, it is -inf with zero gradient."""
+    """Return the score function log relu(x(z, ..)), which is -inf with zero gradient where x is not positive."""
     return Score(
         lambda *arguments: torch.relu(x(*arguments)).log(),
         tensors,
