@@ -255,7 +255,7 @@ def test_two_experiments_that_mean_different_things_by_a_name_are_refused(run: R
     Path("other.yaml").write_text(OTHER.replace("gate: gate_head", "sigmoid: gate_head"))
     status, _, err = run("reproduce", "mine.yaml", "other.yaml", *OPTIONS)
     assert status == 2
-    assert "cell sigmoid of mine has another recipe than that of other" in " ".join(err.split())
+    assert "cell sigmoid of mine has a different recipe from that of other" in " ".join(err.split())
     assert not Path("runs").exists()
 
 
@@ -265,7 +265,7 @@ def test_a_name_that_meant_another_recipe_in_an_earlier_call_is_refused(run: Run
     status, _, err = run("reproduce", "other.yaml", *OPTIONS)
     assert status == 2
     assert (
-        "sigmoid, seed 0, has another recipe, text or initial weights in other than in mine, which was run"
+        "sigmoid, seed 0, has a different recipe, text or initial weights in other than in mine, which was run"
         in " ".join(err.split())
     )
 

@@ -146,8 +146,8 @@ class LayerCall:
         """
         if not isinstance(self.operation, LogSimilarity):
             raise InputError(
-                f"the attention weights of {self.operation.kind!r} attention cannot be edited: this needs softmax or another "
-                "non-negative function of q.k, not kernel, differential or stick-breaking attention"
+                f"the attention weights of {self.operation.kind!r} attention cannot be edited: this needs softmax or "
+                "another non-negative function of q.k, not kernel, differential or stick-breaking attention"
             )
         parts = list(self.rows())
         first = parts[0].weights_BHQS

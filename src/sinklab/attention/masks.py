@@ -1,8 +1,8 @@
 """Attention masks, as functions like FlexAttention's `mask_mod`, and counts of keys per query and of queries per key.
 
 Positions are absolute key positions, 0-based: with S keys and T queries, query t is at position S - T + t. In addition
-to the mask function (`allowed`), a mask has two ranges of keys for a block of queries. Keys outside `key_range` are seen
-by no query of the block, and are skipped. Keys in `full_range` are seen by all its queries, and need no masking.
+to the mask function (`allowed`), a mask has two ranges of keys for a block of queries. Keys outside `key_range` are
+seen by no query of the block, and are skipped. Keys in `full_range` are seen by all its queries, and need no masking.
 """
 
 from abc import ABC, abstractmethod
@@ -50,7 +50,7 @@ class Mask(ABC):
 
     @abstractmethod
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return True where query position `q` sees key position `k` in batch row `b` and head `h`, with broadcasting."""
+        """Return True where query position `q` sees key `k` in batch row `b` and head `h`, with broadcasting."""
 
     def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
         """Return a half-open range that contains all keys seen by any query at positions [first, end)."""
@@ -252,8 +252,8 @@ class HiddenFirst(WrappedMask):
 class Padded(WrappedMask):
     """Mask with left padding; the number of padding positions may differ between rows.
 
-    No real query sees padding. A padding query sees only its own key, so that every query sees a key. `rest` is the mask
-    of the sequence without its padding.
+    No real query sees padding. A padding query sees only its own key, so that every query sees a key. `rest` is the
+    mask of the sequence without its padding.
 
     Args:
         padding_B: number of padding positions at the start of each row.

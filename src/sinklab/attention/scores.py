@@ -139,8 +139,8 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
         key = k if causal else torch.minimum(k, q)
         return z + (own_BSH[b, q, h] - log_kept_BSH[b, key, h]).to(z.dtype)
 
-    # The cumulative sum at the query is constant along a row. The kernel adds it detached, so that logits stay small; its
-    # gradient is the gradient of the row's normaliser.
+    # The cumulative sum at the query is constant along a row. The kernel adds it detached, so that logits stay small;
+    # its gradient is the gradient of the row's normaliser.
     own_BSH = log_kept_BSH.detach()
     kernel = Apart(
         Score(at_key, (log_kept_BSH, own_BSH.clone()), deep=True), term_BHS=(log_kept_BSH - own_BSH).transpose(1, 2)

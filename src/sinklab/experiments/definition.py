@@ -420,7 +420,10 @@ class Experiment(Part):
         return dict(cells)
 
     def claims_at(self, scale: Scale) -> list[Claim]:
-        """Return the claims made at a scale, without those (except references) with a cell that is missing there."""
+        """Return the claims made at a scale.
+
+        A claim is left out if one of its cells does not exist at the scale; references (`same_as`) are always kept.
+        """
         cells = self.cells_at(scale)
         made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]

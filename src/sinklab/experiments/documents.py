@@ -182,7 +182,7 @@ class CellSummary(ReadDocument):
         return found[0] if found else None
 
     def estimate(self, name: str) -> CellEstimate | None:
-        """Return median and range of a quantity over `runs`, else its entry in `values`; None if both lack it."""
+        """Return median and range of a quantity over `runs`, else from `values`; None if neither has a value."""
         return estimated(self.runs, name) or self.values.get(name)
 
     def by_seed(self, name: str) -> list[tuple[CellRun, float]]:
@@ -194,9 +194,9 @@ class CellSummary(ReadDocument):
         return sum(run.status == status for run in self.runs)
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
-        """Return the cell with the runs of these seeds only, `values` of these runs, and all other medians unknown.
+        """Return the cell with the runs of these seeds only; if it has no others, it is returned unchanged.
 
-        If all runs of the cell have one of these seeds, the cell is returned unchanged.
+        `values` are computed from these runs. All other medians are then unknown.
         """
         runs = [run for run in self.runs if run.seed in seeds]
         if len(runs) == len(self.runs):

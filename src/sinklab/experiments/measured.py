@@ -1,9 +1,10 @@
 """Run experiments on existing models: forward passes, measurements, and verdicts on claims.
 
-A pass reads draws of sequences for all cells that differ only in eps and length. Each measurement is saved in
-OUT/PASS/seed_DRAW, and a repeated call measures only missing passes (`survey/measure_many.py`). A pass is named after
-the domain or model, if any, and the cell, or the kind of inputs if several cells share the pass. If models are the
-replicates, they read the same draw, and measurements are saved in OUT/PASS/MODEL.
+Cells that differ only in eps and length share a pass, which is measured on each draw of sequences. Each measurement is
+saved in OUT/PASS/seed_DRAW, and a repeated call runs only the missing measurements (`survey/measure_many.py`). A pass
+is named after its cell, or after the kind of inputs if several cells share it; the name of the domain or model precedes
+it if the experiment sets `each`. If models are the replicates, all are measured on the same draw, and the measurements
+are saved in OUT/PASS/MODEL.
 """
 
 import hashlib
@@ -55,10 +56,10 @@ class MeasuredResults:
     """Results so far of an experiment on existing models.
 
     Attributes:
-        experiment: the experiment, with its models replaced by those of --model, if any.
+        experiment: the experiment; models of --model have replaced those that its cells name (`of_given_models`).
         subjects: domains or models for which every cell is measured.
         passes: forward passes, each for one or several cells.
-        draws: number of draws of a single model, and maximum number of models that are replicates.
+        draws: number of draws of sequences; if models are the replicates, maximum number of models.
         hashes: hash of each measurement's settings, by results folder.
         outcome: measurements and reasons for failures, by results folder.
     """
@@ -75,7 +76,7 @@ class MeasuredResults:
         return self.summary().model_dump(by_alias=True)
 
     def summary(self) -> Summary:
-        """Build the summary: numbers of each cell, and each claim that applies to the models, with its verdict."""
+        """Build the summary: numbers of each cell, and the claims that apply to the models, with their verdicts."""
         results = {name: self._cell(one, cell) for one in self.passes for name, cell in one.cells.items()}
         found = next((one.propositions for one in self.outcome.measured.values() if one.propositions), None)
         claims = list(claims_about(self.experiment, self.subjects, found))
@@ -131,7 +132,10 @@ def measure_experiment(
     observe: Observer = ignore,
     data: Path | None = None,
 ) -> MeasuredResults:
-    """Measure every cell on each draw of sequences or with each model, one model after the other; judge the claims.
+    """Measure every cell on each draw of sequences or with each model, and judge the claims.
+
+    Models are loaded one after the other. Each measurement is saved when it is finished, and summary.json is then
+    written again.
 
     Args:
         models: run directories, model directories, .gguf files or Hugging Face ids; empty to measure the models that
@@ -142,12 +146,14 @@ def measure_experiment(
         loading: options for loading the models.
         out: directory for the measurements and summary.json; a repeated call measures only missing passes.
         observe: callback for progress and results.
-        data: HellaSwag file, for an experiment with HellaSwag as its downstream task.
+        data: file with the items of HellaSwag, for an experiment with HellaSwag as its downstream task; default: see
+            `chosen_tasks`.
 
     Raises:
-        InputError: before any measurement, if a model cannot be found, the first one or the text is unusable, the first
-            one lacks the learned positions that the experiment changes, or `out` contains measurements with other
-            settings. Later models that cannot be measured are listed as failed instead.
+        InputError: before any measurement, see `of_given_models`, `subjects_of`, `passes_of` and `chosen_task`, and if
+            a model or its config cannot be found, the text or the first unfinished model is unusable, this model does
+            not fit the settings of its passes, or `out` has files not written by sinklab or measurements that are
+            damaged or have other settings. The failure of a later model is recorded in the results instead.
         HeldError: if another process writes the same summary.json.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
@@ -211,10 +217,11 @@ class _OneAtATime:
         self._model: Model | None = None
 
     def get(self, wanted: Pass, replicate: int) -> Model:
-        """Return the model of a replicate; for a downstream task, loaded as a transformers model.
+        """Return the model of a replicate, loaded if necessary; for a downstream task, it is a transformers model.
 
         Raises:
             InputError: if the model cannot be loaded, or does not fit the settings of its passes.
+            SinklabError: see `open_model`.
         """
         chosen, asks = wanted.model(replicate), wanted.task is not None
         if self._model is None or self._wanted != (chosen, asks):
@@ -230,14 +237,16 @@ class _OneAtATime:
 def claims_about(
     experiment: Experiment, subjects: Sequence[Subject], found: Propositions | None
 ) -> Iterator[Claim | Undecidable]:
-    """Yield the claims that apply to the models of `subjects`, with cells renamed as in the results.
+    """Yield the claims that apply to the given models, about the cells of the results.
 
-    A claim over domains becomes a claim about their result cells, a claim over models one per family or model. Claims
-    for which models, domains or measurements are missing are `Undecidable`.
+    A claim that compares domains becomes a claim about the cells of these domains. A claim that compares model sizes
+    becomes one claim per family, and with `each: model` a `within` claim becomes one per model. A claim is
+    `Undecidable` if it requires models, domains or measurements that are missing.
 
     Args:
-        found: check of a proposition on repeated tokens, which identifies the proposition that applies to the model;
-            None if not measured.
+        subjects: domains or models for which the cells are measured.
+        found: the paper's proposition that applies to the model, checked on repeated tokens; None if no repeated
+            tokens were measured.
     """
     roles = {role for one in subjects for role in one.models}
     for claim in experiment.claims:
@@ -258,7 +267,11 @@ def claims_about(
 
 
 def _applies(claim: Claim, found: Propositions | None) -> bool:
-    """Return True if the claim's `proposition` or `positions` fit the model; `found` is that of `claims_about`."""
+    """Return True if the model fits the claim's `proposition` or `positions`, or the claim sets neither.
+
+    Args:
+        found: see `claims_about`.
+    """
     if claim.proposition is not None:
         return found is not None and found.number == claim.proposition
     return claim.positions is None or (found is not None and (claim.positions == "added") == (found.number is None))
@@ -330,9 +343,9 @@ def _described(
 
 
 def paper_model(given: str) -> OpenModel | None:
-    """Return the paper's model with this Hugging Face id, or whose name is that of this folder; None if there is none.
+    """Return the model of the paper's list with this Hugging Face id; None if there is none. Case is ignored.
 
-    Case is ignored.
+    Without an organisation, or for a folder, the last part of the name is compared with that of the ids.
     """
     label = next(iter(labels([given]))).lower()
     return next(
@@ -341,9 +354,10 @@ def paper_model(given: str) -> OpenModel | None:
 
 
 def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, given: str) -> dict[str, float]:
-    """Return the paper's numbers, by quantity, for a model with the settings of a cell; empty if there are none.
+    """Return the paper's numbers, by quantity, for a model with the settings of a cell.
 
-    There are none if number or length of the sequences or eps are not the paper's, or the model is not on its list.
+    The result is empty if the model is not in the paper's list, if number or length of the sequences or eps differ from
+    the paper's, or if the paper has no number for the cell.
 
     Args:
         name: name of the cell in the experiment.
@@ -361,7 +375,11 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
 
 
 def paper_rows(experiment: Experiment) -> PaperRows:
-    """Return all numbers of the experiment's table of the paper by model, cell and quantity; empty without a table."""
+    """Return the numbers of the experiment's table in the paper, by model, cell and quantity.
+
+    The result is empty if the experiment has no table. If each row of the table is about one model, only the numbers
+    for the experiment's cells are returned.
+    """
     if experiment.published is None:
         return {}
     rows = published_tables()[experiment.published.table]

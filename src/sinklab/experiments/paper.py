@@ -21,8 +21,9 @@ def _data(name: str) -> Any:
 def published_tables() -> Mapping[str, Mapping[str, dict[str, float]]]:
     """Load the paper's numbers from `published.yaml`, by table, row and quantity.
 
-    Rows of tables about existing models have Sink_1 by kind of input (natural, random, repeat), or by base and chat
-    model. A row whose training failed according to the paper is {"trains": 0.0}.
+    In table 1, a row is an existing model, and its numbers are Sink_1 by cell: by kind of input (natural, random,
+    repeat), or of the base and the chat model (natural, chat). A row whose training failed in the paper is
+    {"trains": 0.0}.
     """
     return {
         name: {row: {key: float(value) for key, value in found.items() if key != "without"}
@@ -37,8 +38,8 @@ class Published(Part):
     Attributes:
         table: name of a table in `published.yaml`.
         rows: row name by cell; default: the row with the cell's name.
-        model: for measured cells, the model that all rows are about; default: each row is about a model and has its
-            Sink_1 by cell.
+        model: for measured cells, the model that all rows are about; default: each row is about one model and contains
+            its Sink_1 by cell.
     """
 
     table: str
@@ -58,7 +59,10 @@ class Published(Part):
         return self
 
     def numbers_of(self, cell: str) -> dict[str, float]:
-        """Return the paper's numbers for a cell by quantity; {"trains": 0.0} if training failed, {} without a row."""
+        """Return the paper's numbers for a cell by quantity.
+
+        {"trains": 0.0} if training failed in the paper, {} if the table has no row for the cell.
+        """
         return published_tables()[self.table].get(self.rows.get(cell, cell), {})
 
 
@@ -83,7 +87,7 @@ def paper_coverage() -> Mapping[str, Covered]:
 
 
 class DrawnNumber(Part):
-    """Our and the paper's number for a statement, in the figure that compares them.
+    """A number for a statement, ours and the paper's, in the figure that compares the two.
 
     Attributes:
         cell: name of our cell, in the experiment of the statement's first claim.
@@ -100,7 +104,7 @@ class DrawnNumber(Part):
         """The paper's number, percent.
 
         Raises:
-            KeyError: if the paper prints no such number.
+            KeyError: if `published.yaml` has no such number.
         """
         table, row = self.row.split(".", 1)
         return published_tables()[table][row][self.value]
@@ -112,7 +116,7 @@ class PaperStatement(Part):
     Attributes:
         says: short form of the statement.
         paper: the paper's numbers for the statement; rates are percent of heads.
-        claims: claims that encode the statement, as EXPERIMENT.CLAIM; only those made at the scale are judged.
+        claims: claims that encode the statement, as EXPERIMENT.CLAIM; at a scale, only the claims made there count.
         number: numbers to plot; None if the paper prints no percentage.
         caveat: difference between our claims and the paper's statement, a sentence.
     """

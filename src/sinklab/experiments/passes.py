@@ -15,7 +15,7 @@ from sinklab.survey.measure_many import domain_files
 from sinklab.survey.request import Request
 
 PARAMETERS = re.compile(r"(?<![\d.a-z])(\d+(?:\.\d+)?)([MB])(?![a-z\d])", re.I)
-"""Pattern of the parameter count in a model's name, the first match: pythia-160m-seed1, OSP-1.4B-100B-Adam."""
+"""Pattern of the parameter count in a model's name, which is its first match: 1.4B in OSP-1.4B-100B-Adam."""
 
 MANY = 6
 """Maximum number of models that are listed by name."""
@@ -26,7 +26,7 @@ class Subject:
     """A domain or model for which all cells are measured.
 
     Attributes:
-        name: name of the domain or model; empty unless the experiment has `each`.
+        name: name of the domain or model; empty if the experiment does not set `each`.
         models: model names or paths by role (base, chat); empty if the cells name their models.
         text: file or folder of text; None if none is given.
     """
@@ -60,14 +60,15 @@ class ModelChoice:
         return f"{name}@{self.revision}" if self.revision else name
 
     def loaded_by(self, loading: Loading) -> Loading:
-        """Return a copy of the loading settings with the revision and subfolder of this model."""
+        """Return a copy of the loading settings with this model's subfolder, and its revision if it is not empty."""
         return replace(loading, revision=self.revision or loading.revision, subfolder=self.subfolder or None)
 
 
 def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
-    """Parse a model given as NAME or NAME@REVISION; the default revision, and the subfolder, are those of the cell.
+    """Parse a model given as NAME or NAME@REVISION; the name of an existing file or directory may contain an @.
 
-    The revision of a directory is a folder in it.
+    The subfolder is that of the cell, and so is the revision if none is given. The revision of a directory is the name
+    of a folder in it.
 
     Raises:
         InputError: if the directory has no such folder.
@@ -116,16 +117,16 @@ class Pass:
         return list(self.models.values())[0 if len(self.models) == 1 else replicate]
 
     def draw(self, replicate: int) -> int:
-        """Return the number of the draw of sequences that a replicate reads; 0 if models are the replicates."""
+        """Return the index of the draw on which a replicate is measured; 0 if models are the replicates."""
         return replicate if len(self.models) == 1 else 0
 
     @property
     def task(self) -> CellTask | None:
-        """Downstream task of the cells; None without one."""
+        """Downstream task of the cells; None if they have none."""
         return next(iter(self.cells.values())).task
 
     def request(self, draw: int) -> Request:
-        """Return the measurement settings of the pass on one draw of sequences, for all thresholds and lengths."""
+        """Return the settings of the measurement on one draw, with the thresholds and lengths of all cells."""
         first, lengths = next(iter(self.cells.values())), sorted({cell.length for cell in self.cells.values()})
         return Request(
             options=Options(
@@ -145,14 +146,14 @@ class Pass:
 
 
 def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None) -> list[Subject]:
-    """Return the domains or models for which every cell is measured; without `each`, a single subject without a name.
+    """Return the domains or models for which every cell is measured; a single subject if `each` is not set.
 
     Args:
         models: values of --model; not used if the cells name their models.
         text: file or folder of text; for an experiment over domains, a folder with a file per domain.
 
     Raises:
-        InputError: if models are missing, repeated or too many, or there is no text of the right kind.
+        InputError: if models are missing, repeated or too many, or the text is missing, or has no file for a domain.
     """
     _check_given(experiment, models, text)
     if _named(experiment):
@@ -166,7 +167,7 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
 
 
 def _named(experiment: Experiment) -> tuple[str, ...]:
-    """Return the models that the cells set (`models`); empty if the models are passed by --model."""
+    """Return the models that the cells name in `models`, without duplicates; empty if --model passes the models."""
     return tuple(dict.fromkeys(model for cell in experiment.requests.values() for model in cell.models))
 
 
@@ -247,9 +248,9 @@ def enumerated(names: Sequence[str]) -> str:
 
 
 def download_of(models: Sequence[ModelChoice]) -> str:
-    """Return a phrase with number and size of the models to download, or that all are on this machine.
+    """Return a phrase with number and total size of the models to download, or a phrase that all are on this machine.
 
-    The sizes are estimated from the parameter counts in the names, at two bytes per parameter.
+    The size is estimated from the parameter counts in the names, at two bytes per parameter.
     """
     remote = [model for model in models if not Path(model.name).expanduser().exists()]
     if not remote:

@@ -27,10 +27,11 @@ kurtosis          kurtosis of the hidden states, maximum over blocks; measured o
 sink_1_layer_L    Sink_1 of attention layer L, percent of (sequence, head) pairs; the mean over layers is sink_1
 sink_layer_L      maximum over the heads of attention layer L of the percentage of sequences with a sink on the first
                   token
-emergence_step    first evaluated step with Sink_1 >= 10 %; like the other steps, at least 1, and infinite if never
+emergence_step    first evaluated step with Sink_1 >= 10 %; like the other steps, at least 1, and infinite if no
+                  evaluation reaches the threshold
 norm_step         first evaluated step at which norm_ratio reaches 2 from below; the first evaluation if it never was
                   below. An untrained model (width 64) has 2.4 to 3.3: its attention is nearly uniform, so that later
-                  positions average many values and have smaller norms. Training first lowers it
+                  positions average many values and have smaller norms. Training first lowers the ratio
 layer_step_L      first evaluated step with sink_layer_L >= 50 %
 loss_change       discontinuity of valid_loss at emergence_step, nats per token (`discontinuity_at`)
 
@@ -109,9 +110,10 @@ class Quantity:
         label: label in tables and charts.
         unit: %, nats (per token), x (a ratio), steps, or empty for no unit.
         decimals: number of decimals in tables.
-        read: its value at an evaluation; None if evaluations do not record it.
-        of_run: its value for a run and an `at_step`; default: mean of the last evaluations.
-        once: measured once, after training, not at every evaluation.
+        read: function that returns the value at an evaluation; None if the evaluation did not record it.
+        of_run: function that returns the value of a run, given `at_step`; default: the mean of `read` over the last
+            evaluations.
+        once: True if the quantity is measured once, after training, not at every evaluation.
     """
 
     name: str
@@ -124,7 +126,7 @@ class Quantity:
 
     @property
     def is_sink_rate(self) -> bool:
-        """True for a percentage of triples, pairs or sequences with a sink, which every evaluation records."""
+        """True for percentages of triples, pairs or sequences with a sink, which are recorded at every evaluation."""
         return self.unit == "%" and self.name.startswith("sink_") and self.name != "sink_growth"
 
 
@@ -239,10 +241,10 @@ class RunNumbers:
     Attributes:
         seed: seed of the recipe, or index of the draw or model.
         readings: evaluations in order of steps, at least one; of a measurement, exactly one.
-        kurtosis: kurtosis of the final hidden states, maximum over blocks; None if not measured.
+        kurtosis: kurtosis of the hidden states (of a run, after training), maximum over blocks; None if not measured.
         seconds: duration of training, or of the measurement, in seconds; None if unknown.
         sequences: number of measured sequences; None for a run.
-        measured: quantities measured once, by name (of existing models, `assess` and `tune`).
+        measured: quantities that are not in `readings`, by name: those of an existing model, of `assess` and of `tune`.
     """
 
     seed: int
@@ -258,12 +260,14 @@ class RunNumbers:
         return self.readings[-1]
 
     def value(self, name: str, at_step: int | None = None, eps: str | None = None) -> float | None:
-        """Return the value of a quantity; None if the run lacks it, infinity for a step that was never reached.
+        """Return the value of a quantity; None if the run has no value, infinity for a step that was never reached.
 
         Args:
-            at_step: average the last three evaluations up to this step (the value is None if the run ended earlier);
-                default: the end of the run. Ignored for single numbers, such as steps, and for `sink_growth`.
-            eps: threshold of the sink rate, one of `BESIDE`, for the rates of `AT_EPS`; default: the recipe's.
+            at_step: average the last three evaluations up to this step; the value is None if the run ended earlier.
+                Default: the last three evaluations of the run. Ignored for single numbers, such as steps, and for
+                `sink_growth`.
+            eps: threshold of the sink rate, one of `BESIDE`; only quantities in `AT_EPS` have a value then. Default:
+                the recipe's threshold.
         """
         if name in self.measured:
             return self.measured[name]
@@ -277,7 +281,7 @@ class RunNumbers:
     ) -> list[float]:
         """Return the values of a quantity at the last `count` evaluations up to `at_step`, without missing values.
 
-        Empty for quantities that evaluations do not record, and if the run ended before `at_step`.
+        The list is empty if evaluations do not record the quantity, or if the run ended before `at_step`.
         """
         if at_step is not None and self.last.step < at_step:
             return []
@@ -292,24 +296,29 @@ class RunNumbers:
         return [(one.step, value) for one in self.readings if (value := read(one)) is not None]
 
     def untrained(self, name: str) -> float | None:
-        """Return the value of a quantity at step 0."""
+        """Return the value of a quantity at step 0; None if it was not recorded."""
         return next((value for step, value in self.known(name) if step == 0), None)
 
     def growth(self, name: str, at_step: int | None) -> float | None:
-        """Return the value of a quantity over that at step 0."""
+        """Return the ratio of a quantity's value (see `value`) to its value at step 0; None if it is not known or 0."""
         before, now = self.untrained(name), self.value(name, at_step)
         return now / before if before and now is not None else None
 
     def sink_growth(self) -> float | None:
-        """Return Sink_1 minus that at the last evaluation up to half of the steps, percentage points."""
+        """Return the increase of Sink_1 since the last evaluation up to half of the steps; None if unknown.
+
+        The unit is percentage points.
+        """
         half, now = self.evaluations("sink_1", self.last.step // 2, count=1), self.value("sink_1")
         return now - half[0] if half and now is not None else None
 
     def first_step(self, name: str, bound: float, from_below: bool = False) -> float | None:
-        """Return the first evaluated step, at least 1, at which a quantity reaches a bound; infinity if never.
+        """Return the first evaluated step, at least 1, at which a quantity is at least `bound`.
+
+        Infinity if there is no such step; None if no evaluation recorded the quantity.
 
         Args:
-            from_below: start at the first evaluation below the bound, if there is one.
+            from_below: ignore the evaluations before the first one below the bound, if there is one.
         """
         known = self.known(name)
         if from_below:
@@ -318,7 +327,10 @@ class RunNumbers:
         return next((float(max(step, 1)) for step, value in known if value >= bound), never)
 
     def loss_change(self) -> float | None:
-        """Return the discontinuity of the validation loss at the step at which the sink emerged, nats per token."""
+        """Return the discontinuity of the validation loss at the step at which the sink emerged, nats per token.
+
+        None if there is no such step, or too few evaluations near it (`discontinuity_at`).
+        """
         emerged = self.value("emergence_step") or math.inf
         known = [(step, loss) for step, loss in self.known("valid_loss") if step > 0]
         if emerged == math.inf:
@@ -375,7 +387,7 @@ def discontinuity_at(steps: Sequence[int], values: Sequence[float], at: float) -
         at: step of the discontinuity, positive; the value at this step is after the discontinuity.
 
     Returns:
-        d, in the unit of the values; None with fewer than `JUMP_POINTS` points on either side.
+        d, in the unit of the values; None if either side has fewer than `JUMP_POINTS` points.
     """
     t, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
     near = (t >= at / JUMP_WINDOW) & (t <= at * JUMP_WINDOW)

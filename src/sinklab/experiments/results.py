@@ -26,7 +26,7 @@ class CellResults:
     Attributes:
         change: changed recipe keys or settings of the cell, as in `CellSummary`.
         runs: runs as in summary.json, one per replicate, finished or not.
-        numbers: quantities of the finished runs, one entry per run.
+        numbers: quantities of the finished runs, one entry per run; runs without metrics are omitted.
         failed: number of runs that diverged; 0 for measured cells.
     """
 
@@ -36,7 +36,7 @@ class CellResults:
     failed: int = 0
 
     def of_seeds(self, seeds: Collection[int] | None) -> "CellResults":
-        """Return a copy of the results with the runs of these seeds only; for None, the results themselves."""
+        """Return a copy with the runs of these seeds only; if `seeds` is None, return the results unchanged."""
         if seeds is None:
             return self
         runs = [run for run in self.runs if run.seed in seeds]
@@ -54,19 +54,20 @@ class NoMetricsError(SinklabError):
 def read_numbers(directory: Path) -> RunNumbers:
     """Read the quantities of a finished run.
 
-    The files are metrics.jsonl (or .gz), recipe.yaml and, if they exist, record.json, assessment.json (of the run's
-    validation text), and sft.json next to the directory. A run without a record is finished if it has been measured.
+    They are read from metrics.jsonl, recipe.yaml and, if they exist, record.json, assessment.json (only of the run's
+    validation text) and the sft.json of its fine-tuning (`tuned_beside`). A run without record.json counts as finished
+    if it has a measurement.json.
 
     Raises:
         InputError: if one of these files cannot be read or is damaged.
-        NoMetricsError: if the run has finished and has no metrics.
+        NoMetricsError: if the run has finished, but metrics.jsonl is missing or has no evaluation.
         SinklabError: if the run has not finished, or has diverged.
     """
     record, history = read_record(directory), read_history(directory / "metrics.jsonl")
     done = record.status == "done" if record else (directory / "measurement.json").exists()
     if not done:
         raise SinklabError(
-            f"the run in {directory} has no numbers: it has not finished (run the same command again to continue it) "
+            f"the run in {directory} has no numbers: it has not finished (run the same command again to resume it) "
             "or has diverged"
         )
     if not history:
@@ -86,9 +87,9 @@ def read_numbers(directory: Path) -> RunNumbers:
 
 
 def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, float], list[str]]:
-    """Return the values of a run by quantity, and the step quantities whose threshold was never reached.
+    """Return the values of a run by quantity, and the names of the steps that were never reached.
 
-    Quantities without a value are in neither.
+    Quantities without a value are in neither of the two.
     """
     found = {name: value for name in names if (value := numbers.value(name)) is not None}
     never = [name for name, value in found.items() if value == math.inf]
@@ -99,7 +100,7 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
     """Collect the quantities of a replicate of a measured cell.
 
     Args:
-        measured: measurement of the cell's pass; for a cell with shorter sequences, only sink rates are returned.
+        measured: measurement of the cell's pass. If the cell has shorter sequences, only the sink rates are collected.
         draw: index of the replicate (draw of sequences, or model), recorded as `seed`.
     """
     whole, eps = cell.length == measured.length, f"{cell.eps:g}"
@@ -130,7 +131,7 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
 
 
 def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
-    """Collect the quantities of the whole sequences that a run's evaluations do not have (`quantities.py`)."""
+    """Collect the quantities of a measurement that the evaluations of a run do not have (`quantities.py`)."""
     layers_L = 100 * measured.importance[..., 0].mean(-1)
     early, late = np.split(layers_L, [max(1, len(layers_L) // 4)])
     found = {"importance_first": float(layers_L.mean()), "importance_early": float(early.mean())}
@@ -151,7 +152,8 @@ def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
 def _angles(measured: Measurement, eps: float) -> dict[str, float]:
     """Compute `cosine_first`, `cosine_rest`, `cosine_gap` and `norm_product_ratio` (`quantities.py`).
 
-    The heads are those with a mean importance of the first token above eps; empty without such heads or details.
+    The mean is over the heads whose mean importance of the first token exceeds eps. The result is empty if there are no
+    such heads, or if the details were not measured.
     """
     heads_LH = measured.importance[:, :, 0] > eps
     cosine_LHT = measured.details.cosine if measured.details else None
@@ -171,7 +173,7 @@ def _angles(measured: Measurement, eps: float) -> dict[str, float]:
 
 
 def _gates(measured: Measurement) -> dict[str, float]:
-    """Compute `gate_first`, `gate_rest` and `gate_closed` (percent); empty without gates or details."""
+    """Compute `gate_first`, `gate_rest` and `gate_closed` (percent); empty if the measurement has no gate values."""
     details = measured.details
     if details is None or details.gate is None or details.gate_closed is None or measured.length < 2:
         return {}

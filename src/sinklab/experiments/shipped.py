@@ -34,15 +34,16 @@ def load_experiment(name: str) -> Experiment:
     directory of the experiment's file first.
 
     Raises:
-        InputError: if there is no such experiment or file (the message suggests the nearest names), it is invalid (the
-            message names the field), or it refers to a claim that does not exist.
+        InputError: if there is no such experiment or file (the message suggests the nearest names), it cannot be read
+            or is invalid (the message names the field), or a claim refers to a claim that does not exist or is a
+            reference itself.
     """
     file = Path(name) if name.endswith(FILE) else _shipped().get(name)
     if file is None or not file.is_file():
         near = difflib.get_close_matches(name, _shipped(), n=3, cutoff=0.5)
         meant = f": did you mean {', '.join(near)}?" if near else "."
         raise InputError(
-            f"no experiment {name!r}{meant} `sinklab experiments` lists the ids; your own is the path of a {FILE} file"
+            f"no experiment {name!r}{meant} `sinklab experiments` lists the ids; pass your own by its {FILE} path"
         )
     try:
         experiment = _with_references(Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8"))))
@@ -61,7 +62,7 @@ def load_experiment(name: str) -> Experiment:
 def _with_references(experiment: Experiment) -> Experiment:
     """Return a copy of the experiment in which claims with `same_as` have the check of the referenced claim.
 
-    They also have its scales and `asks_massive`, unless they set these.
+    They also have that claim's scales and `asks_massive`, unless they set their own.
 
     Raises:
         ValueError: if the referenced claim does not exist, or is a reference itself.
@@ -115,10 +116,11 @@ class ListedExperiment:
     """An experiment with its size and cost.
 
     Attributes:
-        cells, claims: number of cells, without those that `adapted` adds at a scale, and of claims at any scale.
+        cells: number of cells; cells that `adapted` adds at a scale are not counted.
+        claims: number of claims, at any scale.
         seeds: default number of seeds per cell; 0 for experiments on existing models.
         scales: cost by scale; empty for experiments on existing models.
-        cell_names, claim_texts: names of these cells, and texts of the claims.
+        cell_names, claim_texts: names of the counted cells, and texts of the claims.
     """
 
     id: str
@@ -141,7 +143,8 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
     """Return experiments with their cost, by id or file; default: all shipped experiments, sorted by rank.
 
     Raises:
-        InputError: if there is no such experiment, its file is invalid, or a base recipe or overlay is.
+        InputError: see `load_experiment` and `base_values`, and if a recipe is invalid or names a device that this
+            machine lacks.
     """
     paces: dict[str, Pace] = {}
     return [
@@ -162,7 +165,7 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
 
 
 def jobs_here() -> int:
-    """Return the number of concurrent runs assumed in time estimates: GPUs of this machine; without GPUs, cores."""
+    """Return the number of concurrent runs assumed in time estimates: number of GPUs, or of CPU cores without a GPU."""
     return cards_here() or cores_here()
 
 

@@ -53,9 +53,9 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
 
     Args:
         trials: experiments at a scale or on existing models, in the order of display.
-        results: results by cell name; cells of the same name have the same recipe in every experiment. Cells that no
-            trial has are omitted.
-        altered: True if --steps or --text override recipes, so that the shipped verdicts do not apply.
+        results: results by cell name; cells of the same name have the same recipe in every experiment. Cells that are
+            in no trial are omitted.
+        altered: True if --steps or --text override the recipes; verdicts of earlier sweeps are then not shown.
     """
     scales = {trial.described.scale for trial in trials}
     alone = trials[0].experiment if len(trials) == 1 else None
@@ -82,7 +82,7 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
 
 
 def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
-    """Return the claims; a reference (`same_as`) has the verdict of the claim it names, if that claim is among them."""
+    """Give each reference (`same_as`) the verdict and evidence of the claim that it names, if `claims` contains it."""
     known = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
     copied = {"verdict", "evidence", "seeds", "at_eps", "analysis", "stated", "finds", "elsewhere", "replicate"}
     return [

@@ -1,7 +1,7 @@
 """Planned runs, the engine protocol, and the scheduler.
 
-The process that trains a run holds its lock and writes record.json before releasing it. The scheduler skips runs that
-another process has locked and polls them; if that process dies, the scheduler submits the run itself.
+The process that trains a run holds its lock, and writes record.json before releasing the lock. The scheduler polls runs
+that other processes have locked; if such a process dies, the scheduler submits the run itself.
 """
 
 import time
@@ -35,7 +35,7 @@ class PlannedRun:
         name: display name, unique in the sweep.
         recipe: resolved recipe as YAML.
         directory: run directory.
-        hash: expected hash of the run; a worker with another text or version of sinklab gets another hash and fails.
+        hash: expected hash of the run; the run fails if the worker's text or version of sinklab gives a different hash.
         processes: number of training processes; default: decided by the worker (`cards_for`).
     """
 
@@ -57,7 +57,7 @@ class PlannedRun:
         """Return the last event of the run by its record.json; None if it has no record.
 
         Raises:
-            InputError: if the record is damaged.
+            InputError: if the record cannot be read or is damaged.
         """
         record = record_of(self.directory, self.hash)
         return Event(self.name, record.status, record.step, message=record.message) if record else None
@@ -92,8 +92,8 @@ class Event:
 class Engine(Protocol):
     """Engine that trains runs with `worker.train_cell`, each in a separate process.
 
-    All results are in the run directories; events report progress and the end of every run. An engine is used from the
-    main thread of one process.
+    All results are written to the run directories; events report progress and the end of every run. An engine may only
+    be used from the main thread of one process.
     """
 
     def room(self) -> int:
@@ -101,7 +101,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Start or queue at most `room` runs; does not wait for them.
+        """Start or queue runs, at most as many as `room` returns, without waiting for their end.
 
         Raises:
             SinklabError: if the runs cannot be submitted, for example because the cluster does not answer.
@@ -111,13 +111,16 @@ class Engine(Protocol):
     def events(self, timeout: float) -> Sequence[Event]:
         """Return the events of all runs since the last call, in order; wait at most `timeout` seconds for an event.
 
-        Every submitted run has one last event, also if its process was killed (`failed`, with the reason in the
-        message). A run that is `stopped` without a request was preempted.
+        Every submitted run has one last event; if its process was killed, the event is `failed` with the reason in the
+        message. A run that is `stopped` although `stop` was not called was preempted.
         """
         ...
 
     def stop(self) -> None:
-        """Request that all runs save and stop; their last events follow, `stopped` also for runs not yet started."""
+        """Request that all runs save a checkpoint and stop.
+
+        `events` then returns the last event of every run; it is `stopped` also for runs that have not started.
+        """
         ...
 
     def close(self) -> None:
@@ -137,7 +140,7 @@ class MetricsTail:
         self._size, self._step = -1, -1
 
     def new_rows(self) -> list[dict[str, Any]]:
-        """Return the evaluations since the last call; empty while the file cannot be read."""
+        """Return the evaluations since the last call; empty if there are none or the file cannot be read."""
         try:
             size = self._path.stat().st_size
             if size == self._size:
@@ -161,7 +164,7 @@ def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event
     Raises:
         KeyboardInterrupt: on Ctrl-C, after all runs have saved and stopped.
         PreemptedError: on SIGTERM or SIGUSR1 to this or a training process, after all runs have saved and stopped.
-        InputError: if a record is damaged.
+        InputError: if a record cannot be read or is damaged.
         SinklabError: if runs cannot be submitted.
     """
     with stop_on_signals() as stop_requested:
@@ -218,7 +221,10 @@ class _Scheduler:
                 self._waiting.append(run)
 
     def _submit(self) -> None:
-        """Submit waiting runs to the engine in order, up to its room; runs with a record or held lock are skipped."""
+        """Submit waiting runs to the engine in order, up to its room.
+
+        Runs with a record have ended; runs locked by another process are polled instead.
+        """
         room, batch = self._engine.room(), []
         while self._waiting and len(batch) < room:
             run = self._waiting.popleft()

@@ -30,7 +30,7 @@ from sinklab.tuning.tuned_directory import SFT, tuned_beside
 RECIPE, METRICS = "recipe.yaml", "metrics.jsonl"
 RECIPES, RUNS, ALL_METRICS = "recipes.yaml", "runs.jsonl", "metrics.jsonl.gz"
 OPTIONAL = {"assessments.jsonl.gz": "assessment", "tunings.jsonl.gz": "tuning"}
-"""Files with a document that only some runs have, and its key (a field of `PackedRun`)."""
+"""Files with documents that only some runs have; the value is the key of the document (a field of `PackedRun`)."""
 PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, *OPTIONAL)
 CHECKSUMS = "checksums.txt"
 OF_THE_MACHINE = ("command",)
@@ -48,8 +48,8 @@ class PackedRun:
         directory: run directory, relative to the directory of the sweep.
         recipe, metrics: contents of recipe.yaml and metrics.jsonl.
         record, environment: contents of record.json and env.json (without local paths).
-        assessment: content of assessment.json; None without one.
-        tuning: content of sft.json in the fine-tuning directory next to the run; None without one.
+        assessment: content of assessment.json; None if there is none.
+        tuning: content of sft.json in the fine-tuning directory next to the run; None if there is none.
     """
 
     directory: str
@@ -88,7 +88,7 @@ def read_packed(folder: Path) -> list[PackedRun]:
     """Read the packed runs of one experiment from a folder.
 
     Raises:
-        InputError: if a file is missing or damaged.
+        InputError: if a file is missing, cannot be read or is damaged.
     """
     try:
         pieces = _DOCUMENT.split((folder / RECIPES).read_text(encoding="utf-8"))
@@ -129,7 +129,8 @@ def unpack(top: Path, into: Path) -> list[Path]:
         The run directories created.
 
     Raises:
-        InputError: if `top` contains no packed runs, a file is missing or damaged, or a run is outside `into`.
+        InputError: if `top` contains no packed runs, a file is missing, cannot be read or is damaged, or the directory
+            of a run would be outside `into`.
         SinklabError: if a file cannot be written.
     """
     if not is_packed(top):
@@ -171,7 +172,7 @@ def take_up(top: Path, out: Path) -> list[Path]:
 
 
 def _write_run(directory: Path, run: PackedRun) -> None:
-    """Write the files of a run to its directory; env.json, which marks a run directory, is written last."""
+    """Write the files of a run to its directory, env.json last, because it marks the directory as that of a run."""
     if run.tuning is not None:
         write_json(tuned_beside(directory) / SFT, run.tuning)
     write_text(directory / RECIPE, run.recipe)
@@ -200,7 +201,7 @@ def read_checksums(top: Path) -> dict[str, str]:
     """Read checksums.txt: the SHA-256 of every file of a packed sweep, by path relative to `top`.
 
     Raises:
-        InputError: if checksums.txt is missing or damaged.
+        InputError: if checksums.txt is missing, cannot be read or is damaged.
     """
     try:
         lines = (top / CHECKSUMS).read_text(encoding="utf-8").splitlines()

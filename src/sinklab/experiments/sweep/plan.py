@@ -39,13 +39,13 @@ class Question:
 
 @dataclass(frozen=True)
 class SweepCell:
-    """A trained cell used by one or several experiments of a sweep.
+    """A trained cell that one or more experiments of a sweep use.
 
     Attributes:
         recipe: recipe of the cell, with seed 0.
         change: recipe keys (dotted) that differ from the base, with their values.
         seeds: union of the seeds of all experiments that use the cell.
-        may_diverge: True if divergence is an expected result, not a failure: a claim or variant states it.
+        may_diverge: True if a claim or a variant states that training may diverge; a divergence is then no failure.
     """
 
     name: str
@@ -101,9 +101,10 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
         overlay: overlay on every recipe.
 
     Raises:
-        InputError: if an experiment lacks the scale, a base recipe is missing or not YAML, an overlay yields an invalid
-            recipe (the message names the field), an initial checkpoint is unusable or does not fit its model, or two
+        InputError: if an experiment lacks the scale, a base recipe is missing or not YAML, a recipe is invalid with its
+            overlays (the message names the field), an initial checkpoint is unusable or does not fit its model, or two
             experiments have cells of the same name with different recipes.
+        SinklabError: if none of the checkpoints of a run that is an initial checkpoint is valid.
     """
     cells: dict[str, SweepCell] = {}
     order: dict[tuple[str, int], None] = {}
@@ -114,7 +115,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
             known = cells.get(name, cell)
             if known.recipe != cell.recipe:
                 raise InputError(
-                    f"cell {name} of {question.experiment.id} has another recipe than that of {first[name]} "
+                    f"cell {name} of {question.experiment.id} has a different recipe from that of {first[name]} "
                     f"({_first_difference(known.recipe, cell.recipe)}): run them in different directories (--out), or "
                     "rename the cell"
                 )
@@ -132,7 +133,7 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
         overlay: overlay on every recipe.
 
     Raises:
-        InputError: as `plan_sweep`, for one experiment.
+        InputError, SinklabError: see `plan_sweep`.
     """
     experiment, scale = question.experiment, question.scale
     scale_of(experiment, scale)
@@ -171,7 +172,7 @@ def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
 def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return the recipe keys (dotted) that overlays have changed from the base, with their values in `recipe`.
 
-    For a union set by the name of a kind, the value is that name; the kind's default values are not listed.
+    If an overlay sets a union to the name of a kind, the value is that name; default values of the kind are not listed.
     """
     before, after = (leaves(one.model_dump(mode="json")) for one in (base, recipe))
     said = {key for overlay in overlays for key in leaves(overlay)}
@@ -194,7 +195,7 @@ def place_sweep(
         found: directories of existing runs, by hash.
 
     Raises:
-        InputError: if a model's vocabulary is smaller than the tokenizer's.
+        InputError: see `resolve`: if a model's vocabulary is smaller than the tokenizer's, or a device is not usable.
     """
     runs: dict[str, PlannedRun] = {}
     hashes: dict[tuple[str, int], str] = {}

@@ -1,6 +1,6 @@
 """Preview of a sweep: finished runs, and estimated hours of the missing runs. Writes nothing.
 
-The throughput is estimated from finished runs, else from timed updates, or for large models from the speed of matmuls.
+The throughput is that of finished runs. If there are none, updates are timed, or matmuls if the model is large.
 The cost of a run is counted in FLOPs (`train/flops.py`): three forward passes per training sequence, one per evaluated
 sequence, and two per sequence of the sink metric.
 """
@@ -38,7 +38,7 @@ UNKNOWN_VOCABULARY = 1024
 LONGEST_UPDATE_S = 1.0  # updates expected to be longer are not timed, as large models also take long to initialise
 SOURCES = {
     "runs": "estimated from the finished runs in the directory of the sweep",
-    "updates": "estimated from some updates timed on this machine, not compiled",
+    "updates": "estimated from updates timed on this machine without compilation",
     "products": "at the speed of matmuls on this machine, which no run reaches",
 }
 BY_RECIPE = "; finished runs are recognised by their recipes, as the text is not prepared here"
@@ -46,10 +46,10 @@ BY_RECIPE = "; finished runs are recognised by their recipes, as the text is not
 
 @dataclass(frozen=True)
 class Pace:
-    """Throughput of one run among those that share the machine, for time estimates.
+    """Throughput of a run, for time estimates.
 
     Attributes:
-        operations_per_second: FLOP/s of one run.
+        operations_per_second: FLOP/s of one run on its share of the machine.
         said: phrase on how the throughput was estimated, one of `SOURCES`.
     """
 
@@ -87,8 +87,8 @@ class Preview:
         engine: name of the execution engine.
         jobs: number of concurrent runs; None if the cluster decides.
         hours: estimated hours for the missing runs, with `jobs` concurrent runs; None for a cluster.
-        estimated: phrase on how the hours were estimated (`Pace.said`), and on runs that only their recipes identify;
-            empty if the throughput is unknown.
+        estimated: phrase on how the hours were estimated (`Pace.said`), with a remark if finished runs were recognised
+            by their recipes only; empty if the throughput is unknown.
     """
 
     cells: Sequence[CellPreview]
@@ -110,7 +110,7 @@ def preview(
     """Find the finished runs of a plan and estimate the hours of the missing runs.
 
     No data is prepared. If the data of a cell has not been prepared here, its finished runs are recognised by their
-    recipes alone; they are trained again if the text of this machine turns out to differ.
+    recipes alone. `reproduce` trains them again if its prepared text differs from theirs.
 
     Args:
         out: directory of the sweep.
@@ -120,7 +120,8 @@ def preview(
         jobs: number of concurrent runs; None if unknown.
 
     Raises:
-        InputError: if a record is damaged, or a model's vocabulary is smaller than the tokenizer's.
+        InputError: see `record_of` and `resolve`: if a record cannot be read or is damaged, a model's vocabulary is
+            smaller than the tokenizer's, or a device is not usable.
     """
     data: dict[str, TokenDataset] = {}
     for key, recipe in {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}.items():
@@ -154,7 +155,7 @@ def preview(
 
 
 def _key(recipe: Recipe, seed: int) -> str:
-    """Return a key of a run, from recipe and seed, that is the same before and after `resolve` completes the recipe."""
+    """Return a key of a run, made of recipe and seed; it is the same for a recipe before and after `resolve`."""
     auto = recipe.train.precision == "auto"
     precision = resolved_precision("auto", pick_device(recipe.train.device)) if auto else recipe.train.precision
     said = recipe.model_dump(mode="json", exclude={"name": True, "seed": True, "train": {*MANNER, "precision"}})
@@ -186,7 +187,7 @@ def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace
         finished: run directories; if any run has finished, the throughput of finished runs is used (`pace_of_runs`).
 
     Raises:
-        InputError: if this machine lacks the device of the recipe.
+        InputError: if the device of the recipe is not usable on this machine.
     """
     if found := pace_of_runs(finished):
         return found
@@ -206,9 +207,9 @@ def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace
 
 
 def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
-    """Return the median training throughput of the finished runs among run directories; None if there are none.
+    """Return the median training throughput of the finished runs in run directories; None if there are none.
 
-    Unreadable runs are skipped, and runs of other machines are included.
+    Runs that cannot be read are skipped. Runs of other machines are included.
     """
     found = [
         _of_sequence(recipe) * recipe.train.steps * recipe.train.batch_size / record.seconds
@@ -219,7 +220,7 @@ def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
 
 
 def _read_runs(directories: Iterable[Path]) -> Iterator[tuple[RunRecord, Recipe]]:
-    """Yield record and recipe of the runs that have both; unreadable ones are skipped."""
+    """Yield record and recipe of the runs that have both; runs that cannot be read are skipped."""
     for directory in directories:
         try:
             record, recipe = read_record(directory), load_recipe(str(directory / "recipe.yaml"))
@@ -238,7 +239,10 @@ def _sized(recipe: Recipe) -> ModelConfig:
 
 
 def _of_sequence(recipe: Recipe) -> int:
-    """Count the FLOPs of one training sequence (forward and backward pass); an unknown vocabulary has 1,024 tokens."""
+    """Count the FLOPs of one training sequence (forward and backward pass).
+
+    If the vocabulary size is unknown, it is taken to be `UNKNOWN_VOCABULARY`.
+    """
     return _of_model(_sized(recipe).model_dump_json())
 
 
@@ -269,7 +273,10 @@ def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
 
 
 def _seconds_each(work: Callable[[], object], limit: float, device: torch.device) -> float:
-    """Return the median duration of a call of `work` over `limit` seconds of calls after a warm-up call, in seconds."""
+    """Return the median duration of a call of `work`, in seconds, over calls that take `limit` seconds together.
+
+    A warm-up call precedes them.
+    """
     work()
     taken: list[float] = []
     while sum(taken) < limit or not taken:

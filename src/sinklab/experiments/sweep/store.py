@@ -56,7 +56,7 @@ class SweepManifest(VersionedDocument):
     Attributes:
         experiment: definition of the experiment when it was requested.
         scale: requested scale.
-        overlay: recipe keys that --steps and --text override in every run, with their values.
+        overlay: overlay on every recipe: nested recipe values set by --steps and --text; empty if neither is passed.
         cells: changed recipe keys and run hashes by name of the cell.
     """
 
@@ -89,7 +89,7 @@ class SweepManifest(VersionedDocument):
 
 
 def manifest_of(question: Question, sweep: PlannedSweep, overlay: Mapping[str, Any]) -> SweepManifest:
-    """Return the manifest of one experiment of a planned sweep; `overlay` is that of `plan_sweep`."""
+    """Return the manifest of one experiment of a planned sweep; for `overlay`, see `plan_sweep`."""
     cells = {
         name: ManifestCell(
             change=dict(sweep.plan.cells[name].change),
@@ -104,7 +104,7 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
     """Read the manifests in the directory of a sweep, by experiment id.
 
     Raises:
-        InputError: if a manifest cannot be read, is damaged, or is of another version: of its schema, or with an
+        InputError: if a manifest cannot be read or is damaged, has a different schema version, or contains an
             experiment that is invalid in this version of sinklab.
     """
     found: dict[str, SweepManifest] = {}
@@ -121,7 +121,10 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
 
 
 def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, SweepManifest]) -> dict[str, SweepManifest]:
-    """Add the experiments and seeds of earlier manifests with the same scale and overlay to the new manifests.
+    """Add the experiments and seeds of earlier manifests to the new manifests.
+
+    Earlier manifests with a different scale or overlay are left out. Seeds are added to the cells whose runs are
+    unchanged, if the experiment's first seed is unchanged, too.
 
     Args:
         before, now: earlier and new manifests by experiment id; `now` is not empty.
@@ -141,7 +144,7 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
             mine = known.get((name, seed), (run_hash, ""))
             if mine[0] != run_hash:
                 raise InputError(
-                    f"cell {name}, seed {seed}, has another recipe, text or initial weights in {mine[1]} than in "
+                    f"cell {name}, seed {seed}, has a different recipe, text or initial weights in {mine[1]} than in "
                     f"{one.experiment.id}, which was run in this directory before: choose another --out, or remove "
                     f"{MANIFESTS}/{one.experiment.id}.json there"
                 )
@@ -150,7 +153,7 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
 
 
 def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> SweepManifest:
-    """Return a manifest with the seeds of an earlier one added to unchanged cells, if the first seed is the same."""
+    """Add the seeds of an earlier manifest to the cells whose runs are unchanged, if both have the same first seed."""
     if before is None or before.experiment.first_seed != now.experiment.first_seed:
         return now
     cells = {}
@@ -163,12 +166,12 @@ def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> Swe
 
 
 def found_runs(out: Path) -> dict[str, Path]:
-    """Find the run directories in and below a folder, by hash; of several directories with one hash, the most advanced.
+    """Find the run directories in and below a folder, by hash; of several with the same hash, the most advanced one.
 
     Hidden folders and folders within run directories are not searched.
 
     Raises:
-        SinklabError: if an env.json is damaged.
+        SinklabError: if an env.json cannot be read or is damaged.
     """
     found: dict[str, Path] = {}
     for directory in _run_directories(out):
@@ -198,8 +201,8 @@ def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, C
     A finished run without metrics is listed as unfinished, with a message.
 
     Raises:
-        InputError: if a file of a run is damaged.
-        SinklabError: if an env.json is damaged.
+        InputError: if a file of a run cannot be read or is damaged.
+        SinklabError: if an env.json cannot be read or is damaged.
     """
     found = found_runs(out)
     wanted = tuple(dict.fromkeys([*NUMBERS, *(name for one in manifests.values() for name in _quantities(one))]))
@@ -256,7 +259,7 @@ def _read(
 
 @dataclass(frozen=True)
 class Unassessed:
-    """A finished run that lacks parts of `sinklab assess` requested by its experiments, on its validation text.
+    """A finished run without all parts of `sinklab assess`, on its validation text, that its experiments request.
 
     Attributes:
         doing, done: verb forms for progress messages.
@@ -279,11 +282,11 @@ class Unassessed:
 
 
 def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed]:
-    """Find the finished runs in and below a directory that lack an assessment requested by their experiments.
+    """Find the finished runs in and below a directory that lack parts of an assessment requested by their experiments.
 
     Raises:
-        InputError: if a record or an assessment is damaged.
-        SinklabError: if an env.json is damaged.
+        InputError: if a record or an assessment cannot be read or is damaged.
+        SinklabError: if an env.json cannot be read or is damaged.
     """
     wanted, names = dict[Path, dict[str, None]](), dict[Path, str]()
     for experiment, name, directory in _finished([one for one in manifests if one.experiment.assess], out):
@@ -317,20 +320,20 @@ class TuningRequest:
 
     @property
     def is_finished(self) -> bool:
-        """Return True if the fine-tuning of the run is complete.
+        """True if the fine-tuning of the run is complete.
 
         Raises:
-            InputError: if sft.json is damaged.
+            InputError: if sft.json cannot be read or is damaged.
         """
         return self.document.is_file() and load_tuning(self.document).chat is not None
 
 
 def tuning_requests(manifests: Iterable[SweepManifest], out: Path) -> list[TuningRequest]:
-    """Find the finished runs in and below a directory that the experiments fine-tune, already tuned ones included.
+    """Find the finished runs in and below a directory that the experiments fine-tune, including those already tuned.
 
     Raises:
-        InputError: if a record is damaged.
-        SinklabError: if an env.json is damaged.
+        InputError: if a record cannot be read or is damaged.
+        SinklabError: if an env.json cannot be read or is damaged.
     """
     tuned = [one for one in manifests if one.experiment.tune is not None]
     requests = {

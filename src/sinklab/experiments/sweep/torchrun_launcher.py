@@ -27,9 +27,9 @@ PRINTED_TAIL = 2000  # last characters of the output, shown in an error message
 
 
 def cards_for(recipe: Recipe) -> int:
-    """Return the number of training processes: the most visible GPUs that divide the batch evenly.
+    """Return the number of training processes: the largest number of visible GPUs that divides the batch size.
 
-    One without CUDA, and if `train.device` is a CPU or a particular GPU.
+    It is 1 if CUDA is not available, or if `train.device` is a CPU or a particular GPU.
     """
     if recipe.train.device not in ("auto", "cuda") or not torch.cuda.is_available():
         return 1

@@ -32,8 +32,8 @@ ROUNDING = 1e-9
 """Tolerance, relative and absolute, of numbers that are recomputed from the same metrics."""
 
 FIRST_LOSS, LAST_LOSS = 1e-3, 0.15
-"""Relative tolerances of the first validation loss after step 0 and of the last, if a key of `SAME_NUMBERS` differs:
-training amplifies rounding differences."""
+"""Relative tolerances of the first validation loss after step 0 and of the last validation loss. They apply if a key of
+`SAME_NUMBERS` differs; the second is larger because training amplifies rounding differences."""
 
 
 @dataclass
@@ -71,7 +71,9 @@ def verify_packed(
         The outcome of every check; a failed check does not prevent the others.
 
     Raises:
-        InputError: if `top` contains no packed sweep, or packed runs, checksums or manifests cannot be read.
+        InputError: if `top` contains no packed sweep, or checksums, packed runs or manifests cannot be read or are
+            damaged.
+        SinklabError: if the runs cannot be unpacked into a temporary folder, or an env.json is damaged.
     """
     checks = [_check_files(top)]
     with TemporaryDirectory(prefix="sinklab-") as folder:
@@ -101,7 +103,7 @@ def _check_files(top: Path) -> Verified:
 
 
 def _check_runs(runs: dict[str, Path]) -> Verified:
-    """Check that every run has its record, recipe and metrics the recorded checksums, and the recipe the run's hash."""
+    """Check the record, the recorded checksums of the result files, and the hash of every run."""
     check = Verified("recipes and metrics of runs", len(runs))
     for run_hash, directory in sorted(runs.items(), key=lambda item: item[1].name):
         record = read_record(directory)
@@ -148,7 +150,7 @@ def _check_verdicts(top: Path, files: Path) -> Verified:
 
 
 def _same_numbers(a: object, b: object) -> bool:
-    """Return True if two JSON values are equal, floats within the rounding error of another processor (`ROUNDING`)."""
+    """Return True if two JSON values are equal; floats may differ by `ROUNDING`, as between processors."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same_numbers(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
@@ -175,10 +177,12 @@ def _retrained(runs: dict[str, Path], count: int, seed: int, say: Callable[[str]
 
 
 def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
-    """Retrain a run; return its deviations from the packed metrics, and a phrase on how they were compared.
+    """Retrain a run in the directory `again`; return its deviations from the packed metrics.
+
+    The second value is a phrase on how the metrics were compared; it is empty if the training did not end as `done`.
 
     Raises:
-        InputError: if recipe and text have another hash on this machine, or cannot be read.
+        InputError: if recipe and text have a different hash on this machine, or cannot be read.
     """
     recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
     dataset = prepared(recipe.data)
@@ -210,7 +214,7 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
 
 def _different_bits(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iterator[str]:
     if [one.step for one in old] != [one.step for one in new]:
-        yield "it was evaluated at other steps"
+        yield "it was evaluated at different steps"
         return
     for before, after in zip(old, new, strict=True):
         numbers, again = (
@@ -239,7 +243,7 @@ def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) ->
         runs: run directories by hash.
 
     Raises:
-        SinklabError: if an env.json is damaged.
+        SinklabError: if an env.json cannot be read or is damaged.
     """
     begun = {run: str(day)[:10] for run, folder in runs.items() if (day := read_environment(folder).get(BEGUN))}
     check = Verified("claims stated before their runs")

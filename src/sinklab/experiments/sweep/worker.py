@@ -1,7 +1,7 @@
 """Train a run and write record.json at its end; used by all engines, torchrun processes and `sinklab verify`.
 
-The training process writes the record before it releases the run's lock, so that exactly one of any number of processes
-on any machines trains a run.
+The training process writes the record before it releases the run's lock. Several processes, also on different machines,
+may therefore be given the same run: exactly one of them trains it.
 
     torchrun --nproc-per-node 2 -m sinklab.experiments.sweep.worker FOLDER LAUNCHER      (`torchrun_launcher.py`)
 """
@@ -49,19 +49,21 @@ def train_cell(
     should_stop: Callable[[], bool],
     world: World = ALONE,
 ) -> Event:
-    """Train a run, resuming from its checkpoints, and record its outcome; an existing record is only read.
+    """Train a run, resuming from its checkpoints, and record its outcome. A run with a record is not trained again.
 
-    With several processes (`PlannedRun.processes`, by default one per GPU), torchrun trains the run.
+    If the run needs several processes (`PlannedRun.processes`, default: `cards_for`), torchrun is started to train it.
 
     Args:
         threads: number of PyTorch's CPU threads; default: unchanged.
-        watch: callback, called with all events but the last, which is returned; under torchrun, only with evaluations.
+        watch: callback, called with all events except the last one, which is returned; if torchrun trains the run, only
+            with evaluations.
         should_stop: callback, called before every update and during evaluations; if it returns True, the run is saved
             and training stops. It must then keep returning True.
         world: training processes, all of which call this function.
 
     Returns:
-        The last event: done, failed, stopped or busy. Exceptions are returned as `failed` with a message.
+        The last event: done, failed, stopped, or busy if another process has locked the run. Errors are not raised,
+        but returned as `failed` with a message.
     """
     keep_freed_memory()
     if threads is not None:
@@ -91,7 +93,7 @@ def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
     """Write record.json of a finished run whose checkpoints are gone, so that the run is not trained again.
 
     Returns:
-        True if the run was recorded.
+        True if there is such a run, which then has a record; else False.
     """
     directory = planned.directory
     if not (directory / "measurement.json").is_file() or steps_saved(directory / "checkpoints"):
@@ -174,11 +176,13 @@ class _PeakMemory:
 
 
 def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakMemory) -> None:
-    """Write record.json of a finished or diverged run, whose lock the trainer holds. All processes call this function.
+    """Write record.json of a finished or diverged run, whose lock the trainer holds.
+
+    The kurtosis of a finished run is measured first. All processes call this function.
 
     Raises:
         StoppedError: if a stop was requested before the record was complete; a later call writes it.
-        SinklabError: if metrics.jsonl cannot be read or the record cannot be written.
+        SinklabError: if an activation is not finite, metrics.jsonl cannot be read, or the record cannot be written.
     """
     run, recipe = trainer.run, trainer.recipe
     peak_memory_mb = memory.mb()  # read before the kurtosis is measured, which needs more memory than training
@@ -203,10 +207,11 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
 
 
 def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
-    """Write record.json of a finished run without checkpoints, from its metrics and measurement; without kurtosis.
+    """Write record.json of a finished run without checkpoints, from its metrics and measurement, without the kurtosis.
 
     Raises:
-        SinklabError: if the run's files cannot be read or are not those of a run, or the record cannot be written.
+        SinklabError: if metrics or measurement cannot be read, training did not write the measurement, or the record
+            cannot be written.
     """
     from sinklab.measuring.measurement import Measurement
 
@@ -221,7 +226,7 @@ def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
 
 
 def _record(directory: Path, recipe: Recipe, **fields: Any) -> None:
-    """Write record.json with these fields of `RunRecord`, and those that follow from the recipe and the run's files."""
+    """Write record.json; the recipe and the run's files determine the fields that are not in `fields`."""
     history = read_history(directory / "metrics.jsonl")
     RunRecord(
         name=recipe.name,
@@ -234,7 +239,7 @@ def _record(directory: Path, recipe: Recipe, **fields: Any) -> None:
 
 
 def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
-    """Return the mean training tokens per second over the updates with known duration; None if there are none."""
+    """Return the mean training tokens per second over the updates whose duration is known; None if there are none."""
     tokens, before = 0.0, 0.0
     for one in history:
         reached = before if one.tokens is None else one.tokens
@@ -247,9 +252,11 @@ def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
 def main(folder: Path, launcher: int) -> None:
     """Entry point of a torchrun process: train the run that `folder` contains; rank 0 writes the last event there.
 
+    At the end, the process exits with status 0.
+
     Args:
         folder: temporary folder of `train_with_torchrun`.
-        launcher: id of the process that started torchrun; if it dies, the run is saved and stopped.
+        launcher: id of the process that started torchrun; if it dies, the run saves a checkpoint and stops.
     """
     planned: PlannedRun = pickle.loads((folder / PLANNED).read_bytes())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the launcher writes `stop`

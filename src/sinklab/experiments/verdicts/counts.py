@@ -11,17 +11,17 @@ FEWEST = 5
 """Minimum number of replicates (seeds, draws or models) of a verdict."""
 
 MANY = 9
-"""Minimum number of replicates of which one may deviate, and whose range leaves out the smallest and largest value."""
+"""Minimum number of replicates at which one may deviate, and ranges leave out the smallest and largest value."""
 
 SEPARATED = 0.004
 """Maximum one-sided p-value (exact rank sum test) of two cells that differ; 5 seeds above 5 others have p = 1/252."""
 
 
 def seed_by_seed(held: Sequence[bool]) -> bool | None:
-    """Return True if a claim holds at every seed, False if at none, else None.
+    """Return True if a claim holds at every seed, False if it holds at none, else None.
 
-    With nine seeds or more, one seed may deviate. The minimum number of seeds is not checked here: without seeds, the
-    result is True.
+    With nine seeds or more, one seed may deviate in either case. The minimum number of seeds is not checked here: if
+    there are no seeds, the result is True.
 
     Args:
         held: whether the claim holds, by seed.
@@ -31,27 +31,33 @@ def seed_by_seed(held: Sequence[bool]) -> bool | None:
 
 
 def pairs_against(above: Sequence[float], below: Sequence[float]) -> int:
-    """Count the pairs (a, b) of a value of `above` and a value of `below` with a <= b, which oppose "above"."""
+    """Count the pairs, one value of `above` and one of `below`, in which that of `above` is not the larger one."""
     return sum(a <= b for a in above for b in below)
 
 
 def separated(above: Sequence[float], below: Sequence[float]) -> bool:
-    """Return True if `above` exceeds `below` in the exact one-sided rank sum test (p <= SEPARATED; ties oppose)."""
+    """Return True if `above` exceeds `below` in the exact one-sided rank sum test.
+
+    The condition is p <= SEPARATED; ties count against it (`pairs_against`).
+    """
     return rank_sum_p(len(above), len(below), pairs_against(above, below)) <= SEPARATED
 
 
 def rank_sum_p(n: int, m: int, against: int) -> float:
     """Compute the exact p-value of the rank sum test (Mann and Whitney, 1947), p = P(U <= u), u = `against`.
 
-    This is the share of the orderings of n and m distinct numbers with at most `against` (0 to n m) opposing pairs: one
-    of the n numbers below one of the m.
+    Among all orderings of n + m distinct numbers, p is the share with at most `against` opposing pairs. In an opposing
+    pair, one of the n numbers is smaller than one of the m numbers.
+
+    Args:
+        against: number of opposing pairs, 0 to n m.
     """
     return sum(_orders(n, m, u) for u in range(against + 1)) / math.comb(n + m, n)
 
 
 @cache
 def _orders(n: int, m: int, against: int) -> int:
-    """Count the orderings of n and m numbers with exactly `against` opposing pairs, by recursion on the largest."""
+    """Count the orderings of n + m numbers with exactly `against` opposing pairs, by recursion on the largest."""
     if against < 0:
         return 0
     if n == 0 or m == 0:
@@ -60,10 +66,10 @@ def _orders(n: int, m: int, against: int) -> int:
 
 
 def share_interval(kept: int, seeds: int) -> tuple[float, float]:
-    """Compute the exact 95 % confidence interval of a share (0..1), from `kept` of `seeds` (Clopper and Pearson, 1934).
+    """Compute the exact 95 % confidence interval of a share (0..1) from `kept` of `seeds` (Clopper and Pearson, 1934).
 
-    The ends are quantiles of beta distributions, where k = `kept` and n = `seeds`: B(0.025; k, n - k + 1), or 0 if
-    k = 0, and B(0.975; k + 1, n - k), or 1 if k = n.
+    With k = `kept` and n = `seeds`, the ends are quantiles of beta distributions. The lower end is B(0.025; k, n - k +
+    1), or 0 if k = 0; the upper end is B(0.975; k + 1, n - k), or 1 if k = n.
     """
     low = 0.0 if kept == 0 else float(betaincinv(kept, seeds - kept + 1, 0.025))
     high = 1.0 if kept == seeds else float(betaincinv(kept + 1, seeds - kept, 0.975))
@@ -71,7 +77,10 @@ def share_interval(kept: int, seeds: int) -> tuple[float, float]:
 
 
 def middle_and_ends(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return median, minimum and maximum over seeds; from nine seeds on, second smallest and second largest value."""
+    """Return median, minimum and maximum over seeds.
+
+    With nine seeds or more, the second smallest and the second largest value replace minimum and maximum.
+    """
     drop = int(len(values) >= MANY)
     rising = sorted(values)
     return median(values), rising[drop], rising[len(rising) - 1 - drop]

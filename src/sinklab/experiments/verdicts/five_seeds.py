@@ -37,8 +37,8 @@ class PilotSpread(ReadDocument):
 
     Attributes:
         sd: standard deviation over the seeds of a cell, pooled over the cells.
-        sd_of_difference: standard deviation of the difference of two cells at the same seed, pooled over pairs of
-            cells; None with one cell.
+        sd_of_difference: standard deviation of the difference between two cells at the same seed, pooled over the pairs
+            of cells; None if there is only one cell.
         cells: random seeds of the pilot runs by cell.
     """
 
@@ -55,15 +55,15 @@ class Pilots(VersionedDocument):
 
 @cache
 def shipped_pilots() -> Pilots:
-    """Load the shipped pilots.json; without the file, return no spreads."""
+    """Load the shipped pilots.json; if there is no such file, return no spreads."""
     return Pilots.model_validate(_shipped(PILOTS))
 
 
 def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
     """Return a sentence with the effect that five seeds detect with 80 % power.
 
-    Empty for checks other than `within`, `greater`, `less`, `equal`, `alike`, `rising` and `falling`, and without pilot
-    runs of the quantity at the scale. For `all`, the sentences of its parts.
+    The text is empty for checks other than `within`, `greater`, `less`, `equal`, `alike`, `rising` and `falling`, and
+    if there are no pilot runs of the quantity at the scale. For `all`, it contains the sentences of the parts.
 
     Args:
         pilots: spreads of pilot runs; default: the shipped pilots.json.
@@ -107,7 +107,7 @@ class Committed(VersionedDocument):
 
 @cache
 def shipped_verdicts() -> Committed:
-    """Load the shipped committed.json; without the file, return no verdicts."""
+    """Load the shipped committed.json; if there is no such file, return no verdicts."""
     return Committed.model_validate(_shipped(COMMITTED))
 
 

@@ -60,7 +60,7 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
     """Return the claims of an experiment with their verdicts.
 
     Args:
-        results: results by cell; cells of other experiments are ignored, and a missing cell has no runs.
+        results: results by cell; cells of other experiments are ignored, and cells without results have no runs.
     """
     experiment, scale = trial.experiment, trial.described.scale
     own = {cell: results[cell].of_seeds(trial.seeds) for cell in trial.described.cells if cell in results}
@@ -92,7 +92,7 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
     """Return the claim with its verdict, from the runs of its cells; "not run" for an unresolved reference.
 
     Args:
-        published: the paper's numbers, which enter verdicts at the paper's scales; None at other scales.
+        published: the paper's numbers, with which a reproduced claim is also compared; None for no comparison.
     """
     blank = _blank(claim)
     if claim.check is None:
@@ -117,7 +117,7 @@ def _blank(claim: Claim) -> JudgedClaim:
 
 
 def _judged(check: Check, runs: Runs, published: Published | None = None) -> tuple[Verdict, str, int]:
-    """Return the verdict on a check, the evidence as text, and the number of seeds (of `all`: the fewest of a part)."""
+    """Return the verdict on a check, the evidence as text, and the number of seeds (for `all`, the smallest number)."""
     found = [_part(part, runs, published) for part in parts_of(check)]
     verdicts, said, counts = zip(*found, strict=True)
     failed = {cell: count for cell in check.cells if (count := runs.failed(cell)) and runs.of(cell)}
@@ -146,7 +146,7 @@ def _part(check: Check, runs: Runs, published: Published | None) -> tuple[Verdic
 def _at_eps(check: Check, runs: Runs) -> Verdict | None:
     """Return the verdict at the threshold `runs.eps`; None if the sink rates were not recorded at that threshold.
 
-    Also None if the check uses no rate of `AT_EPS`, or also another percentage, a step or a position.
+    It is also None if the check uses no rate in `AT_EPS`, a percentage that is not in `AT_EPS`, a step, or `stands_at`.
     """
     names = set(quantities_of(check))
     others = {name for name in names - AT_EPS.keys() if quantity(name).unit in ("%", "steps")}
@@ -176,12 +176,12 @@ def _waits_for(check: Check, runs: Runs) -> str:
 
 
 def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
-    """Return the claim without a verdict, with the reason, unless training is known to double a cell's norm ratio.
+    """Return the claim, unjudged and with the reason, if training is not known to double a cell's norm ratio.
 
-    None if it is, for unresolved references, and without this condition.
+    Return None if training is known to double it, if there is no such condition, or for an unresolved reference.
 
     Args:
-        baseline: name of the cell (`Experiment.massive_cell`); None without the condition.
+        baseline: name of the cell (`Experiment.massive_cell`); None if there is no condition.
     """
     if baseline is None or claim.check is None:
         return None
@@ -207,8 +207,8 @@ def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellRes
 def _beside_published(found: Finding, check: Check, published: Published, runs: Runs) -> Finding:
     """Add to a finding whether the paper's numbers lie in the 95 % prediction interval of a new seed (t distribution).
 
-    With five seeds, the interval is mean +- 3.04 standard deviations, plus half of the last printed digit. A published
-    number comes from one run. `size` is False if a number is outside.
+    With five seeds, the interval is mean +- 3.04 standard deviations, widened by half of the last printed digit. It is
+    that of a single seed because a published number comes from one run. `size` becomes False if a number is outside.
     """
     if not isinstance(check, Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt):
         return found

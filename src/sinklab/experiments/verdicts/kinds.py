@@ -32,19 +32,20 @@ Values = Mapping[str, Mapping[int, float]]
 
 
 class _UnmeasuredError(Exception):
-    """A cell has no value of a quantity; the message is the evidence."""
+    """A cell has no value of a quantity, or no replicate has values in all cells; the message is the evidence."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of a check; the minimum number of seeds is not applied yet.
+    """Outcome of a check before the minimum number of seeds is applied.
 
     Attributes:
         holds: True if the check is reproduced, False if contradicted, None if neither.
         said: evidence as text.
-        seeds: number of replicates; the smaller number of two unpaired cells, the shared ones of paired cells.
-        size: False if a size, bound or absence stated with the comparison does not hold, or the paper's number is
-            outside the prediction interval.
+        seeds: number of replicates. For two unpaired cells, the smaller of their numbers; for paired cells, the number
+            of replicates that all cells have.
+        size: False if a size, bound, absence or rate stated with the comparison does not hold, or if a number of the
+            paper is outside its prediction interval; else True.
     """
 
     holds: bool | None
@@ -82,7 +83,7 @@ class Runs:
         return {seed: value for seed, value in found.items() if value is not None}
 
     def last(self, cell: str, name: str, at_step: int | None = None, count: int = 3) -> dict[int, list[float]]:
-        """Return the values of the last `count` evaluations up to `at_step` by seed; seeds without any are omitted."""
+        """Return the values of the last `count` evaluations up to `at_step` by seed, for seeds that have any."""
         found = {run.seed: run.evaluations(name, at_step, self._eps(name), count) for run in self.of(cell)}
         return {seed: values for seed, values in found.items() if values}
 
@@ -95,7 +96,10 @@ class Runs:
         return _measured({cell: self.by_seed(cell, name, at_step) for cell in cells}, name, at_step)
 
     def counted(self, held: Sequence[bool]) -> str:
-        """Format the count of True: `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`, below FEWEST `3 of 3 seeds`."""
+        """Format the number of seeds at which a statement holds: `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`.
+
+        With fewer than FEWEST seeds there is no interval: `3 of 3 seeds`.
+        """
         kept, n = sum(held), len(held)
         if n < FEWEST:
             return f"{kept} of {plural(n, self.noun)}"
@@ -153,7 +157,7 @@ def _absent(check: SinkAbsent, runs: Runs) -> Finding:
 
 
 def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
-    """Return for each seed True if its sink rate is below 1 % at each of its last evaluations, and the evidence."""
+    """Return, for each seed, whether its sink rate is below 1 % at each of its last evaluations; and the evidence."""
     last = runs.last(check.cell, check.value, check.at_step)
     held = [max(values) < NO_SINK for values in last.values()]
     each = " at each of the last three evaluations" if any(len(values) > 1 for values in last.values()) else ""

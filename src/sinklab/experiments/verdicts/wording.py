@@ -25,7 +25,7 @@ def unit(of: Quantity) -> str:
 
 
 def step_unit(of: Quantity) -> str:
-    """Return the unit to append to a difference of two values: ` points` for percentages, else that of a value."""
+    """Return the unit to append to a difference of two values: ` points` for percentages, else as in `unit`."""
     return {"%": " points"}.get(of.unit, unit(of))
 
 
@@ -40,8 +40,8 @@ def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what:
     Example: `The median difference at the same seed is -26.7 points [-39.7, -15.7].`
 
     Args:
-        values: differences by seed; those of steps that were never reached are not finite and are left out.
-        what: subject of the sentence; default: as in the example.
+        values: differences, one per seed; values that are not finite, from steps never reached, are left out.
+        what: subject of the sentence; default: that of the example.
     """
     known = [value for value in values if math.isfinite(value)]
     what = what or f"The median difference at the same {noun}"

@@ -33,8 +33,8 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
         settings: options of slurm or ray, as KEY=VALUE.
 
     Raises:
-        InputError: if an optional dependency or command of the engine is not installed, no cluster answers, or an
-            option is unknown or invalid; the local engine has no options.
+        InputError: if an optional dependency or a command of the engine is not installed, no cluster answers, an option
+            is unknown or invalid, or an option is passed to the local engine, which has none.
     """
     if name == EngineName.slurm:
         from sinklab.experiments.sweep.engines.on_slurm import SlurmEngine, SlurmOptions

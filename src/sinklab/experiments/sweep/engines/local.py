@@ -40,8 +40,9 @@ class MachineShare:
 def shares(jobs: int) -> list[MachineShare]:
     """Split the cores and GPUs of this machine into `jobs` shares.
 
-    The cores are those on which this process may run. They are disjoint if there is at least one per share; else the
-    shares are not pinned and have max(1, cores / jobs) threads each. A share has at most OMP_NUM_THREADS threads.
+    The cores are those on which this process may run. If there is at least one core per share, each share is pinned to
+    its own cores and has a thread for each. Else, and on systems without CPU affinity, the shares are not pinned and
+    have max(1, cores // jobs) threads each. A share never has more than OMP_NUM_THREADS threads.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     said = os.environ.get("OMP_NUM_THREADS", "")
@@ -57,12 +58,12 @@ def cores_here() -> int:
 
 
 def jobs_for(runs: int, cores: int) -> int:
-    """Return the default number of concurrent runs: all runs if at most two per core, else one per core."""
+    """Return the default number of concurrent runs: all runs if there are at most two per core, else one per core."""
     return max(1, runs if runs <= 2 * cores else cores)
 
 
 def _cards(jobs: int) -> list[str | None]:
-    """Return the value of CUDA_VISIBLE_DEVICES for each share, None with fewer than two GPUs.
+    """Return the value of CUDA_VISIBLE_DEVICES for each share; None if there are fewer than two GPUs.
 
     If there are fewer GPUs than shares, several shares use the same GPU.
     """
@@ -119,7 +120,7 @@ class LocalEngine:
             self._running[run.name] = _Running(process, share, ours)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """Return the new events of the training processes; for a process that died without one, `failed`."""
+        """Return the new events of the training processes; if a process died without a last event, it is `failed`."""
         ready = wait([one.pipe for one in self._running.values()], timeout) if self._running else []
         found: list[Event] = []
         for name, one in list(self._running.items()):
@@ -157,7 +158,7 @@ class LocalEngine:
 
 
 def _received(pipe: Connection) -> tuple[list[Event], bool]:
-    """Return the events waiting in a pipe, and True if they include the run's last event or the pipe is closed."""
+    """Return the events waiting in a pipe, and whether they include the run's last event or the pipe is closed."""
     found: list[Event] = []
     try:
         while pipe.poll():
@@ -186,12 +187,15 @@ def _signals_held_back() -> Iterator[None]:
 def _death(process: BaseProcess) -> str:
     code = process.exitcode
     if code is not None and code < 0:
-        return f"the process was killed by {signal.Signals(-code).name}; run the same command again to continue"
-    return f"the process ended with status {code} and no message; run the same command again to continue"
+        return f"the process was killed by {signal.Signals(-code).name}; run the same command again to resume"
+    return f"the process ended with status {code} and no message; run the same command again to resume"
 
 
 def _train(run: PlannedRun, share: MachineShare, environment: Mapping[str, str], pipe: Connection) -> None:
-    """Main function of a training process. A message in the pipe, or its closing, is a request to save and stop."""
+    """Main function of a training process: train a run and send its events to `pipe`.
+
+    If the parent sends a message or closes the pipe, the run saves a checkpoint and stops.
+    """
     from sinklab.experiments.sweep.worker import train_cell
 
     os.environ.clear()  # the fork server has the environment of its start, with the first run

@@ -73,7 +73,7 @@ class RayEngine:
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Submit a Ray task for each run."""
+        """Submit a Ray task for each run; stop files of earlier calls are removed."""
         import ray
 
         options = self._options
@@ -107,7 +107,7 @@ class RayEngine:
         return found
 
     def stop(self) -> None:
-        """Request that all runs save a checkpoint and stop; runs that start later stop at once."""
+        """Request that all runs save a checkpoint and stop; queued runs stop as soon as they start."""
         self._stopping = True
         for run in self._tasks.values():
             stop_file(self._folder, run).touch()
@@ -126,7 +126,7 @@ class RayEngine:
             event = ray.get(task)
         except RayError as error:
             reason = str(error).strip().partition("\n")[0]
-            again = "run the same command again to continue"
+            again = "run the same command again to resume"
             return Event(run.name, "failed", message=f"{type(error).__name__}: {reason}; {again}")
         if event.kind == "stopped" and not self._stopping:
             return Event(run.name, "busy", event.step, message="another call has stopped it")
@@ -136,7 +136,8 @@ class RayEngine:
 def train_in_task(run: PlannedRun, folder: Path, threads: int, working: Path, environment: Mapping[str, str]) -> Event:
     """Main function of a Ray task: train a run and return its last event.
 
-    On SIGTERM or SIGUSR1, the run is saved and the process exits with status 75, so that Ray retries the task.
+    The working directory and environment variables of the process are changed to those of the command. On SIGTERM or
+    SIGUSR1, the run saves a checkpoint and the process exits with status 75, so that Ray retries the task.
 
     Args:
         working: working directory of the command, to which relative paths in recipes refer.

@@ -149,7 +149,9 @@ class SlurmEngine:
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Submit runs as job arrays; the job of a run that an earlier call submitted is followed if it has not ended.
+        """Submit the runs as job arrays; stop files of earlier calls are removed.
+
+        If an earlier call has submitted a job for a run and the job has not ended, that job is followed instead.
 
         Raises:
             SinklabError: if the cluster does not answer or rejects the jobs.
@@ -245,7 +247,7 @@ class SlurmEngine:
             ended = f"ended as {state}" if state else "is no longer known to Slurm"
             message = (
                 f"job {one.job.job_id} {ended} without a result; its output is in {one.job.paths.stderr}; "
-                "run the same command again to continue"
+                "run the same command again to resume"
             )
             return Event(name, "failed", message=message)
         if event.kind == "stopped" and not self._stopping:
@@ -257,7 +259,8 @@ def train_in_job(run: PlannedRun, folder: Path, threads: int) -> Event:
     """Main function of a Slurm job, pickled by submitit: train a run and return its last event.
 
     Raises:
-        SystemExit: with status 75, if a signal stopped the run and the sweep was not stopped.
+        SystemExit: with status 75, if a signal stopped the run and there is no stop file, which would mean that the
+            sweep was stopped.
     """
     try:
         return train_remotely(run, folder, threads)
@@ -266,7 +269,7 @@ def train_in_job(run: PlannedRun, folder: Path, threads: int) -> Event:
 
 
 def _result(job: "Job[Event]") -> Event | None:
-    """Return the last event that a job has saved as its result; None if there is none (yet), or the job failed."""
+    """Return the last event that a job has saved as its result; None if the job failed or has no result (yet)."""
     with suppress(OSError):
         outcome, value = pickle.loads(job.paths.result_pickle.read_bytes())
         if outcome == "success":
@@ -295,7 +298,9 @@ def _require_cluster() -> None:
 
 
 def states(folder: Path) -> dict[str, str]:
-    """Return the Slurm states of the jobs of an engine's folder by job id, including jobs that ended minutes ago.
+    """Return the Slurm states of the jobs of an engine's folder by job id.
+
+    Jobs that have ended are included for some minutes.
 
     Raises:
         SinklabError: if Slurm does not answer.

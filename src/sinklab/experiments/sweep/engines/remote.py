@@ -1,6 +1,6 @@
 """Shared code of the engines on_ray and on_slurm, which communicate with other machines through a shared folder:
 
-HASH.stop    if it exists, the run is to save and stop
+HASH.stop    requests that the run save a checkpoint and stop
 HASH.log     a line per start, evaluation and end, with time (UTC), machine and process
 """
 
@@ -19,7 +19,7 @@ STOP_POLL_S = 1.0
 
 
 def stop_file(folder: Path, run: PlannedRun) -> Path:
-    """Return the file in an engine's shared folder whose existence requests that a run save and stop."""
+    """Return the path of a run's stop file in an engine's shared folder."""
     return folder / f"{run.hash}.stop"
 
 
@@ -40,7 +40,7 @@ def train_remotely(run: PlannedRun, folder: Path, threads: int) -> Event:
         threads: number of PyTorch's CPU threads.
 
     Raises:
-        PreemptedError: if a signal stopped the run and there is no stop file; the run is to be resumed.
+        PreemptedError: if a signal stopped the run and there is no stop file, so that the run should be resumed.
         SinklabError: if the log cannot be written.
     """
     from sinklab.experiments.sweep.worker import train_cell
