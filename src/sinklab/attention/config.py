@@ -126,8 +126,8 @@ class AttentionConfig(Part):
             raise ValueError(f"{name} attention halves the head width, but {head_width} is odd: change width or heads")
         if position_on_scores and not self.operation.has_logits:
             raise ValueError(
-                f"a relative position bias is added to logits, but attention.operation {name} is a kernel without logits: use "
-                "position rotary, absolute, learnable or none"
+                f"a relative position bias is added to logits, but attention.operation {name} is a kernel without "
+                "logits: use position rotary, absolute, learnable or none"
             )
         if position_on_scores and self.backend == "sdpa":
             raise ValueError(
