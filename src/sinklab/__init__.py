@@ -2,7 +2,7 @@
 
     import sinklab
     result = sinklab.measure(model, tokens)          # a Measurement: sinks, norms, loss
-    with sinklab.probe(model) as watch:              # a Hugging Face model, in your own loop or during generate
+    with sinklab.probe(model) as watch:              # a Hugging Face model, in your own loop or in generate
         model.generate(...)
     watch.layers[0].importance_BHT                   # alpha by head and position
 
@@ -11,7 +11,7 @@
 
     sinklab.register()                               # AutoModelForCausalLM then loads all `sinklab export` directories
 
-Names are imported lazily. help(sinklab.measure) describes its arguments.
+Names are imported lazily. help(sinklab.measure) describes the arguments of `measure`.
 """
 
 from importlib import import_module
@@ -38,9 +38,9 @@ _MODULES = {
 
 
 def register() -> None:
-    """Register SinklabForCausalLM with transformers' AutoConfig and AutoModelForCausalLM.
+    """Register sinklab's architecture, SinklabForCausalLM, with transformers' AutoConfig and AutoModelForCausalLM.
 
-    `sinklab export` uses this architecture for models that no architecture of transformers can represent.
+    `sinklab export` uses it for models that no architecture of transformers can represent.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -9,13 +9,13 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FORMS = 128  # compiled variants of one function: combinations of operation, mask, shape and gradient mode
+FORMS = 128  # maximum compiled variants of one function: operations, masks, shapes and gradient modes
 
 
 def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[P, R]:
-    """Return `function` compiled by `torch.compile`; PyTorch's global recompile limit is raised to at least 128.
+    """Return `function` compiled by `torch.compile`, and raise PyTorch's global recompile limit to at least FORMS.
 
-    At its default of 8 variants per function, further variants would run uncompiled, and uncompiled FlexAttention
+    The default limit is 8 variants per function. Further variants run uncompiled, and uncompiled FlexAttention
     materialises the T x T matrix.
 
     Args:
@@ -28,7 +28,7 @@ def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[
 
 @functools.cache
 def can_compile() -> bool:
-    """Return True if torch.compile works for code on a CPU here: it needs a C++ compiler and Python's headers."""
+    """Return True if torch.compile works on this machine's CPU, which needs a C++ compiler and Python's headers."""
     try:
         torch.compile(lambda x: x.sin() + 1, fullgraph=True)(torch.ones(64))
     except Exception:  # Inductor has an exception of its own for each missing part

@@ -1,4 +1,4 @@
-"""Devices: selection, 16-bit support, CPU name, transfer to the host, matmul precision, glibc memory settings."""
+"""Devices: selection, native 16-bit support, CPU name, copies to the host, matmul precision, glibc memory settings."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ def pick_device(name: str) -> torch.device:
     """Return the torch device of this name; "auto" is CUDA if available, else the CPU.
 
     Raises:
-        InputError: if there is no device of this name, or it is not usable on this machine.
+        InputError: if the name is not that of a device, or the device cannot be used on this machine.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,9 +31,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a CPU or CUDA device multiplies 16-bit floats natively; emulation is slower than float32.
+    """Return whether a CPU or CUDA device multiplies 16-bit floats natively. Emulation is slower than float32.
 
-    False on other devices, and on a CPU if ATEN_CPU_CAPABILITY disables PyTorch's AVX-512 and AMX code.
+    Returns False for other devices, and for a CPU on which ATEN_CPU_CAPABILITY disables AVX-512 and AMX in PyTorch.
 
     Args:
         dtype: bfloat16 or float16.
@@ -47,13 +47,16 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return float32 on a CPU that emulates `dtype` (emulated bfloat16 takes five times as long), else `dtype`."""
+    """Return float32 if the device is a CPU that emulates `dtype`, else `dtype`.
+
+    Emulated bfloat16 takes five times as long as float32.
+    """
     emulated = device.type == "cpu" and dtype in INSTRUCTIONS and not multiplies_natively(dtype, device)
     return torch.float32 if emulated else dtype
 
 
 def processor_name() -> str:
-    """Return the name of this machine's CPU, or its architecture if the name is unknown."""
+    """Return the model name of this machine's CPU, or its architecture if the name is unknown."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -61,7 +64,7 @@ def processor_name() -> str:
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in host memory, with one synchronisation per GPU; tensors on the CPU are not copied."""
+    """Return the tensors in host memory, with one synchronisation per GPU. Tensors on the CPU are not copied."""
     copies = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
     for card in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(card)
@@ -70,9 +73,9 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def float32_matmul(precision: Literal["highest", "high"], device: torch.device) -> Iterator[None]:
-    """Set the precision of float32 matmuls in the `with` block: float32 ("highest") or TF32 ("high").
+    """Set the precision of all float32 matmuls in the `with` block: float32 ("highest") or TF32 ("high").
 
-    No effect unless `device` is a CUDA device.
+    This has no effect unless `device` is a CUDA device.
     """
     if device.type != "cuda":
         yield
@@ -88,10 +91,10 @@ def float32_matmul(precision: Literal["highest", "high"], device: torch.device) 
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next training step.
 
-    By default glibc returns large blocks to the system, which must zero the pages again at each step: 3 to 13 % of a
-    small model's training time (benchmarks/train_cpu.py). Numerical results are unchanged. The setting lasts until
-    the process ends. No effect without glibc, or if MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ or GLIBC_TUNABLES
-    is set.
+    By default glibc returns large blocks to the system, which must zero the pages again at each step. This takes 3 to
+    13 % of a small model's training time (benchmarks/train_cpu.py). The setting lasts until the process ends and does
+    not change numerical results. It has no effect without glibc, or if the environment variable
+    MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ or GLIBC_TUNABLES is set.
     """
     variables = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in variables):
@@ -103,6 +106,6 @@ def keep_freed_memory() -> None:
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants in malloc.h
 KEPT = 2**28  # bytes of free memory kept at the end of the heap
-LARGEST_KEPT = 2**25  # bytes; larger blocks are returned at once; older glibc versions refuse a larger limit
+LARGEST_KEPT = 2**25  # bytes; freed blocks above it return to the system; older glibc refuses a higher limit
 INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
 WITHOUT_AVX512 = ("DEFAULT", "NO AVX", "AVX2")

@@ -7,7 +7,7 @@ class SinklabError(Exception):
     """Base class of errors that end a command (exit status 1). The message says what happened and what to do.
 
     Attributes:
-        said_elsewhere: True if another process of the command prints the same error.
+        said_elsewhere: True if another process of the command prints the error, so that this one does not.
     """
 
     exit_status = 1
@@ -15,7 +15,7 @@ class SinklabError(Exception):
 
 
 class InputError(SinklabError, ValueError):
-    """Invalid user input (exit status 2). The message says what is wrong, where, and what is valid."""
+    """Invalid user input (exit status 2). The message says what is wrong, where it is, and what is valid."""
 
     exit_status = 2
 
@@ -24,7 +24,7 @@ class UnsavedError(SinklabError):
     """A result could not be saved (exit status 1).
 
     Attributes:
-        result: unsaved result, which the command still prints.
+        result: the unsaved result, which the command still prints.
     """
 
     def __init__(self, message: str, result: Any) -> None:
@@ -39,8 +39,8 @@ class LostProcessError(SinklabError):
 class StoppedError(SinklabError):
     """A stop of the training was requested.
 
-    `Trainer.train` catches it and saves a checkpoint. If it reaches the caller, the interrupted step was not saved, and
-    the same command repeats it.
+    `Trainer.train` catches this error and saves a checkpoint. If it reaches the caller, the interrupted work was not
+    saved, and the same command repeats it.
     """
 
 
@@ -48,9 +48,9 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` is a failed allocation of CPU or GPU memory.
+    """Return whether `error` reports a failed allocation of CPU or GPU memory.
 
-    PyTorch's errors on a CPU are plain RuntimeErrors and are recognised by their message.
+    On a CPU, PyTorch raises plain RuntimeErrors, which are recognised by their message.
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
@@ -58,9 +58,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def cause(error: BaseException) -> str:
-    """Return another library's error message as one line, or the name of the error's type if it has no message.
+    """Return the first line of another library's error message, or the error's type name if there is no message.
 
-    The first line is returned, together with the lines after it as long as each ends with a colon.
+    If a line ends with a colon, the next line is appended. Empty lines are skipped.
     """
     message = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):

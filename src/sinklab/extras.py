@@ -1,4 +1,4 @@
-"""Commands that install optional dependencies (extras); sinklab is not on a package index."""
+"""Shell commands that install optional dependencies (extras), because sinklab is not on a package index."""
 
 import re
 import shlex
@@ -9,11 +9,12 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 def install_command(extra: str, installed: Distribution | None = None) -> str:
     """Return the shell command that installs the packages of an extra for the current Python.
 
-    If sinklab is not installed, it installs the checkout with the extra, and the text states where to run it.
+    If sinklab is not installed as a package, the command installs sinklab's checkout with the extra, and is followed by
+    the words "in the checkout of sinklab".
 
     Args:
         extra: name of an extra in pyproject.toml, such as "sft".
-        installed: installed sinklab distribution; default: looked up.
+        installed: metadata of the installed sinklab package; by default looked up.
     """
     pip = [sys.executable, "-m", "pip", "install"]
     try:

@@ -1,6 +1,6 @@
 """Files: atomic writes, parsing of untrusted JSON and YAML, hashes, and the cache folder.
 
-A file is written atomically: into a temporary file, which is flushed to the disk and renamed.
+For an atomic write, a temporary file is written, flushed to the disk and renamed.
 """
 
 import errno
@@ -21,21 +21,22 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.outputs import target_of
 
 MOST_VALUES = 10_000
-"""Maximum number of values in a YAML document, counting every use of an alias; recipes have less than a tenth."""
+"""Maximum number of values in a YAML document, counting every use of an alias. Recipes have less than a tenth."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, exceeded quota, file above the size limit
 
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; on success the file there replaces `path`, on failure it is removed.
+    """Yield the path of an empty temporary file next to `path`; at the end of the `with` block it replaces `path`.
 
-    Missing parent folders are created. If `path` is a link, its target is replaced and the link is kept. The file has
-    the permissions of the earlier one, or those of the umask.
+    If the block raises an exception, the temporary file is removed and `path` is unchanged. Missing parent folders are
+    created. If `path` is a symbolic link, its target is replaced and the link is kept. The file has the permissions of
+    the file that it replaces, else those of the umask.
 
     Raises:
-        InputError: if `path` is a folder, device, pipe or socket, or its links cannot be followed.
-        SinklabError: if the file cannot be written, such as on a full disk; an earlier file is untouched.
+        InputError: see `target_of`.
+        SinklabError: if the file cannot be written, such as on a full disk, or the block raises an OSError.
     """
     target = target_of(path)
     aside = beside(target)
@@ -60,27 +61,36 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 def beside(target: Path) -> Path:
-    """Return a random path in the folder of `target`, for a temporary file or folder that replaces it."""
+    """Return a random hidden path in the folder of `target`, for a temporary file or folder that is to replace it."""
     return target.parent / f".{target.name[:60]}.{secrets.token_hex(4)}"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically (see `written_aside`)."""
+    """Write `text` to `path` atomically.
+
+    Raises:
+        InputError, SinklabError: see `written_aside`.
+    """
     with written_aside(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
 def write_gzip(path: Path, text: str) -> None:
-    """Write `text` to `path` with gzip, atomically (see `written_aside`); equal texts give identical files."""
+    """Write `text` to `path` atomically, compressed with gzip. Equal texts give identical files.
+
+    Raises:
+        InputError, SinklabError: see `written_aside`.
+    """
     with written_aside(path) as aside:
         aside.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write `document` to `path` as indented JSON, atomically (see `written_aside`).
+    """Write `document` to `path` as indented JSON, atomically.
 
     Raises:
         ValueError: if the document contains NaN or an infinite number.
+        InputError, SinklabError: see `written_aside`.
     """
     write_text(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -89,7 +99,7 @@ def parse_json(text: str) -> Any:
     """Parse untrusted text like `json.loads`.
 
     Raises:
-        ValueError: if the text is not JSON or nested too deeply.
+        ValueError: if the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)
@@ -101,8 +111,8 @@ def parse_yaml(text: str) -> Any:
     """Parse untrusted text like `yaml.safe_load`.
 
     Raises:
-        ValueError: if the text is not YAML, is nested too deeply, or has recursive aliases or more than `MOST_VALUES`
-            values.
+        ValueError: if the text is not YAML, is nested too deeply, or has more than `MOST_VALUES` values, as with
+            recursive aliases.
     """
     try:
         document = yaml.safe_load(text)
@@ -120,7 +130,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a text file and flush it to the disk.
+    """Append a line to a text file and flush it to the disk. The file is created if it does not exist.
 
     Raises:
         SinklabError: if the line cannot be written, such as on a full disk; an incomplete last line may remain.
@@ -138,7 +148,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error or one of its causes reports a full disk, an exceeded quota or a file size limit."""
+    """Return whether an error or one of its causes reports a full disk, an exceeded quota or the file size limit."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in FULL:
@@ -150,13 +160,13 @@ def is_full(error: BaseException) -> bool:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_at(file: IO[Any], path: Path) -> bool:
-    """Return whether an open file is still the file at `path`; a lock on a removed file would have no effect."""
+    """Return whether an open file is still the file at `path`. A lock on a removed file has no effect on others."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -164,7 +174,7 @@ def is_at(file: IO[Any], path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Return sinklab's cache folder: SINKLAB_CACHE, or ~/.cache/sinklab.
+    """Return sinklab's cache folder: SINKLAB_CACHE if it is set, else ~/.cache/sinklab.
 
     Raises:
         InputError: if the path begins with `~` and there is no such home directory.

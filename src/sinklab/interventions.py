@@ -1,8 +1,8 @@
 """Catalogue of interventions: the recipe keys that change a model or its training, with variants and neutral values.
 
-The rows of the catalogue are read from the recipe's JSON schema. A variant is an overlay on a base recipe
-(`sinklab.train.recipe.build_recipe`). The variants of this module need at least two layers and a head dimension that is
-a multiple of 8; their windows of 8 tokens have an effect in contexts above 8.
+The rows of the catalogue come from the recipe's JSON schema. A variant is an overlay on a base recipe
+(`sinklab.train.recipe.build_recipe`). The variants in this module need at least two layers and a head dimension that is
+a multiple of 8. Their windows of 8 tokens have an effect only in contexts longer than 8.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,11 +18,11 @@ Overlay = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """An overlay on a base recipe, as an example of an intervention.
+    """An example of one or more interventions: an overlay on a base recipe.
 
     Attributes:
         overlay: nested recipe values that replace those of a base recipe.
-        may_diverge: divergence is an expected result, because the paper reports it or the outputs are unbounded.
+        may_diverge: True if training may diverge, because the paper reports it or because outputs are unbounded.
     """
 
     overlay: Overlay
@@ -153,7 +153,7 @@ NEUTRAL: dict[str, NeutralExample] = {
     "model.mixer.every (kimi_delta)": NeutralExample("1", {"model": {"mixer": {"kind": "kimi_delta", "every": 1}}}),
     "optim.clip": NeutralExample("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
 }
-"""Neutral values (recipe values) by dotted key; for a key of a union, its kind follows in brackets: `key (kind)`."""
+"""Neutral values by dotted recipe key. For a key inside a member of a union, the kind follows: `key (kind)`."""
 
 ROOTS = ("model", "data", "losses", "optim", "schedule")
 
@@ -173,11 +173,11 @@ NOT_INTERVENTIONS = {
     "data.token_limit",
     "data.mix",
 }
-"""Recipe keys that are not interventions: sizes of model and data, tokenizer, text, initial weights, backend."""
+"""Recipe keys that are not interventions: sizes of model and data, tokenizer, text mix, initial weights, backend."""
 
 TYPES = {
     "boolean": "true | false",
-    "integer": "whole number",
+    "integer": "integer",
     "number": "number",
     "string": "text",
     "null": "null",
@@ -192,11 +192,11 @@ class Intervention:
 
     Attributes:
         key: dotted key of a recipe.
-        kind: `kind` of the union member that the row describes or that has the key; None outside unions.
-        values: allowed values of the key.
-        default: default value; empty for a required key.
-        neutral: value at which the intervention equals the baseline; empty if no such value is known.
-        explanation: one-line description.
+        kind: `kind` of the union member that the row describes or that contains the key; None outside unions.
+        values: allowed values of the key, as text.
+        default: default value, as text; empty for a required key.
+        neutral: value at which the model equals the baseline, as text; empty if no such value is known.
+        explanation: description in one line.
     """
 
     key: str
@@ -208,12 +208,12 @@ class Intervention:
 
     @property
     def is_kind(self) -> bool:
-        """True if the row is a member of a union, not a field of a member."""
+        """True if the row describes a member of a union, and not a field of a member."""
         return self.kind is not None and self.values == self.kind
 
 
 def catalogue() -> list[Intervention]:
-    """List all interventions: one row per member of every union and per field of every part, by recipe section."""
+    """List all interventions by recipe section: a row for each member of a union and for each field of a part."""
     properties = recipe_schema()["properties"]
     rows = [row for root in ROOTS for row in _rows(properties[root], root, None, baseline=True)]
     return [row for row in rows if not any(f"{row.key}.".startswith(f"{key}.") for key in NOT_INTERVENTIONS)]
@@ -223,7 +223,8 @@ def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator
     """List the rows of a field of the recipe's schema and of its nested fields.
 
     Args:
-        baseline: True if every union above the field has its default kind: the default value is then the baseline's.
+        baseline: True if every union that contains the field has its default kind, so that the field's default is the
+            baseline's value.
     """
     types = members(field)
     parts = [one for one in types if "properties" in one]
@@ -237,7 +238,9 @@ def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator
             yield from _rows_below(part, key, name, baseline and name == chosen)
         return
     if nested := next((one["discriminator"] for one in field.get("anyOf", ()) if "discriminator" in one), None):
-        names = [one["properties"][nested["propertyName"]]["const"] for one in parts]  # fields listed once elsewhere
+        names = [
+            one["properties"][nested["propertyName"]]["const"] for one in parts
+        ]  # their fields have rows elsewhere
         yield Intervention(key, kind, " | ".join([*names, "null"]), default, default, field.get("description", ""))
         return
     if not parts:

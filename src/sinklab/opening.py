@@ -1,4 +1,4 @@
-"""Load a model by its name: a run directory, a Hugging Face model directory or .gguf file, or a name on the hub."""
+"""Load a model: a run directory, a Hugging Face model directory or .gguf file, or a model on the hub by its name."""
 
 import hashlib
 import json
@@ -41,22 +41,23 @@ class Model:
     """A model with its tokenizer.
 
     Attributes:
-        name: name or path passed to `open_model`, with the subfolder of a model on the hub.
+        name: name or path passed to `open_model`; for a model on the hub, followed by its subfolder, if any.
         module: sinklab's Transformer, or a Hugging Face model.
         loading: dtype, device and other options with which the model was loaded.
         tokenizer: sinklab's tokenizer, or a Hugging Face tokenizer.
         encode: function from text to token ids, without special tokens.
         special: ids of the special tokens that are prepended to a sequence by default.
-        vocabulary: number of token ids: of the tokenizer, or of the embedding if it has fewer.
-        arrange: function (tokens (N, S) without special tokens, prepend special tokens?, seed) -> input sequences. A
-            run arranges them as in training, with the recipe's fixed and random tokens; seed None is the recipe's
-            seed. For Hugging Face models the seed has no effect.
+        vocabulary: number of token ids: that of the tokenizer, or of the model's embedding if it is smaller.
+        arrange: function (tokens (N, S) without special tokens, whether to prepend special tokens, seed) -> input
+            sequences. For a run, sequences are arranged as in training, with the recipe's fixed and random tokens; seed
+            None is the recipe's seed. For Hugging Face models the seed has no effect.
         files: hash of the model's files (`model_files`); None for a model on the hub.
-        commit: commit of the model on the hub; None for a local model.
+        commit: commit of the model on the hub; None for a local model, or if the commit is unknown.
         step: training step of a run, also if it was loaded as a Hugging Face model; None for other models.
-        planned_steps: total training steps of a run; None for Hugging Face models.
+        planned_steps: total number of training steps of a run; None for Hugging Face models.
         notes: notes from loading the model, shown with results.
-        held_out: function that returns the first N tokens of a run's validation text; None for Hugging Face models.
+        held_out: function that returns the first N tokens of a run's validation text, and prepares the data again if
+            necessary; None for Hugging Face models. It raises the errors of `validation_tokens`.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Model:
 
     @cached_property
     def adapter(self) -> Adapter:
-        """Adapter of `module`, which gives access to its blocks and attention calls."""
+        """Adapter, which gives access to the blocks and attention calls of `module`."""
         return adapt(cast("Any", self.module))
 
     @property
@@ -87,7 +88,7 @@ class Model:
         return spelling(self.encode, self.tokenizer.convert_ids_to_tokens, set(self.tokenizer.added_tokens_decoder))
 
     def decode(self, tokens: list[int]) -> str:
-        """Convert token ids to text, special tokens included."""
+        """Convert token ids to text, including special tokens."""
         own = isinstance(self.tokenizer, Tokenizer)
         return (
             self.tokenizer.backend.decode(tokens, skip_special_tokens=False) if own else self.tokenizer.decode(tokens)
@@ -120,15 +121,16 @@ def open_model(
     step: int | None = None,
     as_transformers: bool = False,
 ) -> Model:
-    """Load a run directory (it has a recipe.yaml), a model directory or .gguf file, or a model on the hub.
+    """Load a run directory (which contains a recipe.yaml), a model directory or .gguf file, or a model on the hub.
 
     Args:
-        step: checkpoint step of a run; default: the newest. Not used with `as_transformers`.
-        as_transformers: load the newest checkpoint of a run as a Hugging Face model, as `sinklab export` writes it.
+        step: step of a run's checkpoint; default: the newest. Ignored for other models and with `as_transformers`.
+        as_transformers: load the newest checkpoint of a run as the Hugging Face model that `sinklab export` writes.
 
     Raises:
-        InputError: if the model does not exist or cannot be loaded, or a revision is requested for a local model.
-        SinklabError: if a run's checkpoints are all invalid or its env.json is damaged, or if it cannot be exported.
+        InputError: see `check_name`, `check_revision`, `load_pretrained`, `load_run` and `export_run`; for example if
+            the model does not exist or cannot be loaded, or a file of the model cannot be read.
+        SinklabError: see `load_run` and `export_run`; for example if no checkpoint of a run is valid.
     """
     check_name(name)
     check_revision(name, loading.revision)
@@ -144,15 +146,16 @@ def open_model(
 
 
 def is_run(name: str) -> bool:
-    """Return whether `name` is a run directory, which contains a recipe.yaml."""
+    """Return whether `name` is a run directory: a directory that contains a recipe.yaml."""
     return (Path(name) / "recipe.yaml").is_file()
 
 
 def model_files(place: Path) -> str | None:
     """Return a SHA-256 of the names, sizes and contents of a local model's files; None if the path does not exist.
 
-    The files are those of the weights, config, recipe, code, tokenizer and chat templates, subfolders included; links
-    without a target are left out. A copy has the same hash, whatever its modification times. About a second per GB.
+    Included are weights, config.json, recipe.yaml, Python code, tokenizer files and chat templates, also in subfolders.
+    Links without a target are left out. The hash does not depend on modification times, so a copy has the same hash.
+    Hashing takes about a second per GB.
 
     Raises:
         InputError: if a file cannot be read.
@@ -169,7 +172,7 @@ def model_files(place: Path) -> str | None:
 
 
 def _pretrained(name: str, place: str, loading: Loading) -> Model:
-    """Load the Hugging Face model at `place`."""
+    """Load the Hugging Face model at `place`; `name` is its name in results."""
     from sinklab.models.huggingface.anatomy import vocabulary_size
 
     loaded = load_pretrained(place, loading)
@@ -195,7 +198,7 @@ def _pretrained(name: str, place: str, loading: Loading) -> Model:
 
 
 def _run(name: str, loading: Loading, step: int | None) -> Model:
-    """Load a run; `arrange` uses its training data loader, which inserts BOS, fixed and random tokens."""
+    """Load a run. Its `arrange` uses the data loader of training, which inserts BOS, fixed and random tokens."""
     from sinklab.data.loader import Loader
     from sinklab.data.shards import TokenFile
     from sinklab.data.tokenizers import load_tokenizer

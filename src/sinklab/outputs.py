@@ -1,4 +1,4 @@
-"""Checks before output files are overwritten: only files written by sinklab, and empty files, may be replaced.
+"""Checks before output files are replaced: only files written by sinklab, and empty files, may be replaced.
 
 Files written by sinklab are recognised by their content: documents by their keys, tables by their first columns,
 measurement.npz by the name of an array, pages and charts by a marker text.
@@ -41,15 +41,16 @@ TABLES = {  # first columns of each table
 
 
 def check_results(folder: Path, names: Sequence[str]) -> None:
-    """Check that a folder is writable and that existing files with these names were written by sinklab.
+    """Check that a folder is writable, and that its files with these names are empty or were written by sinklab.
 
     Args:
-        folder: created for the check if it does not exist, and removed again.
-        names: keys of KEYS, "measurement.npz", "report.html", and keys of TABLES with .csv or .parquet.
+        folder: output folder. If it does not exist, it is created for the check and removed again.
+        names: names of the output files: keys of KEYS, "measurement.npz", "report.html", and keys of TABLES with .csv
+            or .parquet.
 
     Raises:
-        InputError: if a check fails, or `names` has a measurement and the folder is a run directory; the message names
-            the file or folder.
+        InputError: if a check fails, or if `names` contains files of a measurement and the folder is a run directory.
+            The message names the file or folder.
     """
     _check_writable(folder)
     if (folder / RUN).exists() and set(names) & set(MEASUREMENT):
@@ -59,13 +60,13 @@ def check_results(folder: Path, names: Sequence[str]) -> None:
 
 
 def check_file(path: Path, kind: str) -> None:
-    """Check that `path` does not exist, or is empty or a file of this kind written by sinklab.
+    """Check that `path` does not exist, is empty, or is a file of this kind written by sinklab.
 
     Args:
         kind: a key of KEYS or MARKS, or TABLE (CSV or Parquet).
 
     Raises:
-        InputError: if the path is another file, not a regular file, or cannot be read; the message names it.
+        InputError: see `target_of`, and if the path is another file or cannot be read. The message names the path.
     """
     target = target_of(path)
     try:
@@ -98,10 +99,10 @@ def _is_ours(path: Path, kind: str) -> bool:
 
 
 def target_of(path: Path) -> Path:
-    """Return the path of the file that symbolic links lead to, which need not exist.
+    """Return `path` with all symbolic links resolved. The file need not exist.
 
     Raises:
-        InputError: if the path exists and is not a regular file, its links are circular, or it cannot be accessed.
+        InputError: if the path exists and is not a regular file, if its links are circular, or if it is inaccessible.
     """
     try:
         target = path.resolve()

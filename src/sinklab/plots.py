@@ -11,18 +11,18 @@ class PlotAxis:
 
     Attributes:
         title: title of the axis, with the unit in brackets; `log scale` is added for a log or symlog scale.
-        field: name of the field of the data rows that the axis shows.
-        short: title in a tooltip; default: the title without its unit.
+        field: name of the field of the data rows that is shown on the axis.
+        short: title in a tooltip; empty means the title without its unit.
         order: values of a categorical axis in display order; None for a continuous one.
         scale: kind of scale; "auto" is logarithmic if all values are above 0 and span more than a factor of 30.
         zero: whether a linear scale includes 0.
-        at_least: lower bound of the scale's maximum, so that noise does not look like an effect.
-        domain: fixed ends of the scale; None for ends that depend on the data.
+        at_least: smallest allowed maximum of the scale, so that noise does not look like an effect; None for no limit.
+        domain: fixed ends of the scale; None if the ends depend on the data.
         constant: absolute value below which a symlog scale is approximately linear.
-        format, precision: number formats of axis labels and of tooltips, in d3's notation; format None depends on the
-            scale.
-        ticks: tick positions; default: chosen by the library.
-        whole: whether the values are integers; ticks are then integers.
+        format: number format of axis labels, in d3's notation; None for one that depends on the scale.
+        precision: number format of tooltips, in d3's notation.
+        ticks: tick positions; None for those that the library chooses.
+        whole: whether all values are integers, so that ticks are integers too.
     """
 
     title: str
@@ -41,6 +41,6 @@ class PlotAxis:
 
     @property
     def name(self) -> str:
-        """Title of the axis in a tooltip, by default with a small first letter."""
+        """Title in a tooltip: `short`, or the title without its unit and with a lower-case first letter."""
         title = self.title.split(" (")[0]
         return self.short or title[:1].lower() + title[1:]

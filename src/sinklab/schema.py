@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
 LARGEST = 10**7
-"""Upper bound of dimensions: the byte count of a square matrix of this size fits in 64 bits."""
+"""Largest dimension in a recipe. The byte count of a square matrix of this size fits in 64 bits."""
 
 
 class Part(BaseModel):
-    """A part of a recipe: immutable, unknown keys are errors.
+    """Base class of the parts of a recipe. Parts are immutable, and unknown keys are errors.
 
-    Numbers are finite, and integers fit in 64 bits.
+    Numbers must be finite, and integers must fit in 64 bits.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -24,12 +24,12 @@ class Part(BaseModel):
     def _fits_64_bits(cls, value: Any) -> Any:
         for number in value if isinstance(value, list | tuple) else (value,):
             if isinstance(number, int) and abs(number) >= 2**63:
-                raise ValueError(f"{number} is out of range: whole numbers are between -2^63 and 2^63")
+                raise ValueError(f"{number} is out of range: integers must be greater than -2^63 and less than 2^63")
         return value
 
 
 BEYOND = 2**20
-"""A window or token id larger than any context or vocabulary of the examples; used for neutral values."""
+"""A window width or token id beyond every context and vocabulary of the examples, used as a neutral value."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Example:
 
     Attributes:
         values: field values that differ from the kind's defaults.
-        may_diverge: divergence is an expected result, because the paper reports it or the outputs are unbounded.
+        may_diverge: True if training may diverge, because the paper reports it or because outputs are unbounded.
     """
 
     values: Mapping[str, object] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class Example:
 
 @dataclass(frozen=True)
 class NeutralExample:
-    """Values of a kind's fields, or of a recipe, at which the model is bit-identical to a baseline.
+    """Values of a kind's fields, or of a recipe, with which training is bit-identical to a baseline.
 
     Attributes:
         said: description of the values in the catalogue.
         values: values of the kind's fields, or recipe values.
-        against: the same of the baseline; None if the baseline is the base recipe.
+        against: values of the kind's fields, or recipe values, of the baseline; None if it is the base recipe.
     """
 
     said: str
@@ -64,9 +64,9 @@ class Kind(Part):
     """A member of a union discriminated by `kind`.
 
     Attributes:
-        examples: examples by name, of attention operations, biases and masks; each is a tested variant
+        examples: examples by name, of attention operations, biases and masks. Each is a tested variant
             (`interventions.VARIANTS`).
-        neutral: neutral examples by key, relative to the key of the union; "" for the kind as a whole.
+        neutral: neutral examples by key relative to the key of the union; the key "" stands for the kind as a whole.
     """
 
     examples: ClassVar[Mapping[str, Example]] = {}
@@ -79,13 +79,13 @@ class Kind(Part):
 
 
 class ReadDocument(BaseModel):
-    """Base class for reading documents written by sinklab. Unknown keys, from other versions, are ignored."""
+    """Base class of documents that sinklab writes and reads. Unknown keys, from other versions, are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class VersionedDocument(ReadDocument):
-    """Base class of documents with the number of their schema, such as sft.json."""
+    """Base class of documents with a schema version, such as sft.json."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -97,7 +97,7 @@ class VersionedDocument(ReadDocument):
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """Return the value, or None for NaN and infinity, which JSON lacks."""
+    """Return the value, or None for NaN and infinity, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -108,11 +108,11 @@ Ratio = Annotated[
     BeforeValidator(lambda value: math.inf if value is None else value),
     PlainSerializer(finite_or_none, return_type=float | None, when_used="json"),
 ]
-"""A ratio of at least 0; infinite (null in JSON) if the denominator is 0. NaN is an error."""
+"""A ratio of at least 0. It is infinite (null in JSON) if the denominator is 0. NaN is an error."""
 
 
 def leaves(values: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """Flatten nested mappings to a dictionary of values by dotted key, such as `model.width`; empty mappings vanish."""
+    """Flatten nested mappings to values by dotted key, such as `model.width`. Empty mappings are left out."""
     found: dict[str, object] = {}
     for key, value in values.items():
         below = f"{path}.{key}" if path else str(key)

@@ -1,7 +1,7 @@
 """Base class of command settings, and fields shared by several commands.
 
-A settings model declares bounds, default and help of each setting. `commands/from_model.py` derives the command line
-options from its fields; the result document contains its `model_dump`.
+A settings model declares bounds, default and help text of each setting. `commands/from_model.py` derives the command
+line options from its fields. Result documents contain its `model_dump`.
 """
 
 from dataclasses import dataclass
@@ -14,23 +14,24 @@ from sinklab.errors import InputError
 LARGEST = 2**63 - 1  # largest 64-bit integer
 INPUT, TRAINING, MEASURED, OUTPUT, ADVANCED = PANELS = ("Input", "Training", "Measured", "Output", "Advanced")
 """Panels of a command's help, in order."""
-MOST = 10**9  # maximum number of sequences, and of tokens per sequence; the product is a valid tensor size
+MOST = 10**9  # maximum number of sequences, and of tokens per sequence; their product is a valid tensor size
 
 T = TypeVar("T")
 Several = Annotated[tuple[T, ...], Strict(False)]
-"""Type of a repeatable option; in Python a list is accepted too."""
+"""Type of a repeatable option. In Python, a list is accepted as well as a tuple."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """The properties of a settings field's command line option that cannot be derived from the field's type.
+    """Properties of a field's command line option that cannot be derived from the field.
 
     Attributes:
-        name: name of the option, if it differs from the name of the field.
-        metavar: placeholder in the help, in place of the type.
-        panel: help panel, if it differs from the panel of the settings.
-        text: type of an option whose value is text that the field's validator parses: str, or list[str] if repeatable.
-        default: default value of an option with `text`, as text.
+        name: name of the option; None for the name derived from the field (`option_name`).
+        metavar: placeholder for the value in the help; None for the type.
+        panel: help panel; None for the panel of the settings.
+        text: str, or list[str] if repeatable, for an option whose text the field's validator parses; None for options
+            that are parsed by type.
+        default: default value as text, of an option with `text`; None without one.
     """
 
     name: str | None = None
@@ -41,7 +42,7 @@ class Flag:
 
 
 class CommandSettings(BaseModel, frozen=True):
-    """Immutable settings; unknown names and wrong types are errors. A field without a description has no option.
+    """Immutable settings. Unknown names and wrong types are errors. A field without a description has no option.
 
     Attributes:
         panel: help panel of the options.
@@ -54,8 +55,8 @@ class CommandSettings(BaseModel, frozen=True):
         """Validate the values.
 
         Raises:
-            InputError: if a value is invalid or a name unknown; the message names the first such option, its value and
-                what is expected.
+            InputError: if a value is invalid, a required one is missing, or a name is unknown. The message names the
+                first such option, its value and what is expected.
         """
         try:
             super().__init__(**values)
@@ -70,14 +71,15 @@ class CommandSettings(BaseModel, frozen=True):
 
 
 def flag_of(settings: type[CommandSettings], field: str) -> Flag:
-    """Return the `Flag` declared for a settings field, or one with default values."""
+    """Return the `Flag` declared for a settings field, or a `Flag` without properties."""
     return next((one for one in settings.model_fields[field].metadata if isinstance(one, Flag)), Flag())
 
 
 def option_name(settings: type[CommandSettings], field: str) -> str:
     """Return the command line option of a settings field.
 
-    The name in the field's `Flag`, else --batch-size for `batch_size`, or --no-loss for a `loss` that is on by default.
+    It is the name in the field's `Flag`, if set. Otherwise it is derived from the name of the field: --batch-size for
+    `batch_size`, or --no-loss for a field `loss` that is True by default.
     """
     off = "no-" if settings.model_fields[field].default is True else ""
     return flag_of(settings, field).name or f"--{off}{field.replace('_', '-')}"

@@ -1,6 +1,7 @@
 """Signal handling: stop requests, and the exit status of an interrupted command.
 
-Signals stop most commands by an exception. Training polls a stop request, finishes the update and saves a checkpoint.
+A signal raises an exception in most commands. Training instead polls a stop request, finishes the update and saves a
+checkpoint.
 """
 
 import os
@@ -12,10 +13,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells and Typer report it."""
+"""Exit status after Ctrl-C, as in shells and Typer (128 + SIGINT)."""
 
 CALL_AGAIN = 75
-"""Exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL of sysexits.h): the same command resumes, or starts over."""
+"""Exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL in sysexits.h). The same command resumes, or starts over."""
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -23,12 +24,12 @@ PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 class PreemptedError(BaseException):
     """A command was stopped by SIGTERM or SIGUSR1.
 
-    Like KeyboardInterrupt, it is not an Exception, so `except Exception` does not catch it.
+    Like KeyboardInterrupt, it is not a subclass of Exception, so `except Exception` does not catch it.
     """
 
 
 class StopRequest:
-    """Flag set by stop signals; calling an instance returns whether a stop was requested."""
+    """Flag that stop signals set. Calling an instance returns whether a stop was requested."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
@@ -39,14 +40,14 @@ class StopRequest:
 
     @property
     def exit_status(self) -> int:
-        """Exit status of a stopped command: 130 after Ctrl-C, else 75 (also if another process received the signal)."""
+        """Exit status of a stopped command: 130 after Ctrl-C, else 75, also if another process received the signal."""
         return INTERRUPTED if self._by == signal.SIGINT else CALL_AGAIN
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Set the flag when a signal arrives.
+        """Set the flag (signal handler).
 
         Raises:
-            KeyboardInterrupt: on Ctrl-C after an earlier signal.
+            KeyboardInterrupt: on Ctrl-C if the flag is already set.
         """
         if self._asked.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -56,7 +57,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
-    """Handle signals (default: SIGINT, SIGTERM, SIGUSR1) as a stop request in the `with` block."""
+    """Treat signals (by default SIGINT, SIGTERM and SIGUSR1) as stop requests in the `with` block."""
     request = StopRequest()
     with _handled(numbers or (signal.SIGINT, *PREEMPTING), request.handle):
         yield request
@@ -66,8 +67,8 @@ def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
 def left_on_signals() -> Iterator[None]:
     """Make SIGTERM and SIGUSR1 raise PreemptedError in the main thread, as SIGINT raises KeyboardInterrupt.
 
-    Python drops exceptions raised in callbacks of the garbage collector or of weak references; in that case SIGTERM, or
-    SIGINT for a KeyboardInterrupt, is sent to the process after 10 ms.
+    Python drops exceptions that are raised in callbacks of the garbage collector or of weak references. If one of these
+    two exceptions is dropped, the process sends itself SIGTERM or SIGINT after 10 ms.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -95,7 +96,7 @@ _KEPT = threading.Event()  # not an attribute of the exception: Typer converts C
 
 @contextmanager
 def keeping_what_is_finished() -> Iterator[None]:
-    """Mark the work in the `with` block as resumable if it ends with an exception."""
+    """Mark the interrupted work as resumable if the `with` block ends with an exception."""
     try:
         yield
     except BaseException:

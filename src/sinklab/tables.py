@@ -1,7 +1,7 @@
-"""Tables of results, rendered in the terminal (`commands/terminal/tables.py`), in HTML
-(`report/templates/table.html.j2`) and in Markdown.
+"""Tables of results, which can be rendered in the terminal, in HTML and in Markdown.
 
-Cells contain numbers; the column's format converts them to the same text in every output.
+`commands/terminal/tables.py` renders them in the terminal, `report/templates/table.html.j2` in HTML. Cells contain
+numbers. The column's format converts them to the same text in every output.
 """
 
 import math
@@ -17,7 +17,7 @@ SINK_1 = "Sink₁"
 
 
 def number_text(value: float | None, form: str = "") -> str:
-    """Format a number by a specification such as `,.2f`: an en dash for None, `∞` for infinity; 0 has no sign."""
+    """Format a number by a specification such as `,.2f`. None is an en dash, infinity is `∞`, and 0 has no sign."""
     if value is None:
         return NOTHING
     if isinstance(value, float) and math.isinf(value):
@@ -30,7 +30,7 @@ NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "ei
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a count with its noun, up to twelve in words: `no runs`, `one run`, `three runs`, `17 runs`."""
+    """Format a count with a noun: `no runs`, `one run`, `three runs`, `17 runs`. Counts up to twelve are in words."""
     word = NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
     return f"{word} {noun}{'' if number == 1 else 's'}"
 
@@ -42,7 +42,8 @@ class TableCell:
     Attributes:
         value: number (formatted by its column) or text; None for a missing value.
         note: small text after the value, such as the spread over seeds.
-        tone: verdict or `warn`, which determines the colour of the cell; in HTML, only of text after the first column.
+        tone: verdict or `warn`, which determines the colour of the cell. In HTML, only cells of text columns after the
+            row names are coloured.
         link: hyperlink target; ignored in the terminal.
     """
 
@@ -63,8 +64,8 @@ class TableColumn:
         title: column heading.
         unit: unit, shown below the title.
         form: format specification of the numbers.
-        text: whether cells are text, left-aligned and wrapped; leading text columns name the rows.
-        help: longer explanation of the column; not shown with the table.
+        text: whether cells are text, which is left-aligned and wrapped. Leading text columns name the rows.
+        help: longer explanation of the column. Only the leaderboard shows it, in the notes below the table.
     """
 
     title: str
@@ -84,7 +85,7 @@ class Table:
     """A table of results.
 
     Attributes:
-        title: heading, empty for none.
+        title: heading; empty for none.
         rows: rows with one value per column.
         notes: explanations shown below the table.
         key: HTML anchor of the table.
@@ -134,7 +135,7 @@ def table_of(
     notes: Sequence[str] = (),
     key: str = "",
 ) -> Table:
-    """Return a table with a row per item; each column is paired with the function from an item to its value."""
+    """Return a table with one row per item. Each column is paired with a function from an item to the cell's value."""
     rows = [[value(item) for _, value in columns] for item in items]
     return Table(title, [column for column, _ in columns], rows, notes, key)
 
@@ -150,7 +151,7 @@ def numbers(form: str, *titles: str, unit: str = "") -> list[TableColumn]:
 
 
 def markdown(table: Table) -> str:
-    """Return the table in Markdown, without title, units and notes; Markdown and HTML markup in cells is escaped."""
+    """Return the table in Markdown, without title, units and notes. Markdown and HTML markup in cells is escaped."""
     lines = [_row(column.title for column in table.columns), _row("---" for _ in table.columns)]
     lines += [_row(" ".join(filter(None, (text, cell.note))) for text, cell in row) for row in table.cells()]
     return "\n".join(lines)

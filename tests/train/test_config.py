@@ -151,7 +151,7 @@ def test_a_later_key_changes_the_hash_only_beyond_its_neutral_value(changed: str
         ("model.width=100000000", "model.width: Input should be less than or equal to 10000000"),
         ("model.layers=1000000", "model.layers: Input should be less than or equal to 10000"),
         ("model.vocab_size=1e12", "model.vocab_size: Input should be less than or equal to 10000000"),
-        ("seed=100000000000000000000", "seed: 100000000000000000000 is out of range: whole numbers are between -2"),
+        ("seed=100000000000000000000", "seed: 100000000000000000000 is out of range: integers must be greater than -2"),
         ("model.attention.mask={kind: window, width: 100000000000000000000}", "width: 1.* is out of range"),
         ("data.fixed_token={positions: [1, 100000000000000000000]}", "positions: 1.* is out of range"),
         ("data.random_tokens={start: 0, end: 1000000000000000}", "position 0 holds BOS"),

@@ -202,7 +202,7 @@ class WrappedMask(Mask):
 
 @dataclass(frozen=True)
 class Leading(WrappedMask):
-    """Mask of a sequence with mask `rest` after `count` learned leading tokens.
+    """Mask with `count` learned leading tokens before a sequence that has the mask `rest`.
 
     Every query of the sequence sees all leading tokens. Leading tokens see only each other, causally.
     """

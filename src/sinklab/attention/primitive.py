@@ -24,7 +24,7 @@ Backend = Literal["auto", "eager", "sdpa", "chunked", "flex"]
 
 
 def attend(matrix: ScoreMatrix, v_BGSV: Tensor, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
-    """Compute the attention output and log-normaliser of every query. Only `eager` stores the T x S score matrix.
+    """Compute the attention output and log-normaliser of every query; `chunked` and `flex` store no T x S matrix.
 
     out_t = sum_s exp(l_ts) v_s / Z_t,  lse_t = log Z_t,  Z_t = sum_s exp(l_ts),  l_ts = score(q_t.k_s * scale).
 
@@ -32,7 +32,8 @@ def attend(matrix: ScoreMatrix, v_BGSV: Tensor, backend: Backend = "auto") -> tu
         matrix: queries, keys, score function and mask. H must be a multiple of G (grouped-query attention); keys are
             not repeated in memory.
         v_BGSV: values; V may differ from D.
-        backend: backend to use. `auto` is `flex` if `flex_serves` the call, else `chunked`, which supports every call.
+        backend: backend to use. `auto` is `flex` on CUDA if it supports the call, else `chunked`, which supports every
+            call.
 
     Returns:
         out_BHTV in the dtype of the values; lse_BHT in nats, float32 (float64 for float64). A query that sees no key

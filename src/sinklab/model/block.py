@@ -1,8 +1,8 @@
 """One decoder layer: attention and feed-forward, with norms, positional embeddings and gates.
 
 B batch, L = leading + T positions, S = L plus cached positions, E hidden size, H query heads, G KV heads, D head
-dimension, P keys per head, K = D / P key dimension. With a latent projection (`latent.py`), keys and values can have
-different dimensions.
+dimension, P keys per head, K = D / P key dimension. With a latent projection (`latent.py`), the dimensions of keys and
+values can differ.
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,14 @@ class Places:
     """Inputs of a layer that depend on positions.
 
     Attributes:
-        rotary: cos and sin, each (L, half the rotary width), or (B, 1, L, ..) with padding; None in layers without
-            rotary embedding.
-        documents_BL: document ID of every position, including cached and leading positions (in padded rows, index 0 is
-            the first position after the padding); None without a document mask.
-        first: stores the first layer's values, which are mixed into later ones; None without value residuals.
+        rotary: cos and sin, each (L, C), or (B, 1, L, C) with padding, where C is half the number of rotated channels;
+            None in layers without RoPE.
+        documents_BL: document ID of every position, including cached and leading positions. In padded rows, index 0 is
+            the first position after the padding. None without a document mask.
+        first: list to which the first layer appends its values, and from which later layers take them; None without
+            value residuals.
         padding_B: number of padding positions at the start of each row, including cached ones; None without padding.
-        padded_BL: bool, True at new positions that are padding; None without padding or after cached positions.
+        padded_BL: bool, True at positions that are padding; None without padding, or if earlier positions are cached.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
@@ -49,7 +50,7 @@ class Attention(nn.Module):
 
     Args:
         config: config of the layer (`ModelConfig.of_layer`).
-        term: shared relative position bias; None for other positional embeddings.
+        term: relative position bias, shared by all layers; None for other positional embeddings.
         layer: layer number, 1-based.
     """
 
@@ -94,7 +95,7 @@ class Attention(nn.Module):
     def inputs(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries (B, H, L, D), keys and values (B, G, L, D) of new positions for the attention core.
 
-        Two queries per head are concatenated: (B, H, L, 2 D).
+        If a head has two queries, they are concatenated: (B, H, L, 2 D).
         """
         if self.latent is not None:
             q_BHLD, k_BGLD, v_BGLD = self.latent(x_BLE, places.rotary)
@@ -110,7 +111,8 @@ class Attention(nn.Module):
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
         """Return the attention core's arguments after q, k and v: document IDs, gates, padding; no trailing Nones.
 
-        The gates are cumulative log forget gates, which are appended to `past`, or logits of a weight per query.
+        The gates are cumulative log forget gates of all positions, or logits of a weight per query. New forget gates
+        are appended to `past`.
         """
         gate = self.weight_gate if self.forget_gate is None else self.forget_gate
         gates_BLH = None if gate is None else gate(x_BLE)
@@ -120,7 +122,7 @@ class Attention(nn.Module):
         return beside[: max(number * (one is not None) for number, one in enumerate(beside, start=1))]
 
     def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:
-        """Apply qk_norm and RoPE to queries or keys; if a head has several queries or keys, to each separately."""
+        """Apply qk_norm and RoPE to queries or keys, separately to each of a head's queries or keys."""
         x_BHLPK = norm(x_BHLD.unflatten(-1, (-1, self.key_width)))
         if places.rotary is not None:
             cos_LC, sin_LC = places.rotary
@@ -128,14 +130,14 @@ class Attention(nn.Module):
         return x_BHLPK.flatten(-2)
 
     def alone(self, k_BGSD: Tensor, queries: int, places: Places) -> Tensor | None:
-        """Return a bool mask (B or 1, L) of queries that see only their own key; None if `output` does not need it."""
+        """Return a bool mask, (B or 1, L), of queries that see only one key; None if `output` does not need it."""
         if not self.marks_alone:
             return None
         mask = self.core.mask_of_batch(places.documents_BL, places.padding_B)
         return visible_keys(mask, queries, k_BGSD.device, k_BGSD.shape[2]) == 1
 
     def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
-        """Compute the update of the residual stream from the core's output, the layer's input and its values."""
+        """Compute the update of the residual stream from the core's output, the attention input and the values."""
         if self.exclusive:
             out_BHLD = without_own_value(out_BHLD, v_BGLD, alone_BL)
         out_BHLD = self.head_norm(out_BHLD)
@@ -148,7 +150,7 @@ ACTIVATIONS = {"relu": F.relu, "reglu": F.relu, "gelu": F.gelu, "geglu": F.gelu,
 
 
 class FeedForward(nn.Module):
-    """Feed-forward network (B, L, E) -> (B, L, E): act(x W) V, or (act(x W) * x U) V (table 11); `up` is W or [W U]."""
+    """Feed-forward network: act(x W) V, or (act(x W) * x U) V if gated (table 11); `up` is W or [W U], `down` is V."""
 
     def __init__(self, kind: str, width: int, ffn_width: int) -> None:
         super().__init__()
@@ -164,10 +166,10 @@ class FeedForward(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Base class of layers: a token mixer and a feed-forward, each added to the residual stream with its norms.
+    """Base class of layers: a token mixer and a feed-forward network with their norms and residual connections.
 
     Attributes:
-        compiled_parts: names of the methods before and after the token mixing that can be compiled.
+        compiled_parts: names of the methods that can be compiled: the one before and the one after the token mixing.
     """
 
     compiled_parts: ClassVar[tuple[str, ...]] = ()
@@ -184,11 +186,11 @@ class ResidualBlock(nn.Module):
             self.ffn_post_norm = build_norm(config.norm, config.width)
 
     def read(self, x_BLE: Tensor) -> Tensor:
-        """Compute the input of the token mixer: the residual stream after the pre-norm, if any."""
+        """Compute the input of the token mixer: the residual stream, after the norm unless placement is post."""
         return x_BLE if self.placement == "post" else self.attention_norm(x_BLE)
 
     def joined(self, x_BLE: Tensor, added_BLE: Tensor) -> Tensor:
-        """Add the token mixer's output to the residual stream and apply the feed-forward."""
+        """Add the token mixer's output to the residual stream, then apply the feed-forward network."""
         if self.placement == "post":
             x_BLE = self.attention_norm(x_BLE + added_BLE)
             return self.ffn_norm(x_BLE + self.ffn(x_BLE))
@@ -200,10 +202,10 @@ class ResidualBlock(nn.Module):
 
 
 class DecoderBlock(ResidualBlock):
-    """Decoder layer with softmax attention (or another operation) and feed-forward.
+    """Decoder layer with attention and a feed-forward network.
 
-    The methods before and after the attention core can be compiled. The core is not compiled, so that probes can
-    observe it and training and measuring use the same kernels.
+    The methods before and after the attention core can be compiled. The core is not, so that probes can observe it, and
+    so that training and measuring use the same kernels.
     """
 
     compiled_parts = ("before_core", "after_core")
@@ -226,19 +228,19 @@ class DecoderBlock(ResidualBlock):
         return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD, alone_BL)
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the attention layer's input (after the norm), and its queries, keys and values."""
+        """Compute the attention input (`read`) and the queries, keys and values."""
         read_BLE = self.read(x_BLE)
         return read_BLE, *self.attention.inputs(read_BLE, places)
 
     def after_core(
         self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None
     ) -> Tensor:
-        """Compute the residual stream after attention and feed-forward from the attention core's output."""
+        """Compute the residual stream after the layer from the attention core's output."""
         return self.joined(x_BLE, self.attention.output(out_BHLD, read_BLE, v_BGLD, alone_BL))
 
 
 class LinearBlock(ResidualBlock):
-    """Decoder layer with linear attention and feed-forward."""
+    """Decoder layer with linear attention and a feed-forward network."""
 
     compiled_parts = ("before_rule", "after_rule")
     attention: LinearAttention
@@ -256,10 +258,10 @@ class LinearBlock(ResidualBlock):
     def before_rule(
         self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
     ) -> tuple[Tensor, RuleInputs, Tensor]:
-        """Compute the layer's input, the inputs of the delta rule, and the channels cached for the convolution."""
+        """Compute the token mixer's input (`read`), the delta rule's inputs, and the convolution inputs to cache."""
         read_BLE = self.read(x_BLE)
         return read_BLE, *self.attention.inputs(read_BLE, recent_BCW, padded_BL)
 
     def after_rule(self, x_BLE: Tensor, read_BLE: Tensor, out_BHLV: Tensor) -> Tensor:
-        """Compute the residual stream after linear attention and feed-forward from the delta rule's output."""
+        """Compute the residual stream after the layer from the delta rule's output."""
         return self.joined(x_BLE, self.attention.output(out_BHLV, read_BLE))

@@ -1,4 +1,4 @@
-"""Model section of a recipe: sizes, and the choice of each exchangeable component."""
+"""Model section of a recipe: the sizes, and a choice for each component that can be replaced."""
 
 from typing import Annotated, Literal, Self
 
@@ -16,7 +16,7 @@ from sinklab.schema import LARGEST, Part
 
 
 class DeclaredInit(Part):
-    """The paper's scheme: normal with std sqrt(2 / (5 d_in)), feed-forward outputs with std 1 / (sqrt(d_in) layers)."""
+    """The paper's scheme: normal, std sqrt(2 / (5 d_in)), for feed-forward output weights 1 / (sqrt(d_in) layers)."""
 
     kind: Literal["declared"] = "declared"
 
@@ -31,7 +31,7 @@ Init = Annotated[DeclaredInit | TorchInit, Field(discriminator="kind")]
 
 
 class Pattern(Part):
-    """Layer pattern: layers first, first + every, .. have a different mask, bias or positional embedding.
+    """Layer pattern: layers `first`, `first + every`, .. have a different mask, bias or positional embedding.
 
     Examples: Gemma 3 has a causal mask and a different RoPE theta in every sixth layer and sliding windows in the
     others; MiMo-V2-Flash also has sink logits in the window layers only; SmolLM3 has no RoPE in every fourth layer.
@@ -41,10 +41,11 @@ class Pattern(Part):
     first: int | None = Field(default=None, ge=1, description="first pattern layer, 1-based; null: layer `every`")
     mask: AttentionMask | None = Field(default=None, description="mask of pattern layers; null: model.attention.mask")
     bias: Bias | None = Field(
-        default=None, description="bias of pattern layers, not with a sink_token; null: model.attention.bias"
+        default=None, description="bias of pattern layers, which cannot be a sink_token; null: model.attention.bias"
     )
     position: Position | None = Field(
-        default=None, description="position of pattern layers, not absolute or learnable; null: model.position"
+        default=None,
+        description="position of pattern layers, which cannot be absolute or learnable; null: model.position",
     )
 
     def has(self, layer: int) -> bool:
@@ -54,7 +55,7 @@ class Pattern(Part):
 
 
 class ModelConfig(Part):
-    """LLaMA-style decoder; the defaults are the 60M model of 2410.10781."""
+    """LLaMA-style decoder. The defaults are the 60M model of 2410.10781."""
 
     layers: int = Field(default=10, ge=1, le=10_000)
     width: int = Field(default=768, ge=1, le=LARGEST, description="hidden size")
@@ -70,7 +71,7 @@ class ModelConfig(Part):
     )
     norm: NormConfig = NormConfig()
     ffn: Literal["relu", "gelu", "swish", "reglu", "geglu", "swiglu"] = Field(
-        default="swiglu", description="act(x W) V; those ending in glu: (act(x W) * x U) V"
+        default="swiglu", description="feed-forward network act(x W) V, or (act(x W) * x U) V for kinds that end in glu"
     )
     mixer: Mixer = AttentionOnly()
     pattern: Pattern | None = Field(
@@ -84,16 +85,16 @@ class ModelConfig(Part):
     )
     exclusive: bool = Field(
         default=False,
-        description="exclusive self-attention: o_t without its component along v_t, o_t - (o_t.v_t) v_t / |v_t|^2",
+        description="exclusive self-attention: remove the component of o_t along v_t, o_t - (o_t.v_t) v_t / |v_t|^2",
     )
     value_residual: ValueResidual = NoValueResidual()
     init: Init = DeclaredInit()
     init_from: str | None = Field(
         default=None,
         min_length=1,
-        description="initial weights: a run, or a Llama or exported run (directory, .gguf file, name on the hub)",
+        description="initial weights: a run, a Llama, or an exported run (directory, .gguf file or name on the hub)",
     )
-    init_sha256: str | None = Field(default=None, description="SHA-256 of these weights; set by the run")
+    init_sha256: str | None = Field(default=None, description="SHA-256 of the weights of init_from; set by the run")
 
     @property
     def key_heads(self) -> int:
@@ -102,7 +103,7 @@ class ModelConfig(Part):
 
     @property
     def head_width(self) -> int:
-        """Hidden size / query heads: the head dimension, unless a latent projection sets others."""
+        """Hidden size divided by query heads: the head dimension unless a latent projection sets other dimensions."""
         return self.width // self.heads
 
     @property
@@ -113,14 +114,14 @@ class ModelConfig(Part):
 
     @property
     def layer_kinds(self) -> tuple["ModelConfig", ...]:
-        """Distinct configs of the attention layers, in layer order: two if only some have the pattern, else one."""
+        """Distinct configs of the attention layers, in layer order: two if only some are pattern layers, else one."""
         if self.pattern is None:
             return (self,)
         first_of = {self.pattern.has(layer): layer for layer in reversed(self.attention_layers)}
         return tuple(self.of_layer(layer) for layer in sorted(first_of.values()))
 
     def of_layer(self, layer: int) -> "ModelConfig":
-        """Return the config of layer `layer` (1-based): without pattern, as if all layers were like this layer."""
+        """Return the config of a model without pattern in which every layer is like layer `layer` (1-based)."""
         own = self.pattern
         if own is None:
             return self
@@ -134,7 +135,7 @@ class ModelConfig(Part):
 
     @property
     def distance(self) -> Distance | None:
-        """Relative position bias (relative, t5, alibi) of all or some layers; None if there is none."""
+        """Relative position bias (relative, t5, alibi) of all or some attention layers; None without one."""
         found = (kind.position for kind in self.layer_kinds if isinstance(kind.position, Distance))
         return next(found, None)
 
@@ -145,7 +146,7 @@ class ModelConfig(Part):
 
     @property
     def query_width(self) -> int:
-        """Dimension of a query or key of a head, before the operation splits it (`key_width`)."""
+        """Dimension of a head's query or key before an operation splits it into several (`key_width`)."""
         return self.head_width if self.latent is None else self.latent.nope + self.latent.rope
 
     @property
@@ -155,7 +156,7 @@ class ModelConfig(Part):
 
     @property
     def shared_tokens(self) -> int:
-        """Length of the prefix mask (the longest of all attention layers); 1 without a prefix mask."""
+        """Length of the longest prefix mask of any attention layer; 1 without a prefix mask."""
         masks = (kind.attention.mask for kind in self.layer_kinds)
         return max(mask.length if mask.kind == "prefix" else 1 for mask in masks)
 
@@ -166,12 +167,12 @@ class ModelConfig(Part):
 
     @property
     def key_width(self) -> int:
-        """Dimension of one query and key: `query_width`, or half of it for operations that split heads."""
+        """Dimension of one query or key: `query_width`, or half of it for operations that split heads."""
         return self.query_width // self.attention.operation.keys_per_head
 
     @property
     def rotary_width(self) -> int:
-        """Number of channels of a query or key rotated by RoPE: the first, or with a latent projection the last."""
+        """Number of rotated channels of a query or key: the first, or the last ones with a latent projection."""
         width = self.key_width if self.latent is None else self.latent.rope
         return round(width * self.position.share) if isinstance(self.position, Rotary) else width
 
@@ -185,7 +186,7 @@ class ModelConfig(Part):
             raise ValueError(f"absolute positions need an even width for sine and cosine, not {self.width}")
         if self.shared_tokens > self.context:
             raise ValueError(
-                f"the prefix mask's length {self.shared_tokens} is above context {self.context}: no targets"
+                f"the prefix mask's length {self.shared_tokens} is above context {self.context}: no targets are left"
             )
         self._check_latent()
         self._check_mixer()
@@ -220,7 +221,7 @@ class ModelConfig(Part):
                 f"layers with attention are {', '.join(map(str, self.attention_layers))}"
             )
         if own.bias is not None and (own.bias.leading or self.attention.bias.leading):
-            raise ValueError("pattern.bias: a sink token is part of the sequence in every layer; use other biases")
+            raise ValueError("pattern.bias: a sink token is part of the sequence in every layer; use another bias")
         both = (own.position or self.position, self.position)
         if both[0] != both[1]:
             if added := [one.kind for one in both if one.kind in ("absolute", "learnable")]:
@@ -262,7 +263,9 @@ class ModelConfig(Part):
         if self.norm.qk_norm:
             raise ValueError("projection latent normalises its latents instead of each head's key: leave qk_norm out")
         if operation.keys_per_head * operation.queries_per_head != 1:
-            raise ValueError(f"projection latent makes one query and key for every head, {operation.kind} needs two")
+            raise ValueError(
+                f"projection latent has one query and key per head, but operation {operation.kind} needs two"
+            )
         if isinstance(self.position, Rotary) and self.position.share != 1:
             raise ValueError("projection latent: leave position.share out, and set projection.rope_width")
         if self.position.kind == "rotary" and self.latent.rope % 2:

@@ -1,14 +1,14 @@
 """Gates on the attention output or the values, with which a head can be a no-op without a sink.
 
-Two gates are computed from the layer's input x (after the pre-norm, if any) and scale the attention output o_t of every
-head (2505.06708). Two are computed from the value v_s and scale it before attention: a sigmoid (2510.09017), and
-V-scale (2603.17771), a function of the value's norm:
+Output gates are computed from the layer's input x (after the pre-norm, if any) and scale the attention output o_t of
+every head (2505.06708). Value gates are computed from the value v_s and scale it before attention. One of them is a
+sigmoid (2510.09017), the other, V-scale (2603.17771), a function of the value's norm:
 
     phi(r) = r / (r + C_g),   C_g = V d_in sigma^2 exp(theta_g),   r = |v_s|^2
 
-V is the value dimension, d_in the input dimension of the value projection, sigma the initial std of its weights. At
-initialisation theta is 0 and C is the mean of r for inputs of unit mean square, so values are scaled by about 1/2. The
-gradient with respect to v is r / (r + C) orthogonal to v and (r^2 + 3 C r) / (r + C)^2 along v.
+V is the value dimension, d_in the input dimension of the value projection, and sigma the initial std of its weights.
+At initialisation theta is 0 and C is the mean of r for inputs of unit mean square, so values are scaled by about 1/2.
+The derivative with respect to v is r / (r + C) orthogonal to v, and (r^2 + 3 C r) / (r + C)^2 along v.
 """
 
 from typing import Annotated, Literal
@@ -46,7 +46,7 @@ class ValueGate(Part):
 
 
 class VScaleGate(Part):
-    """V-scale gate v_sg r / (r + C_g), r = |v_sg|^2, C learned per KV head, initially the mean of r (2603.17771)."""
+    """V-scale gate v_sg r / (r + C_g), r = |v_sg|^2; C is learned per KV head, initially the mean of r (2603.17771)."""
 
     kind: Literal["v_scale"] = "v_scale"
 
@@ -63,7 +63,7 @@ class OutputGating(nn.Module):
         self.linear = nn.Linear(width, heads * head_width, bias=False)
 
     def gates(self, x_BLE: Tensor) -> Tensor:
-        """Compute the gates in (0, 1), (B, H, L, D), or (B, H, L, 1) with one gate per head."""
+        """Compute the gates, between 0 and 1: shape (B, H, L, D), or (B, H, L, 1) with one gate per head."""
         B, L, _ = x_BLE.shape
         return torch.sigmoid(self.linear(x_BLE).view(B, L, self.heads, -1).transpose(1, 2))
 
@@ -72,7 +72,7 @@ class OutputGating(nn.Module):
 
 
 class ValueGating(nn.Module):
-    """Multiplies every value by the sigmoid of a linear projection of the value."""
+    """Multiplies every value by the sigmoid of a linear function of the value."""
 
     def __init__(self, key_heads: int, head_width: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ValueGating(nn.Module):
         self.bias = nn.Parameter(torch.empty(key_heads))
 
     def gates(self, v_BGLD: Tensor) -> Tensor:
-        """Compute the gates in (0, 1), (B, G, L, 1)."""
+        """Compute the gates, shape (B, G, L, 1), between 0 and 1."""
         gate_BGL = torch.einsum("bgld,gd->bgl", v_BGLD, self.weight.to(v_BGLD.dtype)) + self.bias[:, None]
         return torch.sigmoid(gate_BGL)[..., None]
 
@@ -103,7 +103,7 @@ class ValueScaling(nn.Module):
         self.initial = {"theta": (0.0, 0.0)}
 
     def gates(self, v_BGLD: Tensor) -> Tensor:
-        """Compute the gates in [0, 1), (B, G, L, 1)."""
+        """Compute the gates, shape (B, G, L, 1), at least 0 and below 1, in float32 (float64 for float64)."""
         square_BGL1 = v_BGLD.to(accumulate_dtype(v_BGLD.dtype)).square().sum(-1, keepdim=True)
         constant_G11 = (self.start * torch.exp(self.theta))[:, None, None]
         return square_BGL1 / (square_BGL1 + constant_G11)

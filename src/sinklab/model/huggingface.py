@@ -29,8 +29,9 @@ class SinklabConfig(PreTrainedConfig):
     """Config of a sinklab model in transformers (config.json).
 
     Args:
-        model: model section of a recipe, with `vocab_size` set; None (transformers' default config) sets no sizes.
-        **others: keys common to all transformers configs; the sizes in SIZES are always taken from `model`.
+        model: model section of a recipe, with `vocab_size` set. transformers also creates a default config without
+            arguments; None leaves its sizes unset.
+        **others: keys common to all transformers configs. Sizes in SIZES are ignored here and taken from `model`.
     """
 
     model_type = MODEL_TYPE
@@ -48,23 +49,25 @@ class SinklabConfig(PreTrainedConfig):
 
 @dataclass(frozen=True)
 class Padding:
-    """Number of padding tokens at the start and at the end of each sequence; those at the start include cached ones."""
+    """Number of padding tokens at the start (cached ones included) and at the end of each sequence."""
 
     before_B: Tensor
     behind_B: Tensor
 
 
 def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> Padding | None:
-    """Return the padding given by an attention mask, or by the cache if there is no mask; None without padding.
+    """Return the padding according to an attention mask, or that of the cache if there is no mask.
+
+    Returns None if there is no padding.
 
     Args:
-        mask_BS: non-zero at real tokens, including cached tokens.
+        mask_BS: attention mask, non-zero at real tokens, including cached tokens; None without a mask.
         tokens_BT: new tokens.
         past: cache that these tokens continue; None without a cache.
 
     Raises:
-        InputError: if the mask has a wrong shape, or there is padding between tokens or among tokens that continue a
-            cache.
+        InputError: if the mask has a wrong shape, if there is padding between the tokens of a sequence, or if a
+            sequence with cached tokens ends with padding.
     """
     earlier, padded_B = (0, None) if past is None else (past.get_seq_length(), past.padding_B)
     if mask_BS is None:
@@ -124,23 +127,25 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: 1 at tokens and 0 at padding, on the left, the right or both; (B, S), including the tokens
                 in `past_key_values`. Logits at padding are undefined.
             past_key_values: cache returned by an earlier call with `use_cache`; it is extended in place.
-            labels: target token ids (B, T), shifted internally; IGNORED labels, padding and tokens inside the prefix of
-                a prefix mask are excluded.
+            labels: target token ids (B, T), shifted internally. The loss excludes IGNORED labels, padding, and targets
+                inside the prefix of a prefix mask.
             use_cache: create a KV cache, if none is passed, and return it; off by default.
-            logits_to_keep: number of last positions, or indices of positions, to compute; 0 for all.
+            logits_to_keep: number of last positions, or indices of positions, whose logits are computed; 0 for all.
             return_dict: False returns a tuple.
-            others: `num_items_in_batch` divides the summed loss; other arguments of transformers models are ignored,
+            others: `num_items_in_batch` divides the summed loss. Other arguments of transformers models are ignored,
                 such as `position_ids`: a token's position is its index in the sequence without padding.
 
         Raises:
-            InputError: if the mask has a wrong shape, or padding between tokens or after cached ones; embeddings are
-                passed instead of tokens; attention matrices or hidden states are requested; the cache is from another
-                model; or there are more tokens than learned positional embeddings.
+            InputError: see `padding_of`, and if embeddings are passed instead of tokens; if attention matrices or
+                hidden states are requested; if the cache was filled by another model; or if there are more tokens than
+                learned positional embeddings.
         """
         if others.get("inputs_embeds") is not None:
             raise InputError("a sinklab model needs tokens: pass input_ids, not inputs_embeds")
         if others.get("output_attentions") or others.get("output_hidden_states"):
-            raise InputError("output_attentions, output_hidden_states: only logits are returned; use sinklab.measure")
+            raise InputError(
+                "output_attentions, output_hidden_states: not supported by sinklab models; use sinklab.measure"
+            )
         if past_key_values is not None and not isinstance(past_key_values, Past):
             if past_key_values.get_seq_length():
                 kind = type(past_key_values).__name__
@@ -160,9 +165,11 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _hidden(self, tokens_BT: Tensor, past: Past | None, padding: Padding | None) -> Tensor:
-        """Compute `Transformer.hidden`, which supports left padding only: right padding is moved to the left.
+        """Compute the hidden states of sequences that may be padded.
 
-        Right padding is not moved if it has no effect: without a cache, if no earlier query can see it.
+        `Transformer.hidden` supports left padding only. The tokens of right-padded sequences are therefore shifted
+        right, and their hidden states shifted back. This is skipped if there is no cache and no prefix mask, because
+        no token then attends to the padding on its right.
         """
         if padding is None:
             return self.transformer.hidden(tokens_BT, past)
@@ -177,7 +184,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return hidden_BTE.gather(1, ((at_T + behind_B1) % T)[..., None].expand_as(hidden_BTE))
 
     def _counted(self, labels_BT: Tensor, first: int, padding: Padding | None) -> Tensor:
-        """Return the labels, IGNORED at padding and before the first target; `first` is the first label's position."""
+        """Return the labels, IGNORED at padding and before the first target; `first` is the position of label 0."""
         at_T = torch.arange(first, first + labels_BT.shape[1], device=labels_BT.device)
         first_counted = self.transformer.config.first_target - 1
         if padding is None:
@@ -188,12 +195,12 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: Tensor, past_key_values: Past | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return the tokens that are not cached yet, and the other arguments of `forward`.
+        """Return the arguments of `forward`: the tokens that are not cached yet, cache, mask and options.
 
-        `generate` passes the others only to a parameter named `kwargs` (transformers 5.17 to 5.23).
+        `generate` passes mask and options only to a parameter named `kwargs` (transformers 5.17 to 5.23).
 
         Raises:
-            InputError: if sequences are padded on the right, because they cannot be continued.
+            InputError: if a sequence is padded on the right, because it cannot be continued.
         """
         mask = kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
@@ -215,6 +222,6 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Recompute values that are not stored in checkpoints; the transformer initialises all weights itself."""
+        """Recompute constants that are not stored in checkpoints. `Transformer` has already initialised all weights."""
         if isinstance(module, DistanceTerm):
             module.reset()

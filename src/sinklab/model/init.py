@@ -7,17 +7,19 @@ token embedding, learned positions           normal, std sqrt(2 / (5 d_in))     
 T5 bias table                                normal, std 0.02                    normal, std 1
 bias of a value gate                         zero                                uniform in +-1 / sqrt(d)
 
-In both schemes, learned keys, values and logits of biases and the sink token are normal with std 0.02; norms have
-weight one and bias zero; the slope of dynamic tanh is `norm.alpha`. A module may set the mean and std of its parameters
-in `initial`, as biases with `start` and attention operations do, or a separate initialiser in `starts`.
+In both schemes, learned tokens and the learned keys, values and logits of attention biases are normal with std 0.02.
+Norms have weight one and bias zero. The slope of dynamic tanh is `norm.alpha`. A module may set the mean and std of its
+parameters in `initial`, as biases with `start` and attention operations do, or a function that initialises them in
+`starts`.
 
 `declared` is the scheme of the paper (2410.10781) and its code. `torch` is PyTorch's `reset_parameters` of nn.Linear
 (kaiming_uniform with a = sqrt(5)) and nn.Embedding. The published models probably used `torch`: with several devices,
 the library pinned by the paper's code discards the declared weights. PyTorch has no scheme for the last two rows and
-learned positions: lookup tables are treated like nn.Embedding, the value gate like nn.Linear with d, the dimension of a
-value, as d_in.
+learned positions. Lookup tables are therefore treated like nn.Embedding, and the value gate like nn.Linear with d_in
+equal to d, the dimension of a value.
 
-q, k and v are one matrix here, as are both halves of a gated feed-forward; d_in is the same as for separate matrices.
+q, k and v are one matrix here, and so are both halves of a gated feed-forward network. d_in is the same as for separate
+matrices.
 """
 
 import hashlib
@@ -28,7 +30,7 @@ from torch import nn
 
 from sinklab.model.config import ModelConfig
 
-SMALL = 0.02  # std of the paper's attention biases and sink token
+SMALL = 0.02  # std of attention biases and sink token in the paper
 TABLES = ("embedding.weight", "position_table", "distance.weight")
 
 
@@ -36,8 +38,8 @@ TABLES = ("embedding.weight", "position_table", "distance.weight")
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Initialise all weights of a transformer by the scheme of `config.init`.
 
-    Each tensor has its own random generator, seeded by the seed and the tensor's name, so that an intervention that
-    adds a tensor leaves all others identical to the baseline. Tensors on the meta device are skipped.
+    Each tensor has its own random generator, seeded by `seed` and the tensor's name. If an intervention adds a tensor,
+    all other tensors are therefore identical to the baseline. Tensors on the meta device are skipped.
     """
     for name, tensor in model.named_parameters():
         if tensor.is_meta:
@@ -56,7 +58,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def _mean_and_std(name: str, d_in: int, config: ModelConfig) -> tuple[float, float] | None:
-    """Return mean and std of a normal tensor, std 0 for a constant; None for a uniform tensor."""
+    """Return mean and std of a normally distributed tensor (std 0: constant); None for a uniformly distributed one."""
     declared = config.init.kind == "declared"
     if name.endswith("norm.weight"):
         return 1.0, 0.0

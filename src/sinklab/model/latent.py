@@ -2,14 +2,14 @@
 
 Multi-head latent attention (MLA; DeepSeek-V2, section 2.1 and appendix C; V3, 2412.19437): keys and values of all heads
 are linear in one low-dimensional latent c, so that a KV cache needs to store only c. This is incompatible with rotating
-the keys computed from c; each key therefore has a second part that is computed directly from x, shared by all heads,
-and the only rotated part ("decoupled" RoPE).
+the keys computed from c. Each key therefore has a second part, which is computed directly from x and shared by all
+heads. Only this part is rotated ("decoupled" RoPE).
 
     c_t = norm(x_t W_DKV)     k^C_th, v_th = c_t W_UKV    k^R_t = rotated(x_t W_KR)     k_th = [k^C_th; k^R_t]
     c'_t = norm(x_t W_DQ)     q^C_th, q^R_th = c'_t W_UQ  q_th = [q^C_th; rotated(q^R_th)]
 
-If queries are not compressed (V2-Lite), c'_t is x_t. Rows of the matrices are ordered as in the published code: head by
-head, the unrotated part first, k before v.
+If queries are not compressed (V2-Lite), c'_t is x_t. The rows of the matrices are ordered as in the published code: by
+head, the unrotated part before the rotated part, k before v.
 
 B batch, L positions, E hidden size, H heads, N and P dimensions of the unrotated and the rotated part, V value
 dimension, R rank of the latent.
@@ -48,7 +48,7 @@ class LatentSizes:
 class LatentProjection(Part):
     """Multi-head latent attention: low-rank keys and values, and a rotated key part shared by all heads (2405.04434).
 
-    The shared part is rotated only with `position: rotary`. Scores are scaled by 1 / sqrt(nope_width + rope_width).
+    The shared part is rotated only if `position` is rotary. Scores are scaled by 1 / sqrt(nope_width + rope_width).
     """
 
     kind: Literal["latent"] = "latent"
@@ -63,7 +63,7 @@ class LatentProjection(Part):
     value_width: Width = Field(default=None, description="width of a head's values and output; null: the head width")
 
     def sizes(self, head_width: int) -> LatentSizes:
-        """Return all dimensions of the projection; unset ones have the paper's ratio to the head dimension."""
+        """Return all dimensions of the projection. Unset ones have the paper's ratio to the head dimension."""
         return LatentSizes(
             rank=self.kv_rank or 4 * head_width,
             nope=self.nope_width or head_width,
@@ -78,7 +78,7 @@ Projection = Annotated[FullProjection | LatentProjection, Field(discriminator="k
 class LatentHeads(nn.Module):
     """MLA projections: x_BLE -> queries (B, H, L, N + P), keys (B, H, L, N + P) and values (B, H, L, V).
 
-    The last P channels are rotated by `rotary` (cos, sin); None leaves them unrotated.
+    The last P channels of queries and keys are rotated by `rotary` (cos, sin), unless it is None.
     """
 
     def __init__(self, projection: LatentProjection, width: int, heads: int, head_width: int, eps: float) -> None:

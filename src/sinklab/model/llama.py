@@ -32,14 +32,14 @@ SIZES = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "context",
 }
-"""transformers' names of the sizes in a recipe."""
+"""Recipe key of each size, by its name in transformers' configs."""
 
 
 def differences(config: ModelConfig) -> dict[str, str]:
-    """Describe each setting in which a model differs from a plain Llama, by its key in `model`; empty if none does.
+    """Describe the settings in which a model differs from a plain Llama, by recipe key; empty if there are none.
 
-    Sizes, RoPE theta and eps may have any value. Projected embeddings and norms with a single gain are no differences,
-    because `llama_weights` converts them.
+    Sizes, RoPE theta and eps may have any value. Projected embeddings and norms with a scalar weight are not
+    differences, because `llama_weights` converts them.
     """
     attention, norm = config.attention, config.norm
     if norm.kind == "rmsnorm_single":
@@ -64,7 +64,7 @@ def differences(config: ModelConfig) -> dict[str, str]:
 
 
 def llama_sizes(config: ModelConfig) -> dict[str, Any]:
-    """Return sizes, norm eps and RoPE of a model with `rotary` positions, by the config keys of Llama-like models."""
+    """Return the transformers config of a Llama-like model with `rotary` positions: sizes, eps, RoPE and flags."""
     assert isinstance(config.position, Rotary)
     return {theirs: getattr(config, ours) for theirs, ours in SIZES.items()} | {
         "num_key_value_heads": config.key_heads,
@@ -99,15 +99,15 @@ IN_BLOCK = {
     "attention_norm": ("input_layernorm",),
     "ffn_norm": ("post_attention_layernorm",),
 }
-"""sinklab's weights in a block, and the Llama weights that are concatenated in each."""
+"""Names of the Llama weights that are concatenated in each weight of a sinklab block."""
 
 
 def llama_weights(model: Transformer) -> dict[str, Tensor]:
     """Return the model's weights under Llama's parameter names.
 
-    Fused projections are split, projections of embeddings are multiplied into embedding and LM head (in float64), and
-    the single gain of a norm is repeated for every channel. Weights that a Llama lacks, such as sink logits, are left
-    out.
+    Fused projections are split. Projections of embeddings are multiplied into the embedding and the LM head in
+    float64. The scalar weight of a norm is repeated for every channel. Weights that a Llama does not have, such as sink
+    logits, are left out.
     """
     config = model.config
     rows = {"attention.qkv": [n * config.head_width for n in (config.heads, config.key_heads, config.key_heads)]}
@@ -126,13 +126,13 @@ def llama_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Build the model section of a recipe equivalent to a Llama, and its weights under sinklab's names.
+    """Build the model section of a recipe equivalent to a Llama, and the weights in float32 under sinklab's names.
 
     Tied embeddings become two tensors with the same values.
 
     Raises:
-        InputError: if the Llama has biases in projections, another activation, RoPE scaling, or a head width other than
-            hidden size / heads, none of which a recipe supports.
+        InputError: if the Llama has settings that no recipe supports: biases in projections, an activation other than
+            SiLU, RoPE scaling, or a head width other than hidden size / heads.
     """
     config = llama.config
     rope: dict[str, Any] = dict(config.rope_parameters or {})

@@ -1,14 +1,14 @@
 """Next-token loss from the final hidden states, in chunks of logits, and auxiliary losses.
 
 The LM head is two fifths of a 60M model's matrix FLOPs, and its logits are the largest tensor of a step: 3.3 GB in
-float32 for 8 x 2048 tokens and a vocabulary of 50,432. Above `WHOLE` logits they are computed in chunks of rows, and
-each chunk's gradient is computed while its logits exist: no matrix product is repeated, and only the gradients of the
-hidden states and of the head are stored. Up to `WHOLE`, all logits are computed at once, which is faster; the loss is
-then bitwise PyTorch's.
+float32 for 8 x 2048 tokens and a vocabulary of 50,432. More than `WHOLE` logits are computed in chunks of rows. Each
+chunk's gradient is computed while its logits exist, so no matrix product is repeated, and only the gradients with
+respect to the hidden states and the head are stored. Up to `WHOLE` logits are computed at once, which is faster; the
+loss is then bitwise that of PyTorch.
 
-Rejected alternatives: `F.linear_cross_entropy` of PyTorch 2.13 in chunks (its loss has the dtype of the inputs, 9.125
-for 9.33 nats in bfloat16; it ignores autocast; on a CPU it takes three times as long), and `torch.utils.checkpoint`
-around every chunk (repeats the head's forward product).
+Rejected alternatives: `F.linear_cross_entropy` of PyTorch 2.13 in chunks, because its loss has the dtype of the inputs
+(9.125 for 9.33 nats in bfloat16), it ignores autocast, and it takes three times as long on a CPU; and
+`torch.utils.checkpoint` around every chunk, because it repeats the head's forward product.
 
 Auxiliary losses are added to the cross-entropy in training and reported separately.
 
@@ -32,17 +32,17 @@ from sinklab.schema import Part
 IGNORED = -100  # excluded target, `ignore_index` of `F.cross_entropy`
 WHOLE = 2**22  # maximum number of logits computed at once: 16 MB in float32
 CHUNK_ELEMENTS = 2**24  # logits per chunk on a CPU: 64 MB in float32
-CHUNK_ELEMENTS_CUDA = 2**25  # minimum on CUDA, in about 16 chunks at most: each rewrites the head's gradient
-ROWS_MULTIPLE = 128  # chunks of more rows are rounded down to a multiple, which matrix kernels handle efficiently
+CHUNK_ELEMENTS_CUDA = 2**25  # minimum on CUDA; larger for more than 16 chunks, as each rewrites the head's gradient
+ROWS_MULTIPLE = 128  # chunks of more rows are rounded down to a multiple of it, for efficient matrix kernels
 
 
 def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of `targets_N` under the logits hidden @ weight.T, nats per target (scalar).
+    """Compute the mean cross-entropy of the logits hidden @ weight.T, in nats per target (scalar).
 
-    Under autocast, matrix products use its dtype and everything else float32, chunked or not.
+    Under autocast, matrix products use its dtype and everything else float32, with or without chunks.
 
     Args:
-        targets_N: token ids; `IGNORED` targets are excluded. If all are ignored, the loss is NaN.
+        targets_N: token ids; `IGNORED` targets are excluded. If all targets are ignored, the loss is NaN.
     """
     rows, words = len(hidden_NE), len(weight_VE)
     if rows * words <= WHOLE:
@@ -52,7 +52,7 @@ def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> 
 
 
 def rows_per_chunk(rows: int, words: int, device: torch.device) -> int:
-    """Return the number of rows (positions) whose logits are computed at a time."""
+    """Return the number of rows (positions) per chunk."""
     elements = max(CHUNK_ELEMENTS_CUDA, rows * words // 16) if device.type == "cuda" else CHUNK_ELEMENTS
     rows = elements // words
     return max(1, rows - rows % ROWS_MULTIPLE) if rows > ROWS_MULTIPLE else max(1, rows)
@@ -102,9 +102,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _loss_and_slope(logits_NV: Tensor, targets_N: Tensor, count: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """Compute a chunk's part of the mean loss and, if `training`, its gradient with respect to the logits, else these.
+    """Return a chunk's part of the mean loss, and its gradient with respect to the logits.
 
-    The gradient has the dtype of the logits, and may overwrite them.
+    The gradient has the dtype of the logits, and may overwrite them. Unless `training` is set, the logits are returned
+    in its place.
     """
     z_NV = logits_NV.to(accumulate_dtype(logits_NV.dtype))
     kept_N1, words_N1 = (targets_N != IGNORED)[:, None], targets_N.clamp(min=0)[:, None]
@@ -126,14 +127,14 @@ def _compiled_loss() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _of_logits(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `_loss_and_slope`, compiled on CUDA, where float32 chunks would dominate the memory traffic."""
+    """Return `_loss_and_slope`, compiled on CUDA, where float32 copies of the logits would slow it down."""
     return _compiled_loss() if device.type == "cuda" else _loss_and_slope
 
 
 class HiddenZ(Part):
     """Hidden z-loss: weight * mean over positions of (log sum_i exp |z_i|)^2 (2509.01322, section 3.2, equation 10).
 
-    z is the output of the last block, before the final norm.
+    z is the output of the last block before the final norm.
     """
 
     weight: float = Field(default=1e-7, ge=0, description="weight of the hidden z-loss (lambda in arXiv:2509.01322)")
@@ -147,7 +148,8 @@ class HiddenZ(Part):
 class Tweo(Part):
     """TWEO loss (2511.23225): weight * mean of (|A| / (tau + eps))^p over the entries A of all block outputs.
 
-    The weight is constant; eps is 1e-6. tau is absolute: it assumes a residual stream of unit scale.
+    The weight is constant, and eps is 1e-6. tau is not relative to the scale of the residual stream, which is assumed
+    to be about 1.
     """
 
     weight: float = Field(default=0.01, ge=0, description="weight of the TWEO loss (lambda in arXiv:2511.23225)")

@@ -1,8 +1,8 @@
-"""Hybrid models: some layers use the gated delta rule, a linear attention, instead of softmax attention.
+"""Hybrid models: some layers have linear attention (the gated delta rule) instead of softmax attention.
 
 Gated DeltaNet layer (2412.06464, figure 1; numerically equal to flash-linear-attention's fla/layers/gated_deltanet.py
-and transformers' Qwen3-Next): q, k and v from one matrix and a short causal convolution, a norm and a gate after the
-rule, and no positional embedding.
+and transformers' Qwen3-Next): one matrix and a short causal convolution compute q, k and v. A norm and a gate follow
+the delta rule. There is no positional embedding.
 
     q, k, v = silu(conv(x W_qkv))         q <- q / (|q| sqrt(D))     k <- k / |k|
     g_t = -exp(A) softplus(x_t w_a + s)    b_t = sigmoid(x_t w_b)     A, s, w_a, w_b per head
@@ -48,20 +48,20 @@ class AttentionOnly(Part):
 class DeltaMixer(Part):
     """Hybrid: every `every`-th layer, counted from the last, has attention; the other layers have linear attention.
 
-    A recipe's attention operation, bias, mask, projection, gates and norms of heads apply to the attention layers only,
-    and so do positions other than absolute and learnable. The linear layers are causal over the whole sequence,
-    including a sink token.
+    A recipe's attention operation, bias, mask, projection, gates and norms of heads apply only to the attention layers.
+    So do positions other than absolute and learnable. The linear layers are causal over the whole sequence, including
+    learned leading tokens.
     """
 
     kind: Literal["gated_delta", "kimi_delta"]
-    every: int = Field(default=4, ge=1, description="every n-th layer has attention, counted from the last")
+    every: int = Field(default=4, ge=1, description="every n-th layer, counted from the last, has attention")
     heads: int | None = Field(
         default=None, ge=1, description="number of value heads of a linear layer; null: model.heads"
     )
     key_heads: int | None = Field(
         default=None,
         ge=1,
-        description="number of query and key heads, shared by heads / key_heads value heads; null: heads",
+        description="number of query and key heads, each shared by heads / key_heads value heads; null: heads",
     )
     key_width: Width = Field(default=None, description="width of a query and a key; null: model.width / model.heads")
     value_width: Width = Field(default=None, description="width of a value; null: key_width")
@@ -97,10 +97,10 @@ class LinearAttention(nn.Module):
     """The gated delta rule with its projections, convolution, norm and gates.
 
     Attributes:
-        rates: projection to the logits of b_t and, with one decay per head, to the decays.
-        log_rate: logarithmic decay rate A, (H,).
-        step: offset s of the step size, (H,), or (H D,) with one decay per channel.
-        decay: low-rank projection to the decays of all channels; None with one decay per head.
+        rates: projection to the logits of b_t, and with one decay per head also to x_t w_a.
+        log_rate: logarithm A of the decay rate, (H,).
+        step: offset s in the argument of softplus, (H,), or (H D,) with one decay per channel.
+        decay: low-rank projection W_f1 W_f2 for one decay per channel; None with one decay per head.
         opened: activation of the output gate.
     """
 
@@ -131,12 +131,14 @@ class LinearAttention(nn.Module):
     def inputs(
         self, x_BLE: Tensor, recent_BCW: Tensor | None, padded_BL: Tensor | None = None
     ) -> tuple[RuleInputs, Tensor]:
-        """Compute the arguments of the delta rule, and the last W - 1 channels, (B, C, W - 1), for later positions.
+        """Compute the arguments of the delta rule, and the convolution inputs that later positions need.
+
+        These are the convolution inputs at the last W - 1 positions, (B, C, W - 1).
 
         Args:
-            recent_BCW: channels of the previous W - 1 positions; None at the beginning means zero.
-            padded_BL: bool, padding before the sequence: its channels are 0 and it does not change the state; None
-                without padding.
+            recent_BCW: convolution inputs at the previous W - 1 positions; None means zero, at the start of a sequence.
+            padded_BL: bool, True at padding before a sequence, where the convolution inputs are set to 0 and the state
+                does not change; None without padding.
         """
         channels_BCL, before = self.qkv(x_BLE).transpose(1, 2), self.conv.kernel_size[0] - 1
         if padded_BL is not None:
@@ -172,28 +174,28 @@ class LinearAttention(nn.Module):
             return gated_delta(*inputs, state_BHDV)
 
     def output(self, out_BHLV: Tensor, x_BLE: Tensor) -> Tensor:
-        """Compute the layer's update of the residual stream from the delta rule's output and the layer's input."""
+        """Compute the update of the residual stream from the delta rule's output and the token mixer's input."""
         gate_BHLV = self.gate(x_BLE).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self.out((self.norm(out_BHLV) * self.opened(gate_BHLV)).transpose(1, 2).flatten(2))
 
     def _normed(self, x_BLC: Tensor) -> Tensor:
-        """Return queries or keys, normalised to length 1 and repeated for the value heads, (B, H, L, D)."""
+        """Return queries or keys normalised to length 1, repeated for the value heads: (B, H, L, D)."""
         x_BGLD = x_BLC.unflatten(-1, (self.key_heads, -1)).transpose(1, 2)
         x_BGLD = x_BGLD * torch.rsqrt(x_BGLD.square().sum(-1, keepdim=True) + UNDER_ROOT)
         return x_BGLD.repeat_interleave(self.heads // self.key_heads, dim=1)
 
 
 def bottleneck(width: int, rank: int, rows: int) -> nn.Sequential:
-    """Build a low-rank linear map: two matrices without bias."""
+    """Build a low-rank projection: two linear layers without bias."""
     return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, rows, bias=False))
 
 
 def log_uniform_rate(rates: tuple[float, float], tensor: Tensor, stream: torch.Generator) -> None:
-    """Initialise A with the logarithm of a number drawn uniformly from `rates`."""
+    """Initialise A with logarithms of numbers drawn uniformly from the range `rates`."""
     tensor.uniform_(*rates, generator=stream).log_()
 
 
 def step_of_log_uniform(tensor: Tensor, stream: torch.Generator) -> None:
-    """Initialise s such that softplus(s) is log-uniform in STEPS."""
+    """Initialise s such that softplus(s) is log-uniform in the range STEPS."""
     low, high = (math.log(step) for step in STEPS)
     tensor.uniform_(low, high, generator=stream).exp_().expm1_().log_()

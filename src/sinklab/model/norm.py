@@ -2,9 +2,9 @@
 
 Head-wise RMSNorm of the attention output (2605.06611) normalises the output of each head before the output projection.
 It is implemented from the abstract and citations; it is unknown whether the paper's norm has a weight. Here it has one
-weight vector for all heads of a layer, like qk_norm, or one per head (`per_head`), as in the code of forgetting
-attention (2503.02130), which uses GroupNorm over heads for queries, keys and outputs. The output projection is linear,
-so a weight per head only changes the parametrisation, unless there is a gate in between.
+weight vector for all heads of a layer, like qk_norm, or one per head (`per_head`). The latter is used in the code of
+forgetting attention (2503.02130), which has GroupNorm over heads for queries, keys and outputs. The output projection
+is linear, so a weight per head changes only the parametrisation, unless there is a gate in between.
 """
 
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sinklab.schema import Part
 
 OfHeads = bool | Literal["per_head"]
-"""Norm per head: true uses one weight vector for all heads, per_head one per head."""
+"""Norm per head: False for none, True with one weight vector for all heads, "per_head" with one per head."""
 
 
 class NormConfig(Part):
@@ -35,7 +35,7 @@ class NormConfig(Part):
     eps: float = Field(
         default=1e-5,
         gt=0,
-        description="eps of all norms except dynamic_tanh, also of heads, latents and linear attention",
+        description="eps of all norms, including those of heads, latents and linear attention; unused by dynamic_tanh",
     )
     alpha: float = Field(default=0.5, gt=0, description="initial slope of dynamic_tanh")
     qk_norm: OfHeads = Field(
@@ -69,7 +69,7 @@ class DynamicTanh(nn.Module):
 
 
 class RmsNorm(nn.RMSNorm):
-    """RMSNorm with a faster backward pass (`_RmsNorm`) on a CPU, uncompiled, if input and weight have one dtype."""
+    """RMSNorm that uses `_RmsNorm` on a CPU, unless compiled or if input and weight have different dtypes."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu" or x.dtype != self.weight.dtype or torch.compiler.is_compiling():
@@ -78,9 +78,9 @@ class RmsNorm(nn.RMSNorm):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """w x / r with r = sqrt(mean(x ** 2) + eps), bitwise equal to PyTorch's autograd in half the time.
+    """w x / r with r = sqrt(mean(x ** 2) + eps): bitwise equal to autograd of this formula, in half the time.
 
-    The input is passed twice (numerator and r), so that its two gradients are accumulated in autograd's order.
+    The input is passed twice, for the numerator and for r, so that autograd adds its two gradients in its own order.
     """
 
     @staticmethod
@@ -113,14 +113,14 @@ class SingleGainNorm(nn.Module):
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm over the last axis (heads or latents), computed in the weights' dtype and returned in the input's."""
+    """RMSNorm of heads or latents over the last axis, computed in the weight's dtype, returned in the input's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class OwnHeadNorm(nn.Module):
-    """RMSNorm over the head dimension with a separate weight vector per head; dtypes as in `HeadNorm`.
+    """RMSNorm over the head dimension with a separate weight vector per head, and with the dtypes of `HeadNorm`.
 
     Args:
         heads: number of heads H. The input is (B, H, L, parts, D), or (B, H, L, D) with one part.
@@ -139,7 +139,7 @@ class OwnHeadNorm(nn.Module):
 
 
 def norm_of_heads(wanted: OfHeads, heads: int, width: int, eps: float, parts: int = 1) -> nn.Module:
-    """Build the norm of a head's `parts` vectors of dimension `width`; the identity if `wanted` is False."""
+    """Build the norm of the `parts` vectors, of dimension `width`, of each head; the identity if `wanted` is False."""
     if wanted == "per_head":
         return OwnHeadNorm(heads, parts, width, eps)
     return HeadNorm(width, eps=eps) if wanted else nn.Identity()
@@ -183,7 +183,7 @@ class GatedDynamicTanh(_Gated, DynamicTanh):
 
 
 def build_norm(config: NormConfig, width: int) -> nn.Module:
-    """Build a norm of the residual stream of this width, followed by a gate if configured."""
+    """Build a norm of the residual stream, followed by a gate if `config.gate_rank` is set."""
     gated = config.gate_rank is not None
     if config.kind == "dynamic_tanh":
         norm = (GatedDynamicTanh if gated else DynamicTanh)(width)

@@ -1,10 +1,10 @@
 """KV cache of the sinklab transformer.
 
-New queries use the same operation, mask and bias as without a cache, on cached and new keys. Kernel attention also
-caches keys, because its running sum supports causal and prefix masks only, not windows or documents.
+New queries attend to cached and new keys with the same operation, mask and bias as without a cache. Kernel attention
+also caches keys and values, because its running sum supports causal and prefix masks only, not windows or documents.
 
-A linear attention layer caches its state instead, which has a fixed size. The state cannot be reset to an earlier
-token, so after `crop` the remaining tokens are recomputed.
+A linear attention layer caches its state, which has a fixed size. The state cannot be reset to an earlier token, so
+after `crop` the remaining tokens are recomputed.
 
 B batch, H query heads, G KV heads, S positions so far (including leading tokens), D head dimension; in a linear layer:
 H heads, D key dimension, V value dimension, C channels and W kernel size of the convolution.
@@ -21,7 +21,7 @@ class LayerPast:
 
     Attributes:
         keys_BGSD, values_BGSD: keys and values as they entered the attention core; None before the first call.
-        log_kept_BSH: running sums of the log forget gates; None before the first call and without forget gates.
+        log_kept_BSH: cumulative sums of the log forget gates; None before the first call and without forget gates.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LayerPast:
         return self.keys_BGSD, self.values_BGSD
 
     def extend_kept(self, log_kept_BTH: Tensor) -> Tensor:
-        """Append sums that start at the new positions, plus the last cached sum; return the sums of all positions."""
+        """Append the cumulative sums of new positions, to which the last cached sum is added, and return all sums."""
         if self.log_kept_BSH is None:
             self.log_kept_BSH = log_kept_BTH
         else:
@@ -63,8 +63,8 @@ class StatePast:
     """Cache of one layer of linear attention.
 
     Attributes:
-        recent_BCW: inputs of the convolution at the last W - 1 positions.
-        state_BHDV: state after the last position. Both are None before the first call.
+        recent_BCW: inputs of the convolution at the last W - 1 positions; None before the first call.
+        state_BHDV: state after the last position; None before the first call.
     """
 
     def __init__(self) -> None:
@@ -89,11 +89,11 @@ class Past:
         linear: 1-based indices of the linear attention layers.
 
     Attributes:
-        tokens_BT: tokens read so far; None before the first call.
+        tokens_BT: all tokens so far, including padding; None before the first call.
         padding_B: number of padding tokens at the start of each row; None if there are none. Leading tokens follow
             the padding.
         layers: cache of each layer.
-        forgotten: whether `crop` cleared the layers' caches, so that the tokens must be recomputed.
+        forgotten: True if `crop` cleared the layers' caches, so that the tokens must be recomputed.
     """
 
     is_compileable = False
@@ -111,7 +111,7 @@ class Past:
         return 0 if self.tokens_BT is None else self.leading + self.tokens_BT.shape[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens read so far, including padding."""
+        """Return the number of tokens so far, including padding."""
         return 0 if self.tokens_BT is None else self.tokens_BT.shape[1]
 
     def extend(self, tokens_BT: Tensor) -> Tensor:
@@ -120,13 +120,13 @@ class Past:
         return self.tokens_BT
 
     def restart(self) -> Tensor | None:
-        """Clear the cache and return the tokens read so far; None if there are none."""
+        """Clear the cache and return the tokens that it contained; None if there were none."""
         tokens_BT, self.tokens_BT, self.padding_B = self.tokens_BT, None, None
         self.layers, self.forgotten = self._empty(len(self.layers)), False
         return tokens_BT
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the rows: row i takes the state of row beam_idx[i]."""
+        """Reorder the rows of the batch: new row i is a copy of row beam_idx[i]."""
         self.tokens_BT, self.padding_B = _taken(self.tokens_BT, beam_idx), _taken(self.padding_B, beam_idx)
         for layer in self.layers:
             layer.select(beam_idx)
@@ -141,7 +141,11 @@ class Past:
             self.reorder_cache(torch.arange(len(self.tokens_BT)).repeat_interleave(repeats))
 
     def crop(self, max_length: int) -> None:
-        """Keep the first `max_length` tokens, including padding; if negative, drop the last -max_length."""
+        """Keep the first `max_length` tokens, including padding; a negative number drops the last -max_length.
+
+        If there are linear attention layers and a token is dropped, the caches of all layers are cleared. The next call
+        of `Transformer.hidden` recomputes the remaining tokens.
+        """
         length = self.get_seq_length()
         kept = min(length, max_length if max_length >= 0 else max(length + max_length, 0))
         if kept == 0:

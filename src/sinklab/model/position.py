@@ -1,15 +1,15 @@
 """Positional embeddings (table 3).
 
-none                   no positional information except the causal mask (NoPE)
+none                   no positional embedding (NoPE); only the causal mask depends on the position
 absolute, learnable    a position vector is added to the token embedding
-relative, t5, alibi    a bias depending on the distance t - s is added to the logit of query t and key s
+relative, t5, alibi    a bias that depends on the distance t - s is added to the logit of query t and key s
 rotary                 RoPE in the half-split layout of Llama, on all or the first channels of queries and keys, or on
                        the rotated part of a latent projection
 
-With n learned leading tokens (a sink token or registers), real tokens keep positions 0 .. T - 1. Leading tokens have no
-additive position vector, and positions -n .. -1 under RoPE and in distances. For keys later than the query (prefix
-mask), distances are negative: relative and t5 then use the bucket of distance 0, as T5's decoder, and alibi uses the
-absolute distance.
+With n learned leading tokens (a sink token or registers), real tokens keep positions 0 .. T - 1. Leading tokens have
+positions -n .. -1 in RoPE and in distances, and no position vector is added to them. For keys later than the query
+(prefix mask), distances are negative. relative and t5 then use the bucket of distance 0, like T5's decoder, and alibi
+uses the absolute distance.
 """
 
 import math
@@ -44,10 +44,10 @@ class Learnable(Part):
 
 class _Buckets(Part):
     buckets: int = Field(
-        default=32, ge=2, le=LARGEST, description="number of buckets; the first half have one distance each"
+        default=32, ge=2, le=LARGEST, description="number of buckets; each of the first half contains a single distance"
     )
     max_distance: int = Field(
-        default=128, ge=2, le=LARGEST, description="distance from which all distances share the last bucket"
+        default=128, ge=2, le=LARGEST, description="all distances from this one on share the last bucket"
     )
 
     @model_validator(mode="after")
@@ -55,31 +55,34 @@ class _Buckets(Part):
         if self.max_distance <= self.buckets // 2:
             raise ValueError(
                 f"max_distance {self.max_distance} must be above buckets / 2 = {self.buckets // 2}, the number of "
-                "distances with separate buckets"
+                "buckets with a single distance"
             )
         return self
 
 
 class Relative(_Buckets):
-    """Relative bias: logit + bucket(t - s), the INDEX of the T5 bucket, as in the paper (table 3, `relative`)."""
+    """Relative bias: logit + bucket(t - s), where bucket is the index of the T5 bucket (table 3, `relative`)."""
 
     kind: Literal["relative"] = "relative"
 
 
 class T5(_Buckets):
-    """T5 bias: logit + b_h[bucket(t - s)], learned per bucket and head, shared by all layers."""
+    """T5 bias: logit + b_h[bucket(t - s)], with b learned per bucket and head, and shared by all layers."""
 
     kind: Literal["t5"] = "t5"
 
 
 class Alibi(Part):
-    """ALiBi: logit - m_h |t - s| with fixed slopes m_h = 2^(-8h/H), if H is a power of two (`alibi_slopes`)."""
+    """ALiBi: logit - m_h |t - s| with fixed slopes; m_h = 2^(-8h/H) if H is a power of two (see `alibi_slopes`)."""
 
     kind: Literal["alibi"] = "alibi"
 
 
 class Rotary(Part):
-    """RoPE: queries and keys are rotated by angles t theta^(-2i/D), D = `share` of their dimension."""
+    """RoPE: the first D channels of queries and keys are rotated by angles t theta^(-2i/D).
+
+    D is the fraction `share` of the channels; see `latent.py` for a latent projection.
+    """
 
     kind: Literal["rotary"] = "rotary"
     theta: float = Field(default=10000.0, gt=0, description="base of the wavelengths")
@@ -87,31 +90,31 @@ class Rotary(Part):
         default=1.0,
         gt=0,
         le=1,
-        description="fraction of the channels of queries and keys that is rotated, from the first channel",
+        description="fraction of the channels of queries and keys that is rotated, starting at the first channel",
     )
 
 
 Distance = Relative | T5 | Alibi
-"""Positional embeddings that act on the scores."""
+"""Positional embeddings that add a bias to the logits."""
 
 Position = Annotated[NoPosition | Absolute | Learnable | Relative | T5 | Alibi | Rotary, Field(discriminator="kind")]
 
 
 def frequencies(width: int, theta: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return theta^(-2i / width), the angle per position of each pair of channels, (width / 2,)."""
+    """Return theta^(-2i / width), the angle per position of each pair of channels i: shape (width / 2,)."""
     return theta ** (-torch.arange(0, width, 2, device=device, dtype=dtype) / width)
 
 
 def sinusoid(length: int, width: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return sinusoidal embeddings (length, width) of positions from 0 on: sines in even, cosines in odd columns."""
+    """Return sinusoidal embeddings, (length, width), of positions from 0 on: sines in even columns, cosines in odd."""
     angle_TC = torch.arange(length, device=device, dtype=dtype)[:, None] * frequencies(width, theta, device, dtype)
     return torch.stack((angle_TC.sin(), angle_TC.cos()), dim=-1).flatten(1)
 
 
 def bucket_numbers(buckets: int, max_distance: int) -> Tensor:
-    """Return T5's bucket of the distances 0 .. max_distance, int64, (max_distance + 1,).
+    """Return the T5 bucket of each distance 0 .. max_distance, int64, shape (max_distance + 1,).
 
-    Distances below buckets / 2 have separate buckets, larger ones logarithmic buckets (T5, unidirectional).
+    Distances below buckets / 2 have a bucket each; larger ones have buckets of logarithmic width (T5, unidirectional).
     """
     distance, exact = torch.arange(max_distance + 1), buckets // 2
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
@@ -122,7 +125,8 @@ def bucket_numbers(buckets: int, max_distance: int) -> Tensor:
 def alibi_slopes(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return ALiBi slopes (H,): m_h = 2^(-8h/H), h = 1 .. H, if H is a power of two.
 
-    Otherwise, as in ALiBi: the slopes for N heads, N the largest power of two below H, then every other slope for 2N.
+    Otherwise, as in ALiBi's code: the slopes for N heads, where N is the largest power of two below H, followed by
+    every other slope for 2 N heads.
     """
     power = 2 ** (heads.bit_length() - 1)
     own = [2 ** (-8 * h / power) for h in range(1, power + 1)]
@@ -146,7 +150,7 @@ class DistanceTerm(nn.Module):
         self.register_buffer("fixed", self._slopes_or_buckets(), persistent=False)
 
     def reset(self) -> None:
-        """Recompute the constants that checkpoints do not store (ALiBi slopes, bucket indices), in place."""
+        """Recompute in place the constants that checkpoints do not store: ALiBi slopes, or bucket indices."""
         self.fixed.copy_(self._slopes_or_buckets())
 
     def _slopes_or_buckets(self) -> Tensor:
@@ -155,7 +159,7 @@ class DistanceTerm(nn.Module):
         return bucket_numbers(self.position.buckets, self.position.max_distance)
 
     def score(self) -> Score:
-        """Return the function that adds the relative position bias to the attention logits."""
+        """Return the score function that adds the relative position bias to the logits."""
         if isinstance(self.position, Alibi):
             slopes_H = self.fixed
             if slopes_H.dtype == torch.float64:  # recomputed, because a converted buffer has the precision of float32
@@ -204,14 +208,14 @@ def rotary_tables(
 
 
 def rotate(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Apply RoPE: rotate the pair (x_i, x_{i + D/2}) of position t by the angle of (t, i), at least in float32."""
+    """Apply RoPE: rotate each pair (x_i, x_{i + D/2}) at position t by the angle (t, i), in float32 or float64."""
     if torch.compiler.is_compiling():  # fused anyway; Dynamo of PyTorch 2.11 computes wrong gradients for the class
         return _rotated(x_BHTD, cos_TC, sin_TC)
     return _Rotation.apply(x_BHTD, cos_TC, sin_TC)  # type: ignore[return-value]
 
 
 def rotate_first(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Apply RoPE to the first 2 C channels only."""
+    """Apply RoPE to the first 2 C channels; the others are unchanged."""
     width = 2 * cos_TC.shape[-1]
     if width == x_BHTD.shape[-1]:
         return rotate(x_BHTD, cos_TC, sin_TC)
@@ -219,7 +223,7 @@ def rotate_first(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotation with a backward pass (the inverse rotation) in half the memory passes, rounded like autograd."""
+    """Rotation with a backward pass (the inverse rotation) in half of autograd's memory traffic, equally rounded."""
 
     @staticmethod
     def forward(ctx: Any, x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:

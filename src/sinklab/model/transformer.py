@@ -1,7 +1,7 @@
 """The sinklab transformer: a LLaMA-style decoder configured by a recipe.
 
-Training and measuring use the same module. Probes hook the blocks for hidden states, and intercept the calls of
-`attention.core` for queries, keys and values.
+Training and measuring use the same module. Probes observe hidden states with hooks on the blocks, and queries, keys and
+values by intercepting the calls of `attention.core`.
 
 B batch, T tokens, L = leading + T positions, E hidden size, D head dimension, V vocabulary.
 """
@@ -26,7 +26,7 @@ from sinklab.model.position import Absolute, Distance, DistanceTerm, Learnable, 
 
 
 class OrthogonalMap(nn.Linear):
-    """Square linear map of the embeddings or the LM head input, initially orthogonal (2506.19697)."""
+    """Square projection of the embeddings or of the LM head's input, initially orthogonal (2506.19697)."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width, bias=False)
@@ -44,7 +44,7 @@ class Transformer(nn.Module):
         leading: number of learned tokens before the sequence (a sink token or registers).
         sink_token: embeddings of the learned tokens (1, leading, E); None without them.
         embedding_map, head_map: projections after the embeddings and before the LM head; the identity if not used.
-        layer_configs: config of each layer; layers without attention ignore most of it.
+        layer_configs: config of each layer; layers without attention use only part of it.
 
     Raises:
         ValueError: if `config.vocab_size` is not set.
@@ -73,15 +73,15 @@ class Transformer(nn.Module):
         initialise(self, config, seed)
 
     def hidden(self, tokens_BT: Tensor, past: Past | None = None, padding_B: Tensor | None = None) -> Tensor:
-        """Compute the input of the LM head (B, T, E): final norm and `head_map`, without learned leading tokens.
+        """Compute the input of the LM head, (B, T, E), after final norm and `head_map`, without leading tokens.
 
         Args:
             past: cache of the sequences that these tokens continue; it is extended in place.
-            padding_B: number of padding tokens at the start of each sequence, including cached ones; None without
-                padding, or to use the padding of the cache. Outputs at padding are undefined.
+            padding_B: number of padding tokens at the start of each sequence, including cached ones; None uses the
+                padding of the cache, or no padding without a cache. Outputs at padding are undefined.
 
         Raises:
-            InputError: if there are more tokens than learned positional embeddings.
+            InputError: if there are more tokens, including cached ones, than learned positional embeddings.
         """
         if past is not None:
             padding_B = past.padding_B if padding_B is None else padding_B
@@ -134,8 +134,8 @@ class Transformer(nn.Module):
     def _must_be_read_again(self, past: Past, padding_B: Tensor | None) -> bool:
         """Return True if the cached tokens must be recomputed.
 
-        This is the case if the cache of a hybrid was cropped, the padding has changed, or the prefix of a prefix mask
-        was not complete yet.
+        This is the case if the cache of a model with linear attention was cropped, if the padding has changed, or if
+        the cached tokens do not contain the whole prefix of a prefix mask.
         """
         seen, shared = past.get_seq_length(), self.config.shared_tokens
         if not seen or past.forgotten:
@@ -158,7 +158,7 @@ class Transformer(nn.Module):
         return x_BLE.gather(1, from_BL[..., None].expand_as(x_BLE))
 
     def _placed(self, x_BTE: Tensor, first: int, padding_B: Tensor | None) -> Tensor:
-        """Add absolute or learned embeddings of the positions from `first` on, counted without padding."""
+        """Add absolute or learned positional embeddings, if any. `first` is the first token's index with padding."""
         _, T, E = x_BTE.shape
         end = first + T
         if isinstance(self.config.position, Absolute):
@@ -179,7 +179,7 @@ class Transformer(nn.Module):
         return x_BTE + table[(at_T - padding_B[:, None]).clamp(min=0)]
 
     def _documents(self, tokens_BT: Tensor, padding_B: Tensor | None) -> Tensor | None:
-        """Return document IDs as in `Places`; None without a document mask. An EOS belongs to the document it ends."""
+        """Return the document IDs (see `Places`); None without a document mask. An EOS ends its document."""
         masks = (kind.attention.mask for kind in self.config.layer_kinds)
         mask = next((mask for mask in masks if mask.kind == "document"), None)
         if mask is None:
@@ -191,20 +191,33 @@ class Transformer(nn.Module):
         return F.pad(ends_BT.cumsum(1) - ends_BT, (self.leading, 0))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the next-token logits (B, T, V)."""
+        """Compute the next-token logits, (B, T, V).
+
+        Raises:
+            InputError: see `hidden`.
+        """
         return self.head(self.hidden(tokens_BT))
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the mean next-token loss of sequences without padding over targets 2..T, nats per token (scalar).
+        """Compute the mean next-token loss over targets 2 .. T, in nats per token (scalar). Padding is not supported.
 
         Under a prefix mask, targets begin at `config.first_target`.
+
+        Raises:
+            InputError: see `hidden`.
         """
         first = self.config.first_target - 1
         hidden_BTE = self.hidden(tokens_BT[:, :-1])[:, first - 1 :]
         return next_token_loss(hidden_BTE.flatten(0, 1), self.head.weight, tokens_BT[:, first:].flatten())
 
     def losses(self, tokens_BT: Tensor, added: AddedLosses) -> Tensor:
-        """Compute `loss` and the weighted auxiliary losses, (1 + terms,); training minimises their sum."""
+        """Return the next-token loss and the weighted auxiliary losses, (1 + number of terms,).
+
+        Training minimises their sum.
+
+        Raises:
+            InputError: see `hidden`.
+        """
         outputs: list[Tensor] = []
 
         def observe(block: nn.Module, inputs: object, output: Tensor) -> None:

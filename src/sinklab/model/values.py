@@ -4,19 +4,19 @@ Value residual learning mixes every layer's values with those of the first layer
 
     v_l' = lambda_1 v_1 + lambda_2 v_l        for layers l from 2; layer 1 is unchanged
 
-v_1 and v_l are the attention values, after a value gate if any. The authors' code (Zcchill/Value-Residual-Learning,
+v_1 and v_l are the attention values after a value gate, if any. The authors' code (Zcchill/Value-Residual-Learning,
 `modeling_llama_resformer.py`) has fixed lambdas of 1/2: ResFormer. The learned form has two parameters per layer here,
-initially 1/2; the full paper was not available. With lambdas 1 and 0, all layers attend to the first layer's values, as
-in SVFormer, but the values of later layers are still projected and cached.
+initially 1/2; the full paper was not available. With lambdas 1 and 0, all layers use the first layer's values, as in
+SVFormer, but the values of later layers are still computed.
 
 Exclusive self-attention removes from a head's output its component along the token's own value.
 
     z_t = o_t - (o_t.v_t) v_t / |v_t|^2
 
-This is computed from o_t - v_t instead of o_t, which is equivalent: for a token that sees only itself, o_t = v_t, and
-the result is exactly 0 instead of rounding noise that a following norm would amplify three hundred times. If o_t is
-another multiple of v_t for such a token (a sink logit or a key without a value has some attention, or scores are not
-normalised), the result is also rounding noise and set to 0 (`Attention.alone`).
+This is computed from o_t - v_t instead of o_t, which is equivalent. For a token that sees only itself, o_t = v_t, and
+the result is exactly 0 instead of rounding noise, which a following norm would amplify three hundred times. For such a
+token, o_t may also be v_t times another factor, if a sink logit or a key without a value receives attention or if
+scores are not normalised. The result would be rounding noise again, and is set to 0 (`Attention.alone`).
 
 o_t is the output of a query head at token t, and v_t the value of token t in its KV head. |v_t| is clamped to at least
 1e-12. The formula is from the paper, whose code was not available; public implementations (submissions to
@@ -52,7 +52,7 @@ class FixedValueResidual(Part):
 
 
 class LearnedValueResidual(Part):
-    """Value residual lambda_1 v_1 + lambda_2 v_l with two learned parameters per layer, from the second layer on."""
+    """Value residual lambda_1 v_1 + lambda_2 v_l with learned lambdas in every layer from the second on."""
 
     kind: Literal["learned"] = "learned"
     start_first: float = Field(default=0.5, description="initial lambda_1")
@@ -66,8 +66,8 @@ class ValueMixing(nn.Module):
     """Value residual of one layer.
 
     Attributes:
-        first, own: lambda_1 and lambda_2; of shape (1,) if learned.
-        initial: mean and std of the initialisation of learned lambdas, by name; empty if they are fixed.
+        first, own: lambda_1 and lambda_2; parameters of shape (1,) if they are learned, else numbers.
+        initial: mean and std of the initial values of learned lambdas, by name; empty if they are fixed.
     """
 
     def __init__(self, config: FixedValueResidual | LearnedValueResidual) -> None:
@@ -86,12 +86,13 @@ class ValueMixing(nn.Module):
 
 
 def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
-    """Remove from every head's output its component along the value of the same position, in float32 or float64.
+    """Remove from every head's output its component along the value at the same position, in float32 or float64.
 
     Args:
         out_BHLD: output of the attention core; the result has the same dtype.
         v_BGLD: values of the same positions, H a multiple of G.
-        alone_BL: bool, (B or 1, L), positions where o_t is a multiple of v_t up to rounding; the result is 0 there.
+        alone_BL: bool, (B or 1, L), True where o_t is a multiple of v_t up to rounding; the result is 0 there. None if
+            there are no such positions, or if o_t is exactly v_t at these.
     """
     dtype = accumulate_dtype(out_BHLD.dtype)
     out_BGRLD = out_BHLD.to(dtype).unflatten(1, (v_BGLD.shape[1], -1))
@@ -107,7 +108,7 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None 
 
 
 def may_be_rounding(config: AttentionConfig) -> bool:
-    """Return True if the output of a token that sees only itself may be a multiple of its value, other than 1."""
+    """Return True if the output of a token that sees only itself may be its value times a factor other than 1."""
     bias = config.bias
     of_values_alone = config.operation.only_values and (bias.kind not in ("k", "kv", "v") or bias.without_value)
     return of_values_alone and (bias.without_value or not config.operation.plain)

@@ -1,10 +1,12 @@
 """Attention operations: softmax and its alternatives.
 
-z_ts is the score of query t and key s after softcap, position bias and forget gates; a bias key adds one key to every
-row. To add an operation, add its class in a file here, a member of the union below and a row in docs/interventions.md.
-The class has a `kind`, the formula in its docstring, `examples` for training, tests and timings, and the methods of
-`OperationPart` (usually of `LogSimilarity`: a log-similarity and a divisor). The tests hold it against the paper's
-formula on explicit matrices, in tests/support/independent_attention.py.
+z_ts is the score of query t and key s after softcap, position bias and forget gates. A bias key adds one key to every
+row.
+
+To add an operation, add its class in a file here, a member of the union below and a row in docs/interventions.md. The
+class has a `kind`, the formula in its docstring, `examples` for training, tests and timings, and the methods of
+`OperationPart` (usually of `LogSimilarity`: a log-similarity and a divisor). Add the paper's formula on explicit
+matrices to tests/support/independent_attention.py, with which the tests compare the class.
 """
 
 from typing import Annotated

@@ -1,8 +1,8 @@
 """Base classes of attention operations.
 
-Most operations with non-negative scores are defined by a log-similarity l_ts and a divisor Z_t: with (out, lse) of one
-`attend` over l_ts, the output is out * exp(lse) / Z and the row sum exp(lse) / Z. If Z is exp(lse), the output is out
-and the row sum is 1.
+Most operations with non-negative scores are defined by a log-similarity l_ts and a divisor Z_t. One call of `attend`
+with the logits l_ts returns (out, lse). The output of the operation is then out * exp(lse) / Z, and the row sum is
+exp(lse) / Z. If Z is exp(lse), the output is out and the row sum is 1.
 """
 
 from abc import ABC, abstractmethod
@@ -25,13 +25,13 @@ class OperationPart(Kind, ABC):
     """Base class of attention operations, which are chosen in a recipe."""
 
     has_logits: ClassVar[bool] = True  # False for kernel attention: phi(q).phi(k) instead of a function of q.k
-    zero_at_zero: ClassVar[bool] = False  # whether a key with logit 0 has similarity 0
+    zero_at_zero: ClassVar[bool] = False  # whether the similarity of a key with logit 0 is 0
     forgets: ClassVar[bool] = False  # whether the operation uses forget gates (`forget_gate`)
     sequential: ClassVar[bool] = False  # whether attention weights depend on the order of keys (stick-breaking)
     keys_per_head: ClassVar[int] = 1  # number of parts into which a head's queries and keys are split
-    queries_per_head: ClassVar[int] = 1  # number of queries per head for each key, concatenated
-    normal: ClassVar[bool] = False  # whether the scores of a row sum to one with any settings
-    weighs: ClassVar[bool] = False  # whether every query and head has a weight from `weight_gate`
+    queries_per_head: ClassVar[int] = 1  # number of queries per head and position, concatenated
+    normal: ClassVar[bool] = False  # whether the scores of a row sum to one for all settings
+    weighs: ClassVar[bool] = False  # whether the operation uses a weight per query and head (`weight_gate`)
 
     @property
     def sums_to_one(self) -> bool:
@@ -40,7 +40,7 @@ class OperationPart(Kind, ABC):
 
     @property
     def only_values(self) -> bool:
-        """True if the output is a weighted sum of values and nothing else; the value of a bias key is one of them."""
+        """True if the output is only a weighted sum of values, including the value of a bias key."""
         return True
 
     @property
@@ -56,28 +56,28 @@ class OperationPart(Kind, ABC):
     def parameters(
         self, heads: int, head_width: int, value_width: int, layer: int, context: int | None
     ) -> nn.Module | None:
-        """Build the operation's learned parameters, one set per layer; None for operations without parameters.
+        """Build the operation's learned parameters for one layer; None for operations without parameters.
 
         Args:
             heads: number of query heads.
             head_width: width of a head's queries and keys, before any split by `keys_per_head`.
             value_width: width of a head's values and output.
             layer: layer number, 1-based.
-            context: training sequence length; None if unknown, for operations that do not depend on it.
+            context: training sequence length; may be None for operations that do not depend on it.
         """
         return None
 
     def forget_gate(self, width: int, heads: int) -> nn.Module | None:
         """Build the module that maps the attention input (B, L, width) to cumulative sums of log gates (B, L, heads).
 
-        None for operations without forget gates.
+        Returns None for operations without forget gates.
         """
         return None
 
     def weight_gate(self, width: int, heads: int) -> nn.Module | None:
         """Build the module that maps the attention input (B, L, width) to logits (B, L, heads) of a weight per query.
 
-        None for operations without such weights (`weighs`).
+        Returns None for operations without such weights (`weighs`).
         """
         return None
 
@@ -85,21 +85,21 @@ class OperationPart(Kind, ABC):
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
         """Compute the attention output in the dtype of the values: (B, H, T, V).
 
-        It is sum_s A_ts v_s, with the bias key; differential also normalises it, and stick-breaking may add its rest. A
-        V bias is added later (`LayerCall.output`).
+        The output is sum_s A_ts v_s, including a bias key. Differential attention also normalises it, and
+        stick-breaking may add its rest. A V bias is added later (`LayerCall.output`).
         """
 
     @abstractmethod
     def rows(self, call: Call) -> Iterator[Rows]:
-        """Compute proxy scores |A_tk| / sum_s |A_ts|, with the bias key, in blocks of queries (2410.10781, table 6).
+        """Yield proxy scores |A_tk| / sum_s |A_ts|, including a bias key, in blocks of queries (2410.10781, table 6).
 
-        The proxy scores are the attention weights if the scores of a row sum to one. For stick-breaking, the remaining
-        attention takes the place of the bias.
+        They are the attention weights if the scores of a row sum to one. For stick-breaking, the rest is returned as
+        the attention to a bias.
         """
 
     @abstractmethod
     def row_sums(self, call: Call) -> Tensor:
-        """Compute the row sums sum_s A_ts, including the bias key or the remaining attention: (B, H, T)."""
+        """Compute the row sums sum_s A_ts, including a bias key or the rest of stick-breaking: (B, H, T)."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,10 @@ class Normalisation:
 
     Attributes:
         similarity: log-similarity l_ts, applied to the call's score; None is the identity.
-        log_divisor: log Z_t (B, H, T); 0.0 means no divisor, None the row sum including the bias key.
-        log_addend: log of a term (B, H, T) added to the row sum if that is the divisor; None for no term.
-        factor: factor of the scores after dividing.
+        log_divisor: log Z_t (B, H, T); 0.0 means no divisor, None the row sum including a bias key.
+        log_addend: log of a term (B, H, T) that is added to the row sum in the divisor; None for no term. Used only
+            if `log_divisor` is None.
+        factor: constant factor of the scores, applied after the division.
     """
 
     similarity: Score | None = None

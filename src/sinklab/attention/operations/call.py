@@ -20,20 +20,21 @@ class Call:
     """Arguments of one call of the attention core, except the values.
 
     Attributes:
-        q_BHTD, k_BGTD: queries and keys. With more keys than queries (KV cache), the queries are the last positions. If
-            a head has several queries, they are concatenated in q_BHTD.
+        q_BHTD, k_BGTD: queries and keys. If there are more keys than queries (KV cache), the queries are at the last
+            positions. If a head has several queries, they are concatenated in the last dimension of q_BHTD.
         mask: mask of visible keys.
         backend: backend of the primitive.
-        cap: softcap of the scores, also of the bias key; None for none, and for Hugging Face models.
-        position: relative position bias, not applied to a bias key; for Hugging Face models, softcap and additive mask.
-        fading: forget gates, applied after the position bias; not applied to a bias key.
-        key_HD: key of a bias; None without one.
-        offset_H: number added to the logit of the bias key, after the softcap; None for zero.
-        logit_H: sink logit, used instead of q.k_s; None without one.
+        cap: softcap of the scores and of the bias key's logit; None without a softcap, and for Hugging Face models.
+        position: relative position bias, which is not applied to a bias key; None without one. For Hugging Face models:
+            softcap and additive mask.
+        fading: score function of forget gates, applied after the position bias but not to a bias key; None without.
+        key_HD: bias key; None without one.
+        offset_H: number added to the logit of the bias key after the softcap; None means zero.
+        logit_H: sink logit, used in place of a logit q.k_s; None without one.
         value_HV: value of the bias key, or a V bias if there is no bias key; None means zero.
         learned: learned parameters of the operation; None without parameters.
         weight_BTH: logits of a weight per query (`OperationPart.weight_gate`); None for operations without one.
-        scale: factor of q.k; None means 1 / sqrt(D), the only value that kernels and stick-breaking support.
+        scale: factor of q.k; None means 1 / sqrt(D). Kernel attention and stick-breaking support only None.
     """
 
     q_BHTD: Tensor
@@ -62,30 +63,38 @@ class Call:
         return self.key_HD is not None or self.logit_H is not None
 
     def cut(self, positions: int, first: int = 0) -> "Call":
-        """Return the call on the first `positions` positions, with queries from index `first` on; requires T = S."""
+        """Return the call for the first `positions` positions, with queries from index `first` on; requires T = S."""
         q_BHTD, k_BGTD = self.q_BHTD[:, :, first:positions], self.k_BGTD[:, :, :positions]
         weight_BTH = None if self.weight_BTH is None else self.weight_BTH[:, first:positions]
         return replace(self, q_BHTD=q_BHTD, k_BGTD=k_BGTD, weight_BTH=weight_BTH)
 
     def matrix(self, similarity: Score | None = None, mask: Mask | None = None) -> ScoreMatrix:
-        """Return the score matrix for a log-similarity, without bias key and sink logit, under this or another mask."""
+        """Return the score matrix for a log-similarity, without bias key and sink logit; `mask` replaces the mask."""
         mask = self.mask if mask is None else mask
         return ScoreMatrix(self.q_BHTD, self.k_BGTD, mask, self.score(similarity), self.scale)
 
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
-        """Compute (out_BHTV, lse_BHT) of `primitive.attend` for a log-similarity, without bias key and sink logit."""
+        """Compute (out_BHTV, lse_BHT) for a log-similarity, without bias key and sink logit.
+
+        Raises:
+            ValueError: see `primitive.attend`.
+        """
         return attend(self.matrix(similarity), v_BGTV, self.backend)
 
     def attend_output(self, v_BGTV: Tensor, similarity: Score | None = None) -> Tensor:
-        """Compute the output of `attend` without lse, which may use a fused kernel."""
+        """Compute the output of `attend` without lse, for which a fused kernel may be used.
+
+        Raises:
+            ValueError: see `primitive.attend`.
+        """
         return attend_output(self.matrix(similarity), v_BGTV, self.backend)
 
     def rows(self, similarity: Score | None = None) -> Iterator[Rows]:
-        """Compute similarities divided by their row sums, including the bias key, in blocks of queries."""
+        """Yield similarities divided by their row sums, including a bias key or sink logit, in blocks of queries."""
         return score_rows(self.matrix(similarity), self.bias_logits(similarity))
 
     def keys_per_row(self) -> Tensor:
-        """Return the number of visible keys per query, including a bias key or sink logit: (B, T), dtype of scores."""
+        """Return the number of keys that each query sees, including a bias key or sink logit: (B, T), float."""
         B, _, T, _ = self.q_BHTD.shape
         seen_BT = visible_keys(self.mask, T, self.q_BHTD.device, self.k_BGTD.shape[2])
         keys_BT = seen_BT.expand(B, T) + int(self.has_bias)
@@ -104,7 +113,7 @@ class Call:
         return at_every_query(compose(self.cap, offset, similarity), z_BHT, self.first)
 
     def normaliser(self, similarity: Score | None) -> Tensor:
-        """Compute the log of the row sum of the similarity, including the bias key: (B, H, T)."""
+        """Compute the log of the similarity's row sum, including a bias key or sink logit: (B, H, T)."""
         lse_BHT = log_normaliser(self.matrix(similarity), self.backend)
         logits_BHT = self.bias_logits(similarity)
         return lse_BHT if logits_BHT is None else with_extra_key(lse_BHT[..., None], lse_BHT, logits_BHT)[1]
@@ -115,7 +124,7 @@ class Call:
 
 
 def at_every_query(score: Score | None, z_BHT: Tensor, first: int) -> Tensor:
-    """Apply a score function to one score per query, such as that of a bias key; returns (B, H, T).
+    """Apply a score function to one score per query (B, H, T), such as the score of a bias key; None is the identity.
 
     Args:
         first: position of the first query among the keys.

@@ -1,4 +1,4 @@
-"""Differential attention: the difference of two softmaxes, of a head's halves (2410.05258) or its two queries (V2)."""
+"""Differential attention: the difference of two softmaxes, over halves of a head (2410.05258) or two queries (V2)."""
 
 import math
 from abc import abstractmethod
@@ -19,14 +19,14 @@ from sinklab.schema import Example
 
 
 class Lambda(nn.Module):
-    """Learned weight of a layer, lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init, and norm of its head outputs.
+    """Weight lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init of a layer, and the norm of its heads' outputs.
 
     Calling the module returns lambda, a scalar.
 
     Attributes:
         q1, k1, q2, k2: learned vectors l, (D / 2,).
         lambda_init: constant term of lambda.
-        norm: RMSNorm of the output of every head, over its width.
+        norm: RMSNorm over the width of each head's output.
     """
 
     def __init__(self, head_width: int, lambda_init: float) -> None:
@@ -48,7 +48,7 @@ class Difference(OperationPart):
         """Compute the weight w of the second softmax, broadcastable to (B, H, T)."""
 
     def difference(self, call: Call, v_BGTV: Tensor) -> Tensor:
-        """Compute the output A v without norm, in the dtype of w: (B, H, T, V)."""
+        """Compute the output A v before any norm, in the dtype of w: (B, H, T, V)."""
         strength, outs = self.strength(call), []
         for half in halves(call):
             out, lse = half.attend(v_BGTV)
@@ -78,10 +78,10 @@ class Difference(OperationPart):
 class Differential(Difference):
     """Differential attention: A = softmax(z1) - lambda softmax(z2), out = (1 - lambda_init) RMSNorm(A v).
 
-    z1 and z2 are the scores of the two halves of q and k: RoPE and qk_norm are applied to each half separately, and
+    z1 and z2 are the scores of the two halves of q and k. RoPE and qk_norm are applied to each half separately, and
     scores are scaled by 1 / sqrt(d_h / 2). Both halves share values, mask, softcap and position bias. The norm is over
     the head width, with eps 1e-5 and one weight vector for all heads of a layer. A bias key is split like the other
-    keys and is part of both softmaxes, as is a sink logit. No setting makes it equal to softmax.
+    keys. Both softmaxes include the bias key or sink logit. No setting makes the operation equal to softmax.
     """
 
     kind: Literal["differential"] = "differential"
@@ -113,11 +113,11 @@ class DifferentialV2(Difference):
     """Differential attention V2: A = softmax(z1) - sigmoid(w_h.x_t) softmax(z2), from two queries per head and one key.
 
     Source: github.com/microsoft/unilm, Diff-Transformer/Diff-Transformer-V2, and its authors' post of 2026-01-20; there
-    is no paper. Head h has two queries of full width, query heads 2h and 2h + 1 of the published code, so that the
-    query projection is twice as large. x is the attention input; w has a row per head, no bias, and is initialised like
-    other linear weights. There is no norm and no lambda_init. qk_norm and RoPE apply to each query separately. Both
-    queries share mask, softcap, position bias and attention bias: a bias key and a sink logit are part of both
-    softmaxes. No setting makes it equal to softmax.
+    is no paper. Head h has two queries of full width, which are query heads 2h and 2h + 1 of the published code. The
+    query projection is therefore twice as large. x is the attention input; w is a linear projection to one logit per
+    head, without bias. There is no norm and no lambda_init. qk_norm and RoPE are applied to each query separately. Both
+    queries share mask, softcap, position bias and attention bias, so both softmaxes include a bias key or sink logit.
+    No setting makes the operation equal to softmax.
     """
 
     kind: Literal["differential_v2"] = "differential_v2"
@@ -137,7 +137,7 @@ class DifferentialV2(Difference):
 
 
 def halves(call: Call) -> tuple[Call, Call]:
-    """Return the calls with the first and with the second half of every head's queries, of width D / 2.
+    """Return two calls: one with the first and one with the second half of every head's queries, of width D / 2.
 
     Keys are also split in halves, unless their dimension is already D / 2.
     """

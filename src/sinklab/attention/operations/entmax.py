@@ -1,15 +1,16 @@
 """1.5-entmax (1905.05702; in language models 2506.16640): rows sum to one, and attention weights can be exactly zero.
 
-A_ts = relu(z_ts / 2 - tau_t)^2, tau_t such that the row sums to one. tau is computed in blocks of queries, without
-gradients, by Newton's method on the 2-norm h of relu(z / 2 - tau). h is convex and decreasing in tau, so that starting
-from max z / 2 - 1, where h is at least one, every step stays left of the root and the support only shrinks. One more
-Newton step on the row sum h^2, computed from the primitive's normaliser, provides the gradient of tau: with the slope
+A_ts = relu(z_ts / 2 - tau_t)^2, with tau_t such that the row sums to one. tau is computed in blocks of queries, without
+gradients, by Newton's method on the 2-norm h of relu(z / 2 - tau). h is convex and decreasing in tau. The start is
+max z / 2 - 1, where h is at least one; from there every step stays left of the root, and the support only shrinks.
+
+One more Newton step, on the row sum h^2 from the primitive's normaliser, provides the gradient of tau. With the slope
 -2 sum relu(z / 2 - tau) held fixed, it is the implicit derivative. The output is computed with `attend`, on any
 backend.
 
-Rejected alternatives: sorting every row (the closed form of the paper), because a sort costs more
-than the at most six steps for rows of 2,048 keys; and iterating the closed form from a support that is too large, which
-loses keys of the true support.
+Rejected alternatives: sorting every row (the closed form of the paper), because a sort costs more than Newton's method,
+which needs at most six steps for rows of 2,048 keys; and iterating the closed form from a support that is too large,
+because it loses keys of the true support.
 """
 
 from typing import ClassVar, Literal
@@ -26,7 +27,7 @@ from sinklab.schema import Example
 
 
 class Entmax15(LogSimilarity):
-    """1.5-entmax: A_ts = relu(z_ts / 2 - tau_t)^2, tau_t such that every row sums to one (1905.05702, 2506.16640).
+    """1.5-entmax: A_ts = relu(z_ts / 2 - tau_t)^2, with tau_t such that rows sum to one (1905.05702, 2506.16640).
 
     A key with a score 2 or more below the row's maximum has weight exactly zero. A bias key or sink logit is treated
     like any other key. Length-dependent scaling of queries (ASEntmax) is not implemented.
@@ -54,9 +55,9 @@ NEWTON_STEPS = 10  # at most eight were needed for tested rows of a million keys
 
 @torch.no_grad()
 def thresholds(call: Call) -> tuple[Tensor, Tensor]:
-    """Compute the threshold tau and the slope 2 sum relu(z / 2 - tau) of every row, bias key included: (B, H, T) each.
+    """Compute the threshold tau and the slope 2 sum relu(z / 2 - tau) of every row, (B, H, T) each.
 
-    In a row without keys, tau is -1 and the slope is 1.
+    A bias key or sink logit is included. In a row without keys, tau is -1 and the slope is 1.
     """
     q = call.q_BHTD
     matrix, bias_BHT = call.matrix(), call.bias_logits()

@@ -1,10 +1,10 @@
 """Kernel attention: sim_ts = phi(q_t).phi(k_s) / sqrt(d_h).
 
-Under causal and prefix masks it is computed as linear attention in O(T d^2), and with a KV cache from the scores of the
-new queries. Under other masks, or with backend eager or flex, it is computed with one `attend` for the positive and, if
-there is one, another for the negative part of the similarity. phi is also applied to a bias key. Kernels have no
-logits, hence no softcap, no relative position bias and no sink logit. Importance is computed from the proxy scores
-|sim_ts| / sum_s |sim_ts|.
+Under causal and prefix masks it is computed as linear attention in O(T d^2). With a KV cache, the scores of the new
+queries are computed explicitly. Under other masks, or with backend eager or flex, one call of `attend` computes the
+positive part of the similarity, and for signed kernels a second call the negative part. phi is also applied to a bias
+key. Kernels have no logits, so they support no softcap, no relative position bias and no sink logit. Importance is
+computed from the proxy scores |sim_ts| / sum_s |sim_ts|.
 """
 
 from abc import abstractmethod
@@ -85,7 +85,7 @@ def _signed_sums(call: Call, v_BGTV: Tensor, signed: bool) -> Tensor:
         q_BHTD = q_BHTD * default_scale(q_BHTD)
         if mask.running_sum is not None and not call.first:
             return linear_sums(q_BHTD, k_BGTD, v_BGTV, *mask.running_sum)
-        T, S = q_BHTD.shape[2], k_BGTD.shape[2]  # the T x S matrix is stored: there are few new queries
+        T, S = q_BHTD.shape[2], k_BGTD.shape[2]  # the T x S matrix is stored, as there are few new queries
         similarity_BHTS = grouped_product(q_BHTD, k_BGTD.mT) * mask.block(S - T, S, 0, S, q_BHTD.device)
         return grouped_product(similarity_BHTS, v_BGTV)
     total = torch.zeros(())
@@ -135,7 +135,7 @@ class IdentityKernel(Kernel):
 
 
 class Mlp(nn.Module):
-    """MLP without biases, d_h -> d_h -> d_h, with ReLU; shared by queries, keys and all heads."""
+    """MLP with ReLU and without biases, d_h -> d_h -> d_h, shared by queries, keys and all heads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -163,7 +163,11 @@ class MlpKernel(Kernel):
 
 
 def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, leading: int, shared: int) -> Tensor:
-    """Compute the sum of (q_t.k_s) v_s over the visible keys (see `Mask.running_sum`): (B, H, T, V); T = S."""
+    """Compute the sum of (q_t.k_s) v_s over the keys that query t sees: (B, H, T, V). Requires T = S.
+
+    Args:
+        leading, shared: numbers that describe the mask (`Mask.running_sum`).
+    """
     if not shared:
         return causal_sums(q_BHTD, k_BGTD, v_BGTV)
     end = min(shared, k_BGTD.shape[2])
@@ -175,7 +179,7 @@ def linear_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, leading: int, sh
 
 
 def causal_sums(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor) -> Tensor:
-    """Compute the sum of (q_t.k_s) v_s over s <= t: (B, H, T, V). T may be 0 (no learned tokens before a prefix)."""
+    """Compute the sum of (q_t.k_s) v_s over s <= t: (B, H, T, V). T may be 0 (a prefix without leading tokens)."""
     (B, H, T, D), G, V = q_BHTD.shape, k_BGTD.shape[1], v_BGTV.shape[3]
     R, C = H // G, min(CHUNK, max(T, 1))
     missing = -T % C

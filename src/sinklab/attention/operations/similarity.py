@@ -1,4 +1,4 @@
-"""Softmax, its variants by length and by forget gates, and operations with another elementwise similarity."""
+"""Softmax, scalable softmax, forgetting attention, and operations with another elementwise similarity."""
 
 import math
 from abc import abstractmethod
@@ -49,7 +49,7 @@ class Softmax(LogSimilarity):
 
 
 class Temperature(nn.Module):
-    """Factor s log n + b of the scores, learned per head.
+    """Module that computes the factor s log n + b of the scores, learned per head.
 
     Attributes:
         scale: learned s, (H,).
@@ -63,7 +63,7 @@ class Temperature(nn.Module):
         self.initial = {"scale": (start, 0.0)} | ({} if offset is None else {"offset": (offset, 0.0)})
 
     def forward(self, keys_BT: Tensor) -> Tensor:
-        """Compute the factor (B, H, T) from the number of visible keys of each query, in the dtype of `keys_BT`."""
+        """Compute the factor, (B, H, T), from the number of keys that each query sees, in the dtype of `keys_BT`."""
         factor_BHT = self.scale.to(keys_BT.dtype)[:, None] * keys_BT.log()[:, None]
         return factor_BHT if self.offset is None else factor_BHT + self.offset.to(keys_BT.dtype)[:, None]
 
@@ -71,10 +71,10 @@ class Temperature(nn.Module):
 class ScalableSoftmax(LogSimilarity):
     """Scalable softmax: softmax((s_h log n_t) z_ts), s learned per head, n_t the number of visible keys (2501.19399).
 
-    n includes every visible key, a bias key and a sink logit. z includes softcap and position bias. `offset` enables
-    the paper's variant softmax((s_h log n_t + b_h) z_ts), which according to the paper generalises less well to long
-    contexts. The default start is the inverse of the mean of log n for n = 1 .. 1024, so that the initial scale is
-    about that of softmax. Only the abstract and the formulas of the paper were available; its initial b is unknown.
+    n_t also counts a bias key or sink logit. z includes softcap and position bias. `offset` enables the paper's variant
+    softmax((s_h log n_t + b_h) z_ts), which according to the paper generalises less well to long contexts. The default
+    start is 1 / (mean of log n over n = 1 .. 1024), so that the initial scale is about that of softmax. Only the
+    abstract and the formulas of the paper were available; its initial b is unknown.
     """
 
     kind: Literal["scalable_softmax"] = "scalable_softmax"
@@ -97,7 +97,7 @@ class ScalableSoftmax(LogSimilarity):
 
 
 class ForgetGate(nn.Linear):
-    """Cumulative log forget gates log f_1 + .. + log f_t per query head, f_t = sigmoid(w.x_t + b).
+    """Module that computes cumulative log forget gates log f_1 + .. + log f_t per query head, f_t = sigmoid(w.x_t + b).
 
     Args:
         width: hidden size, the dimension of x.
@@ -110,7 +110,7 @@ class ForgetGate(nn.Linear):
         self.initial = {"bias": (start, 0.0)}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute the cumulative log gates (B, L, H), float32 (float64 for float64), from the input x (B, L, E)."""
+        """Compute the cumulative log gates, (B, L, H), from x, (B, L, E), in float32 (float64 for float64)."""
         gate_BLH = super().forward(input)
         return F.logsigmoid(gate_BLH.to(accumulate_dtype(gate_BLH.dtype))).cumsum(1)
 
@@ -119,16 +119,16 @@ class Forgetting(LogSimilarity):
     """Forgetting attention: softmax(z_ts + sum over s < l <= t of log f_l), f_l = sigmoid(w_h.x_l + b_h) (2503.02130).
 
     x is the attention input after the norm; there is one gate per query head (`ForgetGate`). The sum is added after
-    softcap and position bias; it does not apply to a bias key, a sink logit, or keys later than the query (prefix
-    mask). w is initialised like other linear weights, b with `start`: 0 in the authors' code, so f = 1/2
-    (github.com/zhixuan-lin/forgetting-transformer, `ForgettingAttentionLayer`, where the gate is `full`). The authors
-    use no RoPE; here it depends on `model.position`. Their "pro" block (output gate and norm, shifted keys and values,
-    qk_norm) is not implemented.
+    softcap and position bias. It does not apply to a bias key, a sink logit, or keys later than the query (prefix
+    mask). w is initialised like other linear weights, b with `start`. The default is the authors' initial b of 0, so
+    that f = 1/2 (github.com/zhixuan-lin/forgetting-transformer, `ForgettingAttentionLayer` with `fgate_type="full"`).
+    The authors use no RoPE; here `model.position` decides. Their "pro" block (output gate and norm, shifted keys and
+    values, qk_norm) is not implemented.
     """
 
     kind: Literal["forgetting"] = "forgetting"
     start: float = Field(
-        default=0.0, description="initial bias b of the gate f = sigmoid(w.x + b); large b: no forgetting"
+        default=0.0, description="initial bias b of the gate f = sigmoid(w.x + b); a large b means no forgetting"
     )
     forgets: ClassVar[bool] = True
     normal: ClassVar[bool] = True
@@ -144,7 +144,9 @@ class Forgetting(LogSimilarity):
 class Similarity(LogSimilarity):
     """Base class of operations with A_ts = sim(z_ts), divided by the row sum or p-norm if `normalised`."""
 
-    normalised: bool = Field(default=False, description="divide by the p-norm of the row; for p 1, scores sum to one")
+    normalised: bool = Field(
+        default=False, description="divide by the p-norm of the row; for p = 1, scores then sum to one"
+    )
     p: float = Field(default=1.0, gt=0, description=NORM)
 
     @model_validator(mode="after")
@@ -176,8 +178,8 @@ class SigmoidShift(nn.Module):
 
     Attributes:
         start: initial b.
-        shift: learned addition to `start` per head (H,), initially 0, so that weight decay pulls b to `start` instead
-            of 0; None if b is fixed.
+        shift: learned addition to `start` per head, (H,), initially 0; None if b is fixed. Weight decay thus pulls b
+            towards `start` and not towards 0.
     """
 
     def __init__(self, start: float, learned_heads: int | None) -> None:
@@ -187,7 +189,7 @@ class SigmoidShift(nn.Module):
         self.initial = {"shift": (0.0, 0.0)}
 
     def score(self, first: int, queries: int) -> Score:
-        """Return the score function z -> z + b, for the given number of queries from position `first` on."""
+        """Return the score function z -> z + b for `queries` queries from position `first` on."""
         start = self.start
         if self.shift is None:
             return Score(lambda z, b, h, q, k: z + start)
@@ -196,7 +198,7 @@ class SigmoidShift(nn.Module):
         def by_query(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, shift_HT: Tensor) -> Tensor:
             return z + shift_HT[h, q - first].to(z.dtype)
 
-        # One copy per query, because FlexAttention accumulates gradients of all scores of a head atomically.
+        # One copy per query, because FlexAttention adds up the gradients of all scores of a head atomically.
         spread = Score(by_query, (shift_H[:, None].repeat(1, queries),))
         return Score(plus_of_head, (shift_H,), apart=Apart(spread))
 
@@ -204,12 +206,13 @@ class SigmoidShift(nn.Module):
 class Sigmoid(Similarity):
     """Sigmoid attention: sim(z) = sigmoid(z + b), b = 0 unless `shift` is set (2409.04431).
 
-    `context` is the authors' setting, b = -log n with n the training sequence length: `subtract_seq_len_bias` in
-    github.com/apple/axlearn, gala_sigmoid.py; `attn_bias` or `sigmoid_bias`, after ALiBi, in
-    github.com/apple/ml-sigmoid-attention. `learned` adds a learned number per head, initially 0. `row` is not from the
-    paper: n is the number of keys that each query sees, including a bias key, so that initial rows sum to about one. b
-    also applies to a bias key and a sink logit. For the authors' hybrid norm, x + norm(attention(norm(x))), set
-    `model.norm.placement` to sandwich.
+    Values of `shift`: `context` is the authors' setting, b = -log n with n the training sequence length
+    (`subtract_seq_len_bias` in github.com/apple/axlearn, gala_sigmoid.py; `attn_bias` or `sigmoid_bias`, after ALiBi,
+    in github.com/apple/ml-sigmoid-attention). `learned` is -log n plus a learned number per head, initially 0. `row` is
+    not from the paper: n is the number of keys that the query sees, including a bias key or sink logit, so that initial
+    rows sum to about one. b also applies to a bias key and a sink logit.
+
+    For the authors' hybrid norm, x + norm(attention(norm(x))), set `model.norm.placement` to sandwich.
     """
 
     kind: Literal["sigmoid"] = "sigmoid"
@@ -260,7 +263,7 @@ class Elu1(Similarity):
 
 
 class Relu(Similarity):
-    """ReLU attention: sim(z) = relu(z) (2603.11487); a normalised row with no positive score is zero."""
+    """ReLU attention: sim(z) = relu(z) (2603.11487). A normalised row without a positive score is zero."""
 
     kind: Literal["relu"] = "relu"
     zero_at_zero: ClassVar[bool] = True

@@ -1,14 +1,16 @@
 """Stick-breaking attention (2410.17980).
 
 Going backwards from the newest key, key s receives the fraction beta_s = sigmoid(l_s) of the attention left by the
-later keys, A_s = beta_s prod over j > s of (1 - beta_j); the remaining attention is called the rest. With u =
-softplus(l), log A_s = l_s - sum over j >= s of u_j and log rest = -(sum of all u_j): one softplus, one cumulative sum
-and one exponential per score. In the backward pass, g_s = A_s dA_s is the gradient of log A_s, and that of a logit is
+later keys, A_s = beta_s prod over j > s of (1 - beta_j). The attention that remains after all keys is called the rest.
+With u = softplus(l), log A_s = l_s - sum over j >= s of u_j, and log rest = -(sum of all u_j). This takes one softplus,
+one cumulative sum and one exponential per score.
+
+In the backward pass, the gradient with respect to log A_s is g_s = A_s dA_s, and with respect to a logit
 
     dl_s = g_s - beta_s (g_s + sum of g over the keys before s + rest drest),
 
-another cumulative sum. Blocks of queries are recomputed in the backward pass, with O(T * block) memory. The score
-function is differentiated by autograd, block by block, as in `chunked.py`.
+which takes another cumulative sum. The backward pass recomputes blocks of queries, with O(T * block) memory. Autograd
+differentiates the score function, one block at a time, as in `chunked.py`.
 """
 
 from collections.abc import Iterator
@@ -33,7 +35,7 @@ from sinklab.schema import Example
 
 
 class StickRest(nn.Module):
-    """Learned value vector of the rest (the remaining attention) per head: (H, V)."""
+    """Learned value vector of the rest (the remaining attention) per head, (H, V), initially zero."""
 
     def __init__(self, heads: int, value_width: int) -> None:
         super().__init__()
@@ -44,11 +46,11 @@ class StickRest(nn.Module):
 class StickBreaking(OperationPart):
     """Stick-breaking attention: A_ts = sigmoid(z_ts) prod over s < j < t of (1 - sigmoid(z_tj)) (2410.17980).
 
-    The query's own key is excluded. The rest, 1 - sum of A, is an implicit sink and is reported like the attention to a
-    bias. Its value is zero, as in the paper's formula; the query's own value, as in the released model
-    (`sb_remainder` in github.com/IBM/dolomite-engine, `sb_dolomite`); or a learned vector per head, initially zero, as
-    in the later code (`head_bias`, followed there by a norm per head, which is not implemented). Biases that add keys
-    or logits are not supported.
+    The query's own key is excluded. The rest, 1 - sum_s A_ts, is an implicit sink and is reported like the attention to
+    a bias. `rest` sets its value: zero, as in the paper's formula (`dropped`); the query's own value (`own`), as in the
+    released model (`sb_remainder` in github.com/IBM/dolomite-engine, `sb_dolomite`); or a learned vector per head,
+    initially zero (`learned`), as in the later code (`head_bias`; the norm per head that follows it there is not
+    implemented). Biases that add keys or logits are not supported.
     """
 
     kind: Literal["stick_breaking"] = "stick_breaking"
@@ -99,7 +101,7 @@ class StickBreaking(OperationPart):
         return call.q_BHTD.new_ones(call.q_BHTD.shape[:3])
 
 
-EXACT_TO = 40.0  # softplus threshold: the error is 4e-18, instead of 2e-9 with the default of 20
+EXACT_TO = 40.0  # softplus threshold; its error is 4e-18, and 2e-9 at the default of 20
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class OtherKeys(Mask):
 
 
 def broken(matrix: bl.ScoreMatrix, block: bl.Block, logits_BHQS: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute attention weights and remaining attention (A_BHQS, rest_BHQ) from a block's unmasked logits."""
+    """Compute attention weights and rest (A_BHQS, rest_BHQ) from a block's unmasked logits."""
     taken = matrix.hide_(F.softplus(logits_BHQS, threshold=EXACT_TO), block, 0.0)
     left = taken.flip(-1).cumsum(-1).flip(-1)
     shares = matrix.hide_(bl.floored_exp_(logits_BHQS - left), block, 0.0)
@@ -126,9 +128,9 @@ def broken(matrix: bl.ScoreMatrix, block: bl.Block, logits_BHQS: Tensor) -> tupl
 
 
 class _Stick(torch.autograd.Function):
-    """Output and remaining attention (out_BHTV, rest_BHT), with S keys for the last T queries, a block at a time.
+    """Computes output and rest (out_BHTV, rest_BHT) in blocks of queries, which are at the last T of S positions.
 
-    The output has the dtype of the values; the remaining attention is float32 (float64 for float64).
+    The output has the dtype of the values; the rest is float32 (float64 for float64).
     """
 
     @staticmethod

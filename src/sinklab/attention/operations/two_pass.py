@@ -1,4 +1,4 @@
-"""Operations with two passes over the scores, of which the first computes a row sum."""
+"""Operations with two passes over the scores: the first computes a row sum, the second the output."""
 
 import math
 from typing import ClassVar, Literal
@@ -17,7 +17,10 @@ from sinklab.schema import Example, NeutralExample
 
 
 class ClippedSoftmax(LogSimilarity):
-    """Clipped softmax: clip((zeta - gamma) softmax(z)_ts + gamma, 0, 1) (2306.12929); softmax if zeta 1, gamma 0."""
+    """Clipped softmax: clip((zeta - gamma) softmax(z)_ts + gamma, 0, 1) (2306.12929).
+
+    It equals softmax if zeta is 1 and gamma is 0.
+    """
 
     kind: Literal["clipped_softmax"] = "clipped_softmax"
     zeta: float = Field(default=1.0, ge=1, description="upper end of the stretched softmax")
@@ -44,14 +47,14 @@ class ClippedSoftmax(LogSimilarity):
 
 
 def _share(z: Tensor, lse: Tensor) -> Tensor:
-    """Compute exp(z - lse), clamped to at most one, because keys that are masked later may have large z."""
+    """Compute exp(z - lse), clamped to at most one, because z may be large at keys that are masked later."""
     return torch.exp(-torch.relu(lse - z))
 
 
 class Softpick(LogSimilarity):
-    """Softpick: A_ts = relu(exp(z_ts) - 1) / (sum_s |exp(z_ts) - 1| + eps) (2504.20966), stable for large scores.
+    """Softpick: A_ts = relu(exp(z_ts) - 1) / (sum_s |exp(z_ts) - 1| + eps) (2504.20966).
 
-    The divisor is the row sum plus sum_s relu(1 - exp(z_ts)) + eps.
+    Large scores do not overflow. The divisor is the row sum plus sum_s relu(1 - exp(z_ts)) + eps.
     """
 
     kind: Literal["softpick"] = "softpick"
@@ -66,7 +69,7 @@ class Softpick(LogSimilarity):
 
 
 def _excess(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Compute relu(exp(z) - 1), clamped at values where `_log_excess` is used instead."""
+    """Compute relu(exp(z) - 1), clamped for large z, where `_log_excess` is used instead."""
     return torch.expm1(F.hardtanh(z, 0.0, LARGEST_LOG_SUM + 4))
 
 
@@ -89,10 +92,10 @@ class Offset(nn.Module):
 
 
 class ElasticSoftmax(LogSimilarity):
-    """Elastic softmax: relu(softmax(z)_ts + tau_h / i_t), tau learned per head, i_t the number of keys (2601.00919).
+    """Elastic softmax: relu(softmax(z)_ts + tau_h / i_t), tau learned per head, i_t the visible keys (2601.00919).
 
-    i_t includes a bias key or sink logit. Only this normalisation of the paper's method is implemented. tau = 0 is
-    softmax.
+    i_t is the number of keys that query t sees, including a bias key or sink logit. tau = 0 is softmax. Of the paper's
+    method, only this normalisation is implemented.
     """
 
     kind: Literal["elastic_softmax"] = "elastic_softmax"
