@@ -174,10 +174,10 @@ def test_latent_matrices_start_by_the_declared_laws_and_norms_as_one() -> None:
     [
         ({"kv_heads": 2}, "projection latent has separate keys and values for every head"),
         ({"norm": {"qk_norm": True}}, "normalises its latents instead of each head's key"),
-        ({"attention": {"operation": "differential"}}, "one query and key for every head, differential needs"),
+        ({"attention": {"operation": "differential"}}, "one query and key per head, but operation differential needs"),
         (
             {"attention": {"operation": "differential_v2"}},
-            "for every head, differential_v2 needs two",
+            "per head, but operation differential_v2 needs two",
         ),
         ({"projection": {"kind": "latent", "rope_width": 3}}, "an even projection.rope_width, not 3"),
     ],
