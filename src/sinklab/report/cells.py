@@ -1,4 +1,4 @@
-"""The cells of a report (runs that differ only in the seed): values over seeds, table, training curves, headline."""
+"""Cells of a report (runs that differ only in the seed): values over seeds, table, training curves and headline."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sinklab.measuring.measurement import Measurement
 
 SHOWN = 0.05
-"""Rates below this, in percent, are printed as 0.0, and are not called a sink in the headline."""
+"""Sink rates below this value, in percent, are printed as 0.0 and not called a sink in the headline."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -36,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """Collect the values that are not None; None if there are none."""
+        """Collect the values that are not None; return None if there are none."""
         known = tuple(float(value) for value in values if value is not None)
         return cls(known) if known else None
 
@@ -51,7 +51,7 @@ class Spread:
         return statistics.stdev(self.values) if len(self.values) > 1 and math.isfinite(self.mean) else None
 
     def text(self, decimals: int) -> str:
-        """Format the mean, with several seeds also the deviation: `8.6`, `8.6 ± 0.4`; `∞` if a value is infinite."""
+        """Format the mean and, for several seeds, the deviation: `8.6`, `8.6 ± 0.4`; `∞` if a value is infinite."""
         if not math.isfinite(self.mean):
             return INFINITE
         mean = f"{self.mean:.{decimals}f}"
@@ -60,13 +60,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class CellRow:
-    """The runs of one cell; without runs on disk, the values stored in `summary.json`.
+    """The runs of one cell or, if no run is on disk, the values of the cell in `summary.json`.
 
     Attributes:
-        seeds: number of runs; of finished runs, if it comes from the summary.
-        eps: thresholds ε of the sink rates, one unless measurements at several share the cell; empty if unknown.
+        seeds: number of runs; number of finished runs if the values are from the summary.
+        eps: thresholds ε of the sink rates; several if runs of the cell were measured at different ε, and empty if
+            unknown.
         progress: steps of unfinished runs, such as ` (step 500 of 2000)`; empty if all are finished.
-        latest: last evaluation of every run, with the values of its measurement (`ReportedRun.latest`).
+        latest: last evaluation of every run, updated with its measurement (`ReportedRun.latest`), or one evaluation
+            with the values of the summary.
         measured: measurements of the runs that have one.
         seconds: duration of the training, or of the measurement if nothing was trained; None if unknown.
     """
@@ -96,8 +98,11 @@ class CellRow:
 
     @property
     def sink_elsewhere(self) -> tuple[int, float] | None:
-        """1-based position and mean rate of the highest sink; None if that is the first token, below 1 % or unknown."""
-        rates = [one.sink_rate for one in self.latest if one.sink_rate]  # averaged up to the length of the shortest
+        """Position (1-based) and mean rate over runs, in percent, of the highest sink.
+
+        None if the highest sink is at the first token, is below 1 % or is unknown.
+        """
+        rates = [one.sink_rate for one in self.latest if one.sink_rate]  # averaged over positions of all runs
         return sink_elsewhere([statistics.fmean(rate or 0.0 for rate in at) for at in zip(*rates, strict=False)])
 
 
@@ -223,7 +228,7 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
 
 
 def sparkline(values: Sequence[float], highest: float, width: int = 16) -> str:
-    """Return values as a text of bars from 0 to `highest`, which is positive, sampled to at most `width` bars."""
+    """Return a text of at most `width` bars for evenly sampled values; a full bar is `highest`, which is positive."""
     count = min(width, len(values))
     picked = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
     return "".join(BARS[min(len(BARS) - 1, max(0, int(value / highest * len(BARS))))] for value in picked)
@@ -234,25 +239,25 @@ def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | Non
 
     Args:
         value: function that returns the value of an evaluation, or None to omit it.
-        where: name of the position or of the data, the same in all rows.
+        where: value of the field `where` in all rows, such as `first token` or `validation`.
 
     Returns:
-        Rows `cell, where, step` with the fields of `averaged`.
+        Rows with the fields `cell`, `where` and `step`, and those that `averaged` adds.
     """
     evaluations = ((run.cell, where, one.step, value(one)) for run in runs for one in run.history)
     return averaged(("cell", "where", "step"), (row for row in evaluations if row[-1] is not None))
 
 
 def averaged(fields: Sequence[str], values: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Average numbers over runs.
+    """Average the numbers that have the same key, such as those of the runs of a cell.
 
     Args:
         fields: names of the parts of a key.
-        values: the parts of a key, followed by a number.
+        values: sequences of the parts of a key, followed by a number.
 
     Returns:
-        A row per key, in order of appearance: its parts by field; mean (`value`), minimum (`low`), maximum (`high`)
-        and number (`runs`) of its numbers.
+        A row per key, in order of appearance: the parts of the key by field, and the mean (`value`), minimum (`low`),
+        maximum (`high`) and count (`runs`) of the numbers with this key.
     """
     found: dict[tuple[Any, ...], list[float]] = {}
     for *key, number in values:
@@ -265,7 +270,10 @@ def averaged(fields: Sequence[str], values: Iterable[Sequence[Any]]) -> list[dic
 
 
 def growth_of_sink(data: ReportData, cell: str) -> list[float]:
-    """Return, for every step, the larger of the sink rates of first token and bias, then mean over seeds, percent."""
+    """Return the sink rate at every evaluated step, in percent, averaged over seeds.
+
+    The sink rate of a run is the larger one of those of the first token and of the bias.
+    """
     rows = curve(
         data.runs_of(cell),
         lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,
@@ -275,7 +283,10 @@ def growth_of_sink(data: ReportData, cell: str) -> list[float]:
 
 
 def headline(data: ReportData) -> list[str]:
-    """Return a sentence per sweep of several experiments, and up to three about the runs and their main result."""
+    """Return the headline in sentences: one for each sweep of several experiments, then up to three about the runs.
+
+    The latter describe the runs, their main result and how many are unfinished.
+    """
     rows = cell_rows(data)
     trained = [run for run in data.runs if run.trained]
     sentences = []

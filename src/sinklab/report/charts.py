@@ -1,7 +1,7 @@
 """Figures and the four primitives that draw them as Altair charts: lines, dots, scatter and heatmap.
 
-The functions read no files and do not depend on runs; data are rows (dicts by field) or matrices. Names are data, never
-parts of an expression or a field name, so that text from a model or a file is never evaluated. Positions, layers and
+The functions read no files and do not depend on runs; data are rows (dicts by field) or matrices. Texts from models and
+files are data and never part of an expression or a field name, so that they are never evaluated. Positions, layers and
 heads are 1-based; block 0 is the embedding.
 """
 
@@ -27,14 +27,14 @@ Tip = tuple[str, str, str]
 
 HEIGHT, SHORT, ROW_HEIGHT, LINE_HEIGHT, SEED_HEIGHT = 260, 220, 26, 12, 7
 SMALL, WIDE_CHART = 300, 640
-"""Widths in pixels of charts outside a page: of those side by side, and of others."""
+"""Widths in pixels of charts outside a page: of small charts (`Figure.small`), and of others."""
 LABEL_WIDTH = 220
 LETTER = 7
-"""Mean width of a letter of an axis label in pixels."""
+"""Mean width of a character of an axis label in pixels."""
 TITLE_LETTERS = 36
-"""Maximum number of letters in a line of the title of a small chart."""
+"""Maximum number of characters in a line of a chart's title."""
 WIDE = 30
-"""Ratio of the extremes above which an `auto` scale is logarithmic, if all values are positive."""
+"""Ratio of the largest to the smallest value above which an `auto` scale of positive values is logarithmic."""
 DASHES = ([1, 0], [6, 4], [2, 3], [8, 3, 2, 3])
 OURS, PAPER = theme.PALETTE[0], theme.PALETTE[1]
 OUTLINE = "#FF2D87"
@@ -72,7 +72,7 @@ class Figure:
     Attributes:
         key: anchor in the page, and start of the names of the chart files.
         caption: description of the figure's content and method.
-        scale: colour scale shared by the charts, which a page shows once; None without a shared scale.
+        scale: colour scale shared by the charts, which a page shows once; None if they do not share one.
         small: whether the charts are small and side by side.
         table: table below the figure, usually of the plotted numbers; None for no table.
     """
@@ -107,16 +107,17 @@ def lines(
 
     Args:
         rows: values by field, including `colour`, `dash`, `apart`, `band` and the fields of the axes.
-        colour: field that determines the colour; None for one colour. With several values in `order`, a click on the
-            legend highlights the lines of a value.
+        colour: field that determines the colour; None for one colour. If `order` has several values, a click on a
+            value in the legend highlights its lines.
         order: values of `colour`, in the order of the palette; None for numbers on a sequential scale.
         dash: field that determines the dash pattern.
         dashes: values of `dash` in the order of the patterns; default: those of `rows`, in order of appearance.
-        apart: fields whose values have separate lines of the same colour, which are thinner.
+        apart: fields; each of their values has a line of its own, of the same colour and thinner.
         band: fields of the lower and upper ends of the band.
         reference: y value of a dashed horizontal line.
-        curves: rows `x.field`, `y.field` and `of` (the name) of dashed grey curves.
+        curves: rows of dashed grey curves, with the fields of both axes and `of`, the name of the curve.
         tips: further fields in the tooltip of a point.
+        height: height in pixels.
     """
     fields = [y.field, *(band or ())]
     across, up = _channel("x", x, rows, [x.field]), _channel("y", y, [*rows, *curves], fields)
@@ -166,7 +167,7 @@ def scatter(
     reference: float | None = None,
     tips: Sequence[Tip] = (),
 ) -> Drawing:
-    """Draw a scatter plot: a point per row of data; a categorical y axis has a line of its own for each category.
+    """Draw a scatter plot with a point per row of data. If the y axis is categorical, each category is a line of it.
 
     Args:
         rows: values by field, including those of the axes, `colour`, `join` and `label`; FIELD_low and FIELD_high, if
@@ -175,7 +176,7 @@ def scatter(
         join: field; points with the same value are connected by a line.
         label: field with the text next to each point.
         published: rows drawn as open diamonds.
-        reference: a dashed line at this value of y, or of x for a categorical y.
+        reference: value of y at which a dashed line is drawn; a value of x if the y axis is categorical.
         tips: further fields in the tooltip of a point.
     """
     both = [*rows, *published]
@@ -208,7 +209,7 @@ def scatter(
 
 _FIELDS = ("value", "median", "smallest", "largest")
 _SEEDS, _MIDDLES, _PAPER = (alt.NamedData(name) for name in ("seeds", "middles", "paper"))
-"""Datasets are named because Altair copies inline data for every layer."""
+"""Datasets are named, because Altair would copy inline data into every layer."""
 _OFFSETS = {"x": alt.XOffset, "y": alt.YOffset}
 
 
@@ -224,19 +225,19 @@ def dots(
     replicate: str = "seed",
     label_width: int = 150,
 ) -> Drawing:
-    """Draw a cell's value at each seed (draw, model) as a point, with median and range, and the paper's as a diamond.
+    """Draw the values of cells: a point per seed (draw or model), median and range, and the paper's value as a diamond.
 
     Args:
         labels: label of every cell by its name, in display order.
         seeds: rows `cell, seed, value, run`, with `link` if a point links to the recipe or measurement of its run.
-        middles: rows `cell, never_reached`, with `median`, `smallest` and `largest` if they are known; if the event of
-            a step quantity did not occur at some seeds, also `beyond`, the largest value of the others, drawn as an
-            arrow.
+        middles: rows `cell, never_reached`, with `median`, `smallest` and `largest` if they are known. If the event of
+            a step quantity did not occur at some seeds, the row also has `beyond`, the largest value of the other
+            seeds, where an arrow is drawn.
         paper: rows `cell, value`.
         values: axis of the values.
         decimals: number of decimals of the median in the tooltips; values of single seeds have one more.
-        varied: quantity by which the cells are ordered from left to right, with connected medians; None draws each
-            cell as a row.
+        varied: title of an x axis on which the cells are ordered from left to right; their medians are connected. None
+            draws each cell as a row.
         replicate: noun for a point in its tooltip: seed, draw or model.
         label_width: width in pixels above which the name of a cell is broken into lines.
     """
@@ -289,12 +290,12 @@ def dots(
         point = alt.Chart(_SEEDS).mark_point(size=38, opacity=0.85, color=OURS)
         if any("link" in row for row in seeds):
             point = point.encode(href="link:N")
-        # points stay in the inner half of their column, or two thirds of their row, away from those of the next
+        # points stay in the inner half of their column, or two thirds of their row, away from the next cell's points
         reach = (2 if upright else 1.5) * max(2.0, *(abs(row["place"]) for row in seeds))
         offset: Any = {f"{across}Offset": _OFFSETS[across]("place:Q", scale=alt.Scale(domain=[-reach, reach]))}
         tooltip = said(("seed", replicate, "d"), ("value", "value", f",.{decimals + 1}f"), ("run", "run", ""))
         layers.append(placed(point, "value", **offset, tooltip=tooltip))
-    most_seeds = max(count.values(), default=1)  # below each other in a row
+    most_seeds = max(count.values(), default=1)  # the points of a row are below each other
     row_height = max(_listed_height([*labels], label_width), SEED_HEIGHT * (most_seeds + 1))
     rows = {"seeds": seeds, "middles": middles, "paper": paper}
     data = {name: [{**row, "at": labels[row["cell"]]} for row in found] for name, found in rows.items() if found}
@@ -302,13 +303,13 @@ def dots(
 
 
 def _listed_height(labels: Sequence[Any], label_width: int) -> int:
-    """Return the height in pixels of a chart row that fits the longest label, broken into lines."""
+    """Return the height in pixels of a chart row in which the longest label fits when it is broken into lines."""
     return ROW_HEIGHT + LINE_HEIGHT * max(len(str(one)) * LETTER // label_width for one in labels)
 
 
 @dataclass(frozen=True)
 class Side:
-    """An axis of a heatmap: title, number of the first row or column, and whether rows are numbered from the bottom."""
+    """An axis of a heatmap: its title, the number of the first row or column, and whether row numbers grow upwards."""
 
     title: str
     first: int = 1
@@ -355,7 +356,7 @@ def heatmap(
         values_YX: the matrix; its first row is at the top, or at the bottom if `rows.upwards`.
         scale: colour scale, shared by comparable heatmaps.
         height: height of all rows in pixels; by default 9 to 34 for each row, which is about 300 for 9 to 33 rows.
-        lowest: values of an additional lowest row, (X,), labelled `uniform` (attention).
+        lowest: values of an additional lowest row, shape (X,), labelled `uniform` (attention).
     """
     Y, X = values_YX.shape
     numbers = range(rows.first, rows.first + Y)
@@ -400,9 +401,9 @@ def heatmap(
 
 
 def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
-    """Return a colour scale over all finite values and zero, with ends rounded up to one significant digit.
+    """Return a colour scale over all finite values and zero, with ends rounded away from zero to one significant digit.
 
-    A diverging scale is symmetric, and ends at 1 if all values are zero; any other ends at 1 if no value is positive.
+    A diverging scale is symmetric about zero. A scale whose upper end would be zero ends at 1.
     """
     values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
     low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
@@ -413,7 +414,10 @@ def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = Fals
 
 
 def pooled(matrix_TT: np.ndarray, cells: int) -> np.ndarray:
-    """Downsample a square matrix to at most `cells` x `cells` entries by means of the finite values of squares."""
+    """Downsample a square matrix to at most `cells` x `cells` entries, each the mean of the finite values of a square.
+
+    An entry is NaN if its square has no finite values.
+    """
     size = -(-len(matrix_TT) // cells)
     if size == 1:
         return matrix_TT
@@ -424,19 +428,19 @@ def pooled(matrix_TT: np.ndarray, cells: int) -> np.ndarray:
 
 
 def _rounded_up(value: float) -> float:
-    """Round a number up to one significant digit: 0.37 to 0.4, 23 to 30."""
+    """Round a positive number up to one significant digit: 0.37 to 0.4, 23 to 30."""
     step = 10.0 ** math.floor(math.log10(value))
     return float(f"{math.ceil(value / step - 1e-9) * step:.12g}")
 
 
 def _thinned(count: int, first: int, more: Sequence[str] = (), **settings: Any) -> alt.Axis:
-    """Make an axis over `count` rows or columns, numbered from `first`; about a dozen at most have labels.
+    """Make an axis over `count` rows or columns, numbered from `first`, with about a dozen labels at most.
 
     Args:
-        more: labels of further rows or columns; if they are given, all labels are strings.
+        more: labels of additional rows or columns. If there are any, all labels are strings.
     """
     every = -(-count // 12)
-    begins = [] if more else [first]  # the label of a further row would overlap with the first
+    begins = [] if more else [first]  # the label of an additional row would overlap with the first
     values = [at for at in range(first, first + count) if every == 1 or at in begins or at % every == 0]
     labels = [*map(str, values), *more] if more else values
     return alt.Axis(values=labels, grid=False, ticks=False, domain=False, **settings)
@@ -447,7 +451,7 @@ _OPEN: dict[str, Any] = {"size": 85, "filled": False, "strokeWidth": 2}
 
 
 def layer_axis(rows: ChartRows, title: str) -> PlotAxis:
-    """Make an axis of layers (field `layer` of the rows), with a tick per layer if there are at most 14."""
+    """Make an axis of layers (field `layer` of the rows); it has a tick per layer if there are at most 14 layers."""
     found = sorted({row["layer"] for row in rows})
     ticks = found if len(found) <= 14 else None
     return PlotAxis(title, "layer", whole=True, precision="d", ticks=ticks, zero=False)
@@ -530,7 +534,7 @@ def _channel(
 
 
 def _in_lines(width: int) -> str:
-    """Return the Vega expression that breaks a label after spaces and underscores into lines of `width` pixels."""
+    """Return a Vega expression that breaks a label into lines of `width` pixels, preferably after spaces and `_`."""
     pattern = f"(.{{1,{width // LETTER - 1}}}(?:[ _]|$)|.{{{width // LETTER}}})"
     return f"split(trim(replace(datum.label, regexp('{pattern}', 'g'), '$1\\n')), '\\n')"
 

@@ -1,4 +1,4 @@
-"""Reading of result directories: the data of a report, and the list of `sinklab runs`.
+"""Read result directories: the data of a report, and the list of `sinklab runs`.
 
 A run in progress is read up to its last complete evaluation; the last line of `metrics.jsonl` may be incomplete.
 """
@@ -50,7 +50,7 @@ class _ReadMetric(ReadDocument):
 
 
 class _ReadRecipe(ReadDocument):
-    """The keys of a recipe of any version that a report uses."""
+    """Recipe keys whose types are checked; the recipe may be of any version and have other keys."""
 
     name: str = ""
     seed: StrictInt | None = None
@@ -62,11 +62,11 @@ def collect(dirs: list[Path]) -> ReportData:
     """Read the runs, measurements and assessments in and below `dirs`.
 
     Summaries of experiments and result documents of several measurements are read from `dirs` only, not from
-    subfolders.
+    subfolders. A directory that is named twice is read once. Packed runs are unpacked into a temporary folder.
 
     Raises:
         InputError: if `dirs` is empty, a directory is missing, unreadable or has nothing to report on, or a file in it
-            is damaged or of another version.
+            cannot be read, is damaged or has an unsupported schema version.
         SinklabError: if packed runs cannot be unpacked into a temporary folder.
     """
     if not dirs:
@@ -113,18 +113,22 @@ def collect(dirs: list[Path]) -> ReportData:
 
 
 def _free_prefix(top: Path, names: Collection[str], taken: Collection[str]) -> str:
-    """Return as few last parts of a directory's path as make all names free with this prefix; empty if all are."""
+    """Return the shortest end of the directory's path that makes all `names` differ from `taken` when prepended.
+
+    The prefix ends with a slash. It is empty if no name is taken.
+    """
     parts = top.resolve().parts
     prefixes = ("".join(f"{part}/" for part in parts[len(parts) - count :]) for count in range(len(parts) + 1))
     return next(prefix for prefix in prefixes if not any(prefix + name in taken for name in names))
 
 
 def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[str, CellSummary]]:
-    """Read the runs that are listed individually, and the cells of the summary.
+    """Read the runs in a directory that a report lists individually, and return them with the summary's cells.
 
-    In a packed sweep, or a sweep of several experiments (hundreds of runs), the runs of the summary appear only in the
-    experiments' sections: they and the cells are left out here. A directory of several cells, such as a measurement at
-    several eps and lengths, is in none of them: their values are those of the summary.
+    The runs of a packed sweep, or of a sweep of several experiments (hundreds of runs), appear only in the sections of
+    the experiments: these runs and the cells of the summary are left out here. A directory that several cells share,
+    such as a measurement at several eps and lengths, is assigned to none of them: a report shows the values of these
+    cells in the summary.
     """
     several = len(summary.experiments) > 1 or is_packed(top)
     cells_at = [
@@ -138,15 +142,15 @@ def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[st
         raise InputError(f"nothing to report in {top}: looked there and in the folders below it for {LOOKED_FOR}.")
     cells = {} if several else summary.cells
     runs = [_read_run(path, top, cells, cell_of.get(path)) for path in paths]
-    # The pass of several cells is named after its inputs, as may be a cell with another eps or length.
+    # A measurement that several cells share is named after its inputs; a cell may have the same name.
     clash = [not run.trained and uses[run.path] > 1 and run.cell in cells for run in runs]
     return [replace(run, cell=f"pass {run.cell}") if one else run for run, one in zip(runs, clash, strict=True)], cells
 
 
 def folders_with(top: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
-    """Yield `top`, or else the folders below it, for which `holds` is true, sorted.
+    """Yield the folders for which `holds` is true: `top` itself, or else those below it, siblings sorted by name.
 
-    Subfolders of these folders, symbolic links and folders whose name starts with a dot are not searched.
+    Subfolders of the yielded folders, symbolic links and folders whose name starts with a dot are not searched.
 
     Raises:
         InputError: if a folder cannot be read.
@@ -193,7 +197,7 @@ def _read_run(path: Path, top: Path, named: Collection[str], cell: str | None) -
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe of any version and check the types of values used in reports; empty without the file."""
+    """Read a recipe of any version and check the types of values used in reports; empty if there is no file."""
     values = _read_mapping(path)
     _validated(path, _ReadRecipe, values, "the recipe of a run", "Repair it or leave its folder out.")
     return values
@@ -218,7 +222,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         return {}
     try:
         text = path.read_text(encoding="utf-8")
-        # YAML reads JSON, but takes 1e-05 for a string: each format has its own reader.
+        # A YAML parser also accepts JSON, but reads 1e-05 as a string: each format has its own parser.
         document = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}. Repair it or leave its folder out.") from error
@@ -247,18 +251,21 @@ class ListedRun:
     """A run directory in the list of `sinklab runs`.
 
     Attributes:
-        state: running (a process holds its lock), done (measured after its last step), stopped (it has a checkpoint,
-            and the same command resumes it), failed (it ended with an error), not begun (it has no checkpoint) or
-            damaged (its recipe or metrics cannot be read).
+        directory: path of the run directory.
+        state: the first of these that applies: damaged (the recipe or the metrics cannot be read, or the recipe has no
+            number of steps), running (a process holds the lock of the directory), done (measured, and evaluated at the
+            last step), failed (failed.json has an error message), stopped (it has a checkpoint, from which the same
+            command resumes), or not begun (it has no checkpoint).
+        name, seed: name and seed in the recipe.
         step, steps: last step evaluated or saved, and number of steps in the recipe; `steps` is None if unknown.
         sink_rate, sink_rate_bias: sink rates of the first position and of a bias, sink logit or sink token at the last
             evaluation, percent; None if unknown.
         valid_loss: validation loss at the last evaluation, nats per token; None if unknown.
-        differs: settings (KEY=VALUE) that differ from the shipped recipe of the same name; without such a recipe, from
-            any other listed run.
+        differs: settings (KEY=VALUE) that differ from the shipped recipe of the same name. If there is no such recipe,
+            settings that differ from those of at least one other listed run.
         why: reason why the run failed or is damaged; empty for other runs.
-        sink_elsewhere: text with rate and position of the highest sink at the last evaluation; empty if that is the
-            first token, below 1 % or unknown.
+        sink_elsewhere: text with rate and position of the highest sink at the last evaluation; empty if the highest
+            sink is at the first token, is below 1 % or is unknown.
     """
 
     directory: str
@@ -276,14 +283,16 @@ class ListedRun:
 
 
 def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
-    """List the runs in and below some directories: in the order of `folders`, and by path in each.
+    """List the runs in and below some directories, in the order of `folders`, and in each folder by path.
+
+    A run is a directory with recipe.yaml and env.json. A run whose files cannot be read is listed as damaged.
 
     Raises:
         InputError: if a path is not a directory, a folder cannot be read, or there is no run.
     """
     for folder in folders:
         if not folder.is_dir():
-            raise InputError(f"{folder} is not a directory: expected one with runs in it or below it")
+            raise InputError(f"{folder} is not a directory: expected a run or a directory with runs below it")
     recipes: dict[Path, Mapping[str, Any]] = {}
     for top in folders:
         for path in folders_with(top, lambda one: (one / "recipe.yaml").is_file() and (one / "env.json").is_file()):
@@ -336,7 +345,7 @@ def _listed(path: Path, recipes: Mapping[Path, Mapping[str, Any]]) -> ListedRun:
 
 
 def _failure(path: Path) -> str:
-    """Return the error message in failed.json; empty if there is none."""
+    """Return the error message in failed.json; empty if there is none or the file cannot be read."""
     try:
         return str(parse_json((path / "failed.json").read_text(encoding="utf-8"))["message"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
 """The data of a report: runs, claims, sweeps, assessments and suites (several measurements made by one command).
 
-Runs whose recipes differ only in the seed are grouped into a cell. This module reads no results (`collect` does) and
-draws no charts.
+Runs whose recipes differ only in the seed are grouped into a cell. This module does not read results (`collect` does)
+and does not draw charts.
 """
 
 import json
@@ -31,19 +31,20 @@ MOST_CHANGES = 4
 """Maximum number of changes listed in the name of a cell."""
 
 MEASURED = ("sink_rate", "sink_rate_visible", "sink_rate_bias", "hidden_norm_ratio")
-"""Fields of an evaluation that the measurement of the run replaces (`ReportedRun.latest`)."""
+"""Fields of an evaluation that `ReportedRun.latest` replaces by those of the run's measurement."""
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A training run, or a measured model, which has no recipe and no history.
+    """A training run or a measured model. A measured model has no recipe and no history.
 
     Attributes:
-        path: directory; not a real one for a measurement in memory.
+        path: directory of the run or measurement; a placeholder for a measurement in memory.
         cell: name shared by runs that differ only in the seed (see `grouped`).
-        seed: seed in the recipe, else the number of a folder named `seed_N`; None without both.
-        recipe: nested mapping of the recipe's keys, as written by any version; empty for a measured model.
-        env: content of env.json; empty without the file.
+        seed: seed in the recipe, else the number of a folder named `seed_N`; None if there is neither.
+        recipe: content of recipe.yaml as a nested mapping; any version of sinklab may have written it. Empty for a
+            measured model.
+        env: content of env.json; empty if there is no such file.
         history: evaluations of the run, ordered by step.
         measurement: measurement of the run; None if it was not measured.
     """
@@ -58,7 +59,7 @@ class ReportedRun:
 
     @classmethod
     def of(cls, measurement: "Measurement") -> "ReportedRun":
-        """Build a reported run from a measurement in memory, without a directory."""
+        """Build a reported run from a measurement in memory; its cell is named after the model."""
         return cls(Path(), model_name(measurement.model) if measurement.model else "model", measurement=measurement)
 
     @property
@@ -77,17 +78,20 @@ class ReportedRun:
 
     @property
     def steps_done(self) -> int | None:
-        """Step of the run's last evaluation; None without evaluations."""
+        """Step of the run's last evaluation; None if there are no evaluations."""
         return self.history[-1].step if self.history else None
 
     @property
     def in_progress(self) -> bool:
-        """Whether the last evaluation of a training run is before the last step of its recipe."""
+        """Whether this is a training run that has not been evaluated at the last step of its recipe yet."""
         return self.trained and (self.steps_done or 0) < (self.planned_steps or 0)
 
     @property
     def unfinished(self) -> str:
-        """Text with the step that an unfinished run has reached, or at which it was measured; empty for other runs."""
+        """Text such as `step 500 of 2000`; empty if the last step was reached, or if the steps are unknown.
+
+        For a run in progress, the step is that of its last evaluation; otherwise, that of the measured checkpoint.
+        """
         if self.in_progress:
             return f"step {self.steps_done or 0} of {self.planned_steps}"
         step, planned = (self.measurement.step, self.measurement.planned_steps) if self.measurement else (None, None)
@@ -100,7 +104,11 @@ class ReportedRun:
 
     @property
     def latest(self) -> Evaluation:
-        """The last evaluation with sink rates and norms of the measurement, and its loss if `valid_loss` is missing."""
+        """The last evaluation, updated with the run's measurement.
+
+        Sink rates and norm ratios are those of the measurement, unless they are None there. If the evaluation has no
+        `valid_loss`, the loss of the measurement is used. Without evaluations, an empty one at step 0 is updated.
+        """
         last = self.history[-1] if self.history else Evaluation(step=0)
         if self.measurement is None:
             return last
@@ -123,7 +131,7 @@ class Suite:
     document: SuiteDocument
 
     def runs(self, data: "ReportData") -> list[tuple[str, "ReportedRun"]]:
-        """Return (name, run) for each measurement of the suite that `data` has, in the order of the document."""
+        """Return (name in the document, run) for each measurement of the suite in `data`, in the document's order."""
         by_path = {run.path: run for run in data.runs}
         return [(name, by_path[self.top / name]) for name in self.document.measured if self.top / name in by_path]
 
@@ -136,9 +144,10 @@ class ReportData:
         dirs: directories of the results.
         runs: training runs and measurements, ordered by cell (as in `cells`), then by seed. Runs of packed sweeps and
             of sweeps of several experiments are only in `sweeps`.
-        claims: claims whose experiment is not among the experiments of their summary.
-        summary_cells: cells of the summaries whose runs belong in `runs`, by name; if an earlier directory has a cell
-            of the same name, after the name of the directory (`DIRECTORY/CELL`).
+        claims: claims whose experiment is not listed in their summary. All other claims are in `sweeps`.
+        summary_cells: cells of the summaries by name, without those of packed sweeps and of sweeps of several
+            experiments. If a name is already used in an earlier directory, all cells and runs of the directory are
+            named `DIRECTORY/CELL`.
         suites: result documents of several measurements.
         sweeps: directories whose summary lists experiments; each experiment has a section on the page.
         assessed: assessments, except those of the runs of a sweep.
@@ -154,7 +163,11 @@ class ReportData:
 
     @classmethod
     def of_suite(cls, document: SuiteDocument, measured: "Mapping[str, Measurement]") -> "ReportData":
-        """Return the data of a report on measurements in memory, given by their names in the suite's document."""
+        """Build the data of a report on a suite in memory.
+
+        Args:
+            measured: measurements by their names in the document.
+        """
         runs = [ReportedRun(Path(name), name, measurement=one) for name, one in measured.items()]
         return cls([Path()], runs, suites=[Suite(Path(), document)])
 
@@ -168,17 +181,20 @@ class ReportData:
         return [run for run in self.runs if run.cell == cell]
 
     def label(self, run: ReportedRun) -> str:
-        """Return the name of a run: its cell, with the seed, if known, in a cell of several runs."""
+        """Return the name of a run: `CELL`, or `CELL, seed N` if the cell has several runs and the seed is known."""
         alone = len(self.runs_of(run.cell)) == 1
         return run.cell if alone or run.seed is None else f"{run.cell}, seed {run.seed}"
 
     def of_model(self, one: Assessment) -> str:
-        """Return `: MODEL`, the end of the titles of an assessment; empty if there is only one assessment."""
+        """Return the suffix `: MODEL` for titles about an assessment; empty if the report has only one assessment."""
         return f": {model_label(one)}" if len(self.assessed) > 1 else ""
 
     @property
     def eps(self) -> str:
-        """Threshold ε of the runs' sink rates; if they differ, all of them, such as `0.2 or 0.3`."""
+        """Threshold ε of the runs' sink rates as text; if the runs differ, all thresholds, such as `0.2 or 0.3`.
+
+        There must be at least one run.
+        """
         *others, last = [f"{eps:g}" for eps in sorted({run.eps for run in self.runs})]
         return f"{', '.join(others)} or {last}" if others else last
 
@@ -191,12 +207,12 @@ class ReportData:
 
     @property
     def entries(self) -> dict[str, FamilyMember | MeasuredCheckpoint | dict[str, object]]:
-        """The entries of all suite documents by cell, for measurements in `runs`."""
+        """The entries of all suite documents for the measurements in `runs`, by cell."""
         return {run.cell: suite.document.measured[name] for suite in self.suites for name, run in suite.runs(self)}
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """Pairs of name and text: the notes of each measured run, and the failed measurements with the reason."""
+        """Pairs of name and text: the notes of each measured run, and the reason of each failed measurement."""
         failed = [(name, why) for suite in self.suites for name, why in suite.document.failed.items()]
         return [
             *((self.label(run), note) for run, one in self.measured for note in one.notes),
@@ -214,18 +230,21 @@ class ReportData:
         return [(run, one, one.details) for run, one in self.measured if one.details is not None]
 
     def arrays(self, of: "Callable[[Measurement], np.ndarray | None]") -> "list[tuple[str, np.ndarray]]":
-        """Return (label, array) of the measured runs, where `of` selects the array; omits None and empty arrays."""
+        """Return (label, array) for each measured run; `of` returns the array of a measurement.
+
+        Runs whose array is None or empty are left out.
+        """
         found = [(self.label(run), of(one)) for run, one in self.measured]
         return [(label, array) for label, array in found if array is not None and array.size]
 
 
 def rates_by_eps(measurement: "Measurement") -> Mapping[str, Sequence[float]]:
-    """Return the sink rates by position of a measurement, percent, at each of its thresholds ε."""
+    """Return a measurement's sink rates by position, in percent, for each threshold ε (as text, such as `0.3`)."""
     return measurement.sink_rates or {f"{measurement.eps:g}": measurement.sink_rate}
 
 
 def model_name(model: str) -> str:
-    """Shorten a path to its last part; a name of two parts, such as a hub id or `runs/k`, is returned unchanged."""
+    """Return the last part of a model's path; relative paths of two parts, such as a hub id or `runs/k`, are kept."""
     return model if model.count("/") == 1 and not model.startswith((".", "/", "~")) else Path(model).name or model
 
 
@@ -235,15 +254,17 @@ def model_label(assessment: Assessment) -> str:
 
 
 def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:
-    """Return the runs with one cell assigned to all runs whose recipes differ only in the seed.
+    """Return copies of the runs in which all runs whose recipes differ only in the seed have the same cell.
 
-    The recipe's name and settings that do not affect the result may differ too. A cell is named by its changes to the
-    shipped recipe of the runs' name (`model.attention.bias=k`), by that recipe if nothing was changed, and by the
-    folder of its first run if there is no such recipe or the name is taken. If two runs of a recipe have the same seed,
-    its runs are not replicates and keep their cells.
+    The recipe's name and the settings `MANNER`, which change the result by rounding at most, may differ too. If two of
+    these runs have the same seed, they are not replicates and keep their cells.
+
+    A cell is named after its changes to the shipped recipe of the same name (`model.attention.bias=k`), or after that
+    recipe if nothing was changed. If there is no such recipe or the name is taken, the cell is named after the folder
+    of its first run.
 
     Args:
-        named: names of cells in a summary; runs in these cells keep them, as do runs without a recipe.
+        named: names of cells in a summary. Runs in these cells, and runs without a recipe, keep their cells.
     """
     by_recipe: dict[str, list[ReportedRun]] = {}
     for run in runs:
@@ -260,7 +281,7 @@ def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun
     taken = {*named, *(run.cell for run in runs if id(run) not in inside)}
     cells: dict[int, str] = {}
     for group, name, base in sorted(zip(groups, names, bases, strict=True), key=lambda one: bool(one[1])):
-        first = group[0]  # the folder NAME-HASH of `sinklab train` is shown as NAME; new names come last
+        first = group[0]  # the folder NAME-HASH of `sinklab train` is shown as NAME; folder names are assigned first
         plain = base if re.fullmatch(rf"{re.escape(base)}-[0-9a-f]{{16}}", first.cell) else first.cell
         cell = next(one for one in (name, plain, first.cell, str(first.path)) if one and one not in taken)
         taken.add(cell)
@@ -269,17 +290,19 @@ def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun
 
 
 def _effective(recipe: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings by dotted key, without name, seed and those that do not affect the result."""
+    """Return the settings by dotted key, without name, seed and `MANNER`."""
     aside = {"seed", "name", *(f"train.{key}" for key in MANNER)}
     return {key: value for key, value in leaves(recipe).items() if ".".join(key.split(".")[:2]) not in aside}
 
 
 def _cell_name(base: str, changes: list[str] | None, common: Collection[str], several: bool) -> str:
-    """Return a cell's name; of more than `MOST_CHANGES` changes, those in `common` are left out first.
+    """Return a cell's name, which lists at most `MOST_CHANGES` changes to its recipe.
 
     Args:
-        base: name of the recipe, which is part of the name if `several` or if nothing was changed.
-        changes: changes to the recipe; None, and an empty name, if there is no such recipe.
+        base: name of the recipe. It is part of the cell's name if `several` is True or nothing was changed.
+        changes: changes to the shipped recipe; None if there is no such recipe, and the name is then empty.
+        common: changes that all cells share; they are left out first.
+        several: whether the cells have different recipe names.
     """
     if changes is None:
         return ""
@@ -292,9 +315,9 @@ def _cell_name(base: str, changes: list[str] | None, common: Collection[str], se
 def recipe_changes(recipe: Mapping[str, object]) -> list[str] | None:
     """List the settings (KEY=VALUE) in which a resolved recipe differs from the shipped recipe of the same name.
 
-    Other kinds (`model.attention.operation=sigmoid`) are listed first; their values are compared with the defaults of
-    the kind, and all listed if the kind has required values. Name, seed, settings that do not affect the result, and
-    values that a run fills in, such as the vocabulary size, are left out.
+    Changes of a kind (`model.attention.operation=sigmoid`) are listed first. The settings of the new kind are compared
+    with its defaults; if the kind has required settings, all of its settings are listed. Name, seed, the settings
+    `MANNER`, and values that a run fills in, such as the vocabulary size, are left out.
 
     Returns:
         The changes; None if no recipe of that name is shipped.
@@ -313,7 +336,7 @@ def recipe_changes(recipe: Mapping[str, object]) -> list[str] | None:
     changes = [f"{key}={value}" for key, value in kinds.items()]
     try:
         theirs = leaves(load_recipe(shipped, changes).model_dump(mode="json"))
-    except InputError:  # a kind with required values: all of its values are listed
+    except InputError:  # a kind with required settings: all of its settings are listed
         theirs = {key: value for key, value in theirs.items() if not key.startswith(tuple(f"{k}." for k in kinds))}
         theirs |= {f"{key}.{tag}": value for key, value in kinds.items() for tag in KINDS}
     resolved = {"model.vocab_size": None, "train.precision": "auto"}

@@ -1,4 +1,4 @@
-"""The figures of runs, suites and assessments: curves over training, checkpoints and sequence length, and others."""
+"""Figures of runs, suites and assessments, such as curves over training steps, checkpoints and sequence lengths."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,16 @@ from sinklab.tables import SINK_1
 
 SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs", "runs", "d"))
 FAR = 100
-"""Minimum ratio of the last step to the first one after 0 for a symlog axis: public runs save their first steps at
-powers of two."""
+"""Minimum ratio of the last step to the first step after 0 for a symlog axis.
+
+Public runs save their early checkpoints at powers of two.
+"""
 FEWEST = 2
 """Minimum number of sequence lengths for a figure by length."""
 
 
 def figures(data: ReportData) -> list[Figure]:
-    """Draw all figures of runs, suites and assessments that have data, in reading order (not those of sweeps)."""
+    """Draw all figures of runs, suites and assessments that have data, in reading order; sweeps are left out."""
     made = [
         *suite_figures(data),
         length_figure(data.summary_cells),
@@ -113,7 +115,7 @@ def _band(data: ReportData) -> str:
 
 
 def length_figure(cells: Mapping[str, CellSummary]) -> Figure | None:
-    """Draw Sink_1 by eps and sequence length (figure 3 of the paper); None without several lengths.
+    """Draw Sink_1 by eps and sequence length (figure 3 of the paper); None if the cells have fewer than two lengths.
 
     Args:
         cells: cells of a summary by name; those whose changes do not include both `eps` and `length` are left out.
@@ -141,7 +143,7 @@ def length_figure(cells: Mapping[str, CellSummary]) -> Figure | None:
 
 
 def suite_figures(data: ReportData) -> list[Figure]:
-    """Draw the figures of each suite, in the order of the directories."""
+    """Draw the figures of each suite, in the order of `data.suites`."""
     found: list[Figure] = []
     for number, suite in enumerate(data.suites):
         measured = [(run, run.measurement) for _, run in suite.runs(data) if run.measurement]
@@ -294,7 +296,7 @@ def assessment_figures(data: ReportData) -> list[Figure]:
 
 
 def _answers(document: Assessment, of: str, number: int) -> Figure | None:
-    """Draw the added loss of each answer of an assessment; None without any."""
+    """Draw the added loss of each answer of an assessment; None if no answer has an added loss."""
     kinds = ("loss without the sink", "cost of the sink", "other changes")
     rows = [
         {

@@ -1,7 +1,7 @@
 """The leaderboard of mitigations: every cell of the experiments on mitigations, with median and range over seeds.
 
-The cells of `mitigations_retuned` (other learning rates) are a column, not rows. A new column is an entry in
-`_scores`, or the `column` of a number of an assessment (`assessing/parts/`).
+The cells of `mitigations_retuned` (other learning rates) are a column, not rows. To add a column, add an entry to
+`_scores`, or set `column` of a number of an assessment (`assessing/parts/`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from sinklab.tables import SINK_1, Table, TableCell, TableColumn, counted
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
 LOSS, SINK = "Valid. loss", SINK_1
 FAR = 1.0
-"""Largest difference from the baseline's loss, nats per token, on a linear axis; beyond it, the axis is symlog."""
+"""Difference from the baseline's loss, in nats per token, above which the axis is symlog instead of linear."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class SeedScore:
 
     Attributes:
         median: median over the seeds, as in the experiment's table.
-        seeds: value at each seed.
-        note: learning rate of the lowest loss, or rate and position of the highest sink if it is not the first token.
+        seeds: value at each seed that has one.
+        note: learning rate of the lowest loss, or rate and position of the highest sink if it is not at the first
+            token; empty for other quantities.
     """
 
     median: float
@@ -38,7 +39,7 @@ class SeedScore:
     note: str = ""
 
     def cell(self, form: str) -> TableCell:
-        """Return the median as a table cell, annotated with the range over several seeds and `note`."""
+        """Return the median as a table cell, annotated with `note` and, if there are several seeds, the range."""
         low, high = (f"{end(self.seeds, default=self.median):{form}}" for end in (min, max))
         ends = [f"{low} … {high}" if low != high else f"all {low}"] if len(self.seeds) > 1 else []
         return TableCell(self.median, " ".join([*ends, self.note]).strip())
@@ -46,13 +47,13 @@ class SeedScore:
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """The leaderboard of mitigations, with cells ordered by validation loss; cells without a loss are last.
+    """The leaderboard of mitigations, with cells ordered by ascending validation loss; cells without a loss are last.
 
     Attributes:
-        scale: scale of the first of the experiments.
+        scale: scale of the first experiment.
         baseline: cell with which the other cells are compared.
         assessed: whether some of the runs were assessed.
-        columns: columns of the table, without that of the cells.
+        columns: columns of the table after the column of cell names.
         scores: scores of each cell, one per column; None if unknown.
         failed: number of failed runs by cell.
     """
@@ -70,7 +71,10 @@ class Leaderboard:
         return {cell: score for cell, scores in self.scores.items() if (score := scores[at]) is not None}
 
     def table(self, key: str) -> Table:
-        """Make the leaderboard's table: a row per cell, with the range over seeds after each median."""
+        """Make the leaderboard's table: a row per cell, with the range over seeds after each median.
+
+        Columns without values are omitted.
+        """
         rows = [
             [
                 cell + (f" ({counted(self.failed[cell], 'run')} failed)" if self.failed[cell] else ""),
@@ -90,10 +94,10 @@ class Leaderboard:
         return replace(table, notes=notes)
 
     def figure(self, key: str) -> Figure | None:
-        """Draw Sink_1 of every cell against its loss above the baseline's.
+        """Draw Sink_1 of each cell against its loss minus that of the baseline.
 
-        Labels mark the baseline and the Pareto front of loss and Sink_1. None unless the baseline and another cell have
-        both quantities.
+        Labels mark the baseline and the Pareto front of loss and Sink_1. Cells that lack one of the two quantities are
+        left out. Returns None if the baseline or all other cells are left out.
         """
         losses, sinks = self.column(LOSS), self.column(SINK)
         scores = {cell: (loss, sinks[cell]) for cell, loss in losses.items() if cell in sinks}
@@ -136,14 +140,18 @@ class Leaderboard:
 
 
 def leaderboard(sweep: Sweep) -> Leaderboard | None:
-    """Make the leaderboard of a sweep; None without cells of experiments on mitigations."""
+    """Make the leaderboard of a sweep; None if it has no cells of experiments on mitigations.
+
+    Raises:
+        InputError: if assessment.json of a run cannot be read or is damaged.
+    """
     summary = sweep.summary
     experiments = [name for name in summary.experiments if name.startswith(MITIGATIONS) and name != RETUNED]
     cells = {cell: found for name in experiments for cell, found in summary.cells_of(name).items()}
     if not cells:
         return None
     runs = [run for name in experiments for cell in summary.cells_of(name).values() for run in cell.runs if run.hash]
-    # Only the largest group of runs assessed with the same text and settings is scored.
+    # Assessments are scored only for the largest group of runs assessed with the same text and settings.
     assessed = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
     numbers = {run_hash: assessment.numbers() for run_hash, assessment in assessed.items()}
     found = {name: _scores(sweep, name, cell, numbers) for name, cell in cells.items()}
@@ -163,10 +171,10 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
 def _scores(
     sweep: Sweep, name: str, cell: CellSummary, numbers: Mapping[str, Mapping[str, float]]
 ) -> list[tuple[TableColumn, SeedScore | None]]:
-    """Return the columns, each with the score of a cell.
+    """Return the columns of the leaderboard, each with the score of a cell.
 
     Args:
-        numbers: numbers of the assessments by hash of the run; if empty, the columns have none of an assessment.
+        numbers: scalar results of the assessments by run hash and name; if empty, columns of assessments are left out.
     """
     retuned = "the lowest loss over several learning rates, because a single learning rate favours some cells"
     done = [run for run in cell.runs if run.status == "done"]
@@ -202,7 +210,10 @@ def _of_runs(values: Iterable[float | None]) -> SeedScore | None:
 
 
 def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
-    """Return the lowest median loss of a cell over several learning rates, with that rate as note; None without any."""
+    """Return the lowest median loss of a cell over several learning rates; its learning rate is the note.
+
+    Returns None if the sweep has no loss of the cell at other learning rates.
+    """
     cells = sweep.summary.cells_of(RETUNED) if RETUNED in sweep.summary.experiments else {}
     found = [
         (estimate.median, cell)

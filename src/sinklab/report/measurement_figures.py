@@ -1,6 +1,6 @@
-"""Figures of measurements: importance by head, layer and position, raw scores, norms, mixing, --details, --explore.
+"""Figures of measurements: importance by head, layer and position, raw scores, norms, mixing, and --details.
 
-`templates/explore.js` draws the explored heads in the page.
+This module also prepares the data of the heads explored with --explore, which `templates/explore.js` draws.
 """
 
 import base64
@@ -47,8 +47,8 @@ DECIMALS = 4
 VISIBLE = "visible queries"
 LAYER_FIELDS = ("cell", "where", "layer")
 AFTER_BLOCK = "After block (0 is the embedding)"
-MAP_CELLS = 64  # maximum rows of a map; larger maps are averaged, because every cell is an element of the page
-FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # causes of large logits; value
+MAP_CELLS = 64  # maximum number of rows of a map; larger maps are averaged, because every entry is an SVG element
+FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # causes of large logits, then value norms
 LAST = ("secondary", "map-attention", "map-cosine", "map-norms")
 
 
@@ -106,7 +106,7 @@ def _by_layer(data: ReportData) -> Figure | None:
 
 
 def uniform_importance(length: int) -> np.ndarray:
-    """Return the importance of every position, (T,), under uniform causal attention (metrics.py)."""
+    """Return the importance of every position under uniform causal attention (metrics.py), shape (T,)."""
     return metrics.uniform_importance(torch.tensor([length]), length)[0].numpy()
 
 
@@ -120,7 +120,10 @@ def _masks_note(data: ReportData) -> str:
 
 
 def _importance_scale(maps: list[np.ndarray], data: ReportData) -> ColourScale:
-    """Return the colour scale of importance, from 0 to at least ε: a model without a sink has no strong colours."""
+    """Return the colour scale of importance, from 0 to at least the largest ε of the runs.
+
+    A model without a sink therefore has no strong colours.
+    """
     highest = max(float(matrix.max()) for matrix in maps)
     return ColourScale("importance", 0, max(*(run.eps for run in data.runs), math.ceil(highest * 10) / 10))
 
@@ -220,7 +223,10 @@ def _mixing(data: ReportData) -> Figure | None:
 
 
 def details_figures(data: ReportData) -> list[Figure]:
-    """Draw the figures of --details that have data: those of `FIRST`, others in the order of the statistics, `LAST`."""
+    """Draw the figures of --details and --map that have data.
+
+    Those in `FIRST` come first and those in `LAST` last. The others are in the order of the statistics.
+    """
     declared: dict[str, list[tuple[str, Shown]]] = {}
     for name, statistic in STATISTICS.items():
         for shown in statistic.figures:
@@ -246,7 +252,11 @@ def details_figures(data: ReportData) -> list[Figure]:
 
 
 def _figure(data: ReportData, parts: list[tuple[str, Shown]]) -> Figure | None:
-    """Draw the figure that statistics declare under one key; None if no measurement has any of them."""
+    """Draw the figure of the statistics that declare the same key; None if there is nothing to draw.
+
+    Args:
+        parts: name and declaration of each of these statistics.
+    """
     name, shown = parts[0]
     found = _found(data, name)
     if not any(_found(data, one) for one, _ in parts):
@@ -286,13 +296,13 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]]) -> Figure | None:
 
 
 def _found(data: ReportData, name: str) -> list[tuple[ReportedRun, Measurement, Details, np.ndarray]]:
-    """Return the runs whose details have a statistic, each with the statistic's array."""
+    """Return (run, measurement, details, array) for each run whose details have an array of the statistic."""
     found = [(run, measured, details, getattr(details, name)) for run, measured, details in data.detailed]
     return [one for one in found if one[-1] is not None and one[-1].size]
 
 
 def _heatmaps(data: ReportData, name: str, shown: Heatmap) -> Figure:
-    """Draw a statistic as a heatmap per run, or per chosen head of a run; maps by position are means over heads."""
+    """Draw a statistic as a heatmap per run, or per chosen head of a run; heatmaps by position are means over heads."""
     found, caption = _found(data, name), shown.caption
     lengths = sorted({measured.length for _, measured, _ in data.detailed})
     sides, height = (charts.LAYERS, charts.HEADS), None
@@ -321,7 +331,7 @@ def _heatmaps(data: ReportData, name: str, shown: Heatmap) -> Figure:
 
 
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]]) -> Figure:
-    """Draw statistics by bucket, with a line per cell and statistic, and a table of the values."""
+    """Draw statistics by bucket of distances or queries: a line per cell and statistic, and a table of the values."""
     rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
     shown = parts[0][1]
     drawn = [row for row in rows if not shown.logarithmic or row["value"] > 0]
@@ -354,7 +364,9 @@ def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any
 
 
 def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
-    """Return the value at the first position and the mean at other positions, by cell and layer, averaged over runs.
+    """Return rows with the value at the first position, and with the mean over the others, by cell and layer.
+
+    Both are averaged over the runs of the cell.
 
     Args:
         arrays: pairs of cell and array (layers, positions), one per run; arrays with a single position are omitted.
@@ -373,7 +385,7 @@ def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int =
 
 
 def _layer_lines(rows: ChartRows, cells: Sequence[str], at: str, y_title: str, title: str | None = None) -> Drawing:
-    """Draw the `value` of rows by layer, with a line per cell and per `where`."""
+    """Draw the `value` of rows by layer, with a line per cell and `where`."""
     x, y = charts.layer_axis(rows, at), PlotAxis(y_title, "value", "value", scale="auto", precision=".4f")
     return charts.lines(rows, x, y, order=cells, dash="where", height=charts.SHORT, title=title)
 
@@ -385,7 +397,7 @@ def chart(measurement: Measurement, what: str = "heads") -> Any:
         what: "heads", "layers", "positions" or "norms".
 
     Raises:
-        InputError: if there is no such figure, or norms are requested for sequences of one token.
+        InputError: if `what` is none of these, or is "norms" for sequences of one token.
     """
     if what not in CHARTS:
         raise InputError(f"there is no chart {what!r}: choose from {', '.join(CHARTS)}")
@@ -393,7 +405,8 @@ def chart(measurement: Measurement, what: str = "heads") -> Any:
     figures = {figure.key: figure for figure in importance_figures(data)}
     if CHARTS[what] not in figures:
         raise InputError(
-            f"norms are compared between positions, and the sequences have one: choose {', '.join(list(CHARTS)[:3])}"
+            "norms are compared between positions, but the sequences have one token: choose "
+            f"{', '.join(list(CHARTS)[:3])}"
         )
     figure = figures[CHARTS[what]]
     width = charts.SMALL if figure.small else NOTEBOOK_WIDTH
@@ -411,8 +424,8 @@ class Explorer:
         key: anchor of the section; the anchor of a head is `#KEY-LAYER.HEAD`.
         title: title of the section.
         note: description of the sequence and of the maps.
-        data: JSON-serializable data for the script; `maps` is the base64 text of a zlib stream of bytes n (kept heads,
-            S, S), query by key; the attention weight is (n / 255)^2.
+        data: JSON-serializable data for `templates/explore.js`. `maps` contains bytes n of shape (heads, S, S), query
+            by key, compressed with zlib and encoded in base64; the attention weight is (n / 255)^2.
     """
 
     key: str
@@ -422,7 +435,7 @@ class Explorer:
 
 
 def explorers(data: ReportData) -> list[Explorer]:
-    """Make an explorer for every measurement that has attention maps of its heads."""
+    """Make an explorer for every measurement that has attention maps from `--explore`."""
     found = [(data.label(run), one, one.explored) for run, one in data.measured if one.explored is not None]
     return [
         Explorer(
@@ -460,6 +473,9 @@ def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int
 
 
 def _roles(data: ReportData, one: Measurement) -> dict[tuple[int, int], str]:
-    """Return the kind of each head by (layer, head), 1-based, from assessments of the same model; empty without any."""
+    """Return the kind of each head by (layer, head), 1-based, from assessments of the same model.
+
+    The mapping is empty if there are no assessments of the heads.
+    """
     same = [found for found in data.assessed if found.model == one.model and Heads.name in found.results]
     return {(head.layer, head.head): head.kind for found in same for head in found.result(Heads).heads}

@@ -3,7 +3,7 @@
 summary.json, asked/, README.md     results and manifests
 report.html, charts/*.svg           drawn from this folder alone
 EXPERIMENT/                         the experiment's packed runs (experiments/sweep/packed.py)
-checksums.txt                       of every file
+checksums.txt                       SHA-256 of every other file
 
 Packing the same sweep again with the same version gives identical files. `sinklab verify` checks the folder, and
 `sinklab reproduce --packed` continues the sweep.
@@ -42,18 +42,22 @@ CHARTS = "charts"
 
 
 def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
-    """Copy the results and recipes of a sweep into a folder, or update an earlier copy.
+    """Copy the results and recipes of a sweep into a folder, or replace an earlier copy there.
+
+    The runs, manifests and charts of the earlier copy are removed first.
 
     Args:
         dirs: a list of one directory, that of the sweep.
+        out: the folder; it must be new, empty or an earlier copy.
 
     Returns:
         The folder.
 
     Raises:
-        InputError: if there is not exactly one directory, it has no sweep or a damaged file, `out` has other content,
-            contains the sweep or is within it, or a recipe or manifest contains an absolute path.
-        SinklabError: if a file cannot be written.
+        InputError: see `collect`, and if there is not exactly one directory, it has no sweep, `out` has other content,
+            contains the sweep or is within it, a recipe or manifest contains an absolute path, or another file to be
+            packed cannot be read or is damaged.
+        SinklabError: if a file cannot be written, or env.json of a run is damaged.
     """
     if len(dirs) != 1:
         raise InputError(f"--pack copies one sweep, and {len(dirs)} directories were given: name one")
@@ -92,7 +96,10 @@ def _manifests(sweep: Sweep) -> list[Path]:
 
 
 def _check_paths(sweep: Sweep) -> None:
-    """Raise InputError if a recipe or manifest contains an absolute path, which may not exist on another machine."""
+    """Raise InputError if a recipe or manifest contains an absolute path, or is not a mapping.
+
+    An absolute path may not exist on another machine.
+    """
     folders = [folder for run in sweep.summary.runs if (folder := sweep.folder(run)) is not None]
     recipes = [folder / RECIPE for folder in folders if (folder / RECIPE).is_file()]
     for path in (*_manifests(sweep), *recipes):
@@ -109,7 +116,7 @@ def _check_paths(sweep: Sweep) -> None:
 
 
 def _remove_earlier_copy(out: Path) -> None:
-    """Remove runs, manifests and charts of an earlier copy in `out`."""
+    """Remove packed runs, manifests and charts of an earlier copy in `out`; folders with other files are kept."""
     for path in out.glob(f"*/{RUNS}"):
         if {file.name for file in path.parent.iterdir()} <= set(PACKED_FILES):
             shutil.rmtree(path.parent)
@@ -119,7 +126,7 @@ def _remove_earlier_copy(out: Path) -> None:
 
 
 def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:
-    """Return every finished or failed run, packed, by the first experiment that uses it."""
+    """Return the finished and failed runs in packed form; each is listed with the first experiment that uses it."""
     found: dict[str, list[PackedRun]] = {}
     taken: set[str] = set()
     for name in sweep.summary.experiments:
@@ -171,7 +178,7 @@ def _pack_documents(sweep: Sweep, out: Path) -> None:
 
 
 def _relative(message: str, sweep: Sweep) -> str:
-    """Return a message in which the paths of the sweep's files are relative."""
+    """Return a message in which the paths of the sweep's files are relative to its directory."""
     return message.replace(f"{sweep.top.resolve()}/", "").replace(f"{sweep.top}/", "")
 
 

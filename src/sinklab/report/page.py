@@ -1,11 +1,11 @@
 """The report as one HTML file that needs no network, and its charts as files.
 
-The charts are drawn in the reader's browser by Vega, whose code is embedded once. Names and texts come from
-models and files and are not trusted: Jinja2 escapes them in the page, `json_for_script` in the data, Vega draws
-them as text, and the page's content security policy runs only the scripts whose hashes it lists.
+The charts are drawn in the browser by Vega, whose code is embedded once. Names and texts come from models and files and
+are not trusted: Jinja2 escapes them in the page, `json_for_script` escapes them in the data, Vega draws them as text,
+and the page's content security policy allows only the scripts whose hashes it lists.
 
-Chart files are SVG and PDF for papers, PNG for slides. Each ends with a mark by which it is recognised: a comment in
-SVG and PDF, a text chunk in PNG.
+Chart files are SVG and PDF for papers, and PNG for slides. A marker near the end of each file identifies it as written
+by sinklab: a comment in SVG and PDF, a text chunk in PNG.
 """
 
 import base64
@@ -49,7 +49,7 @@ from sinklab.tables import Table
 
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
-"""The converter may not load data from any address; all data are in the charts."""
+"""Options that forbid the converter to load data from any address; the charts contain all data."""
 EXPERIMENT_WIDTH = 420
 """Width in pixels of the charts of an experiment in chart files."""
 PNG_END = 12
@@ -63,19 +63,20 @@ WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
 
 
 def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, ...] = ()) -> Path:
-    """Write the report of all runs, measurements, assessments and experiments in `dirs` (see `collect`).
+    """Write the report on all runs, measurements, assessments and experiments in `dirs` (see `collect`).
 
     Args:
         out: path of the HTML file; default: `report.html` in the first directory.
-        formats: formats ("svg", "pdf", "png") of chart files to write into `charts/` next to the HTML file.
+        formats: formats ("svg", "pdf", "png") of chart files to write into `charts/` next to the HTML file; none by
+            default.
 
     Returns:
         The path of the HTML file.
 
     Raises:
-        InputError: if there is nothing to report on, a file is damaged, a format is unknown, or a file that exists
-            would be replaced and was not written by sinklab.
-        SinklabError: if a file cannot be written, or env.json of a run is damaged.
+        InputError: see `collect`, `render` and `export_charts`, and if the HTML file exists and was not written by
+            sinklab.
+        SinklabError: if a file cannot be written, packed runs cannot be unpacked, or env.json of a run is damaged.
     """
     data = collect(dirs)
     target = out or dirs[0] / REPORT
@@ -91,11 +92,11 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
 
     Args:
         page: folder of the page; links to runs are relative to it.
-        written: date and time (UTC) shown in the footer; None shows neither.
+        written: date and time (UTC) shown in the footer; None omits them.
 
     Raises:
-        InputError: if metrics.jsonl or assessment.json of a run is damaged.
-        SinklabError: if env.json of a run is damaged.
+        InputError: if metrics.jsonl or assessment.json of a run cannot be read or is damaged.
+        SinklabError: if env.json of a run cannot be read or is damaged.
     """
     drawn, experiments, lines = figures(data), experiment_sections(data.sweeps, page), glance(data.sweeps)
     compared, boards = forests(data.sweeps, page), _boards(data.sweeps)
@@ -171,9 +172,10 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
 
 
 def lead(data: ReportData) -> list[str]:
-    """Return the sentences at the top of the page: the answers of assessments, and the headline.
+    """Return the sentences at the top of the page: the answers of assessments, then the headline (`cells.headline`).
 
-    For a single measured model, its answer comes first, and only the first sentence of the headline is used.
+    If the only run of the report is a measured model, the answer of its measurement comes first, and only the first
+    sentence of the headline is used.
     """
     said = [
         (f"{model_label(one)}: " if len(data.assessed) > 1 else "") + " ".join(one.answer()) for one in data.assessed
@@ -188,14 +190,17 @@ def _anchors(parts: Sequence[Figure | Table | ExperimentGroup]) -> list[tuple[st
 
 
 def _boards(sweeps: Sequence[Sweep]) -> list[tuple[Table, Figure | None]]:
-    """Return table and figure of the leaderboard of every sweep that has one."""
+    """Return the table and the figure (None if there is none) of the leaderboard of every sweep that has one."""
     found = [board for sweep in sweeps if (board := leaderboard(sweep)) is not None]
     keys = [f"leaderboard{number or ''}" for number in range(len(found))]
     return [(board.table(key), board.figure(f"{key}-scatter")) for board, key in zip(found, keys, strict=True)]
 
 
 def _page_spec(figure: Figure, chart: charts.Drawing) -> dict[str, Any]:
-    """Return a chart's specification for the page, whose `config` is shared, and which shows colour scales itself."""
+    """Return a chart's specification for the page.
+
+    It has no `config`, which all charts share, and no legend for the colour scale of a figure, which the page shows.
+    """
     spec: dict[str, Any] = chart.to_dict(validate=False) | {"width": "container"}
     if figure.scale:
         spec["layer"][0]["encoding"]["color"]["legend"] = None
@@ -203,7 +208,7 @@ def _page_spec(figure: Figure, chart: charts.Drawing) -> dict[str, Any]:
 
 
 def _file_spec(chart: charts.Drawing, width: int) -> dict[str, Any]:
-    """Return a chart's specification for a file, without links, which the converter would resolve."""
+    """Return a chart's specification for a chart file. Links are removed, because the converter would resolve them."""
     spec: dict[str, Any] = chart.to_dict(validate=False) | {"width": width, "config": theme.on_paper()}
     for layer in spec["layer"]:
         layer.get("encoding", {}).pop("href", None)
@@ -220,7 +225,7 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
 
     Raises:
         InputError: if a format is unknown, an existing file is not a chart written by sinklab, or metrics.jsonl or
-            assessment.json of a run is damaged.
+            assessment.json of a run cannot be read or is damaged.
         SinklabError: if a file cannot be written.
     """
     unknown = sorted(set(formats) - set(WRITERS))
@@ -248,7 +253,7 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
 
 
 def _marked_png(png: bytes) -> bytes:
-    """Return a PNG with sinklab's mark as a tEXt chunk before the last chunk (PNG, second edition, 11.3.4.3)."""
+    """Return a PNG with sinklab's marker in a tEXt chunk before the last chunk (PNG, second edition, 11.3.4.3)."""
     chunk = b"tEXtSoftware\0" + CHART_MARK
     whole = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
     return png[:-PNG_END] + whole + png[-PNG_END:]
@@ -262,8 +267,8 @@ def _template(name: str) -> str:
 def vega_bundle() -> str:
     """Return the code of Vega, Vega-Lite and Vega-Embed as one script that sets `window.vegaEmbed`.
 
-    Bundling takes longer than all the rest of a small page, so the script is cached on disk by version of vl-convert;
-    if the cache is not writable, it is bundled in every process.
+    Bundling takes longer than the rest of a small page, so the script is cached on disk for each version of vl-convert.
+    If the cache folder is not writable, every process bundles it again.
     """
     name = f"vega-{version('vl-convert-python')}-{hashlib.sha256(SNIPPET.encode()).hexdigest()[:8]}.js"
     bundle = ""
@@ -288,7 +293,10 @@ def json_for_script(document: object) -> str:
 
 
 def content_policy(scripts: list[str]) -> str:
-    """Build a content security policy that allows `scripts` (by hash), inline styles and images, and no requests."""
+    """Build a content security policy that allows `scripts` (by hash), inline styles and embedded images only.
+
+    The page can make no network requests.
+    """
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
@@ -296,7 +304,11 @@ def content_policy(scripts: list[str]) -> str:
 
 
 def _title(data: ReportData) -> str:
-    """Return the page's title: id or scale of a sweep's experiments, which a copy keeps; else the directory's name."""
+    """Return the page's title, with one part per directory.
+
+    The part of a sweep is the id of its only experiment, or the scale of its experiments: a copy of the sweep has the
+    same title. The part of any other directory is the directory's name.
+    """
     swept: dict[Path, str] = {}
     for sweep in data.sweeps:
         experiments, scale = list(sweep.summary.experiments), sweep.summary.scale
@@ -308,7 +320,7 @@ def _title(data: ReportData) -> str:
 
 
 def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]]]]:
-    """Return the counts of verdicts by scale, analysis and verdict; scales without counted claims are omitted."""
+    """Return the number of claims by scale, kind of analysis and verdict; scales without counted claims are omitted."""
     claims = [*data.claims, *(claim for sweep in data.sweeps for claim in sweep.summary.claims if claim.experiment)]
     scales = dict.fromkeys(claim.scale for claim in claims)
     counts = {scale: verdict_counts([claim for claim in claims if claim.scale == scale]) for scale in scales}
@@ -327,7 +339,7 @@ def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, obj
         "dtype": one.dtype if one else env.get("dtype"),
         "device": env.get("device"),
     }
-    # Relative for runs below the page's folder: both may be moved together.
+    # The path is relative for runs below the page's folder, because both may be moved together.
     path = run.path.relative_to(page) if run.path != page and run.path.is_relative_to(page) else run.path
     return {
         "name": data.label(run),

@@ -23,13 +23,13 @@ from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value
 
 BREAKS = re.compile(r"(?<=[_/])(?=\w)")
 POSITIONS = 6  # number of first positions with a row in the table of a measurement
-SHOWN_SINKS = 3  # secondary sinks at the first few positions, and as many at later ones
+SHOWN_SINKS = 3  # maximum number of secondary sinks shown at positions 2 to 4, and at later positions
 Labelled = Sequence[tuple[str, Measurement]]
 """Pairs of label and measurement; the label of a single measurement may be empty."""
 
 
 def suite_tables(data: ReportData) -> list[Table]:
-    """Make the tables of measurements: comparisons of models, ablations of the sink, repeated-token propositions."""
+    """Make the page's tables of comparisons of models, of ablations, and of propositions on repeated tokens."""
     compared = [
         replace(comparison_table(suite.document.rows, list(suite.document.measured)), key=f"comparison-{number}")
         for number, suite in enumerate(data.suites)
@@ -40,7 +40,7 @@ def suite_tables(data: ReportData) -> list[Table]:
 
 
 def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) -> Table:
-    """Make a table with a row per quantity: its value for each model, and the difference from the first model."""
+    """Make a table with a row per quantity: its value for each model, and the differences from the first model."""
     first, *others = models
     columns = [TableColumn("Quantity", text=True), TableColumn(first, "first model", ".3f")]
     for model in others:
@@ -61,7 +61,7 @@ def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) ->
 
 
 def ablations_table(measured: Labelled) -> Table | None:
-    """Make a table with a row per measured ablation; None without ablations."""
+    """Make a table with a row per measured ablation; None if there are none."""
     found = [(label, one) for label, m in measured for one in m.ablations or ()]
     if not found:
         return None
@@ -88,7 +88,7 @@ def ablations_table(measured: Labelled) -> Table | None:
 
 
 def propositions_table(measured: Labelled) -> Table | None:
-    """Make a table with a row per measurement of repeated tokens; None without such measurements."""
+    """Make a table with a row per measurement of repeated tokens; None if there are none."""
     found = [(label, one) for label, m in measured if (one := m.propositions)]
     if not found:
         return None
@@ -154,8 +154,9 @@ def measurement_facts(m: Measurement) -> list[str]:
 def _positions(m: Measurement) -> Table:
     """Make the table of sink rates by threshold and of importance.
 
-    The table has a row for each of the first positions, for the highest later one, and for a bias. The second half of
-    the sequence is excluded from the highest: few queries see these positions, and a position's own query dominates.
+    The table has a row for each of the first positions, one for the maximum over later positions, and one for a bias.
+    The maximum excludes the second half of the sequence: few queries see these positions, and the query at the position
+    itself dominates their mean.
     """
     shown, half = min(POSITIONS, m.length), m.length // 2
     rates = rates_by_eps(m)
@@ -200,7 +201,10 @@ def _massive(m: Measurement) -> Table | None:
 
 
 def layers_table(measured: Labelled) -> Table:
-    """Make a table by layer: importance, norms and gradient of position 1, and the columns that statistics declare."""
+    """Make a table with a row per layer: importance, norms and gradient of position 1, row sums, and statistics.
+
+    Statistics declare their columns. Empty columns are omitted.
+    """
     statistics = {label: _statistics(m.details, m.layers) if m.details else {} for label, m in measured}
     titles = list(dict.fromkeys(title for found in statistics.values() for title in found))
     heads = [
@@ -245,7 +249,7 @@ def layers_table(measured: Labelled) -> Table:
 
 
 def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
-    """Return the columns of statistics by title, each with its texts by 0-based layer; those of angles first."""
+    """Return the columns of statistics by title, each as texts by 0-based layer; columns of angles are first."""
     columns: dict[str, dict[int, str]] = {}
     for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
         if (column := statistic.column) is None:
@@ -253,7 +257,7 @@ def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
         found = [column.of(array)] if column.of else [d.by_layer[field] for field in statistic.fields]
         known = [values for values in found if values is not None]
         if statistic.axes.startswith("M"):
-            known = [values[1:] for values in known if len(values) == layers + 1]  # where every block has attention
+            known = [values[1:] for values in known if len(values) == layers + 1]  # only if every block has attention
         if known:
             columns[column.title] = {
                 layer: " / ".join(f"{value:.{column.decimals}f}" for value in pair)
@@ -263,7 +267,7 @@ def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
 
 
 def mixing_table(measured: Labelled) -> Table | None:
-    """Make a table of the change of later hidden states if one token is replaced, by block; None if not measured."""
+    """Make a table, by block, of the change in later hidden states when one token is replaced; None if not measured."""
     found = [(label, one) for label, m in measured if (one := m.mixing)]
     if not found:
         return None
@@ -280,10 +284,10 @@ def mixing_table(measured: Labelled) -> Table | None:
 
 
 def secondary_table(measured: Labelled, shown: int | None = None) -> Table | None:
-    """Make a table of the secondary sinks (secondary.py) at positions after the first; None if there are none.
+    """Make a table of the secondary sinks (secondary.py); None if there are none.
 
     Args:
-        shown: number of sinks shown at positions 2 to 4, and at later positions; None shows all.
+        shown: maximum number of sinks of a model at positions 2 to 4, and at later positions; None shows all.
     """
     found: list[tuple[str, SecondarySink]] = []
     rates: list[str] = []
@@ -313,7 +317,7 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
 
 
 def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
-    """Make a table of the loss that each change adds, by question of the assessment; `of` is appended to the title."""
+    """Make a table of the loss that each change adds, by question of the assessment; `of` is a suffix of the title."""
     columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]
     rows: list[list[Value]] = []
     before = None
@@ -363,7 +367,7 @@ def templates() -> jinja2.Environment:
 
 
 def shown(text: str) -> Markup:
-    """Return a text as escaped HTML: `Sink_1` gets a subscript, and lines may be broken after `_` and `/`."""
+    """Return a text as escaped HTML, with a subscript in `Sink_1` and possible line breaks after `_` and `/`."""
     plain = text.replace("Sink_1", SINK_1)
     return Markup("<wbr>").join(BREAKS.split(plain))
 

@@ -20,9 +20,9 @@ class GlancePart:
 
     Attributes:
         claim: the claim with its verdict.
-        ours: cells of the claim, each with its values at all seeds as text; empty if the verdict is based on other
-            values, such as values at one step, which are then in the evidence.
-        key: anchor of the claim's experiment; empty without a section.
+        ours: (name, values at all seeds as text) of each cell of the claim. Empty if the verdict is based on other
+            values, such as those at one step; these are in the evidence.
+        key: anchor of the claim's experiment; empty if the experiment has no section.
     """
 
     claim: JudgedClaim
@@ -32,14 +32,14 @@ class GlancePart:
 
 @dataclass(frozen=True)
 class GlanceLine:
-    """A statement of the paper with its claims in all sweeps; without claims it is shown as not run."""
+    """A statement of the paper with its claims in all sweeps; it is shown as not run if there are no claims."""
 
     statement: PaperStatement
     parts: Sequence[GlancePart]
 
 
 def glance(sweeps: Sequence[Sweep]) -> list[GlanceLine]:
-    """Collect the paper's statements with their claims; empty if no sweep has any of the claims."""
+    """Collect the paper's statements with their claims; empty if no sweep has such a claim."""
     keys = {(sweep.top, name): key for sweep, name, key in with_keys(sweeps)}
     lines = [
         GlanceLine(
@@ -56,7 +56,10 @@ def glance(sweeps: Sequence[Sweep]) -> list[GlanceLine]:
 
 
 def _numbers_by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, str]]:
-    """Format the values of a claim's cells, such as (`k_biases`, `0.0, 0.2, 0.0 %`); empty if not in the evidence."""
+    """Format the values of a claim's cells, such as (`k_biases`, `0.0, 0.2, 0.0 %`).
+
+    The list is empty if the claim has no quantity, or if its evidence lacks one of these texts.
+    """
     if not claim.quantity:
         return []
     shown, texts = quantity_of(claim.quantity), []
@@ -73,8 +76,8 @@ class CellSection:
 
     Attributes:
         change: changes to the base recipe, or settings of the measurement (KEY=VALUE).
-        badges: texts such as `2 failed`, for failed, edited and unfinished runs, each with its CSS class.
-        runs: table of the runs, one per seed (draw, model).
+        badges: (text, CSS class) pairs with the numbers of failed, edited and unfinished runs, such as `2 failed`.
+        runs: table with a row per run, that is, per seed, draw or model.
     """
 
     name: str
@@ -87,14 +90,16 @@ class CellSection:
 class ExperimentSection:
     """The section of an experiment.
 
+    Its own claims are those that do not refer to the check of another experiment. If all claims refer to such a check,
+    all of them are its own.
+
     Attributes:
         key: anchor of the section.
         about: entry of the experiment in summary.json.
-        verdicts: number of claims by kind of analysis and verdict.
-        run: whether a claim of its own has another verdict than `not run`; without claims, whether a run of a cell has
-            finished or failed.
-        confirmatory: whether a claim of its own is confirmatory. Own claims are those that do not refer to the check of
-            another experiment; if all do, all count.
+        verdicts: number of claims by kind of analysis and verdict (`verdict_counts`).
+        run: whether a claim of its own has a verdict other than `not run`. If there are no claims, whether a run of a
+            cell has finished or failed.
+        confirmatory: whether a claim of its own is confirmatory.
         table: results by cell.
         matrices: a table per quantity if the experiment is a grid; else empty.
         elsewhere: table of the paper's values for models that were not measured; None if there are none.
@@ -120,8 +125,8 @@ class ExperimentGroup:
 
     Attributes:
         key: anchor of the group.
-        folded: whether the group is initially collapsed; True only for the experiments not run, and only if the page
-            has more than one experiment.
+        folded: whether the group is initially collapsed. Only the group of experiments not run is, and only if the
+            page has more than one experiment.
     """
 
     key: str
@@ -137,7 +142,7 @@ def experiment_sections(sweeps: Sequence[Sweep], page: Path) -> list[ExperimentS
         page: folder of the page; links to runs are relative to it.
 
     Raises:
-        InputError: if the metrics of a run are damaged.
+        InputError: if metrics.jsonl of a run cannot be read or has an invalid line.
     """
     return [_section(sweep, name, key, page) for sweep, name, key in with_keys(sweeps)]
 
@@ -193,7 +198,10 @@ def _cell_section(sweep: Sweep, experiment: ExperimentSummary, name: str, cell: 
 
 
 def grouped(experiments: Sequence[ExperimentSection]) -> list[ExperimentGroup]:
-    """Group the experiments: run with confirmatory claims, run without any, and not run; empty groups are omitted."""
+    """Group the experiments into those run with confirmatory claims, those run without such claims, and those not run.
+
+    Empty groups are omitted.
+    """
     confirmatory = [one for one in experiments if one.run and one.confirmatory]
     others = [one for one in experiments if one.run and not one.confirmatory]
     waiting = [one for one in experiments if not one.run]

@@ -1,5 +1,7 @@
-"""Figures of a sweep: our values compared with the paper's; for each experiment, the values by cell, one quantity
-against another, and curves over training."""
+"""Figures of a sweep: our values compared with the paper's.
+
+Each experiment also has figures of its values by cell, of one quantity against another, and of training curves.
+"""
 
 import os
 import re
@@ -23,7 +25,7 @@ OTHER_MODELS = "other models"
 CELL_NAME = re.compile(r"(.+)_(\d+(?:\.\d+)?(?:e-?\d+)?)([kMB]?)")
 FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
 FEWEST_ORDERED = 3
-"""Minimum number of cells that are ordered by the number in their names."""
+"""Minimum number of cells `WORD_NUMBER` of an experiment whose cells are ordered by these numbers."""
 LAYER_NUMBERS = ("sink_layer_", "layer_step_")
 """Prefixes of quantities of one layer; an experiment on such a quantity has a figure of all layers."""
 STATEMENT_PIXELS = 215
@@ -38,16 +40,18 @@ CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool
     ({"norm_step"}, "Norm ratio of the first token", lambda one: finite_or_none(one.largest_norm_ratio), True),
     ({"loss_change"}, "Validation loss (nats per token)", lambda one: one.valid_loss if one.step else None, False),
 )
-"""Quantities of an experiment, the curve that is drawn for them, and whether its axis starts at zero. The loss of an
-untrained model is omitted."""
+"""Training curves as (quantities, axis title, value of an evaluation, whether the axis starts at zero).
+
+A curve is drawn for experiments with one of the quantities. The loss at step 0 is omitted.
+"""
 
 
 def cell_order(cells: Sequence[str]) -> tuple[str, dict[str, str]] | None:
     """Order cells by the number in their names, such as `lr_1e-3` or `tokens_50M`.
 
     Returns:
-        The word, and the cells' labels by name, ordered by number; a cell without a number is first. None unless at
-        least three cells, and all but at most one, are `WORD_NUMBER` with the same word.
+        The word, and the labels of the cells by name, ordered by number; a cell without a number is first. None if
+        fewer than three cells are named `WORD_NUMBER`, if their words differ, or if several cells have other names.
     """
     found = {name: match for name in cells if (match := CELL_NAME.fullmatch(name))}
     others = [name for name in cells if name not in found]
@@ -77,11 +81,11 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path) -> list[Fi
     """Draw the figures of an experiment of a sweep.
 
     Args:
-        key: key of the experiment's section.
-        page: folder of the page, to which links of points are relative.
+        key: anchor of the experiment's section; the keys of the figures start with it.
+        page: folder of the page; links of points are relative to it.
 
     Raises:
-        InputError: if the metrics of a run are damaged.
+        InputError: if metrics.jsonl of a run cannot be read or has an invalid line.
     """
     experiment = sweep.summary.experiments[name]
     cells = sweep.summary.cells_of(name)
@@ -116,7 +120,7 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path) -> list[Fi
         if rate is not None
     ]
     if rates:
-        caption = "For each layer, the head that most often has a sink on the first token at a step; one line per run."
+        caption = "At each step, the head of a layer that most often has a sink on the first token. One line per run."
         y = PlotAxis("Sequences in which the head has a sink (percent)", "value", at_least=1.0, precision=".2f")
         chart = lines(rates, STEPS, y, "layer", apart=["cell", "seed"])
         made.append(Figure(f"{key}-layers", f"{experiment.title}: by layer", caption, [chart]))
@@ -126,7 +130,10 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path) -> list[Fi
 def _numbers(
     sweep: Sweep, experiment: ExperimentSummary, cells: dict[str, CellSummary], key: str, page: Path
 ) -> Figure | None:
-    """Draw a chart per quantity of an experiment: every cell's seeds, their median and range, and the paper's value."""
+    """Draw a chart per quantity: each cell's values, their median and range, and the paper's value.
+
+    Returns None if no cell has a value.
+    """
     varied, labels = cell_order(list(cells)) or (None, {cell: cell for cell in cells})
     drawn: list[Drawing] = []
     bounds = False
@@ -169,7 +176,7 @@ def against(cells: dict[str, CellSummary], experiment: ExperimentSummary) -> Dra
     """Plot the second quantity of `experiment.against` against the first, with a colour per family of models.
 
     Returns:
-        The chart; None if the experiment names no such quantities, or no cell has both.
+        The chart; None if the experiment does not name two such quantities, or no cell has a finite median of both.
     """
     if len(experiment.against) != 2:
         return None
@@ -196,10 +203,10 @@ def against(cells: dict[str, CellSummary], experiment: ExperimentSummary) -> Dra
 
 
 def forests(sweeps: Sequence[Sweep], page: Path) -> list[Figure]:
-    """Draw a figure per sweep that judges statements of the paper: its values at all seeds next to the paper's.
+    """Draw a figure for each sweep with claims about the paper's statements: its values next to the paper's.
 
     Args:
-        page: folder of the page, to which links of points are relative.
+        page: folder of the page; links of points are relative to it.
     """
     found = [_forest(sweep, f"forest{number or ''}", page) for number, sweep in enumerate(sweeps)]
     return [figure for figure in found if figure is not None]
@@ -241,7 +248,10 @@ def _forest(sweep: Sweep, key: str, page: Path) -> Figure | None:
 
 
 def with_ends(field: str, value: float, spread: Sequence[float | None], baseline: float = 0.0) -> dict[str, Any]:
-    """Return a coordinate minus a baseline as FIELD and, if `spread` has several values, FIELD_low and FIELD_high."""
+    """Return the coordinate FIELD of a point and the ends FIELD_low and FIELD_high of its error bar.
+
+    The baseline is subtracted from all three. The ends are omitted if fewer than two values of `spread` are known.
+    """
     known = [one - baseline for one in spread if one is not None]
     ends = {f"{field}_low": min(known), f"{field}_high": max(known)} if len(known) > 1 else {}
     return {field: value - baseline, **ends}
@@ -256,13 +266,13 @@ def _label(one: Quantity) -> str:
 
 
 def _values_axis(title: str, from_zero: bool) -> PlotAxis:
-    """Make a value axis: from zero to at least one if `from_zero`, else logarithmic for a large range."""
+    """Make a value axis: from zero to at least one if `from_zero`, else linear or, for a large range, logarithmic."""
     scale = "linear" if from_zero else "auto"
     return PlotAxis(title, "value", scale=scale, zero=from_zero, at_least=1.0 if from_zero else None)
 
 
 def _middle(one: CellEstimate) -> dict[str, float]:
-    """Return a row of `middles` of `charts.dots`, without its cell; unknown fields are omitted."""
+    """Return the fields of a row of `middles` in `charts.dots`, except `cell`; unknown fields are omitted."""
     reached = max((value for value in one.seeds if value is not None), default=None)
     ends = {"smallest": one.smallest, "largest": reached} if len(one.seeds) > 1 else {}
     found = {"median": one.median, **ends, "beyond": reached if one.never_reached else None}
@@ -270,13 +280,13 @@ def _middle(one: CellEstimate) -> dict[str, float]:
 
 
 def _point(sweep: Sweep, run: CellRun, value: float, page: Path) -> dict[str, str | float]:
-    """Return a row of `seeds` of `charts.dots` for one run, without its cell: seed, value, hash and, if any, link."""
+    """Return the fields of a row of `seeds` in `charts.dots`, except `cell`; a missing `link` is omitted."""
     link = link_to(sweep, run, page)
     return {"seed": run.seed, "value": value, "run": run.hash, **({"link": link} if link else {})}
 
 
 def link_to(sweep: Sweep, run: CellRun, page: Path) -> str | None:
-    """Return the relative link from a page's folder to a run's file (`Sweep.provenance`); None if it is not on disk.
+    """Return the link to the file of a run (`Sweep.provenance`), relative to a page's folder; None if there is no file.
 
     Folder names are quoted, so that no part of a name is parsed as a scheme or a query.
     """

@@ -1,4 +1,4 @@
-"""A sweep on disk: its summary, the files of its runs, their versions and machines, the tables of its experiments."""
+"""A sweep on disk: its summary, the files, versions and machines of its runs, and the tables of its experiments."""
 
 import json
 import shutil
@@ -40,9 +40,9 @@ class Sweep:
 
     Attributes:
         top: the directory of summary.json.
-        summary: content of summary.json, with `edited` recomputed from the files.
+        summary: content of summary.json; `read_sweep` recomputes `CellRun.edited` from the files.
         files: folder of the runs' directories: `top`, or a temporary folder if the runs are packed.
-        packed: folder with the packed files of each run, by the run's directory; empty if the runs are not packed.
+        packed: folder of the packed files that contain a run, by the run's directory; empty if the runs are not packed.
     """
 
     top: Path
@@ -51,21 +51,21 @@ class Sweep:
     packed: Mapping[str, Path] = field(default_factory=dict)
 
     def folder(self, run: CellRun) -> Path | None:
-        """Return the directory of a run, which may not exist; None if the run has no directory yet."""
+        """Return the directory of a run, which need not exist; None if the summary names no directory."""
         return self.files / run.directory if run.directory else None
 
     def provenance(self, run: CellRun) -> Path | None:
-        """Return the file with a run's recipe (recipes.yaml if packed) or measurement; None if it is not on disk."""
+        """Return the path of a run's recipe (recipes.yaml if packed) or else measurement; None if neither exists."""
         if run.directory in self.packed:
             return self.packed[run.directory] / RECIPES
         folder = self.folder(run)
         return next((folder / name for name in PROVENANCE if (folder / name).is_file()), None) if folder else None
 
     def history(self, run: CellRun) -> Sequence[Evaluation]:
-        """Return the evaluations of a run so far; empty without any.
+        """Return the evaluations of a run so far; empty if there are none.
 
         Raises:
-            InputError: if metrics.jsonl is damaged.
+            InputError: if metrics.jsonl cannot be read or a line is invalid.
         """
         folder = self.folder(run)
         return read_history(folder / "metrics.jsonl") if folder else ()
@@ -74,7 +74,7 @@ class Sweep:
         """Return the assessment in the run's directory; None if there is none.
 
         Raises:
-            InputError: if assessment.json is damaged.
+            InputError: if assessment.json cannot be read or is damaged.
         """
         folder = self.folder(run)
         return load_assessment(folder / ASSESSMENT) if folder and (folder / ASSESSMENT).is_file() else None
@@ -91,16 +91,16 @@ class Sweep:
 
 
 def read_sweep(top: Path, summary: Summary) -> Sweep:
-    """Read the sweep in a directory, and check which files of its runs were edited.
+    """Read the sweep in a directory, and check which result files were edited after their runs had ended.
 
-    Packed runs are unpacked into a temporary folder, which is removed when the returned object is.
+    Packed runs are unpacked into a temporary folder, which is removed when the returned object is garbage-collected.
 
     Args:
         top: directory of the sweep.
-        summary: content of its summary.json.
+        summary: content of summary.json in this directory.
 
     Raises:
-        InputError: if a record or a packed run is damaged.
+        InputError: if a record or a packed run cannot be read or is damaged (see `read_record`, `unpack`).
         SinklabError: if packed runs cannot be written to the temporary folder.
     """
     files, packed = top, {}
@@ -132,14 +132,16 @@ def with_runs(summary: Summary, changed: Callable[[CellRun], CellRun]) -> Summar
 
 @dataclass(frozen=True)
 class SweepOrigins:
-    """Total time, and versions and machines (env.json), of the finished and failed runs of sweeps.
+    """Total time, versions and machines of the finished and failed runs of sweeps.
+
+    The time of a run is the duration of its training or measurement.
 
     Attributes:
         runs: number of runs.
-        core_hours: training time multiplied by the number of threads, summed over the runs on CPUs, in hours; runs
-            without env.json count as one CPU thread.
-        card_hours: training time summed over the runs on GPUs, in hours.
-        facts: title and text of values in env.json, such as `PyTorch` and `2.13.0`.
+        core_hours: time multiplied by the number of threads, summed over the runs on CPUs, in hours. Runs without
+            env.json count as one CPU thread.
+        card_hours: time summed over the runs on other devices (GPUs), in hours.
+        facts: (title, text) pairs from env.json, such as (`PyTorch`, `2.13.0`).
     """
 
     runs: int
@@ -152,7 +154,7 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
     """Collect time, versions and machines of the runs; None if no run has finished or failed.
 
     Raises:
-        SinklabError: if env.json of a run is damaged.
+        SinklabError: if env.json of a run cannot be read or is damaged.
     """
     runs = {run.hash: (sweep, run) for sweep in sweeps for run in sweep.summary.runs if run.status != "unfinished"}
     found = [
@@ -190,7 +192,7 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
 
 
 def quantity_of(name: str) -> Quantity:
-    """Return the quantity with this name; an unknown one gets its name as label, no unit and three decimals."""
+    """Return the quantity of this name; for an unknown name, one with the name as label, no unit and three decimals."""
     try:
         return quantity(name)
     except ValueError:
@@ -198,20 +200,25 @@ def quantity_of(name: str) -> Quantity:
 
 
 def value_text(value: object) -> str:
-    """Return a value of a recipe as `--set` takes it."""
+    """Format a recipe value as in `--set KEY=VALUE`; floats have six significant digits."""
     return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
 def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
     """Return rate and position of the highest sink of a cell as text, such as `76.8 % at position 2`.
 
-    The text is empty if that is the first token, and for quantities other than `sink_1`.
+    The text is empty if the highest sink is at the first token, is below 1 % or is unknown. It is also empty if `name`
+    is a quantity other than `sink_1`.
     """
     return elsewhere_text(cell.sink_rate) if name == "sink_1" else ""
 
 
 def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> Table:
-    """Make a table with a row per cell: finished runs, then median, range and the paper's value by quantity."""
+    """Make the table of an experiment's results, with a row per cell.
+
+    The first column is the number of finished runs. For each quantity, a column with median and range follows, and one
+    with the paper's values if there are any.
+    """
     paper = {cell: experiment.published.get(cell, {}) for cell in cells}
     in_paper = {name for numbers in paper.values() for name in numbers}
     shown = [
@@ -240,7 +247,7 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
 
 
 def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> list[Table]:
-    """Make a table per quantity of a grid: a row per value of the first axis, a column per combination of the others.
+    """Make a table per quantity of a grid: rows are values of the first axis, columns are combinations of the others.
 
     The list is empty if the experiment is not a grid.
     """
@@ -274,7 +281,7 @@ def _estimate(cell: CellSummary, quantity: Quantity, elsewhere: str = "") -> Tab
 
 
 def paper_models(experiment: ExperimentSummary) -> Table | None:
-    """Make a table of the paper's values for models that we did not measure; None without any."""
+    """Make a table of the paper's values for models that we did not measure; None if there are none."""
     found = {model: row for model, row in experiment.elsewhere.items() if row}
     printed = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
     if not printed:
@@ -286,7 +293,7 @@ def paper_models(experiment: ExperimentSummary) -> Table | None:
 
 
 def claims_table(claims: Sequence[JudgedClaim]) -> Table:
-    """Make a table of verdict, text and evidence (with remarks) of every claim; the title counts the verdicts."""
+    """Make a table of verdict, text and evidence (with remarks) of each claim; its title has the counts of verdicts."""
     kinds = [
         f"{kind} {', '.join(f'{number} {verdict}' for verdict, number in found.items())}".strip()
         for kind, found in verdict_counts(claims).items()

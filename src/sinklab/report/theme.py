@@ -1,13 +1,13 @@
 """The theme of all charts: palette and configuration.
 
-Text, axes and grid lines use `currentColor`, so that one chart works on light and dark pages and in print; only
-data marks have their own colours. Exported files use dark grey on white.
+Text, axes and grid lines use `currentColor`, so that one chart works on light and dark pages and in print. Data marks
+and reference lines have fixed colours. Chart files use dark text on white.
 """
 
 from typing import Any
 
-# Okabe and Ito's colour-blind-safe palette, its blue a little lighter and without its black and yellow (each
-# unreadable on one of the two backgrounds), then lighter and darker companions for experiments with many cells.
+# Okabe and Ito's colour-blind-safe palette with a lighter blue. Its black and yellow are left out, because each is
+# unreadable on one of the two backgrounds. The last six colours are for experiments with many cells.
 PALETTE = [
     "#1F83C4",
     "#D55E00",
@@ -30,7 +30,7 @@ INK_ON_PAPER = "#1d2430"
 
 
 def colours(cells: list[str]) -> dict[str, str]:
-    """Return the colour of each cell, the same in every chart: the palette in the order of the cells, repeated."""
+    """Return the colour of each cell by name: the palette in the order of `cells`, repeated if there are more cells."""
     return {cell: PALETTE[index % len(PALETTE)] for index, cell in enumerate(cells)}
 
 
@@ -57,5 +57,5 @@ def config(ink: str = "currentColor", background: str = "transparent", font: str
 
 
 def on_paper() -> dict[str, Any]:
-    """Build the configuration of chart files: dark text on white, in a widely available font."""
+    """Build the configuration of chart files and notebook charts: dark text on white, in a widely available font."""
     return config(INK_ON_PAPER, "white", "DejaVu Sans, Liberation Sans, sans-serif")
