@@ -19,7 +19,7 @@ class PlotAxis:
         at_least: smallest allowed maximum of the scale, so that noise does not look like an effect; None for no limit.
         domain: fixed ends of the scale; None if the ends depend on the data.
         constant: absolute value below which a symlog scale is approximately linear.
-        format: number format of axis labels, in d3's notation; None for one that depends on the scale.
+        format: number format of axis labels, in d3's notation; None for the default of the scale type.
         precision: number format of tooltips, in d3's notation.
         ticks: tick positions; None for those that the library chooses.
         whole: whether all values are integers, so that ticks are integers too.

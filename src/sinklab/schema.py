@@ -66,7 +66,7 @@ class Kind(Part):
     Attributes:
         examples: examples by name, of attention operations, biases and masks. Each is a tested variant
             (`interventions.VARIANTS`).
-        neutral: neutral examples by key relative to the key of the union; the key "" stands for the kind as a whole.
+        neutral: neutral examples by recipe key, relative to the key of the union; "" is the example for the whole kind.
     """
 
     examples: ClassVar[Mapping[str, Example]] = {}

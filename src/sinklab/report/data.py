@@ -83,7 +83,7 @@ class ReportedRun:
 
     @property
     def in_progress(self) -> bool:
-        """Whether this is a training run that has not been evaluated at the last step of its recipe yet."""
+        """Whether this is an unfinished training run: its last evaluation precedes the last step of its recipe."""
         return self.trained and (self.steps_done or 0) < (self.planned_steps or 0)
 
     @property

@@ -83,7 +83,7 @@ class Recorder(ABC):
         self._drop_latest()
 
     def _entering_sequences(self, arguments: dict[str, Any]) -> None:
-        """Begin a forward pass of new sequences, or one that continues the current sequences from their KV cache.
+        """Begin a forward pass: a prefill of new sequences, or a decoding step of the current ones with their KV cache.
 
         Args:
             arguments: arguments of the model's `forward`, by name.

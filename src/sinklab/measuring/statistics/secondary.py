@@ -61,7 +61,7 @@ class SecondarySink(Part):
 
 
 class SecondaryToken(Part):
-    """How often a token is a sink, counted at positions from 5 on that are listed (see the module docstring).
+    """Counts of a token at the listed positions from 5 on (see the module docstring).
 
     Attributes:
         token: token id.

@@ -71,7 +71,7 @@ class HuggingFaceAdapter:
 
     @property
     def dispatches(self) -> bool:
-        """Whether all attention layers call transformers' attention interface.
+        """Whether all attention layers use the `AttentionInterface` of transformers.
 
         If the model's class does not declare it, the model is run once on two tokens.
         """
@@ -369,7 +369,7 @@ class HuggingFaceAdapter:
 def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
     """Return a function that shifts the RoPE positions of queries or keys (half-split RoPE).
 
-    None if the model has no rotary embedding, several of them, or one that depends on the kind of layer.
+    None unless the model has exactly one rotary embedding, shared by all layer types.
     """
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ROTARY_EMBEDDING]
     if len(found) != 1 or "layer_type" in inspect.signature(found[0].forward).parameters:  # as in Gemma 3

@@ -196,7 +196,7 @@ class Conversations:
         self._tokenizer, self._keep_bos = tokenizer, keep_bos
         self._seen = False
         self.bos = False
-        """Whether a BOS that the template wrote was kept in any conversation so far."""
+        """Whether the chat template has added a BOS that was kept, in any conversation so far."""
 
     def render(self, messages: list[Message], where: str) -> str:
         """Render one conversation as text.
