@@ -77,6 +77,7 @@ def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_pa
         ({"check": {"is": "absent", "cell": "sigmoid", "value": "sink_growth"}}, "absent requires a sink rate"),
         ({"check": {**LESS, "by": 1, "times": 2}}, "not both"),
         ({"check": {"is": "all", "of": [{"is": "absent", "cell": "sigmoid"}]}}, "at least 2"),
+        ({"check": {"is": "grows_with_size", "cell": "sigmoid", "value": "sink_1", "at_step": 9}}, "at_step is"),
         ({"changed": "later"}, "changed"),
         ({"stated": "soon"}, "stated"),
         ({"evidence": "strong"}, "evidence"),

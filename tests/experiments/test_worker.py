@@ -9,7 +9,8 @@ from same_run import assert_same_run
 from sweeps import planned_run
 
 from sinklab.data.prepare import prepared
-from sinklab.experiments.documents import edited, read_record
+from sinklab.errors import InputError
+from sinklab.experiments.documents import checksums, edited, read_record
 from sinklab.experiments.sweep.engine import Event, PlannedRun
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.files import sha256_of
@@ -198,3 +199,10 @@ def test_files_that_were_changed_or_removed_by_hand_are_named(tmp_path: Path) ->
     recipe.write_text(recipe.read_text().replace("lr:", "lr: 1e-3  #"))
     (planned.directory / "metrics.jsonl").unlink()
     assert edited(planned.directory, record) == ["recipe.yaml", "metrics.jsonl"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc, for an unreadable file")
+def test_a_result_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(InputError, match=r"metrics\.jsonl cannot be read"):
+        checksums(tmp_path)

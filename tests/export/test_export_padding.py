@@ -158,6 +158,13 @@ def test_padding_is_in_no_loss_and_gives_no_gradient(side: str, tokenizer: Path)
     assert not model.transformer.embedding.weight.grad[unread].any()
 
 
+def test_labels_are_refused_if_some_logits_are_left_out(tokenizer: Path) -> None:
+    model, tokens_BT = case("k_biases", tokenizer), prompts()[0][None]
+    for kept in (1, torch.tensor([0])):
+        with pytest.raises(InputError, match="leave out logits_to_keep"):
+            model(tokens_BT, labels=tokens_BT, logits_to_keep=kept)
+
+
 def test_impossible_padding_is_refused_with_a_remedy(tokenizer: Path) -> None:
     model, rows = case("k_biases", tokenizer), prompts()
     tokens_BT, mask_BT = padded(rows, [0, 0, 0])

@@ -154,12 +154,13 @@ def test_thresholds_that_are_no_share_are_refused(model: Any, eps: Any) -> None:
         sinklab.measure(model, TOKENS, eps=eps)
 
 
-def test_a_batch_that_does_not_fit_is_halved_and_the_result_says_so(model: Any) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), MemoryError()])
+def test_a_batch_that_does_not_fit_is_halved_and_the_result_says_so(model: Any, error: Exception) -> None:
     whole = sinklab.measure(model, TOKENS)
 
     def crowded(_: Any, __: Any, output: Any) -> None:  # after the first block, so that a pass ends halfway
         if len(output if isinstance(output, torch.Tensor) else output[0]) > 2:
-            raise torch.OutOfMemoryError("out of memory")
+            raise error
 
     model.transformer.h[0].register_forward_hook(crowded)
     result = sinklab.measure(model, TOKENS)

@@ -228,6 +228,8 @@ def test_an_optional_section_may_be_null() -> None:
 def test_sdpa_is_refused_for_what_it_cannot_compute() -> None:
     with pytest.raises(InputError, match="sdpa supports plain softmax only"):
         load_recipe("tiny", ["model.attention.backend=sdpa", "model.attention.operation=sigmoid"])
+    with pytest.raises(InputError, match=r"kind='softmax' alpha=2\.0"):
+        load_recipe("tiny", ["model.attention.backend=sdpa", "model.attention.operation.alpha=2"])
 
 
 def test_a_missing_recipe_lists_the_available_ones() -> None:

@@ -104,7 +104,7 @@ class AttentionConfig(Part):
         if self.backend == "sdpa" and (name != "softmax" or not operation.plain or self.softcap is not None):
             raise ValueError(
                 "backend sdpa supports plain softmax only: alpha 1, p 1 and softcap null "
-                f"(here operation {name}, softcap {self.softcap}); use auto, chunked or eager"
+                f"(here operation {self.operation}, softcap {self.softcap}); use auto, chunked or eager"
             )
         return self
 

@@ -207,7 +207,17 @@ class All(_Check):
     of: tuple[SingleCheck, ...] = Field(min_length=2)
 
 
-class AlikeOverDomains(_OneCell, QuantityClaim):
+class _OverSubjects(_OneCell, QuantityClaim):
+    """Base class of checks across the domains or models that the user passes."""
+
+    @model_validator(mode="after")
+    def _without_step(self) -> Self:
+        if self.at_step is not None:
+            raise ValueError("at_step is a step of training, and existing models are not trained: leave it out")
+        return self
+
+
+class AlikeOverDomains(_OverSubjects):
     """At every draw, a cell's quantity differs between the first text domain and each other by at most `margin`."""
 
     kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
@@ -223,7 +233,7 @@ def _on_the_list(name: str) -> str:
 FamilyName = Annotated[str, AfterValidator(_on_the_list)]
 
 
-class _OverSizes(_OneCell, QuantityClaim):
+class _OverSizes(_OverSubjects):
     """Base class of checks that compare a quantity across the model sizes of each family.
 
     Attributes:

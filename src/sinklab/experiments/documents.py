@@ -456,8 +456,19 @@ def record_of(directory: Path, run_hash: str) -> RunRecord | None:
 
 
 def checksums(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of a run's result files (`CHECKED`) by name; missing files are omitted."""
-    return {name: sha256_of(directory / name) for name in CHECKED if (directory / name).is_file()}
+    """Return the SHA-256 of a run's result files (`CHECKED`) by name; missing files are omitted.
+
+    Raises:
+        InputError: if a file cannot be read.
+    """
+    found = {}
+    for path in (directory / name for name in CHECKED):
+        try:
+            if path.is_file():
+                found[path.name] = sha256_of(path)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    return found
 
 
 def edited(directory: Path, record: RunRecord) -> list[str]:

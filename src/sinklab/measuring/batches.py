@@ -50,7 +50,7 @@ class Batches:
         """
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             if self._stop - self._start == 1:

@@ -137,8 +137,8 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             InputError: see `padding_of`, and if embeddings are passed instead of tokens; if attention matrices or
-                hidden states are requested; if the cache was filled by another model; or if there are more tokens than
-                learned positional embeddings.
+                hidden states are requested; if labels are passed with `logits_to_keep`; if the cache was filled by
+                another model; or if there are more tokens than learned positional embeddings.
         """
         if others.get("inputs_embeds") is not None:
             raise InputError("a sinklab model needs tokens: pass input_ids, not inputs_embeds")
@@ -151,6 +151,8 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
                 kind = type(past_key_values).__name__
                 raise InputError(f"past_key_values is a {kind} filled by another model: pass those of this model")
             past_key_values = None
+        if labels is not None and (isinstance(logits_to_keep, Tensor) or logits_to_keep):
+            raise InputError("labels need the logits of every position: leave out logits_to_keep")
         past = self.transformer.new_past() if use_cache and past_key_values is None else past_key_values
         first = 0 if past is None else past.get_seq_length()
         padding = padding_of(attention_mask, input_ids, past)
