@@ -2,18 +2,27 @@
 
     python -m benchmarks.committed results/tiny
 
-Writes `src/sinklab/experiments/committed.json`, which comes with sinklab; other scales there stay.
+Writes `src/sinklab/experiments/committed.json`, which comes with sinklab; other scales there stay. Also writes the
+table of the paper's statements in README.md, with a column of verdicts for each scale that has committed results.
 """
 
 import argparse
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JUDGED, SUMMARY, Summary
+from sinklab.experiments.paper import statements
 from sinklab.experiments.verdicts import five_seeds
 from sinklab.experiments.verdicts.five_seeds import CommittedVerdict, shipped_verdicts
 from sinklab.files import parse_json, write_json
+from sinklab.tables import Table, markdown, names
 
 PATH = Path(five_seeds.__file__).parents[1] / five_seeds.COMMITTED
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+BEGIN, END = "<!-- made by benchmarks/committed.py -->\n\n", "\n\n<!-- end -->"
 
 
 def committed_verdicts(summary: Summary) -> dict[str, CommittedVerdict]:
@@ -27,17 +36,45 @@ def committed_verdicts(summary: Summary) -> dict[str, CommittedVerdict]:
     }
 
 
+def summary_in(results: Path) -> Summary:
+    """Read summary.json of a packed sweep."""
+    return Summary.model_validate(parse_json((results / SUMMARY).read_text(encoding="utf-8")))
+
+
+def statement_table(summaries: Sequence[Summary]) -> str:
+    """The paper's twenty statements in Markdown, with the number of claims by verdict in each summary."""
+    rows = []
+    for place, statement in enumerate(statements(), 1):
+        verdicts = [Counter(claim.verdict for claim in one.claims_named(statement.claims)) for one in summaries]
+        cells = [", ".join(f"{count} {verdict}" for verdict, count in found.items()) or "–" for found in verdicts]
+        rows.append((str(place), statement.says, statement.paper, *cells))
+    columns = names("", "statement", "the paper (% of heads)", *(f"claims at {one.scale}" for one in summaries))
+    return markdown(Table("", columns, rows))
+
+
+def readme_with(text: str, table: str) -> str:
+    """The text of README.md with this table of statements."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}{table}{END}{rest.split(END, 1)[1]}"
+
+
+def committed_summaries() -> list[Summary]:
+    """The summaries of the folders of `results/` that are named for a scale, smallest scale first."""
+    return [summary_in(ROOT / "results" / name) for name in SCALES if (ROOT / "results" / name / SUMMARY).exists()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="directory that `sinklab report --pack` wrote")
-    path = parser.parse_args().results / SUMMARY
-    summary = Summary.model_validate(parse_json(path.read_text(encoding="utf-8")))
+    results = parser.parse_args().results
+    summary = summary_in(results)
     before, found = shipped_verdicts(), committed_verdicts(summary)
     if not summary.scale or not found:
-        parser.error(f"{path} has no verdicts of one scale by five seeds or more")
+        parser.error(f"{results} has no verdicts of one scale by five seeds or more")
     scales = {**before.scales, summary.scale: found}
     write_json(PATH, before.model_copy(update={"scales": scales}).model_dump(by_alias=True))
-    print(f"{len(found)} verdicts at {summary.scale}: in {PATH}")
+    README.write_text(readme_with(README.read_text("utf-8"), statement_table(committed_summaries())), "utf-8")
+    print(f"{len(found)} verdicts at {summary.scale}: in {PATH}; statements: in {README}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import re
 import pytest
 from test_coverage import stated_claims
 
+from benchmarks.committed import README, committed_summaries, readme_with, statement_table
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.paper import PaperStatement, statements
 from sinklab.experiments.quantities import quantity
@@ -51,3 +52,9 @@ def test_a_number_is_that_of_a_cell_and_stands_in_what_the_paper_says(statement:
 def test_a_caveat_is_one_sentence() -> None:
     for one in statements():
         assert re.fullmatch(r"[^.]([^.]|\.\d)*\.", one.caveat), one.caveat
+
+
+def test_the_readme_has_the_verdicts_of_the_committed_results() -> None:
+    text = README.read_text("utf-8")
+    assert text == readme_with(text, statement_table(committed_summaries()))
+    assert "| claims at tiny |" in text
