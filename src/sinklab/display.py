@@ -1,6 +1,6 @@
-"""Functions behind `Measurement.plot()` and the HTML view of a `Measurement` in notebooks.
+"""Rendering functions of `Measurement`: `chart` for `plot()`, and `html` for the HTML view in notebooks.
 
-`sinklab/__init__.py` assigns functions of `report/` to these names, so that `measuring/` does not import `report/`.
+`sinklab/__init__.py` sets them to functions of `report/`, so that `measuring/` does not import `report/`.
 """
 
 from collections.abc import Callable

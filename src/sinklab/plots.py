@@ -1,4 +1,4 @@
-"""Description of chart axes; `report/charts.py` draws the charts."""
+"""Specification of chart axes; `report/charts.py` draws the charts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class PlotAxis:
         scale: kind of scale; "auto" is logarithmic if all values are above 0 and span more than a factor of 30.
         zero: whether a linear scale includes 0.
         at_least: smallest allowed maximum of the scale, so that noise does not look like an effect; None for no limit.
-        domain: fixed ends of the scale; None if the ends depend on the data.
+        domain: minimum and maximum of the scale; None to compute them from the data.
         constant: absolute value below which a symlog scale is approximately linear.
         format: number format of axis labels, in d3's notation; None for the default of the scale type.
         precision: number format of tooltips, in d3's notation.
-        ticks: tick positions; None for those that the library chooses.
+        ticks: tick positions; None for Vega's default.
         whole: whether all values are integers, so that ticks are integers too.
     """
 

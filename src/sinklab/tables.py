@@ -1,7 +1,7 @@
-"""Tables of results, which can be rendered in the terminal, in HTML and in Markdown.
+"""Result tables, rendered in the terminal, in HTML or in Markdown.
 
 `commands/terminal/tables.py` renders them in the terminal, `report/templates/table.html.j2` in HTML. Cells contain
-numbers. The column's format converts them to the same text in every output.
+unformatted numbers or text; the column's format specification is applied to the numbers in every output.
 """
 
 import math
@@ -17,7 +17,7 @@ SINK_1 = "Sink₁"
 
 
 def number_text(value: float | None, form: str = "") -> str:
-    """Format a number by a specification such as `,.2f`. None is an en dash, infinity is `∞`, and 0 has no sign."""
+    """Format a number by a specification such as `,.2f`; None is `–`, infinity `∞`, and a rounded 0 has no sign."""
     if value is None:
         return NOTHING
     if isinstance(value, float) and math.isinf(value):
@@ -30,7 +30,7 @@ NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "ei
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a count with a noun: `no runs`, `one run`, `three runs`, `17 runs`. Counts up to twelve are in words."""
+    """Format a count with a noun: `no runs`, `one run`, `three runs`, `17 runs`. Counts up to 12 are spelled out."""
     word = NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else str(number)
     return f"{word} {noun}{'' if number == 1 else 's'}"
 
@@ -42,8 +42,7 @@ class TableCell:
     Attributes:
         value: number (formatted by its column) or text; None for a missing value.
         note: small text after the value, such as the spread over seeds.
-        tone: verdict or `warn`, which determines the colour of the cell. In HTML, only cells of text columns after the
-            row names are coloured.
+        tone: style of the cell: a verdict or `warn`. In HTML, only text columns other than the row header are styled.
         link: hyperlink target; ignored in the terminal.
     """
 
@@ -65,7 +64,7 @@ class TableColumn:
         unit: unit, shown below the title.
         form: format specification of the numbers.
         text: whether cells are text, which is left-aligned and wrapped. Leading text columns name the rows.
-        help: longer explanation of the column. Only the leaderboard shows it, in the notes below the table.
+        help: explanation of the column for the notes below a table; used only by the leaderboard.
     """
 
     title: str
@@ -113,7 +112,7 @@ class Table:
         ]
 
     def without_empty_columns(self) -> "Table":
-        """Return a copy without empty columns; columns that name the rows are kept."""
+        """Return a copy without empty columns; leading text columns (`names`) are always kept."""
         kept = [
             at
             for at in range(len(self.columns))
@@ -135,7 +134,7 @@ def table_of(
     notes: Sequence[str] = (),
     key: str = "",
 ) -> Table:
-    """Return a table with one row per item. Each column is paired with a function from an item to the cell's value."""
+    """Build a table with one row per item; each column is paired with a function that maps an item to its value."""
     rows = [[value(item) for _, value in columns] for item in items]
     return Table(title, [column for column, _ in columns], rows, notes, key)
 
@@ -151,7 +150,7 @@ def numbers(form: str, *titles: str, unit: str = "") -> list[TableColumn]:
 
 
 def markdown(table: Table) -> str:
-    """Return the table in Markdown, without title, units and notes. Markdown and HTML markup in cells is escaped."""
+    """Render a table in Markdown, without title, units and notes. Markdown and HTML markup in cells is escaped."""
     lines = [_row(column.title for column in table.columns), _row("---" for _ in table.columns)]
     lines += [_row(" ".join(filter(None, (text, cell.note))) for text, cell in row) for row in table.cells()]
     return "\n".join(lines)
@@ -162,7 +161,7 @@ def _row(texts: Iterable[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape Markdown and HTML markup in a text and return it as one line."""
+    """Escape Markdown and HTML markup, and collapse whitespace, including newlines, to single spaces."""
     plain = " ".join(text.split()).replace("\\", "\\\\")
     for character in "|`*_[]":
         plain = plain.replace(character, f"\\{character}")

@@ -96,7 +96,7 @@ def test_random_keys_keep_the_budget_and_never_take_a_key_back() -> None:
 
 
 def test_a_cache_keeps_fewer_first_keys_than_it_holds() -> None:
-    with pytest.raises(InputError, match="keep fewer keys"):
+    with pytest.raises(InputError, match="set 0 or more, below the cache size"):
         RollingCache(4, 4)
 
 

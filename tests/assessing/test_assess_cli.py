@@ -220,7 +220,7 @@ def test_other_settings_are_refused(made: tuple[Path, Path], run: Run, tmp_path:
     before = (tmp_path / "a" / "assessment.json").read_bytes()
     status, _, err = on_one_line(run)(*call, *SMALL[:-1], 5)
     assert status == 2
-    assert "with other settings (budgets is [6] there and [5] now)" in err
+    assert "with other settings (budgets is [6], requested [5])" in err
     assert (tmp_path / "a" / "assessment.json").read_bytes() == before
 
 
@@ -243,7 +243,7 @@ def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
     small = {"sequences": 2, "stream_length": 24, "caches": (8,), "length": 16, "budgets": (6,)}
     unasked = assess(str(directory), text, AssessOptions(**small), out=out)
     assert {*unasked.results, "length"} == set(USUAL)
-    assert unasked.skipped["length"].endswith("takes long: pass --parts length to include it")
+    assert unasked.skipped["length"].endswith("is slow: pass --parts length to include it")
     for parts in (("length",), ()):
         named = assess(str(directory), text, AssessOptions(parts=parts, **small), out=out)
         assert set(named.results) == set(USUAL)
@@ -253,11 +253,11 @@ def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--cache", 25, "--stream-length", 24), "fewer than the cache holds"),
+        (("--cache", 25, "--stream-length", 24), "so the cache would never be full"),
         (("--cache", 1), "--cache 1: Input should be greater than or equal to 2"),
-        (("--keep", 8, "--cache", 8), "the smallest cache holds 8 keys; keep fewer, or set a larger --cache"),
+        (("--keep", 8, "--cache", 8), "the smallest cache has only 8 keys: set a smaller --keep or a larger --cache"),
         (("--length", 999), "exceeds the context"),
-        (("--stream-length", 100), "cannot read beyond 64 tokens"),
+        (("--stream-length", 100), "is limited to 64 tokens"),
         (("--positions", "cache"), "set --positions text"),
         (
             ("--parts", "length"),
@@ -299,7 +299,7 @@ def test_a_part_that_turns_out_not_to_apply_is_skipped_or_refused_if_it_was_name
     call = (str(model), text, AssessOptions(parts=("heads", "writer"), sequences=2, length=16))
     found = assess(*call, out=tmp_path / "a", where_possible=True)
     assert list(found.results) == ["heads"]
-    assert found.skipped["writer"].startswith("no weight was found by which the feed-forward part of block ")
+    assert found.skipped["writer"].startswith("no weight was found that writes channel ")
     assert load_assessment(tmp_path / "a" / "assessment.json") == found
     named = ("--parts", "writer", "--sequences", 2, "--length", 16)
     status, _, err = on_one_line(run)("assess", model, "--text", text, *named)

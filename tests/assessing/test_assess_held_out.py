@@ -31,7 +31,7 @@ def test_a_model_that_is_no_run_needs_a_text(run: Run, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "gpt2")
     status, out, err = on_one_line(run)("assess", model, "--out", tmp_path / "a")
     assert (status, out) == (2, "")
-    assert "--text is needed" in err
+    assert "--text is required" in err
     assert not (tmp_path / "a").exists()
 
 

@@ -172,7 +172,7 @@ def test_a_residual_that_cannot_be_is_refused() -> None:
     why = KVCache.refusal(small(attention={"operation": {"kind": "differential"}}), recent)  # type: ignore[arg-type]
     assert "cannot be edited" in str(why)
     why = KVCache.refusal(small(attention={"mask": {"kind": "prefix", "length": 3}}), recent)  # type: ignore[arg-type]
-    assert "its queries attend to later keys" in str(why)
+    assert "queries attend to later keys" in str(why)
     with pytest.raises(InputError, match="--residual 20: Input should be a multiple of 32"):
         AssessOptions(residual=20)
     model = SimpleNamespace(adapter=small(), name="one")
@@ -238,7 +238,7 @@ def test_a_learned_token_in_front_is_spared_with_the_first() -> None:
 def test_a_latent_cache_is_refused() -> None:
     for adapter in (small("latent"), adapt(pair_of("deepseek-v3, other value width")[0])):
         why = KVCache.refusal(adapter, AssessOptions())  # type: ignore[arg-type]
-        assert why == "its cache holds one latent for all heads, not keys and values"
+        assert why == "the KV cache contains latent vectors (MLA) instead of keys and values"
     assert KVCache.refusal(small(), AssessOptions()) is None  # type: ignore[arg-type]
 
 

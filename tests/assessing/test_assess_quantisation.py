@@ -238,7 +238,7 @@ def test_models_with_experts_are_refused() -> None:
         layer.mlp.experts = Routed(GROUPED["hidden_size"], 4)
     with torch.no_grad():
         one.hidden(TOKENS)
-    assert "reads only some of the tokens" in str(Quantisation.refusal(one, None))  # type: ignore[arg-type]
+    assert "processes only some of the tokens" in str(Quantisation.refusal(one, None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("variant", ASSESSED)

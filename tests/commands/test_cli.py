@@ -143,7 +143,7 @@ def test_a_step_is_replayed_and_reported(run: Run, text: Path, tmp_path: Path) -
     assert "first non-finite tensor: none" in out
     status, out, err = run("train", "tiny", *settings(text), "--out", "one", "--replay", 9, "--json")
     assert (status, out) == (2, "")
-    assert "the run has the steps 1..8" in err
+    assert "the run has steps 1..8" in err
 
 
 def test_lab_trains_three_models_and_judges_them(run: Run, text: Path, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_prepared_data_can_be_trained_on(run: Run, text: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["train", "nowhere.yaml"], "no recipe at nowhere.yaml"),
+        (["train", "nowhere.yaml"], "recipe nowhere.yaml not found"),
         (["train", "tiny", "--set", "model.layer=3"], "model.layer: unknown key"),
         (["train", "tiny", "--set", "data.source=missing.txt"], "missing.txt"),
         (["lab", "--text", "missing.txt"], "missing.txt"),
@@ -227,7 +227,7 @@ def test_ctrl_c_saves_and_the_same_call_continues(text: Path, tmp_path: Path) ->
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
     assert process.wait() == 130
-    assert "Run the same command again to continue" in rest
+    assert "Run the same command again to resume" in rest
     saved = sorted((tmp_path / "one" / "checkpoints").iterdir())
     assert int(saved[-1].name.removeprefix("step_")) >= 4
     process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)

@@ -50,7 +50,7 @@ def test_a_file_without_a_recipe_is_no_recipe(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [((), "--text is needed"), (("--text", "blank.txt"), "blank.txt contains no text")]
+    ("text", "said"), [((), "--text is required"), (("--text", "blank.txt"), "blank.txt contains no text")]
 )
 def test_a_model_is_not_loaded_to_be_assessed_without_text(
     run: Run, tmp_path: Path, text: tuple[str, ...], said: str
@@ -102,4 +102,4 @@ def test_an_environment_of_another_form_is_named(run: Run, tmp_path: Path) -> No
     for content in ("[1]", '{"hash": 1}', '{"hash": "0", "continues": [1]}'):
         (trained / "env.json").write_text(content)
         _, _, err = on_one_line(run)("measure", trained, "--text", text, *FEW)
-        assert "env.json cannot be read (it does not contain the hash of a run)" in err
+        assert "env.json cannot be read (it does not contain a run hash)" in err

@@ -235,7 +235,7 @@ def test_a_preparation_replaces_no_file_of_the_users(run: Run, tmp_path: Path, n
     path.write_text(NOTES)
     status, _, err = run("data", "prepare", "texts", "--tokenizer", "train:300", "--out", "mine")
     assert status == 2
-    assert f"mine/{name.split('/')[0]} exists and was not written by a preparation" in err
+    assert f"mine/{name.split('/')[0]} exists and was not written by data preparation" in err
     assert path.read_text() == NOTES
     assert [file for file in (tmp_path / "mine").rglob("*") if file.is_file()] == [path]
 
@@ -253,7 +253,7 @@ def test_a_preparation_replaces_no_file_put_beside_the_lock_of_a_failed_one(
     path.write_text(NOTES)
     status, _, err = run(*call)
     assert status == 2
-    assert "exists and was not written by a preparation" in err
+    assert "exists and was not written by data preparation" in err
     assert path.read_text() == NOTES
 
 

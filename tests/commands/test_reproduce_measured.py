@@ -67,7 +67,7 @@ def test_the_papers_models_stand_on_the_page_and_in_the_terminal_as_rows_of_thei
     status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 1)
     assert status == 0, err
     page = Path("runs/models/gpt2/mine/report.html").read_text(encoding="utf-8")
-    assert "The paper’s values for other models" in page
+    assert "The paper’s values by model" in page
     for shown in (out, page):
         assert "LLaMA3-8B Base" in shown
         assert "99.02" in shown
@@ -126,7 +126,7 @@ def test_a_preview_measures_nothing(run: Run) -> None:
         (("table_1", "--model", "gpt2", "--text", "none.jsonl"), "none.jsonl"),
         (("mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--steps", 5), "--steps applies to training"),
         (("mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--scale", "60m"), "--scale 60m applies to training"),
-        (("mine.yaml", "table_4", "--model", "gpt2"), "and table_4 trains its own: run them one after the other"),
+        (("mine.yaml", "table_4", "--model", "gpt2"), "and table_4 trains its own: run them in separate commands"),
         (("table_4", "--model", "gpt2"), "remove --model"),
     ],
 )

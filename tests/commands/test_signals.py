@@ -27,7 +27,7 @@ RECIPE = {
     "metric": {"sequences": 4, "length": 16},
 }
 STATUSES = [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
-SAYS = "interrupted; finished work is kept. Run the same command again to continue."
+SAYS = "interrupted; finished work is saved. Run the same command again to resume."
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_measuring_ends_with_the_status_that_says_call_again(
     asked = Command(args, tmp_path / "asked.log", kill=kill)
     assert asked.wait() == 75, asked.printed()
     assert asked.printed().endswith(
-        "interrupted; unfinished results were not kept. Run the same command again to start over.\n"
+        "interrupted; unfinished results were not saved. Run the same command again to start over.\n"
     )
 
 
@@ -177,7 +177,7 @@ def test_a_signal_within_a_callback_that_drops_exceptions_is_not_lost(number: in
     ("settings", "says"),
     [
         (["--set", "model.layer=3"], "model.layer: unknown key"),
-        (["--set", "train.batch_size=3"], "batch_size 3 cannot be shared equally"),
+        (["--set", "train.batch_size=3"], "batch_size 3 is not a multiple of the number of processes"),
         (["--set", "data.source=nowhere.txt"], "nowhere.txt"),
         (["--steps", "3"], "No such option"),
     ],
@@ -234,7 +234,7 @@ def test_a_signal_that_comes_late_does_not_end_in_a_traceback(
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert ended.value.code == 75
-    assert "interrupted; unfinished results were not kept" in " ".join(capsys.readouterr().err.split())
+    assert "interrupted; unfinished results were not saved" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -29,9 +29,9 @@ def test_a_config_is_read_back_unchanged():
         ({"fixed_token": {"positions": [-1]}}, ["fixed_token.positions", "0-based"]),
         ({"fixed_token": {"positions": [1, 1]}}, ["fixed_token.positions", "distinct"]),
         ({"random_tokens": {"start": 4, "end": 4}}, ["random_tokens", "end must be greater than start"]),
-        ({"fixed_token": {"positions": [2]}, "random_tokens": {"start": 1, "end": 3}}, ["both write position 2"]),
-        ({"bos": True, "fixed_token": {"positions": [0]}}, ["bos", "begin at position 1"]),
-        ({"bos": True, "random_tokens": {"start": 0, "end": 1}}, ["bos", "begin at position 1"]),
+        ({"fixed_token": {"positions": [2]}, "random_tokens": {"start": 1, "end": 3}}, ["both replace position 2"]),
+        ({"bos": True, "fixed_token": {"positions": [0]}}, ["bos", "at position 1"]),
+        ({"bos": True, "random_tokens": {"start": 0, "end": 1}}, ["bos", "at position 1"]),
         ({"token_bugdet": 5}, ["token_bugdet", "not permitted"]),
     ],
 )

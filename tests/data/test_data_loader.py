@@ -138,22 +138,22 @@ def test_validation_goes_once_through_the_shard_in_order():
     batches = [it.batch(i) for i in range(len(it))]
     assert [len(batch) for batch in batches] == [30, 30, 30, 10]
     assert torch.cat(batches).flatten().tolist() == TOKENS.tolist()
-    with pytest.raises(IndexError, match="does not wrap around"):
+    with pytest.raises(IndexError, match="batch 4 is out of range"):
         it.batch(4)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="any index >= 0 for training"):
         loader().batch(-1)
 
 
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"context": 1000}, "training text has 1,000 tokens and one chunk needs 1,001"),
+        ({"context": 1000}, "training data has 1,000 tokens, but one chunk needs 1,001"),
         (
             {"context": 1001, "bos": True, "shuffle": False},
-            "validation text has 1,000 tokens and one chunk needs 1,001",
+            "validation data has 1,000 tokens, but one chunk needs 1,001",
         ),
-        ({"context": 9, "token_budget": 9}, "training text has 9 tokens and one chunk needs 10"),
-        ({"token_budget": 1001}, "token_budget is 1,001 and the training shard has 1,000"),
+        ({"context": 9, "token_budget": 9}, "training data has 9 tokens, but one chunk needs 10"),
+        ({"token_budget": 1001}, "token_budget is 1,001, but the training shard has 1,000"),
         ({"fixed_token": FixedToken(positions=[10])}, "fixed_token.positions has 10.*positions 0..9"),
         ({"fixed_token": FixedToken(token_id=1002, positions=[0])}, "token_id is 1002.*ids are 0..1001"),
         ({"random_tokens": RandomTokens(start=0, end=11)}, "random_tokens.end is 11.*positions 0..9"),

@@ -142,7 +142,7 @@ def test_a_truncated_or_missing_shard_is_reported(source: str, tmp_path: Path, n
     out = tmp_path / "out"
     prepare(source, "train:300", out)
     (out / name).write_bytes((out / name).read_bytes()[:-2])
-    with pytest.raises(SinklabError, match=rf"{name} has .* bytes where .* Delete the folder"):
+    with pytest.raises(SinklabError, match=rf"{name} has .* bytes, expected .* Delete the folder"):
         TokenDataset(out)
     (out / name).unlink()
     with pytest.raises(SinklabError, match=rf"{name} is missing.*Delete the folder"):

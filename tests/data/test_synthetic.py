@@ -81,8 +81,8 @@ def test_every_document_fills_one_chunk(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ("synthetic:copy", "unknown task 'copy'; choose from bigram_backcopy, trigger_average"),
-        ("synthetic:trigger_average:length=1", "'length=1' is not one of length=N with N at least 4"),
-        ("synthetic:trigger_average:size=9", "'size=9' is not one of"),
+        ("synthetic:trigger_average:length=1", "invalid option 'length=1': use length=N with N at least 4"),
+        ("synthetic:trigger_average:size=9", "invalid option 'size=9': use"),
     ],
 )
 def test_a_wrong_source_is_refused(source: str, message: str) -> None:
@@ -91,9 +91,9 @@ def test_a_wrong_source_is_refused(source: str, message: str) -> None:
 
 
 def test_synthetic_text_needs_its_own_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="require each other"):
+    with pytest.raises(InputError, match="require the tokenizer words"):
         load_recipe("tiny", ["data.source=synthetic:bigram_backcopy"])
-    with pytest.raises(InputError, match="require each other"):
+    with pytest.raises(InputError, match="require the tokenizer words"):
         prepare("synthetic:bigram_backcopy:documents=20", "train:300", tmp_path)
 
 

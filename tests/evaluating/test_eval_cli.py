@@ -129,7 +129,7 @@ def test_what_is_scored_is_kept_and_other_settings_are_refused(made: Made, run: 
     assert (status, "hellaswag: 4 items (kept)" in err) == (0, True)
     status, _, err = on_one_line(run)(*call, "--limit", 5)
     assert status == 2
-    assert "with other settings (limit of hellaswag is 4 there and 5 now)" in err
+    assert "with other settings (limit of hellaswag is 4, requested 5)" in err
     assert (directory / "evaluation.json").read_bytes() == before
     assert load_scores(directory / "evaluation.json").tasks["hellaswag"].items == 4
 
@@ -145,7 +145,7 @@ def test_a_sink_on_one_text_is_not_returned_for_another(made: Made, run: Run, tm
     for options, now in ((("--text", other), text_hash(other)), ((), None)):
         status, _, err = on_one_line(run)(*call, *options)
         assert status == 2
-        assert f"with other settings (text of hellaswag is {text_hash(first)} there and {now} now)" in err
+        assert f"with other settings (text of hellaswag is {text_hash(first)}, requested {now})" in err
 
 
 @pytest.mark.parametrize(

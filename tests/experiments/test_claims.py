@@ -58,7 +58,7 @@ def test_a_reference_takes_the_comparison_of_the_claim_that_it_names(tmp_path: P
     [
         ("nobody.none", "there is no shipped experiment 'nobody'"),
         ("table_6.nothing", "there is no such claim"),
-        ("mine.too", "that claim refers to mine.none itself"),
+        ("mine.too", "this is a reference to mine.none itself"),
     ],
 )
 def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_pa
         ({"changed": "later"}, "changed"),
         ({"stated": "soon"}, "stated"),
         ({"evidence": "strong"}, "evidence"),
-        ({"asks_massive": "nobody"}, "uses cell 'nobody', which does not exist, in its check or for asks_massive"),
+        ({"asks_massive": "nobody"}, "refers to unknown cell 'nobody' in its check or in asks_massive"),
         ({"scales": ["large"]}, "scales"),
     ],
 )  # fmt: skip

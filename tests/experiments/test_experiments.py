@@ -106,12 +106,12 @@ def test_an_experiment_that_is_named_is_listed_in_full(run: Run, tmp_path: Path)
     ("change", "said"),
     [
         (("sigmoid: sigmoid", "sigmoid: sigmod"), "cells.sigmoid: unknown variant 'sigmod'"),
-        (("cell: sigmoid", "cell: other"), "claim learns uses cell 'other', which does not exist"),
-        (("sigmoid: sigmoid", "a/b: sigmoid"), "'a/b' cannot name a cell or change: use a folder name"),
+        (("cell: sigmoid", "cell: other"), "claim learns refers to unknown cell 'other'"),
+        (("sigmoid: sigmoid", "a/b: sigmoid"), "'a/b' is not a valid cell or change name: use a folder name"),
         (("title:", "titel:"), "titel"),
         (('"Three ways"', "[3"), "cannot be loaded"),
         (("weight_decay: 0.5", "weight_decay: much"), "cell decayed of mine is not a valid recipe: optim.weight_decay"),
-        (("base: small.yaml", "base: nothing"), "no recipe at nothing"),
+        (("base: small.yaml", "base: nothing"), "recipe nothing not found"),
     ],
 )
 def test_a_file_that_says_something_impossible_is_refused(run: Run, change: tuple[str, str], said: str) -> None:

@@ -68,13 +68,13 @@ def test_a_matrix_has_a_row_per_cell_and_a_column_per_combination() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"cells": {"text": {"inputs": "natural"}}, "base": {}}, "changes apply to trained cells only"),
+        ({"cells": {"text": {"inputs": "natural"}}, "base": {}}, "changes apply only to trained cells"),
         ({"changes": {"decay": {}}}, "each axis needs named values"),
         ({"changes": {"decay": ["small", "large"]}}, "each axis needs named values"),
         ({"changes": {"decay": {0.5: SMALL}}}, "whose keys are text"),
         ({"cells": {1: {}}}, "whose keys are text"),
-        ({"changes": {"decay": {"a/b": SMALL}}}, "with no /"),
-        ({"changes": {"decay": {"a+b": SMALL}}}, "cannot name a value in changes"),
+        ({"changes": {"decay": {"a/b": SMALL}}}, "without / or"),
+        ({"changes": {"decay": {"a+b": SMALL}}}, "is not a valid name of a value in changes"),
         ({"baseline": "softmax"}, "baseline 'softmax' is not a cell"),
     ],
 )

@@ -311,9 +311,9 @@ OVER_DOMAINS = {"is": "alike_over_domains", "value": "sink_1", "cell": "natural"
             {"claims": [{"id": "a", "text": "..", "check": OVER_DOMAINS}]},
             "compares domains, but the experiment does not set `each`",
         ),
-        ({"each": "domain", "cells": {"random": {"inputs": "random"}}}, "needs inputs: natural"),
+        ({"each": "domain", "cells": {"random": {"inputs": "random"}}}, "must set inputs: natural"),
         ({"cells": {"natural": {"inputs": "natural", "eps": 2}}}, "eps"),
-        ({"columns": ["sinks"]}, "there is no quantity 'sinks'"),
+        ({"columns": ["sinks"]}, "unknown quantity 'sinks'"),
         ({"scale": "tiny"}, "scale"),
     ],
 )
@@ -336,5 +336,5 @@ def test_draws_that_may_share_pieces_of_the_text_are_not_taken_for_disjoint_ones
     request = tmp_path / "natural" / "seed_0" / "request.json"
     asked = json.loads(request.read_text(encoding="utf-8"))
     request.write_text(json.dumps({**asked, "drawn_text": True}), encoding="utf-8")  # as it was kept earlier
-    with pytest.raises(InputError, match=r"other settings \(drawn_text is True there and disjoint now\)"):
+    with pytest.raises(InputError, match=r"other settings \(drawn_text is True, requested disjoint\)"):
         measure_experiment(made({"natural": {}}), [gpt2], text, 2, out=tmp_path)

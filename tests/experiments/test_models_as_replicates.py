@@ -134,9 +134,9 @@ def test_the_price_of_models_is_two_bytes_for_each_parameter_in_their_names() ->
     [
         ({"a": {"models": ["x", "y"]}, "b": {}}, "cells 'a' and 'b' differ in the number of `models`: set"),
         ({"a": {"models": ["x", "y"]}, "b": {"models": ["x"]}}, "cells 'a' and 'b' differ in the number of `models`"),
-        ({"a": {"models": ["x", "x"]}}, "names a model twice"),
+        ({"a": {"models": ["x", "x"]}}, "lists a model twice"),
         ({"a": {"revision": "step1"}}, "require `models`"),
-        ({"a": {"models": ["x"], "model": "chat"}}, "use neither `model: chat` there"),
+        ({"a": {"models": ["x"], "model": "chat"}}, "remove `model: chat` from the cell"),
     ],
 )
 def test_cells_whose_replicates_cannot_be_compared_are_refused(cells: dict[str, Any], said: str) -> None:
@@ -155,5 +155,5 @@ def test_a_model_with_the_revision_of_the_cell_and_without_one_is_named_twice() 
 def test_models_that_an_experiment_does_not_take_are_refused() -> None:
     with pytest.raises(InputError, match="has a fixed list of models: remove --model a"):
         of_given_models(load_experiment("outlier_safe"), ("a", "b"))
-    with pytest.raises(InputError, match="pass several --model"):
+    with pytest.raises(InputError, match="pass at least two --model"):
         of_given_models(load_experiment("polypythias"), ("a",))

@@ -99,7 +99,7 @@ def test_runs_of_other_steps_stay_and_are_not_in_the_summary(run: Run) -> None:
     assert run("reproduce", "mine.yaml", *OPTIONS)[0] == 0
     status, _, err = run("reproduce", "other.yaml", *OPTIONS, "--steps", 2)
     assert status == 0
-    assert "not in this summary, as their scale, steps or text differ: mine" in err
+    assert "not in this summary, because scale, steps or text differ: mine" in err
     assert list(summary_of(Path("runs/tiny"))["experiments"]) == ["other"]
     assert len(records(Path("runs/tiny"))) == 6 + 2
 
@@ -121,7 +121,7 @@ def test_a_dry_run_says_what_is_to_be_done_and_writes_nothing(run: Run) -> None:
     status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--dry-run")
     assert status == 0
     assert "optim.weight_decay=0.5" in out
-    assert "6 of 6 runs are to be trained, 2 at a time" in out
+    assert "6 of 6 runs will be trained, 2 at a time" in out
     assert set(Path().rglob("*")) == before
     assert run("reproduce", "mine.yaml", *OPTIONS, "--seeds", 1)[0] == 0
     status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--dry-run", "--json")
@@ -136,7 +136,7 @@ def test_a_dry_run_says_what_is_to_be_done_and_writes_nothing(run: Run) -> None:
 def test_a_dry_run_for_a_cluster_tells_no_time_of_this_machine(run: Run, engine: str) -> None:
     status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--engine", engine, "--dry-run")
     assert status == 0
-    assert f"6 of 6 runs are to be trained by {engine}, as many at a time as it allows; the time per run" in out
+    assert f"6 of 6 runs will be trained by {engine}, which limits the number of concurrent runs; the time" in out
     assert "2 at a time" not in out
     status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--engine", engine, "--dry-run", "--json")
     ahead = json.loads(out)
@@ -178,7 +178,7 @@ def test_a_run_that_was_edited_is_named_and_not_trained_again(run: Run) -> None:
         file.write("# looked at\n")
     status, _, err = run("reproduce", "other.yaml", *OPTIONS)
     assert status == 0
-    assert f"{directory} was changed after its run ended (recipe.yaml)" in err
+    assert f"{directory} was modified after the run ended (recipe.yaml)" in err
     assert records(Path("runs/tiny")) == before
     assert summary_of(Path("runs/tiny"))["cells"]["gate"]["runs"][0]["edited"] == ["recipe.yaml"]
 
@@ -189,7 +189,7 @@ def test_a_finished_run_that_has_lost_its_metrics_is_named_and_the_others_are_su
     (directory / "metrics.jsonl").unlink()
     status, _, err = run("reproduce", "other.yaml", *OPTIONS)
     assert status == 0
-    assert f"{directory} was changed after its run ended (metrics.jsonl)" in err
+    assert f"{directory} was modified after the run ended (metrics.jsonl)" in err
     cells = summary_of(Path("runs/tiny"))["cells"]
     assert [cells[name]["seeds"] for name in ("softmax", "gate")] == [1, 0]
     assert cells["gate"]["runs"][0]["status"] == "unfinished"

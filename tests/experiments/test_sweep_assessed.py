@@ -70,7 +70,7 @@ def test_a_run_that_was_assessed_on_another_text_is_left_as_it_is(run: Run) -> N
     status, out, err = on_one_line(run)("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1, "--json")
     assert status == 0
     assert "was not assessed" in err
-    assert "was made on a text other than the run's own" in err
+    assert "was computed on a text other than the run's" in err
     assert path.read_bytes() == before
     named = path.parent.name.split("-")[0]
     assert "streamed_gap_0" not in json.loads(out)["cells"][named]["runs"][0]["values"]

@@ -55,7 +55,7 @@ def folder(run: Run) -> Run:
     [
         (
             ["tuned.yaml"],
-            "tuned fine-tunes its models on conversations, and none were given: pass a .jsonl file as --data",
+            "tuned fine-tunes its models on conversations: pass them with --data, as a .jsonl file",
         ),
         (["figure_30"], "figure_30 fine-tunes its models on conversations"),
         (["tuned.yaml", "slowly.yaml", "--data", "chats.jsonl"], "tuned and slowly differ in `tune`"),
@@ -124,9 +124,9 @@ def test_an_earlier_tuning_with_other_settings_or_conversations_is_refused(tmp_p
     chats = data_dir / "chat" / "messages.jsonl"
     assert asked is not None
     check_tuned(COMMITTED[0], asked, chats)
-    with pytest.raises(InputError, match=r"lr is 0\.0004 there and 0\.001 now"):
+    with pytest.raises(InputError, match=r"lr is 0\.0004, requested 0\.001"):
         check_tuned(COMMITTED[0], TuneOptions(lr=0.001, epochs=4), chats)
-    with pytest.raises(InputError, match=r"steps is 52 there and 13 now"):
+    with pytest.raises(InputError, match=r"steps is 52, requested 13"):
         check_tuned(COMMITTED[0], TuneOptions(lr=0.0004, eval_every=5, save_every=5), chats)
     with pytest.raises(InputError, match="data is "):
         check_tuned(COMMITTED[0], asked, sheep_chats(tmp_path / "chats.jsonl"))

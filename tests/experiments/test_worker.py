@@ -159,7 +159,7 @@ def test_a_run_that_fails_otherwise_is_tried_again(tmp_path: Path) -> None:
     (planned.directory / "metrics.jsonl").write_text("mine")
     ended = trained(planned)
     assert ended.kind == "failed"
-    assert "has metrics.jsonl but no env.json of a run" in ended.message
+    assert "has metrics.jsonl but no env.json" in ended.message
     assert read_record(planned.directory) is None
     (planned.directory / "metrics.jsonl").unlink()
     assert trained(planned).kind == "done"

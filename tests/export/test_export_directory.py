@@ -114,7 +114,7 @@ def test_runs_that_cannot_be_exported_are_refused_in_a_sentence(
         (with_bos[0], "file", "file is a file, so file cannot be a directory: choose a new one"),
         (with_bos[0], "file/below", "file is a file, so file/below cannot be a directory"),
         ("nowhere", "new", "nowhere is not a run directory: it has no recipe.yaml"),
-        ("begun", "new", "begun has no checkpoint yet"),
+        ("begun", "new", "begun has no checkpoint"),
     ):
         status, out, err = command("export", there, target)
         assert (status, out) == (2, "")

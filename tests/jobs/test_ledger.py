@@ -24,9 +24,7 @@ def test_a_torn_line_is_lost_alone(tmp_path: Path) -> None:
 def test_results_of_another_request_are_refused_with_the_setting_that_differs(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     LineLedger(path, "answers", REQUEST).add({"first": 1})
-    with pytest.raises(
-        InputError, match=r"contains answers with other settings \(dtype is auto there and float32 now\)"
-    ):
+    with pytest.raises(InputError, match=r"contains answers with other settings \(dtype is auto, requested float32\)"):
         LineLedger(path, "answers", {**REQUEST, "dtype": "float32"})
     check_request(path, "answers", REQUEST, {**REQUEST, "dtype": "float32"}, {"dtype"})
 

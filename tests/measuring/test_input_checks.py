@@ -340,5 +340,5 @@ def test_a_result_that_cannot_be_printed_ends_with_a_sentence() -> None:
         command = [sys.executable, "-m", "sinklab", "interventions", "--json"]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 1
-    assert "error: the result could not be printed (No space left on device)" in ended.stderr
+    assert "error: cannot write the result to stdout (No space left on device)" in ended.stderr
     assert "Traceback" not in ended.stderr

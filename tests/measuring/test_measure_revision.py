@@ -75,7 +75,7 @@ def test_models_are_compared_at_a_version_and_not_mixed_with_another(hub: Path, 
     assert [document["commit"] for document in documents] == [COMMITS["step3"]] * 2
     again = sinklab(hub, "compare", *models, *OPTIONS, "--out", str(tmp_path))
     assert again.returncode == 2
-    assert "other settings (revision is step3 there and None now)" in again.stderr
+    assert "other settings (revision is step3, requested None)" in again.stderr
 
 
 def test_several_versions_make_the_curve_of_a_training_run(hub: Path, tmp_path: Path) -> None:
@@ -112,4 +112,4 @@ def test_a_local_model_has_no_revision(tmp_path: Path) -> None:
 def test_families_have_no_revision(run: Run) -> None:
     status, _, err = run("measure", "--family", "gpt2", "--revision", "step3")
     assert status == 2
-    assert "--revision is for one MODEL" in err
+    assert "--revision applies to a single MODEL" in err

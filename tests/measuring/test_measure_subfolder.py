@@ -105,7 +105,7 @@ def test_a_subfolder_that_cannot_be_is_refused(run: Run, models: Path, model: st
 def test_families_have_no_subfolder(run: Run) -> None:
     status, _, err = run("measure", "--family", "gpt2", "--subfolder", "inner", "--dry-run")
     assert status == 2
-    assert "--subfolder is for one MODEL" in err
+    assert "--subfolder applies to a single MODEL" in err
 
 
 def test_a_model_without_a_tokenizer_is_refused(run: Run, models: Path) -> None:

@@ -76,7 +76,7 @@ def test_an_assessment_is_continued_with_a_copy_and_refused_after_a_change(model
     assess(str(with_times(place, 1)), text, HEADS, out=tmp_path / "out", observe=again)
     assert again.started == []
     change(place / "model.safetensors", -3, 1)  # of the mantissa
-    with pytest.raises(InputError, match=r"out.*contains an assessment with other settings \(files is \w+ there and"):
+    with pytest.raises(InputError, match=r"out.*contains an assessment with other settings \(files is \w+, requested"):
         assess(str(place), text, HEADS, out=tmp_path / "out")
 
 
@@ -88,5 +88,5 @@ def test_a_survey_is_continued_after_the_model_was_downloaded_again(model: Path,
     measure_domains(str(with_times(place, 1)), tmp_path / "texts", small, out=tmp_path / "out", observe=again)
     assert again.started == []
     change(place / "model.safetensors", -3, 1)
-    with pytest.raises(InputError, match=r"contains a measurement with other settings \(files is \w+ there and"):
+    with pytest.raises(InputError, match=r"contains a measurement with other settings \(files is \w+, requested"):
         measure_domains(str(place), tmp_path / "texts", small, out=tmp_path / "out")

@@ -98,7 +98,7 @@ def test_there_is_a_map_for_every_head_asked_for_and_none_shows_later_keys(drawn
         cells = drawn[key].charts[0].to_dict()["data"]["values"]
         assert all(cell["x"] <= cell["y"] for cell in cells)
         assert max(cell["y"] for cell in cells) == LENGTH // 2
-    assert "averages over squares" in drawn["map-attention"].caption
+    assert "averaged over blocks" in drawn["map-attention"].caption
 
 
 def test_numbers_of_the_figures_stand_as_text_in_the_page(folder: Path, measured: Measurement, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_page_says_where_each_run_lies_and_what_it_ran_on(lab_page: Page) ->
 
 
 def test_the_page_says_which_cells_are_measured_by_proxy_scores(lab_page: Page) -> None:
-    assert "In sigmoid, the attention scores do not sum to one" in lab_page.text
+    assert "The attention scores of sigmoid do not sum to one" in lab_page.text
 
 
 def test_the_page_shows_ablations_and_propositions_where_there_are_some(tmp_path: Path, lab_page: Page) -> None:

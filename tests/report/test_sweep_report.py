@@ -279,7 +279,7 @@ def test_a_summary_of_another_schema_is_refused_with_what_to_do(tmp_path: Path, 
     top = make_sweep(tmp_path / "tiny", {"table_2": EXPERIMENTS["table_2"]})
     document = json.loads((top / "summary.json").read_text(encoding="utf-8"))
     (top / "summary.json").write_text(json.dumps({**document, "schema": version}), encoding="utf-8")
-    with pytest.raises(InputError, match=rf"summary\.json is of schema {version}.*reads 3.*sinklab reproduce"):
+    with pytest.raises(InputError, match=rf"summary\.json has schema version {version}.*reads 3.*sinklab reproduce"):
         collect([top])
 
 

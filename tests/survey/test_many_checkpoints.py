@@ -236,14 +236,14 @@ def test_the_command_ends_in_a_table_a_document_and_a_report(
     assert json.loads(out) == json.loads((tmp_path / "out" / "checkpoints.json").read_text())
     assert "step_20: Sink_1" in err
     assert "(kept)" in err
-    assert "not measured, as the name has no step or number of tokens: final" in err
+    assert "not measured, because the name has no step or token count: final" in err
     assert (tmp_path / "out" / "report.html").is_file()
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--by-domain", "--text", "texts"], "exclude each other"),
+        (["--by-domain", "--text", "texts"], "mutually exclusive"),
         (["--family", "gpt2"], "pass a MODEL or --family"),
         (["--format", "csv", "--out", "here"], "one MODEL"),
     ],

@@ -79,7 +79,7 @@ def test_an_interrupted_call_continues_and_gives_the_same_documents(model: str, 
 def test_results_of_other_settings_are_never_mixed_in(model: str, texts: Path, tmp_path: Path) -> None:
     measure_domains(model, texts, SMALL, out=tmp_path / "out")
     with pytest.raises(
-        InputError, match=r"alpha contains a measurement with other settings \(length is 16 there and 8"
+        InputError, match=r"alpha contains a measurement with other settings \(length is 16, requested 8"
     ):
         measure_domains(model, texts, Request(sequences=4, length=8), out=tmp_path / "out")
     text_file(texts / "beta.jsonl", seed=31, documents=13)

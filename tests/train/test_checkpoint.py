@@ -97,31 +97,34 @@ def without(name: str) -> Callable[[dict[str, Tensor]], None]:
 
 HEAD = "model/head.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "weights missing": (lambda c: shard(c).unlink(), "has lost shard-"),
-    "weights cut short": (lambda c: os.truncate(shard(c), 1000), "has a damaged shard-"),
-    "weights empty": (lambda c: os.truncate(shard(c), 0), "has a damaged shard-"),
-    "a bit flipped": (lambda c: flip(shard(c)), "has a damaged shard-"),
-    "a digit of the state changed": (lambda c: flip(c / "state.json"), r"has a damaged state\.json"),
-    "state missing": (lambda c: (c / "state.json").unlink(), r"has lost state\.json"),
+    "weights missing": (lambda c: shard(c).unlink(), "lacks shard-"),
+    "weights cut short": (lambda c: os.truncate(shard(c), 1000), "has a corrupt shard-"),
+    "weights empty": (lambda c: os.truncate(shard(c), 0), "has a corrupt shard-"),
+    "a bit flipped": (lambda c: flip(shard(c)), "has a corrupt shard-"),
+    "a digit of the state changed": (lambda c: flip(c / "state.json"), r"has a corrupt state\.json"),
+    "state missing": (lambda c: (c / "state.json").unlink(), r"lacks state\.json"),
     "state no JSON": (lambda c: ((c / "state.json").write_text("{"), summed(c)), "is not readable"),
     "state of another shape": (lambda c: restate(c, "state", {"steps": 8}), "is not readable"),
     "state of another step": (lambda c: restate(c, "state", {"step": 7}), "contains the state of step 7"),
     "another run's": (lambda c: restate(c, "run_hash", "other"), "belongs to run other, not run"),
     "checksums missing": (lambda c: (c / SUMS).unlink(), f"has no {SUMS}"),
     "checksums cut short": (lambda c: os.truncate(c / SUMS, 40), "is not readable"),
-    "a stray file": (lambda c: shutil.copy(shard(c), c / "copy.safetensors"), "has copy.safetensors, which is not"),
-    "a tensor missing": (lambda c: rewritten(c, without(HEAD)), rf"{HEAD} of shape none instead of"),
+    "a stray file": (
+        lambda c: shutil.copy(shard(c), c / "copy.safetensors"),
+        "has copy.safetensors, which has no checksum",
+    ),
+    "a tensor missing": (lambda c: rewritten(c, without(HEAD)), rf"has shape none for tensor {HEAD}, expected"),
     "a moment missing": (
         lambda c: rewritten(c, without("optimizer/head.weight/exp_avg")),
-        "avg of shape none instead of",
+        "has shape none for tensor optimizer/head.weight/exp_avg, expected",
     ),
     "a tensor too many": (
         lambda c: rewritten(c, lambda t: t.update(x=torch.ones(2))),
-        r"has the tensor x of shape \(2,\) instead of none",
+        r"has shape \(2,\) for tensor x, expected none",
     ),
     "a tensor of another shape": (
         lambda c: rewritten(c, lambda t: t.update({HEAD: torch.ones(31, 15)})),
-        rf"{HEAD} of shape \(31, 15\) instead of \(31, 16\)",
+        rf"shape \(31, 15\) for tensor {HEAD}, expected \(31, 16\)",
     ),
     "nothing in it": (lambda c: (shutil.rmtree(c), c.mkdir()), f"has no {SUMS}"),
 }
@@ -183,7 +186,7 @@ def test_a_checkpoint_without_tensors_of_other_processes_is_refused(
     save_checkpoint(tmp_path, model, optimizer, TrainState(4), "run", keep=1)
     monkeypatch.setattr(tensor_store, "write_tensors", half)
     with pytest.raises(
-        SinklabError, match="lacks tensors that other processes have written: they see different folders"
+        SinklabError, match="tensors of other processes are missing: the processes see different folders"
     ):
         save_checkpoint(tmp_path, model, optimizer, TrainState(8), "run", keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
@@ -199,7 +202,7 @@ def test_a_checkpoint_without_the_middle_of_a_tensor_is_refused(
             save_file({"model/x": torch.zeros(1, 2)}, folder / f"{number}.safetensors", {"DCP_SHARDING_INFO": places})
 
     monkeypatch.setattr(tensor_store, "write_tensors", outer)
-    with pytest.raises(SinklabError, match=r"cannot save .* do not make up a tensor .*processes see different folders"):
+    with pytest.raises(SinklabError, match=r"cannot save .* do not cover its shape .*processes see different folders"):
         save_checkpoint(tmp_path, *trained(), TrainState(4), "run", keep=1)
     assert not list(tmp_path.iterdir())
 

@@ -99,7 +99,7 @@ def test_a_replay_finds_a_damaged_weight(dataset: TokenDataset, tmp_path: Path) 
     trainer._update()
     with torch.no_grad():
         trainer.model.head.weight[3, 5] = torch.nan
-    with pytest.raises(SinklabError, match="diverged at step 1: the update produced weights that are not finite"):
+    with pytest.raises(SinklabError, match="diverged at step 1: the update produced non-finite weights"):
         trainer._save()
     save_checkpoint(trainer.run.checkpoints, trainer.model, trainer.optimizer, trainer.state, trainer.run.hash, keep=1)
     assert replay(trainer.run, 2).first_not_finite == "weight head.weight"
@@ -107,7 +107,7 @@ def test_a_replay_finds_a_damaged_weight(dataset: TokenDataset, tmp_path: Path) 
 
 @pytest.mark.parametrize("step", [0, 8])
 def test_a_step_that_the_run_does_not_have_is_refused(step: int, dataset: TokenDataset, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"--replay {step}: the run has the steps 1..7"):
+    with pytest.raises(InputError, match=f"--replay {step}: the run has steps 1..7"):
         replay(open_run(recipe(), dataset, tmp_path), step)
     with pytest.raises(InputError, match="contains no run: train it first"):
         existing_run(recipe(), dataset, tmp_path / "nowhere")
@@ -154,7 +154,7 @@ def test_an_update_that_overflows_is_reported_as_diverged(rate: float, dataset: 
 
 def test_lost_evaluations_are_reported(dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Trainer(open_run(recipe(), dataset, tmp_path)).train()
-    assert "has lost" not in caplog.text
+    assert "lacks evaluations" not in caplog.text
     (tmp_path / "metrics.jsonl").unlink()
     Trainer(open_run(recipe(), dataset, tmp_path))
     assert "lacks evaluations that cannot be repeated, the first at step 0" in caplog.text
@@ -168,7 +168,7 @@ def test_lost_evaluations_are_reported(dataset: TokenDataset, tmp_path: Path, ca
 def test_damaged_metrics_are_named_in_a_sentence(garbage: bytes, dataset: TokenDataset, tmp_path: Path) -> None:
     Trainer(open_run(recipe(), dataset, tmp_path)).train()
     (tmp_path / "metrics.jsonl").write_bytes(garbage)
-    with pytest.raises(SinklabError, match=r"metrics\.jsonl, line \d, is damaged .*restore the file, or remove it"):
+    with pytest.raises(SinklabError, match=r"metrics\.jsonl, line \d, is invalid .*restore the file, or delete it"):
         Trainer(open_run(recipe(), dataset, tmp_path))
     assert (tmp_path / "metrics.jsonl").read_bytes() == garbage
 

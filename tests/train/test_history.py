@@ -40,7 +40,7 @@ def test_reports_read_evaluations_by_step_and_resumed_runs_read_them_as_written(
     ['{"step": -1}', '{"step": 1.5}', '{"step": 1, "lr": "low"}', '{"step": 1, "sink_rate": null}', '{"a": 1}', "[1]"],
 )
 def test_a_line_with_invalid_values_is_damaged(line: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2, is damaged"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2, is invalid"):
         read_history(metrics(tmp_path, f'{{"step": 0}}\n{line}\n'))
 
 
@@ -57,7 +57,7 @@ def test_a_torn_last_line_is_left_out(torn: str, read: Callable[[Path], list], t
 @pytest.mark.parametrize("read", [read_metrics, read_history])
 @pytest.mark.parametrize("text", ['{"step": 0}\nx', '{"step": 0}\n{"step": 1,\n{"step": 2}\n'])
 def test_other_damaged_lines_are_refused(text: str, read: Callable[[Path], list], tmp_path: Path) -> None:
-    with pytest.raises(SinklabError, match="line 2, is damaged"):
+    with pytest.raises(SinklabError, match="line 2, is invalid"):
         read(metrics(tmp_path, text))
 
 

@@ -118,7 +118,7 @@ def test_values_of_the_default_optimizer_need_no_name() -> None:
     ("optim", "message"),
     [
         ({"name": "lion"}, "optim.*'adamw', 'sgd', 'muon'"),
-        ({"name": "sgd", "momentum": 0.0, "nesterov": True}, "nesterov needs a momentum"),
+        ({"name": "sgd", "momentum": 0.0, "nesterov": True}, "nesterov requires a momentum"),
         ({"name": "muon", "beta": 1}, r"optim\.beta: unknown key; allowed here: name, lr, momentum"),
     ],
 )

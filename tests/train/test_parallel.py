@@ -253,7 +253,7 @@ def compile_whole_parts(world: World, args: list[str]) -> None:
 
 
 def test_a_batch_that_cannot_be_shared_equally_is_refused() -> None:
-    with pytest.raises(InputError, match="batch_size 8 cannot be shared equally by 3 processes"):
+    with pytest.raises(InputError, match="batch_size 8 is not a multiple of the number of processes, 3"):
         World(1, 3).rows(8)
     assert [World(rank, 4).rows(8) for rank in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
 
@@ -264,7 +264,7 @@ def test_every_process_uses_its_own_card_only(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sinklab.train.world.pick_device", lambda name: touched.append(name) or torch.device(name))
     assert [World(5, 8, 1).device(name).index for name in ("auto", "cuda")] == [1, 1]
     assert set(touched) == {"cuda:1"}
-    with pytest.raises(InputError, match="cuda:0 names one GPU, but there are 8 processes"):
+    with pytest.raises(InputError, match="cuda:0 is a single GPU, but there are 8 processes"):
         World(5, 8, 1).device("cuda:0")
 
 

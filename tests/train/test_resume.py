@@ -114,7 +114,7 @@ def test_a_signal_saves_and_the_status_says_whether_to_call_again(
     third = Kill(1, "update", number, time=3)
     asked = Command([*args, str(tmp_path / "run")], tmp_path / "asked.log", kill=third)
     assert asked.wait() == status
-    assert "Run the same command again to continue" in asked.printed()
+    assert "Run the same command again to resume" in asked.printed()
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert step_of(saved) == 3  # the update is finished
     again = Command([*args, str(tmp_path / "run")], tmp_path / "again.log")
@@ -145,7 +145,7 @@ def test_two_processes_with_one_killed_and_resumed_equal_the_undisturbed_two(
         pair = together([*train, str(tmp_path / "pieces")], tmp_path / part, 2, kill, victim)
         assert pair[victim].wait() == -9, pair[victim].printed()
         assert pair[1 - victim].wait() == 1, pair[1 - victim].printed()
-        assert "Run the same command again to continue" in pair[1 - victim].printed()
+        assert "Run the same command again to resume" in pair[1 - victim].printed()
     for command in together([*train, str(tmp_path / "pieces")], tmp_path / "last", size=2):
         assert command.wait() == 0, command.printed()
     assert_same_directory(tmp_path / "whole", tmp_path / "pieces")

@@ -144,7 +144,7 @@ def test_every_evaluation_has_the_speed(dataset: TokenDataset, tmp_path: Path) -
 def test_the_progress_line_has_the_speed() -> None:
     row = {"valid_loss": 3.0, "sink_rate": [2.0], "sink_rate_bias": None, "tokens_per_second": 1e6}
     assert describe(row | {"mfu": None, "stall_share": 0.001}).endswith("1,000,000 tokens/s")
-    assert describe(row | {"mfu": 0.41, "stall_share": 0.3}).endswith("41% of peak  waited for data 30%")
+    assert describe(row | {"mfu": 0.41, "stall_share": 0.3}).endswith("41% of peak  data stall 30%")
 
 
 def test_settings_that_do_not_change_the_result_keep_the_hash() -> None:

@@ -200,7 +200,7 @@ def test_a_dry_run_prints_the_cost_of_a_shipped_recipe(name: str, parameters: in
 
 
 def test_a_dry_run_refuses_the_same_recipes_as_training() -> None:
-    with pytest.raises(InputError, match="cannot be shared equally by 3 processes"):
+    with pytest.raises(InputError, match="is not a multiple of the number of processes, 3"):
         plan_of(load_recipe("60m"), torch.device("cpu"), processes=3)
 
 

@@ -94,7 +94,7 @@ def test_a_preempted_tuning_is_resumed_by_the_same_call(folder: Run, monkeypatch
     assert load_tuning(begun).chat is None
     status, _, err = folder("reproduce", "tuned.yaml", *TUNE, "--seeds", 1)
     assert status == 0
-    assert "continues after 3 of 4 updates" in err
+    assert "resumes after 3 of 4 updates" in err
     assert all(load_tuning(path).chat is not None for path in tunings())
     assert len(tunings()) == 2
 
@@ -111,6 +111,6 @@ def test_what_cannot_be_tuned_is_named_and_what_was_tuned_otherwise_refused(fold
     before = tunings()
     status, out, err = folder("reproduce", "tuned.yaml", *TUNE, "--seeds", 1)
     assert (status, out) == (2, "")
-    assert "lr is 0.01 there and 0.02 now" in err
+    assert "lr is 0.01, requested 0.02" in err
     assert tunings() == before
     assert second in before

@@ -133,10 +133,10 @@ def test_the_command_stops_with_130_and_goes_on(run: Run, tmp_path: Path, monkey
         patched.setattr(JobProgress, "__call__", lambda self, event: interrupt(event))
         status, out, err = run("sft", model, "--data", chats, "--out", "tuned", *QUICK)
     assert (status, out) == (130, "")
-    assert "finished work is kept" in err
+    assert "finished work is saved" in err
     status, out, err = run("sft", model, "--data", chats, "--out", "tuned", *QUICK)
     assert status == 0
-    assert "continues after" in err
+    assert "resumes after" in err
 
 
 def test_micro_batches_change_the_result_by_rounding_only(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(run: Run, tmp_path: Path) ->
     call = on_one_line(run)
     silent = write_chats(tmp_path / "silent.jsonl", [{"messages": [{"role": "user", "content": "hello"}]}])
     for given, says in (
-        (("--data", silent), 'no message of the role "assistant" has text'),
+        (("--data", silent), 'no message with role "assistant" has text'),
         (("--data", tmp_path / "none.jsonl"), "is not a .jsonl file"),
         (("--data", chats, "--length", 999), "set at most --length 48"),
         (("--data", chats, "--chat-template", tmp_path / "none"), "cannot be read"),
@@ -239,7 +239,7 @@ def test_another_tuning_is_not_continued_and_a_folder_of_another_kind_not_used(r
     assert run("sft", model, "--data", chats, "--out", "tuned", *QUICK)[0] == 0
     status, _, err = on_one_line(run)("sft", model, "--data", chats, "--out", "tuned", *QUICK, "--seed", 1)
     assert status == 2
-    assert "seed is 0 there and 1 now" in err
+    assert "seed is 0, requested 1" in err
     (tmp_path / "tuned" / "sft.json").unlink()
     status, _, err = on_one_line(run)("sft", model, "--data", chats, "--out", "tuned", *QUICK)
     assert status == 2

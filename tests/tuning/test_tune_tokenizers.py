@@ -77,7 +77,7 @@ def test_where_nothing_of_an_answer_is_left_the_tokenizer_is_named_and_not_the_t
     silent = "{% for m in messages %}:{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
     template = ChatTemplate(dropping_tokenizer(), silent)
     with pytest.raises(
-        InputError, match="line 3: the model's tokenizer has no tokens for the assistant's text: remove"
+        InputError, match="line 3: the model's tokenizer returns no tokens for the assistant's text: remove"
     ):
         template.tokenize([{"role": "assistant", "content": "42"}], "chats.jsonl, line 3")
 

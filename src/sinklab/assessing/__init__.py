@@ -1,6 +1,6 @@
-"""Cost and benefit of a sink: the loss that a model adds without it, and the loss that it adds in small formats.
+"""Cost and benefit of an attention sink: the loss added by ablating it, and the loss that it adds under quantisation.
 
-A part (part.py, parts/) runs the model on the text with edited attention calls (models/intercept.py), weights or
-activations. Most parts compute loss and KL divergence relative to the unchanged model (reading.py).
+Each part (part.py, parts/) evaluates the model with edited attention calls (models/intercept.py), weights or
+activations. Most parts compare loss and KL divergence with the unchanged model (reading.py).
 Formulas: docs/assess.md.
 """

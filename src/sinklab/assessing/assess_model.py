@@ -34,17 +34,17 @@ def assess(
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
         text: a .txt or .jsonl file or a folder of them, read as one stream; None for the validation text of a run.
-        out: directory of assessment.json, written after every part; a repeated call resumes the assessment, and may
-            add parts.
+        out: directory of assessment.json, which is written after every part; None writes no file. A repeated call
+            resumes the assessment and may add parts.
         where_possible: whether to skip requested parts that cannot be run on the model, instead of raising an error.
 
     Raises:
-        InputError: before anything is written, if a model, text or option is unusable, a requested part does not apply
-            to the model, or `out` has an assessment with other settings; later, if a requested part turns out not to
-            apply.
-        HeldError: if another process writes an assessment to `out`.
+        InputError: before anything is written, if the model, the text or an option is invalid, a requested part cannot
+            be run on the model, or `out` is not writable or contains an assessment with other settings; during the
+            assessment, if a requested part turns out to be impossible.
+        HeldError: if another process is writing an assessment to `out`.
         UnsavedError: if a result cannot be saved; the error contains the assessment so far.
-        SinklabError: if the model computes a loss or KL divergence that is not finite; finished parts are kept.
+        SinklabError: if a loss or KL divergence is not finite; the results of finished parts remain saved.
     """
     parts = sorted(set(map(known_part, options.parts)), key=list(PARTS).index)
     options = options.model_copy(update={"parts": tuple(parts)})
@@ -52,7 +52,7 @@ def assess(
     if text is not None:
         next(documents(str(text)))
     elif not is_run(model):
-        raise InputError(f"--text is needed: {model} is not a run, so it has no validation text")
+        raise InputError(f"--text is required: {model} is not a run, so it has no validation text")
     skips = where_possible or not options.parts
     with ledger.locked():
         source = AssessText(open_separable(model, loading), text)
@@ -67,7 +67,7 @@ def assess(
 
         def run(part: str, progress: StepProgress) -> str:
             nonlocal found
-            progress.begin(jobs[part].passes, f"reading {jobs[part].passes} sequences")
+            progress.begin(jobs[part].passes, f"evaluating {jobs[part].passes} sequences")
             start = time.perf_counter()
             try:
                 done = jobs[part].run(progress.advance)
@@ -107,7 +107,7 @@ def open_separable(name: str, loading: Loading) -> Model:
 def _so_far(
     ledger: Ledger[Assessment], text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions
 ) -> Assessment:
-    """Return the assessment saved by an earlier call with the same text and settings, or one without results."""
+    """Load the assessment saved by an earlier call with the same settings, or create one without results."""
     model, tokens_NT = text.model, text.sequences(settings.sequences, settings.length)
     asked = {
         "model": model.name,
@@ -137,12 +137,8 @@ def _jobs(
 ) -> tuple[dict[str, PartJob], dict[str, str]]:
     """Return the jobs of the parts that can be run on the model, and the reason for each skipped part, by name.
 
-    Args:
-        skips: whether to skip parts that cannot be run, instead of raising an error.
-
-    Raises:
-        InputError: if a part cannot be run and is not skipped, or the text cannot be read or is too short (for a part
-            without `long_text`).
+    Without `skips`, a part that cannot be run raises InputError. An unreadable or too short text always raises it,
+    except for a part with `long_text`, which is treated as a part that cannot be run.
     """
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}

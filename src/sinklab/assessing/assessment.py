@@ -19,19 +19,19 @@ OF_THE_MODEL = {"model", "files"}
 """Keys of `Assessment.asked` that may differ between comparable assessments."""
 
 LOSSES = ((1.0, "A very large loss"), (0.1, "A large loss"), (0.01, "A small loss"))
-"""Minimum added losses in nats per token, each with the words that describe the loss; docs/assess.md."""
+"""Lower bounds of the added loss in nats per token, each with its wording in the summary (docs/assess.md)."""
 
 OnePart = TypeVar("OnePart", bound=AssessPart)
 
 
 class Assessment(VersionedDocument):
-    """Content of assessment.json; each part has its own key, null until the part is finished.
+    """Content of assessment.json, where each part has its own key; the value is null until the part is finished.
 
     Attributes:
-        asked: identity of model and text, and the settings; together they determine the results.
+        asked: model, hashes of its files and of the tokens, settings and dtype, which determine the results.
         context, layers: context length in tokens and number of layers of the model.
         notes: notes on the model, the text and the settings.
-        skipped: reason why a part was skipped, by name of the part.
+        skipped: reason for skipping each skipped part, by name of the part.
         seconds: run time in seconds, by name of the part.
         results: results of the finished parts, by name.
     """
@@ -70,18 +70,18 @@ class Assessment(VersionedDocument):
         return done
 
     def with_result(self, done: AssessPart, seconds: float) -> "Assessment":
-        """Return a copy that also contains the result and run time of a part, which is then not listed as skipped."""
+        """Return a copy with the result and run time of a part added, and the part removed from `skipped`."""
         results = dict(sorted({**self.results, done.name: done}.items(), key=lambda one: one[1].rank))
         skipped = {name: why for name, why in self.skipped.items() if name != done.name}
         took = {**self.seconds, done.name: seconds}
         return self.model_copy(update={"results": results, "skipped": skipped, "seconds": took})
 
     def answers(self) -> Iterator[tuple[str, PartRow]]:
-        """List the answers of all finished parts, as pairs of the part's question and an answer."""
+        """Iterate over the answers of all finished parts, as pairs of the part's question and the row of an answer."""
         return ((part.question, row) for part in self.results.values() for row in part.rows() if row.answer)
 
     def answer(self) -> list[str]:
-        """Return a sentence on the loss added without the sink and, if it was assessed, one on the cost of the sink."""
+        """Return the summary: the loss added without the sink and, if assessed, the sink's cost, a sentence each."""
         answers = [one for _, one in self.answers()]
         lost = [(one.added, one.lost) for one in answers if one.lost and one.added is not None]
         gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
@@ -93,11 +93,11 @@ class Assessment(VersionedDocument):
         return [*said, *([f"The sink itself costs {_nats(gained)}."] if gained else [])]
 
     def remarks(self) -> list[str]:
-        """List the notes of the parts that are shown below the result table."""
+        """Return the remarks of the finished parts, which are printed below the result table."""
         return [remark for part in self.results.values() if (remark := part.remark())]
 
     def errors(self) -> list[str]:
-        """Return a list with a note on the range of standard errors of each part's added losses; empty without any."""
+        """Return a list with one note on the range of each part's standard errors; empty without standard errors."""
         errors = {
             name: found
             for name, part in self.results.items()
@@ -117,7 +117,7 @@ class Assessment(VersionedDocument):
 
 
 def _nats(found: Sequence[tuple[float, str]]) -> str:
-    """Format added losses as `+0.095 nats per token with the first key hidden, +0.082 in streaming`."""
+    """Format added losses, for example `+0.095 nats per token with the first key hidden, +0.082 in streaming`."""
     first, *others = (f"{added:+.3f}{{}} {words}" for added, words in found)
     return ", ".join([first.format(" nats per token"), *(one.format("") for one in others)])
 
@@ -126,7 +126,7 @@ def load_assessment(path: Path) -> Assessment:
     """Read an assessment.json.
 
     Raises:
-        InputError: if the file is missing or damaged.
+        InputError: if the file is missing, or is not a valid assessment.
     """
     try:
         return Assessment.model_validate(parse_json(path.read_text(encoding="utf-8")))

@@ -1,8 +1,8 @@
-"""Base class of the parts of an assessment, their text, and what they show: answers, table rows, numbers, figure.
+"""Base class of the parts of an assessment, with their text and their output: table rows, scalar results, figure.
 
-A part is a subclass of `AssessPart` in a file of its own in `parts/`, which finds it. Its fields are its entry in
-assessment.json. Losses and KL divergences are in nats per token. Positions and layers are 1-based; learned leading
-tokens (sink token, registers) are at positions 0, -1 and so on.
+Each part is a subclass of `AssessPart` in its own file in `parts/`, and is discovered automatically. Its fields are
+its entry in assessment.json. Losses and KL divergences are in nats per token. Positions and layers are 1-based;
+learned leading tokens (sink token, registers) are at positions 0, -1 and so on.
 """
 
 from abc import ABC, abstractmethod
@@ -39,31 +39,31 @@ class AssessText:
         self.conversations = model.conversations(keep_bos=not model.special)
 
     def sequences(self, most: int, length: int, fewest: int = 1) -> Tensor:
-        """Cut the stream into `fewest` to `most` sequences of `length` tokens, special tokens included: (N, T).
+        """Return `fewest` to `most` sequences of `length` tokens, special tokens included: (N, T).
 
         Raises:
-            InputError: if the text is too short or cannot be read, or `length` leaves fewer than two tokens after the
-                special ones.
+            InputError: if the text is too short or cannot be read, or sequences of `length` tokens contain fewer than
+                two tokens of the text.
         """
         special = len(self.model.special)
         body = length - special
         if body < 2:
             raise InputError(
-                f"sequences of {length} tokens, {special} of them special, are too short: use longer ones (--length, "
-                "--stream-length)"
+                f"sequences of {length} tokens, including {special} special tokens, are too short: at least two tokens "
+                "must be from the text; set a larger --length or --stream-length"
             )
         stream = self._stream(most * body)
         count = min(most, len(stream) // body)
         if count < fewest:
             raise InputError(
-                f"{self._text or 'the validation text of the run'} has {len(stream):,} tokens, and {fewest * body:,} "
-                f"are needed ({fewest} x {body:,}): pass more text, or use shorter sequences and caches "
+                f"{self._text or 'the validation text of the run'} has {len(stream):,} tokens, but {fewest * body:,} "
+                f"are required ({fewest} x {body:,}): pass more text, or set shorter sequences and smaller caches "
                 "(--length, --stream-length, --cache)"
             )
         return self.model.arrange(torch.tensor(stream[: count * body]).view(count, body), special > 0, None)
 
     def split(self, most: int, others: int, length: int) -> tuple[Tensor, Tensor]:
-        """Cut the stream into at most `most` sequences (N, T) and up to `others` further sequences (M, T).
+        """Return 1 to `most` sequences (N, T) and 1 to `others` different sequences (M, T).
 
         Raises:
             InputError: if the text is too short for two sequences, or as for `sequences`.
@@ -73,7 +73,7 @@ class AssessText:
         return both_NT[:N], both_NT[N:]
 
     def _stream(self, tokens: int) -> list[int]:
-        """Return at least `tokens` token ids from the start of the text; fewer if the whole text has fewer."""
+        """Return at least `tokens` token ids from the start of the text, or all of a shorter text."""
         if self._text is None:
             assert self.model.held_out is not None, "refused otherwise"
             return self.model.held_out(tokens)
@@ -86,14 +86,14 @@ class AssessText:
 
 
 class Effect(ReadDocument):
-    """Loss of the model under an intervention or unchanged, and its KL divergence from the unchanged model.
+    """Loss of the model, unchanged or under an intervention, and its KL divergence from the unchanged model.
 
     Attributes:
         loss: mean loss over the target tokens (not the added loss).
         kl: mean over the targets of KL(unchanged model || model under the intervention).
         targets: number of target tokens.
-        error: standard error of the added loss (`standard_error`); None for the unchanged model, for results of
-            `mean_effect`, and for a single block of targets.
+        error: standard error of the added loss (`standard_error`); None for the unchanged model, for means over draws
+            (`mean_effect`), and for a single block of targets.
     """
 
     loss: float
@@ -107,8 +107,8 @@ class PartJob:
     """A prepared part of an assessment, ready to run.
 
     Attributes:
-        passes: maximum number of sequences read, summed over the forward passes that report progress.
-        run: function that runs the model on the sequences, calls its argument after each one, and returns the result.
+        passes: maximum number of calls of the progress callback: one per sequence and forward pass.
+        run: function (progress callback) -> result, which runs the forward passes of the part.
     """
 
     passes: int
@@ -125,10 +125,10 @@ class PartRow:
         added: loss minus that of the unchanged model on the same targets, or another difference of losses; None for an
             answer without a loss.
         more: remark shown at the end of the row; empty for none.
-        answer: description as an answer to the part's question; empty if it is none.
-        lost: words for the summary, if `added` is the loss without the sink, such as "with the first key hidden".
-        gained: words for the summary, if `added` is the cost of the sink, such as "in int8".
-        numbers: names of the scalar results (declared in `AssessPart.numbers`, with N filled in) that `added` is.
+        answer: description in the table of answers to the parts' questions; empty if the row is not an answer.
+        lost: wording in the summary if `added` is the loss without the sink, such as "with the first key hidden".
+        gained: wording in the summary if `added` is the cost of the sink, such as "in static int8".
+        numbers: names of the scalar results whose value is `added` (see `AssessPart.numbers`), with N filled in.
     """
 
     what: str
@@ -163,12 +163,13 @@ class PartFigure:
     """The data and axes of a figure, which `report` draws.
 
     Attributes:
-        rows: points, each a mapping of fields, which include the fields of `colour` and of the axes.
+        rows: data points as mappings from field to value, including the fields of the axes and of `colour`.
         y: vertical axis; default: the added loss.
         kind: "lines" (a line per series), "dots" (dots joined in each category of y) or "scatter".
-        colour: field that contains the name of the series; `series` is the order of the names in the legend.
-        reference: position of a dashed line on the y axis (for dots, on the x axis).
-        tooltip: further fields in the tooltip, as triples of field, title and number format.
+        reference: position of a dashed line on the y axis (for "dots", on the x axis).
+        colour: field that contains the name of the series.
+        series: order of the series in the legend.
+        tooltip: additional fields of the tooltip, as triples of field, title and number format.
     """
 
     title: str
@@ -193,12 +194,12 @@ class AssessPart(ReadDocument, ABC):
         name: name of the part in `--parts`, assessment.json and experiments.
         rank: position of the part in the order of execution and display.
         question: question that the part answers.
-        long_text: whether the part needs a long text: --quick leaves it out, and it is skipped if the text is too short
-            (unless `--parts` names it), which is an error for other parts.
+        long_text: whether the part needs a long text. --quick omits it, and if the text is too short, it is skipped
+            unless `--parts` names it. For other parts, a text that is too short is an error.
         on_request: whether the part runs only if `--parts` names it, because it is slow.
         numbers: scalar results of the part.
         sequences, length: number of sequences N and tokens per sequence T.
-        unchanged: loss of the unchanged model on the same text, read within its context.
+        unchanged: loss of the unchanged model on the same text, in windows of its context.
     """
 
     name: ClassVar[str]
@@ -228,14 +229,14 @@ class AssessPart(ReadDocument, ABC):
 
     @abstractmethod
     def rows(self) -> Iterator[PartRow]:
-        """List the results: interventions or buckets of positions, and answers to the part's question."""
+        """Iterate over the rows of the result table and the answers to the part's question."""
 
     def remark(self) -> str | None:
-        """Return the note below the result table; None for no note."""
+        """Return the remark below the result table; None for no remark."""
         return None
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List the scalar results declared in `numbers`, as pairs of name (with N filled in) and value."""
+        """Iterate over the scalar results declared in `numbers`, as pairs of name (with N filled in) and value."""
         return ((name, row.added) for row in self.rows() if row.added is not None for name in row.numbers)
 
     def figure(self) -> PartFigure | None:
@@ -243,7 +244,7 @@ class AssessPart(ReadDocument, ABC):
         return None
 
     def row(self, what: str, effect: Effect, more: str = "", **shown: Any) -> PartRow:
-        """Return the row of an intervention; `shown` are further fields of the row."""
+        """Return the row of an intervention; `shown` contains further fields of `PartRow`."""
         return PartRow(what, effect, self.added(effect), more, **shown)
 
     def unchanged_row(self) -> PartRow:
@@ -255,11 +256,11 @@ class AssessPart(ReadDocument, ABC):
         return effect.loss - self.unchanged.loss
 
     def point(self, effect: Effect, series: str, x: object, y: object = None) -> dict[str, object]:
-        """Return a data row of a figure, with loss and KL divergence for the tooltip; default `y`: the added loss."""
+        """Return a figure's data point, with loss and KL divergence for the tooltip; `y` defaults to the added loss."""
         y = self.added(effect) if y is None else y
         return {"series": series, "x": x, "loss": effect.loss, "kl": effect.kl, "y": y}
 
     @staticmethod
     def counted(count: int, noun: str) -> str:
-        """Return the noun for a count of 1, else the count and the plural: `key`, `3 keys`."""
+        """Return the noun for a count of 1, otherwise the count and the plural: `key`, `3 keys`."""
         return noun if count == 1 else f"{count} {noun}s"

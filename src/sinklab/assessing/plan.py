@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 Placed = Literal["cache", "text"]
 CacheSize = Annotated[int, Field(ge=2)]
 """Number of keys in a cache, including the query's own."""
-LONGEST = 2**13  # maximum tokens per sequence of the length part, unless 5/4 of the context is more
+LONGEST = 2**13  # maximum tokens per sequence of the length part, or 5/4 of the context if that is more
 KEPT = (0, 1, 2, 4)
-CACHE_GROUP = 32  # successive tokens or channels of a cache that are rounded together
+CACHE_GROUP = 32  # size of a quantisation group of the KV cache, in tokens or channels
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class DefaultSizes:
     """Default amounts of text, which determine the run time of an assessment.
 
     Attributes:
-        within: maximum number of tokens of a sequence that is read within the context.
-        tokens: total number of tokens of the sequences read within the context, at least one sequence.
+        within: maximum number of tokens per sequence, except in the streaming and length parts.
+        tokens: total number of tokens, except in the streaming and length parts; at least one sequence.
         streamed: total number of tokens of the streaming part, and of the length part; at least one sequence each.
         kept: numbers of first tokens kept in the rolling cache.
     """
@@ -41,22 +41,22 @@ QUICK = DefaultSizes(2**8, 2**9, 2**10, (0, 4))
 
 
 def _names(given: object) -> object:
-    """Split a comma-separated list of part names into a tuple; empty for `all`."""
+    """Split a comma-separated list of part names into a tuple, which is empty for `all`."""
     if not isinstance(given, str):
         return given
     return () if given == "all" else tuple(name.strip() for name in given.split(","))
 
 
 class AssessOptions(CommandSettings, frozen=True):
-    """Settings of an assessment; a setting that is None or empty has a default that depends on the model."""
+    """Settings of an assessment; the default of a setting that is None or empty depends on the model."""
 
     panel = MEASURED
 
     parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all", metavar="NAMES")] = Field(
         default=(),
         exclude=True,
-        description="Comma-separated: streaming, quantisation, eviction, length, carries, heads, writer (all: these "
-        "seven); kv_cache, pruning, budgets, which take longer.",
+        description="Comma-separated list of streaming, quantisation, eviction, length, carries, heads, writer (all: "
+        "these seven), and the slower kv_cache, pruning, budgets.",
     )
     quick: bool = Field(
         default=False,
@@ -68,7 +68,7 @@ class AssessOptions(CommandSettings, frozen=True):
         default=None,
         ge=1,
         le=MOST,
-        description="Number of sequences; default: as many as hold 2,048 tokens, in streaming 4,096.",
+        description="Number of sequences; default: 2,048 tokens in total, 4,096 in streaming.",
     )
     length: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None, ge=8, le=MOST, description="Tokens per sequence; default: the context, at most 1,024."
@@ -77,7 +77,7 @@ class AssessOptions(CommandSettings, frozen=True):
         default=None,
         ge=8,
         le=MOST,
-        description="Tokens per sequence of streaming; default: 4 times --length, at most a fixed context.",
+        description="Tokens per sequence of streaming; default: 4 times --length, or less if the model has a maximum.",
     )
     caches: Annotated[Several[CacheSize], Flag("--cache")] = Field(
         default=(), description="Keys in the rolling cache; repeatable; default: 1/16 and 1/4 of --stream-length."
@@ -91,7 +91,7 @@ class AssessOptions(CommandSettings, frozen=True):
     )
     budgets: Annotated[Several[CacheSize], Flag("--budget")] = Field(
         default=(),
-        description="Keys kept by eviction (budgets: the smallest); repeatable; default: 1/8 and 1/4 of --length.",
+        description="Keys kept by eviction (the smallest: by budgets); repeatable; default: 1/8 and 1/4 of --length.",
     )
     sink_tokens: int = Field(default=1, ge=1, description="Number of first tokens that form the sink.")
     residual: Annotated[int, Flag(panel=ADVANCED)] = Field(
@@ -100,7 +100,7 @@ class AssessOptions(CommandSettings, frozen=True):
         le=MOST,
         multiple_of=CACHE_GROUP,
         exclude_if=lambda tokens: tokens == 0,
-        description="Recent tokens that kv_cache keeps in full precision, a multiple of 32; KIVI: 32 or 128.",
+        description="Recent tokens that kv_cache keeps in full precision, a multiple of 32 (KIVI: 32 or 128).",
     )
     head_sequences: Annotated[int, Flag(panel=ADVANCED)] = Field(
         default=1,
@@ -118,7 +118,7 @@ class AssessOptions(CommandSettings, frozen=True):
 
 
 class AssessSettings(AssessOptions, frozen=True):
-    """Settings of an assessment with all defaults filled in for one model.
+    """Settings of an assessment, with all defaults resolved for one model.
 
     Attributes:
         stream_sequences: number of sequences of the streaming part.
@@ -134,10 +134,10 @@ class AssessSettings(AssessOptions, frozen=True):
 
 
 def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
-    """Return the options with the defaults filled in, which depend on the model's context and on each other.
+    """Resolve the defaults of the options, which depend on the model's context and on each other.
 
     Raises:
-        InputError: if an option is invalid for the model or the length of the sequences.
+        InputError: if an option is invalid for the model or for the length of the sequences.
     """
     adapter, fixed = model.adapter, model.adapter.fixed_positions()
     context = adapter.context
@@ -145,12 +145,12 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
     if length > context:
         raise InputError(f"--length {length} exceeds the context of {model.name}: set at most --length {context}")
     if options.positions == "cache" and fixed:
-        raise InputError(f"{model.name} cannot use positions in a cache, as {fixed}: set --positions text")
+        raise InputError(f"{model.name} cannot use positions in the cache, as {fixed}: set --positions text")
     longest = min(4 * length, context) if adapter.ends else 4 * length
     stream_length = options.stream_length or longest
     if adapter.ends and stream_length > context:
         raise InputError(
-            f"--stream-length {stream_length}: {model.name} cannot read beyond {context} tokens, as {adapter.ends}"
+            f"--stream-length {stream_length}: {model.name} is limited to {context} tokens, as {adapter.ends}"
         )
     caches = options.caches or tuple(sorted({max(2, stream_length // 16), max(2, stream_length // 4)}))
     budgets = options.budgets or tuple(sorted({max(2, length // 8), max(2, length // 4)}))
@@ -160,21 +160,21 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
     ):
         if max(numbers) > tokens:
             raise InputError(
-                f"{option} {max(numbers)}: the sequences have {tokens} tokens, fewer than the cache holds, so it would "
-                f"never be full: set at most {option} {tokens}, or a longer {given}"
+                f"{option} {max(numbers)}: the sequences have only {tokens} tokens, so the cache would never be full: "
+                f"set at most {option} {tokens}, or a larger {given}"
             )
     if (first := max(options.kept, default=0)) >= min(caches):
         raise InputError(
-            f"--keep {first}: the smallest cache holds {min(caches)} keys; keep fewer, or set a larger --cache"
+            f"--keep {first}: the smallest cache has only {min(caches)} keys: set a smaller --keep or a larger --cache"
         )
     if not 1 <= options.sink_tokens <= length // 4:
         raise InputError(
-            f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, a quarter of the tokens per sequence"
+            f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, at most a quarter of the tokens per sequence"
         )
     if options.residual >= length:
         raise InputError(
-            f"--residual {options.residual}: the sequences have {length} tokens, so that no key would be quantised: "
-            f"set --residual below {length}, or a longer --length"
+            f"--residual {options.residual}: the sequences have only {length} tokens, so no key would be quantised: "
+            f"set --residual below {length}, or a larger --length"
         )
     decided = {
         "sequences": options.sequences or max(1, options.sizes.tokens // length),

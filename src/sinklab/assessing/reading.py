@@ -1,17 +1,17 @@
-"""Loss and KL divergence at every position, for the same text read by the unchanged model and under an intervention.
+"""Loss and KL divergence at every position, of the unchanged model and under interventions on the same text.
 
     loss_t = -log p(x_t+1 | x_1 .. x_t)                             nats
     kl_t   = sum_v p_t(v) (log p_t(v) - log q_t(v))                 nats; p of the unchanged model, q of the edited one
 
-If sequences are longer than the context, the unchanged model reads them in windows of its context that overlap by half.
-Of each window after the first only the second half is scored, so that every target beyond the first context has at
-least half a context before it.
+On sequences longer than its context, the unchanged model is evaluated in windows of its context that overlap by half.
+Of each window after the first, only tokens that are not in the previous window are scored, so that every target beyond
+the first context is predicted from at least half a context.
 
-Logits are computed for some rows at a time. log p of the unchanged model is computed once and kept for all
-interventions, up to `LOG_PROBABILITIES_KEPT` bytes per text; for further rows it is recomputed with every
-intervention. An intervention thus costs little more than one forward pass with the LM head: loss and KL divergence are
-computed in slices that fit in the CPU cache. Rejected: kl = sum p log p - sum p z_q + lse(z_q) with the sum of p log p
-kept, which needs no log q, as it loses digits where the divergence is small; half precision, for the same reason.
+Logits are computed in slices of rows. log p of the unchanged model is computed once and cached for all interventions,
+up to `LOG_PROBABILITIES_KEPT` bytes per text; for further rows it is recomputed under every intervention. Loss and KL
+divergence are computed in slices that fit in the CPU cache, so that an intervention costs little more than one forward
+pass with the LM head. Rejected: kl = sum p log p - sum p z_q + lse(z_q) with cached sum p log p, which does not require
+log q but is inaccurate where the divergence is small; half precision, for the same reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +34,8 @@ from sinklab.models.memory_budget import LOGITS_AT_ONCE, free_bytes
 
 TOKENS_AT_ONCE = 2**11
 TARGETS_OF_A_BLOCK = 64
-LOG_PROBABILITIES_KEPT = 2**30  # bytes of a text: 5,461 positions of a vocabulary of 49,152 in float32
-SLICE = 2**19  # elements of the logits that are compared at a time on a CPU: 2 MB in float32
+LOG_PROBABILITIES_KEPT = 2**30  # bytes per text: 5,461 positions in float32 with a vocabulary of 49,152
+SLICE = 2**19  # logits per slice on a CPU: 2 MiB in float32
 Step = Callable[[], None]
 KeyHeads = frozenset[tuple[int, int]]
 """KV heads as pairs (layer, head), both 1-based; only attention layers are counted."""
@@ -43,11 +43,11 @@ KeyHeads = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True)
 class ByPosition:
-    """Loss and KL divergence at every target token of N sequences, as tensors (N, P).
+    """Loss and KL divergence at each of the P targets of N sequences.
 
     Attributes:
         first: 1-based position of the first target.
-        loss_NP, kl_NP: loss and KL divergence of the targets at positions first .. T; nats, float64.
+        loss_NP, kl_NP: loss and KL divergence of the targets at positions first .. T, in nats, float64.
         unchanged_NP: loss of the unchanged model at the same targets; None if this is the unchanged model.
     """
 
@@ -59,7 +59,7 @@ class ByPosition:
     def effect(self, start: int = 1, stop: int | None = None) -> Effect:
         """Return mean loss and KL divergence over the targets at positions start .. stop - 1 (1-based); default: all.
 
-        The standard error is computed over blocks of 64 successive targets, as neighbouring targets are correlated.
+        The standard error is clustered by blocks of 64 successive targets, as neighbouring targets are correlated.
 
         Raises:
             SinklabError: if a loss or KL divergence is not finite.
@@ -69,8 +69,8 @@ class ByPosition:
         loss, kl = float(loss_NP.mean()), float(kl_NP.mean())
         if not (loss_NP.isfinite().all() and kl_NP.isfinite().all()):
             raise SinklabError(
-                "the model computes NaN or infinity, unchanged or under an intervention: its loss or KL divergence is "
-                "not finite. For a model in half precision, try --dtype float32"
+                "the loss or KL divergence is not finite: the model, unchanged or under an intervention, computes NaN "
+                "or infinity. For a model in half precision, try --dtype float32"
             )
         error = None if self.unchanged_NP is None else standard_error(loss_NP - self.unchanged_NP[:, here])
         return Effect(loss=loss, kl=max(kl, 0.0), targets=loss_NP.numel(), error=error)
@@ -89,26 +89,26 @@ def standard_error(x_NP: Tensor) -> float | None:
 
 
 class HeadCost(Effect):
-    """Loss with one KV head rounded or restricted; `layer` (of the attention layers) and `head` are 1-based."""
+    """Effect of quantising or restricting one KV head; `layer` (among attention layers) and `head` are 1-based."""
 
     layer: int
     head: int
 
 
 class PairedReader:
-    """Runs the model on the same sequences under interventions, and compares it with the unchanged model.
+    """Evaluate a model under interventions and compare it with the unchanged model on the same sequences.
 
-    The hidden states and log-probabilities of the unchanged model are kept.
+    The hidden states of the unchanged model are cached, and its log-probabilities up to a maximum size.
 
     Args:
         tokens_NT: token ids.
-        step: function called once per sequence after each forward pass.
-        whole: whether to also read every sequence in one piece, beyond the context.
-        kept: maximum size in bytes of the stored log-probabilities, if that is less than a quarter of the free memory.
+        step: progress callback, called once per sequence after each forward pass.
+        whole: whether to also evaluate the unchanged model on whole sequences, beyond its context.
+        kept: maximum size of the cached log-probabilities in bytes; at most a quarter of the free memory is used.
 
     Attributes:
-        unchanged: loss of the unchanged model, read in windows of its context.
-        whole: loss of the unchanged model, read in one piece; None if not requested.
+        unchanged: loss of the unchanged model in windows of its context.
+        whole: loss of the unchanged model on whole sequences; None if not requested.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PairedReader:
             self._unchanged_NTE = self._within_context(whole_NTE)
             self.unchanged = self._against(self._unchanged_NTE)
             self._passed()
-            if whole:  # last, as the dynamic RoPE of transformers keeps the frequencies of long text
+            if whole:  # last, as dynamic RoPE in transformers keeps the frequencies of long sequences
                 self.whole = self._against(self._read(tokens_NT) if whole_NTE is None else whole_NTE)
                 self._passed()
 
@@ -143,11 +143,11 @@ class PairedReader:
     def under(self, edit: Edit | None = None, *, compute: Compute = LayerCall.output) -> ByPosition:
         """Return loss and KL divergence with edited or replaced attention calls.
 
-        Sequences longer than the context are read in one piece. The model may be changed in a `with` block around the
-        call, except for its head.
+        Sequences are evaluated whole, also if they are longer than the context. The caller may additionally modify the
+        model in a `with` block, except for its LM head.
 
         Args:
-            edit: function that edits every attention call; None for none.
+            edit: function that edits every attention call; None for no edit.
             compute: function that computes the output of every attention call.
         """
         hidden_NTE = self.observed(edit, compute=compute)
@@ -165,7 +165,7 @@ class PairedReader:
         """Measure an intervention on each KV head alone, ordered by layer and head.
 
         Args:
-            under: function that reads this reader's text with the intervention on the given KV heads.
+            under: function (KV heads) -> loss and KL divergence on this reader's text with these heads changed.
         """
         heads = sorted(key_heads(self.adapter))
         return [
@@ -177,7 +177,7 @@ class PairedReader:
         """Compute the unchanged model's hidden states in windows of its context that overlap by half.
 
         Args:
-            whole_NTE: hidden states of the text in one piece, if its first window gives the same ones.
+            whole_NTE: hidden states of the whole sequences, reused for the first window; None to compute that window.
         """
         T, context = self.tokens_NT.shape[1], self.adapter.context
         if whole_NTE is None:
@@ -237,10 +237,10 @@ class PairedReader:
 def changed_attention(
     adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output
 ) -> Iterator[None]:
-    """Evaluate a model with edited or replaced attention calls in the `with` block.
+    """Edit or replace a model's attention calls in the `with` block, in evaluation mode.
 
-    Score scales other than 1 / sqrt(D) are folded into the queries. The output is computed by `compute` with and
-    without an edit, so that a model and its changed copy differ only in the edit and not in the kernel.
+    Score scales other than 1 / sqrt(D) are folded into the queries. `compute` computes the output with and without an
+    edit, so that the unchanged and the edited model use the same kernel.
     """
 
     def edited(layer: LayerCall) -> LayerCall:
@@ -254,13 +254,13 @@ def changed_attention(
 
 
 def first_importance(layer: LayerCall) -> Tensor:
-    """Compute the importance alpha of the first position, or of the learned tokens before it: (B, H)."""
+    """Compute alpha of the first position, or of any learned leading tokens (with a bias key) in total: (B, H)."""
     alpha = layer.importance()
     return alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
 
 
 def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
-    """Average the effects of one or more draws; returns the fields of an `Effect` without `error`, and the `losses`."""
+    """Average effects over draws; return the fields of an `Effect` except `error`, and each draw's loss as `losses`."""
     losses = [one.loss for one in effects]
     kl = fmean(one.kl for one in effects)
     return {"loss": fmean(losses), "kl": kl, "targets": effects[0].targets, "losses": losses}
@@ -273,7 +273,7 @@ def key_heads(adapter: Adapter) -> KeyHeads:
 
 
 def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
-    """Return a boolean mask (G,), True at the KV heads of the layer that are in `heads`."""
+    """Return a boolean mask (G,) of the KV heads of the layer that are in `heads`."""
     G = layer.call.k_BGTD.shape[1]
     chosen = [(layer.index, head) in heads for head in range(1, G + 1)]
     return torch.tensor(chosen, device=layer.call.k_BGTD.device)

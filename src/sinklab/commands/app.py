@@ -1,4 +1,4 @@
-"""Command line of sinklab: results go to stdout, all else to stderr; heavy modules are imported by the commands."""
+"""Command line: results are printed to stdout, messages to stderr. Each command imports its heavy modules itself."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -71,13 +71,13 @@ def train(
         int | None,
         option(
             ADVANCED,
-            "Train nothing: repeat this step and report the first tensor with NaN or infinity.",
+            "Instead of training, recompute this step and report the first tensor with NaN or infinity.",
             metavar="STEP",
         ),
     ] = None,
-    dry_run: Annotated[bool, option(OUTPUT, "Train nothing: print parameters, FLOPs and estimated memory.")] = False,
+    dry_run: Annotated[bool, option(OUTPUT, "Only print parameters, FLOPs and estimated memory.")] = False,
     anyway: Annotated[
-        bool, option(ADVANCED, "Train even if the memory estimate exceeds the memory of GPU or machine.")
+        bool, option(ADVANCED, "Train even if the memory estimate exceeds the memory of the GPU or machine.")
     ] = False,
     track: Annotated[
         list[TrackerChoice] | None,
@@ -85,13 +85,13 @@ def train(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train one model, or resume its run.
+    """Train a model, or resume its run.
 
     Example: sinklab train tiny --set model.attention.bias=k --set train.steps=500
 
-    On several processes: torchrun --nproc-per-node 8 -m sinklab train 60m
+    With several processes: torchrun --nproc-per-node 8 -m sinklab train 60m
 
-    SIGTERM and SIGUSR1 save and exit with status 75, Ctrl-C with status 130; the same command resumes.
+    Ctrl-C (exit status 130), SIGTERM and SIGUSR1 (75) save a checkpoint and stop; the same command resumes.
     """
     from sinklab.commands.train import plan_command, replay_command, train_command
 
@@ -118,10 +118,10 @@ def export(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
     as_json: Json = False,
 ) -> None:
-    """Export a run as a Hugging Face directory: safetensors, config, tokenizer, model card.
+    """Export a run to a Hugging Face model directory: safetensors, config, tokenizer, model card.
 
-    Variants that transformers has load with transformers alone: the default is a Llama, with a sink logit a Granite.
-    Others load after `sinklab.register()`, or with trust_remote_code=True from the exported modelling file.
+    The export uses an architecture of transformers if one implements the recipe, such as Llama for the default recipe.
+    Other exports load after `sinklab.register()`, or with trust_remote_code=True, from the exported modelling file.
 
     Example: sinklab export runs/k my-model
     """
@@ -132,7 +132,7 @@ def export(
         done = export_run(run, directory)
     alone = done.code is None
     how = (
-        "loads with transformers alone"
+        "loads in transformers without sinklab"
         if alone
         else f"loads after `sinklab.register()`, or with trust_remote_code from {done.code}"
     )
@@ -144,7 +144,7 @@ def export(
 def interventions(as_json: Json = False) -> None:
     """List the recipe keys that change a model or its training, with allowed, default and neutral values.
 
-    A neutral value gives the same numbers as the baseline; it is shown where one is known.
+    At a neutral value, training is bit-identical to the baseline. Not every key has a known neutral value.
 
     Example: sinklab interventions
     """
@@ -161,18 +161,18 @@ def interventions(as_json: Json = False) -> None:
 def report(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR...", help="Directories of runs, measurements, assessments or experiments."),
+        typer.Argument(metavar="DIR...", help="Directories of runs, measurements, assessments or sweeps."),
     ],
-    out: Annotated[Path | None, option(OUTPUT, "The HTML file; default: report.html in the first directory.")] = None,
+    out: Annotated[Path | None, option(OUTPUT, "Path of the HTML file; default: report.html in the first DIR.")] = None,
     formats: Annotated[
         list[str] | None,
-        option(OUTPUT, "Also write every chart to charts/ as svg, pdf or png; repeatable.", "--format", metavar="TYPE"),
+        option(OUTPUT, "Also save every chart in charts/ as svg, pdf or png; repeatable.", "--format", metavar="TYPE"),
     ] = None,
     pack: Annotated[
-        Path | None, option(OUTPUT, "Also write one sweep without weights into this folder, small enough to commit.")
+        Path | None, option(OUTPUT, "Also copy the sweep, without weights, into this folder for version control.")
     ] = None,
 ) -> None:
-    """Draw report.html from the results on disk and print their tables; runs may be in progress.
+    """Write report.html from the results on disk, and print its tables; unfinished runs are included.
 
     Example: sinklab report runs/lab --format svg
     """
@@ -187,7 +187,7 @@ def report(
         with JobProgress(stderr(), phase="packing"):
             packed = pack_sweep(directories, pack)
         stderr().print(f"packed: {packed}", **PLAIN)
-    with JobProgress(stderr(), phase="drawing the report"):
+    with JobProgress(stderr(), phase="writing the report"):
         path = write_report(directories, out, tuple(formats or ()))
         found = collect(directories)
     print_report(found, Console())
@@ -203,13 +203,13 @@ def verify(
     seed: Annotated[int, option(INPUT, "Random seed for drawing the runs.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Verify packed results: checksums, recipe hashes, dates and verdicts of claims; with --retrain also some runs.
+    """Verify packed results: checksums, recipe hashes, dates and verdicts of claims; optionally retrain some runs.
 
     Example: sinklab verify results/tiny --retrain 2
 
-    With the recorded processor, Python and torch versions and number of threads, a retrained run must match bit for
-    bit; otherwise its first and last validation loss must match within the printed tolerances. Exit status 1 if a
-    check fails.
+    A retrained run must match bit for bit if processor, Python and torch versions and number of threads are as
+    recorded. Otherwise its first and last validation loss must match within the printed tolerances. The exit status is
+    1 if a check fails.
     """
     from dataclasses import asdict
 
@@ -239,7 +239,7 @@ def runs(
     Example: sinklab runs runs
 
     States: running, done, stopped (the same command resumes it), failed, not begun (no checkpoint), damaged. Keys are
-    compared with the shipped recipe of the same name; without one, between the listed runs.
+    compared with the shipped recipe of the same name or, if there is none, with the other listed runs.
     """
     from dataclasses import asdict
 

@@ -25,14 +25,14 @@ def assess(
     ] = None,
     options: AssessOptions,
     loading: LoadingOptions,
-    out: Annotated[Path | None, option(OUTPUT, "Directory for assessment.json; the same call resumes.")] = None,
-    full: Annotated[bool, option(OUTPUT, "Also print loss and KL divergence for every change.")] = False,
+    out: Annotated[Path | None, option(OUTPUT, "Directory for assessment.json; the same command resumes.")] = None,
+    full: Annotated[bool, option(OUTPUT, "Also print loss and KL divergence of every intervention.")] = False,
     as_json: Json = False,
 ) -> None:
     """Assess the cost and benefit of a sink: streaming, quantisation, eviction, length, key ablations, heads, writer.
 
-    On request (--parts): KV cache quantisation, head pruning and per-head budgets. Each loss is reported with
-    the KL divergence from the unchanged model; docs/assess.md has the formulas.
+    KV cache quantisation, head pruning and per-head budgets are run only if listed in --parts. Each loss is reported
+    with the KL divergence from the unchanged model. The formulas are in docs/assess.md.
 
     Example: sinklab assess runs/tiny-0 --text stories.txt --parts streaming,quantisation --out runs/tiny-0/assess
     """

@@ -44,7 +44,7 @@ def prepare(
         ),
     ] = None,
     weights: Annotated[
-        Path | None, option(INPUT, "With --mix weights: YAML of domain: weight; default: the paper's 17 domains.")
+        Path | None, option(INPUT, "With --mix weights: YAML file of domain: weight; default: the paper's 17 domains.")
     ] = None,
     absent: Annotated[
         Literal["refuse", "renormalise"],
@@ -57,15 +57,15 @@ def prepare(
     seed: Annotated[
         int, option(ADVANCED, "With --mix: random seed for the order of domains or files.", min=0, max=LARGEST)
     ] = 0,
-    dry_run: Annotated[bool, option(OUTPUT, "Write nothing: estimate the number of bytes and tokens.")] = False,
+    dry_run: Annotated[bool, option(OUTPUT, "Only estimate the number of bytes and tokens.")] = False,
     as_json: Json = False,
 ) -> None:
     """Tokenize text into shards that recipes use as data.source.
 
     Example: sinklab data prepare stories.txt --tokenizer train:4096 --out data/stories
 
-    The same call resumes after an interruption and writes the same bytes. Encoding uses all cores, or
-    RAYON_NUM_THREADS of them.
+    The same command resumes after an interruption, and the shards are byte-identical. Encoding uses all cores, or
+    RAYON_NUM_THREADS threads.
     """
     from sinklab.commands.terminal.plans import print_estimate
     from sinklab.commands.terminal.progress import DataBoard, JobProgress
@@ -96,7 +96,7 @@ def prepare(
 
 
 def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "Mix | None":
-    """Build the data mix that the options describe; None without --mix.
+    """Return the data mix that the options specify; None without --mix.
 
     Raises:
         InputError: if an option belongs to another kind of mix, or the weights file cannot be read or is invalid.
@@ -105,7 +105,7 @@ def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "
     from sinklab.files import parse_yaml
 
     if kind != "weights" and (weights is not None or absent != "refuse"):
-        raise InputError("--weights and --absent require --mix weights: add it, or remove them")
+        raise InputError("--weights and --absent require --mix weights: add --mix weights, or remove them")
     if kind is None:
         return None
     if kind == "files":
@@ -118,4 +118,4 @@ def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "
     except OSError as error:
         raise InputError(f"cannot read {weights}: {error.strerror}") from error
     except ValueError as error:
-        raise InputError(f"{weights} must have lines of domain: weight, each above 0: {error}") from error
+        raise InputError(f"{weights}: expected lines `domain: weight` with positive weights: {error}") from error

@@ -1,4 +1,4 @@
-"""Run a command, set the exit status, and print errors to stderr; an error that all ranks share only on rank 0."""
+"""Run a command, set the exit status, and print errors to stderr. Only rank 0 prints errors common to all ranks."""
 
 import errno
 import os
@@ -15,8 +15,8 @@ from sinklab.files import FULL
 
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
 SHOWN = 80  # characters shown of a path that is too long
-_KEPT = "interrupted; finished work is kept. Run the same command again to continue."
-_NOT_KEPT = "interrupted; unfinished results were not kept. Run the same command again to start over."
+_KEPT = "interrupted; finished work is saved. Run the same command again to resume."
+_NOT_KEPT = "interrupted; unfinished results were not saved. Run the same command again to start over."
 _OUT_OF_MEMORY = (
     "out of memory: use a smaller model, shorter sequences or smaller batches "
     "(train.micro_batch, --batch-size). Files saved earlier are unchanged"
@@ -45,7 +45,7 @@ def end(app: typer.Typer) -> NoReturn:
 
 
 def _status(app: typer.Typer) -> int:
-    """Run the command and return its exit status; print its error, if any."""
+    """Run the command and return its exit status; print the message of an expected error."""
     try:
         status = app(standalone_mode=False)
     except SinklabError as error:
@@ -55,12 +55,12 @@ def _status(app: typer.Typer) -> int:
     except typer.Exit as leaving:
         return leaving.exit_code
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # raised by any use of a path that was passed
-            _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; use a shorter one")
+        if error.errno == errno.ENAMETOOLONG:  # raised by any use of a path argument
+            _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; use a shorter path")
             return 2
         if error.errno not in FULL or error.filename is not None:
             raise
-        _say_error(f"the result could not be printed ({error.strerror}): free some space, or print it elsewhere")
+        _say_error(f"cannot write the result to stdout ({error.strerror}): free disk space, or redirect stdout")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  flushing the rest of the output at exit would fail again
         return 1
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`sinklab eval`: scores on downstream tasks, and the sink."""
+"""`sinklab eval`: scores on downstream tasks, and the sink metric."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,15 +23,15 @@ def evaluate(
     out: Annotated[
         Path | None,
         option(
-            OUTPUT, "Directory for evaluation.json and the items; default for a run: its own. The same call resumes."
+            OUTPUT, "Directory for evaluation.json and items; default for a run: its own. The same command resumes."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Evaluate a model on downstream tasks with lm-eval (extra eval), and measure its sink.
 
-    HellaSwag needs no network if its items are in a file: --data, or eval/hellaswag_val.jsonl or .jsonl.gz in
-    SINKLAB_DATA. Other tasks come from the Hugging Face hub. docs/eval.md defines each number.
+    HellaSwag items are read from --data, or from eval/hellaswag_val.jsonl or .jsonl.gz in SINKLAB_DATA. Without such a
+    file, and for other tasks, items are downloaded from the Hugging Face hub. docs/eval.md defines the metrics.
 
     Example: sinklab eval runs/tiny-0 --tasks hellaswag --limit 200 --data hellaswag_val.jsonl.gz
     """

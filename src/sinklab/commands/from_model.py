@@ -1,10 +1,10 @@
 """Generate command line options from the fields of pydantic settings models.
 
-A command has a settings model as a parameter; typer sees one option per field instead, and the command receives the
-validated settings. In the help, options are sorted by panel and types have short names; bounds are not shown.
-Alternatives considered: pydantic-settings (its command line is argparse, with another help and other messages),
-pydantic-typer and typantic (the parameter's name before every option, or one model that holds everything), cyclopts
-(would replace typer for all commands).
+A command has a settings model as a parameter; typer reads a signature with one option per field instead, and the
+command receives the validated model. In the help, options are sorted by panel, types have short names, and bounds are
+not shown.
+Alternatives considered: pydantic-settings (based on argparse, whose help and messages differ from typer's),
+pydantic-typer and typantic (require a prefix on every option, or a single model), cyclopts (replaces typer).
 """
 
 import inspect
@@ -26,11 +26,11 @@ METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "
 
 
 def _no_type(ctx: Any) -> None:
-    """Show nothing: replaces typer's display of an argument's type in the help."""
+    """Replace typer's display of an argument's type in the help by nothing."""
 
 
 class PlainGroup(TyperGroup):
-    """A command group whose help shows no type column, as all its options are flags."""
+    """A command group whose help has no type column, because all its options are flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options of the group, with empty placeholders."""
@@ -71,7 +71,7 @@ class PanelCommand(TyperCommand):
 
 
 class Only(tuple[str, ...]):
-    """Annotation of a settings parameter: fields that become options, in this order within a panel; default: all."""
+    """Names of the fields of a settings parameter that become options, in order within a panel. Without it, all do."""
 
     def __new__(cls, *names: str) -> "Only":
         return super().__new__(cls, names)
@@ -113,7 +113,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _model(kind: type[CommandSettings], default: CommandSettings | None, given: Mapping[str, Any]) -> CommandSettings:
-    """Build the settings model from option values by field name; for None, the field keeps its default."""
+    """Return a settings model with the option values by field name; a field whose value is None keeps its default."""
     values = dict(default or ())
     for name, field in kind.model_fields.items():
         if _is_nested(field.annotation):
@@ -124,7 +124,7 @@ def _model(kind: type[CommandSettings], default: CommandSettings | None, given: 
 
 
 def _options(kind: type[CommandSettings], default: CommandSettings | None) -> dict[str, inspect.Parameter]:
-    """Return the command line options of a settings model by field name, without the fields that lack a description."""
+    """Return the command line options of a settings model by field name, for all fields with a description."""
     options: dict[str, inspect.Parameter] = {}
     for name, field in kind.model_fields.items():
         value = REQUIRED if field.is_required() else field.default

@@ -1,4 +1,4 @@
-"""`sinklab measure`, `compare` and `parity`; `measurements.py` has the imports that take long."""
+"""`sinklab measure`, `compare` and `parity`. The slow imports are in `measurements.py`."""
 
 from contextlib import nullcontext
 from enum import StrEnum
@@ -24,7 +24,7 @@ class TableFormat(StrEnum):  # typer takes no lists of literals
     parquet = "parquet"
 
 
-Text = Annotated[Path | None, option(INPUT, ".txt or .jsonl file (text or messages), or a folder; for natural inputs.")]
+Text = Annotated[Path | None, option(INPUT, "Text for natural inputs: .txt, .jsonl (text or messages) or a folder.")]
 
 
 @with_options
@@ -44,7 +44,7 @@ def measure(
     ],
     revision: Annotated[
         list[str] | None,
-        option(INPUT, "Branch, tag or commit on the hub; several give a curve over training.", metavar="NAME"),
+        option(INPUT, "Branch, tag or commit on the hub; repeatable, for a curve over training.", metavar="NAME"),
     ] = None,
     loading: Annotated[LoadingOptions, Only("dtype", "device", "subfolder", "trust_remote_code")],
     by_domain: Annotated[bool, option(INPUT, "Measure each file of the folder --text separately.")] = False,
@@ -58,9 +58,9 @@ def measure(
         ),
     ] = None,
     models_dir: Annotated[
-        Path | None, option(INPUT, "With --family: folder of the models, named as on the hub.")
+        Path | None, option(INPUT, "With --family: folder of the models, each named as on the hub.")
     ] = None,
-    dry_run: Annotated[bool, option(OUTPUT, "With --family: only list parameters, disk and memory.")] = False,
+    dry_run: Annotated[bool, option(OUTPUT, "With --family: only print parameters, disk and memory.")] = False,
     out: Annotated[
         Path | None, option(OUTPUT, "Directory for measurements and report.html; default with --family: runs/families.")
     ] = None,
@@ -81,8 +81,8 @@ def measure(
 
     Example: sinklab measure runs/k --inputs random --eps 0.3,0.2 --details
 
-    --by-domain, --by-checkpoint, several --revision and --family make many measurements, each in a folder of --out. The
-    same call resumes after an interruption.
+    --by-domain, --by-checkpoint, several --revision and --family run several measurements, each saved in its own folder
+    in --out. The same command resumes after an interruption.
     """
     from sinklab.commands.measurements import FAMILIES_OUT, Invocation
     from sinklab.measuring.frames import check_formats
@@ -93,12 +93,12 @@ def measure(
     check_formats(formats or (), out, one=not many)
     if request.options.explore and (out is None or many):
         raise InputError(
-            "--explore draws one measurement of one MODEL into a report: pass MODEL and --out, and remove --family, "
+            "--explore requires a single measurement, saved in --out: pass MODEL and --out, and remove --family, "
             "--by-domain, --by-checkpoint and any second --revision"
         )
     if by_domain and by_step:
         raise InputError(
-            "--by-domain and several checkpoints (--by-checkpoint, --revision) exclude each other: pass one of them"
+            "--by-domain and several checkpoints (--by-checkpoint, --revision) are mutually exclusive: pass one of them"
         )
     if revisions and not by_step:
         loading = loading.model_copy(update={"revision": revisions[0]})
@@ -109,7 +109,7 @@ def measure(
             raise InputError(f"pass a MODEL or --family, not both: got {model} and --family {family[0]}")
         one_only = {"--by-domain": by_domain, "--by-checkpoint": by_checkpoint, "--revision": revisions}
         if wrong := [name for name, value in {**one_only, "--subfolder": loading.subfolder}.items() if value]:
-            raise InputError(f"{wrong[0]} is for one MODEL: remove it, or remove --family and pass the MODEL")
+            raise InputError(f"{wrong[0]} applies to a single MODEL: remove it, or pass a MODEL instead of --family")
         if dry_run:
             given.sizes(family, models_dir)
         else:
@@ -119,7 +119,7 @@ def measure(
     if model is None:
         raise InputError("pass a MODEL, or families of models: --family gpt2 (see --help)")
     if models_dir is not None or dry_run:
-        raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} requires --family: remove it for one MODEL")
+        raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} requires --family: remove it to measure MODEL")
     model = loading.within(model)
     with keeping_what_is_finished() if many and out is not None else nullcontext():
         if by_domain:
@@ -145,12 +145,12 @@ def compare(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure models on the same text or kind of tokens, side by side: base and chat, small and large.
+    """Compare measurements of several models on the same text or kind of tokens, such as base and chat models.
 
     Example: sinklab compare BASE CHAT --text chats.jsonl --out compared
 
-    Each model reads the text with its own tokenizer, and conversations (messages) with its own chat template.
-    Differences are relative to the first model.
+    The text is tokenized with each model's own tokenizer, and conversations (messages) are rendered with its own chat
+    template. Differences are relative to the first model.
     """
     from sinklab.commands.measurements import Invocation
 
@@ -179,12 +179,12 @@ def parity(
     loading: LoadingOptions,
     as_json: Json = False,
 ) -> None:
-    """Check that transformers' attention backends give a model the same logits, with learned sinks if it has any.
+    """Check that transformers' attention backends give the same logits and apply the model's sink logits, if any.
 
     Example: sinklab parity MODEL --backend sdpa --backend eager
 
-    sinklab's own attention is always compared, too. Exit status 1 if a backend differs from eager attention or drops
-    the sink logits; a backend that is unavailable is not an error.
+    sinklab's own attention backend is always included. The exit status is 1 if a backend differs from eager attention
+    or drops the sink logits; an unavailable backend is not an error.
     """
     from sinklab.commands.terminal.progress import JobProgress
     from sinklab.commands.terminal.results import print_parity

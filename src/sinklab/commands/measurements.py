@@ -1,4 +1,4 @@
-"""The measurements of `sinklab measure` and `compare`: run, print and save them; `measure.py` has the options."""
+"""Run, print and save the measurements of `sinklab measure` and `compare`; their options are in `measure.py`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ FAMILIES_OUT = Path("runs/families")
 
 @dataclass(frozen=True)
 class Invocation:
-    """The arguments that all measurements share. Its methods measure, print the result and save it.
+    """Arguments common to all measurements; each method except `sizes` measures, prints the result and saves it.
 
     Attributes:
-        text: file or folder of text to measure on; None without a text.
+        text: file or folder of text to measure on; None for inputs without text.
         request, loading: measurement and loading settings of every model; checkpoints differ in the revision.
-        out: results directory; None saves nothing.
+        out: results directory; with None, nothing is saved.
         as_json: print the result as JSON instead of tables.
         console: console on stderr, for progress and messages.
     """
@@ -54,7 +54,7 @@ class Invocation:
         """Measure one model on one text.
 
         Args:
-            tables: formats in which the tables are also saved (`frames.py`).
+            tables: file formats in which the tables are also saved (`frames.py`): csv, parquet.
 
         Raises:
             InputError, SinklabError: see `measure_model`.
@@ -73,33 +73,33 @@ class Invocation:
         self._draw()
 
     def families(self, names: Sequence[str], models_dir: Path | None) -> None:
-        """Measure the paper's models of these families; raises errors as `measure_families` and `_survey`."""
+        """Measure the paper's models of these families; for errors, see `measure_families` and `_survey`."""
         measured = partial(measure_families, names, models_dir=models_dir)
         self._survey("models", len(models_of(names)), measured, partial(print_survey, FamiliesDocument))
 
     def domains(self, model: str) -> None:
-        """Measure one model on every file of a folder; raises errors as `measure_domains` and `_survey`."""
+        """Measure one model on each file of a folder; for errors, see `measure_domains` and `_survey`."""
         total = len(domain_files(self.text)) if self.text is not None and self.text.is_dir() else 0
         self._survey("domains", total, partial(measure_domains, model), partial(print_survey, DomainsDocument))
 
     def checkpoints(self, model: str, revisions: Sequence[str]) -> None:
-        """Measure the checkpoints of one model; raises errors as `measure_checkpoints` and `_survey`.
+        """Measure the checkpoints of one model; for errors, see `measure_checkpoints` and `_survey`.
 
         Args:
             revisions: revisions on the hub; empty for all checkpoints in a folder or run.
         """
         total = len(saved_models(model, revisions))
         if not revisions and (skipped := folders_without_step(Path(model).expanduser())):
-            say_on(self.console, f"not measured, as the name has no step or number of tokens: {', '.join(skipped)}")
+            say_on(self.console, f"not measured, because the name has no step or token count: {', '.join(skipped)}")
         measured = partial(measure_checkpoints, model, revisions)
         self._survey("checkpoints", total, measured, partial(print_survey, CheckpointsDocument))
 
     def compare(self, models: Sequence[str]) -> None:
-        """Measure several models on the same text; raises errors as `compare_models`."""
+        """Measure several models on the same text; for errors, see `compare_models` and `_survey`."""
         self._survey("models", len(models), partial(compare_models, models), print_comparison)
 
     def sizes(self, names: Sequence[str], models_dir: Path | None) -> None:
-        """Print the number of parameters and the required disk and memory of the paper's models; measures nothing.
+        """Print the number of parameters and the required disk and memory of the paper's models, without measuring.
 
         Raises:
             InputError: if there is no such family or directory.
@@ -111,13 +111,14 @@ class Invocation:
     def _survey(
         self, what: str, total: int, measured: Callable[..., Any], show: Callable[[Any, Console], None]
     ) -> None:
-        """Run `measured` with a progress bar over `total` measurements; print its result, even if it cannot be saved.
+        """Run `measured` with a progress bar over `total` measurements, print its result, and write report.html.
 
         Args:
             what: plural noun for the measurements, such as "domains".
 
         Raises:
-            SinklabError: if some measurements failed; the finished measurements are printed and, with `out`, saved.
+            UnsavedError: if the result could not be saved; it has been printed.
+            SinklabError: if a measurement failed; the finished ones have been printed and, with `out`, saved.
         """
 
         def work(progress: JobProgress) -> Any:
@@ -134,8 +135,7 @@ class Invocation:
             raise SinklabError("\n".join([f"{count}; run the same command again to retry them:", *lines]))
 
     def _draw(self) -> None:
-        """Write report.html, if the result was saved."""
         if self.out is not None:
-            with JobProgress(self.console, phase="drawing the report"):
+            with JobProgress(self.console, phase="writing the report"):
                 path = write_report([self.out])
             self.console.print(f"report: {path}", **PLAIN)

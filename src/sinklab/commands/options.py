@@ -40,7 +40,7 @@ class LoadingOptions(CommandSettings, frozen=True):
     )
     device: Annotated[str, Flag(metavar="NAME")] = Field(
         default="auto",
-        description="auto (a GPU if there is one), cpu, cuda, cuda:N, or map (weights spread over GPUs, memory, disk).",
+        description="auto (a GPU if there is one), cpu, cuda, cuda:N, or map (weights split over GPUs, memory, disk).",
     )
     revision: Annotated[str | None, Flag(metavar="NAME", panel=INPUT)] = Field(
         default=None, description="Branch, tag or commit on the hub; default: main."
@@ -51,20 +51,20 @@ class LoadingOptions(CommandSettings, frozen=True):
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
 
     def on(self, console: Console) -> "Loading":
-        """Return the settings of the model loader, which prints a message to `console` before slow steps."""
+        """Return the settings for the model loader, which prints a message to `console` before slow steps."""
         from sinklab.models.huggingface.loading import Loading
 
         return Loading(**dict(self), say=partial(say_on, console))
 
     def within(self, model: str) -> str:
-        """Return the path of --subfolder in a local directory MODEL; other names unchanged (see `in_subfolder`)."""
+        """Return the path of --subfolder in a local model directory; a name on the hub is returned unchanged."""
         from sinklab.models.huggingface.loading import in_subfolder
 
         return in_subfolder(model, self.subfolder)
 
 
 MOST_SEEDS = 1000
-"""Largest accepted number of replicates per cell: a typing error fails before it is planned."""
+"""Maximum number of replicates per cell. A mistyped number is rejected before the sweep is planned."""
 
 
 class ReproduceSettings(CommandSettings, frozen=True):
@@ -73,7 +73,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
     panel = INPUT
 
     scale: Annotated[str, Flag(metavar="NAME")] = Field(
-        default="tiny", description="tiny, mini, small, 60m or 1b, if the experiment has that scale."
+        default="tiny", description="tiny, mini, small, 60m or 1b; the experiment must define this scale."
     )
     seeds: int | None = Field(
         default=None,
@@ -84,8 +84,8 @@ class ReproduceSettings(CommandSettings, frozen=True):
     models: Annotated[Several[str], Flag(name="--model", metavar="MODEL")] = Field(
         default=(),
         description="Model to measure, for experiments on existing models: Hugging Face id, directory, .gguf file or "
-        "run directory. Repeatable: the chat model second, or several models to compare. Replaces the models "
-        "of experiments with fixed models where these are the replicates.",
+        "run directory. Repeatable: a base and a chat model, or several models to compare. For an experiment whose "
+        "replicates are fixed models, these models replace them.",
     )
     steps: int | None = Field(default=None, ge=1, description="Updates per model; default: as in the recipe.")
     text: Path | None = Field(
@@ -94,8 +94,8 @@ class ReproduceSettings(CommandSettings, frozen=True):
     )
     data: Path | None = Field(
         default=None,
-        description="HellaSwag file, for experiments on existing models that use the task; .jsonl file of "
-        "conversations, for those that fine-tune (figure_30).",
+        description="HellaSwag file, for experiments that evaluate existing models on it; or .jsonl file of "
+        "conversations, for experiments that fine-tune (figure_30).",
     )
     trust_remote_code: Annotated[bool, Flag(panel=ADVANCED)] = Field(
         default=False, description="Run code from the model's repository."
@@ -103,7 +103,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
     jobs: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
         default=None,
         ge=1,
-        description="Models trained concurrently (--engine local); default: one per GPU, else by cores.",
+        description="Models trained concurrently (--engine local); default: one per GPU, else from the CPU cores.",
     )
     engine: Annotated[EngineName, Flag(panel=ADVANCED, metavar="NAME")] = Field(
         default=EngineName.local, description="Execution engine: local, slurm or ray."
@@ -112,14 +112,14 @@ class ReproduceSettings(CommandSettings, frozen=True):
         default=(), description="Option of slurm or ray, such as partition=gpu; repeatable."
     )
     dry_run: Annotated[bool, Flag(panel=OUTPUT)] = Field(
-        default=False, description="Run nothing: print cells, changes and estimated hours, or the planned measurements."
+        default=False, description="Only print the cells, changes and estimated hours, or the planned measurements."
     )
     out: Annotated[Path | None, Flag(panel=OUTPUT)] = Field(
         default=None,
         description="Directory for results; default: runs/SCALE, or runs/models/MODEL/ID for existing models.",
     )
     packed: Annotated[Path | None, Flag(panel=ADVANCED)] = Field(
-        default=None, description="Continue from this folder, written by report --pack: its runs are not trained again."
+        default=None, description="Resume from this folder, written by report --pack; its runs are not retrained."
     )
 
     @property
@@ -158,8 +158,8 @@ def run_job(
     """Run a job with a progress display, and print its result: as JSON, or by calling `show`.
 
     Args:
-        work: function that returns the result, which has a `document()`; its argument observes the job.
-        resumes: whether an interrupted job keeps what is finished.
+        work: function of the progress display that returns the result, an object with a `document()` method.
+        resumes: True if the same command resumes an interrupted job.
 
     Raises:
         UnsavedError: if the result could not be saved; it has been printed.

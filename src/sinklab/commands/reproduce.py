@@ -1,4 +1,4 @@
-"""`sinklab lab`, `experiments` and `reproduce` on the command line."""
+"""Command line of `sinklab lab`, `experiments` and `reproduce`."""
 
 import shlex
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ def lab(
     text: Annotated[
         Path | None, option(INPUT, "Train on this .txt or .jsonl file or folder; default: as in the recipe.")
     ] = None,
-    seeds: Annotated[int, option(INPUT, "Models per cell; verdicts require five.", min=1, max=MOST_SEEDS)] = 1,
+    seeds: Annotated[int, option(INPUT, "Models per cell; a verdict requires five.", min=1, max=MOST_SEEDS)] = 1,
     as_json: Json = False,
 ) -> None:
     """Train three kinds of tiny models that differ in their sink: softmax, K biases and sigmoid attention.
 
-    Softmax attention develops a sink on the first token; with K biases the sink moves to the bias; sigmoid attention
-    without normalisation has hardly any. One model of each kind gives numbers but no verdict; shipped results of five
-    models of each kind are shown for comparison.
+    Softmax attention develops a sink on the first token. With K biases, the sink moves to the bias. Sigmoid attention
+    without normalisation has almost no sink. A verdict requires five models of each kind; by default, one is trained,
+    and shipped results of five are shown for comparison.
 
     Example: sinklab lab --steps 500 --out runs/short
 
-    Prints a table and writes report.html. Ctrl-C stops; the same call resumes.
+    Prints a table and writes report.html. After Ctrl-C, the same command resumes.
     """
     from sinklab.commands.reproducing import train_experiments
     from sinklab.experiments.shipped import load_experiment
@@ -61,7 +61,7 @@ def experiments(
         ),
     ] = None,
     coverage: Annotated[
-        bool, option(OUTPUT, "List the parts of the paper, and the claims that encode them or why none does.")
+        bool, option(OUTPUT, "List the parts of the paper with their claims, or the reason for having none.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -75,7 +75,7 @@ def experiments(
 
     if coverage:
         if names:
-            raise InputError(f"--coverage lists the whole paper: remove {names[0]}")
+            raise InputError(f"--coverage applies to the whole paper: remove {names[0]}")
         parts = paper_coverage()
         document = {name: part.model_dump() for name, part in parts.items()}
         print_result(as_json, lambda: document, lambda out: print_coverage(parts, out))
@@ -95,7 +95,7 @@ def experiments(
 def _plan_command(name: str) -> str:
     """Return the command that prints the plan of an experiment.
 
-    For an experiment on existing models it has placeholders for the text and, unless the cells name models, the model.
+    For an experiment on existing models, it contains placeholders for the text and, unless fixed, the model.
     """
     from sinklab.experiments.shipped import load_experiment
 
@@ -114,7 +114,7 @@ def reproduce(
         typer.Argument(
             metavar="EXPERIMENT...",
             help="Ids (see sinklab experiments), your own .yaml files, or all: every experiment that trains models at "
-            "--scale, with --data also those that fine-tune them.",
+            "--scale; those that fine-tune them only with --data.",
         ),
     ],
     settings: ReproduceSettings,
@@ -124,16 +124,16 @@ def reproduce(
 
     Example: sinklab reproduce table_4 table_2 --scale tiny --seeds 5 --jobs 2
 
-    Experiments on existing models train nothing: tables 1, 7 and 8, figures 2, 3, 9, 10 and 19 and propositions measure
-    a --model; polypythias, smollm2_checkpoints, outlier_safe and gated_attention have fixed models.
+    Some experiments measure existing models: tables 1, 7 and 8, figures 2, 3, 9, 10 and 19 and propositions require
+    --model; polypythias, smollm2_checkpoints, outlier_safe and gated_attention have fixed models.
 
     Example: sinklab reproduce table_1 figure_2 --model MODEL --text FILE
 
     figure_30 trains its models and fine-tunes them on conversations: --data CHATS.jsonl.
 
-    Prints our numbers next to the paper's and the verdict of each claim, and writes summary.json and report.html. Runs
-    already trained below the directory are not trained again. Several calls, also on different machines that share the
-    directory, divide the runs among them. Ctrl-C stops; the same call resumes.
+    Prints our numbers next to the paper's and the verdict of each claim, and writes summary.json and report.html.
+    Finished runs in the directory are not retrained. Concurrent commands with the same directory, also on several
+    machines with a shared file system, divide the runs among themselves. After Ctrl-C, the same command resumes.
     """
     found = named_experiments(names, settings)
     if found[0].requests:
@@ -154,7 +154,7 @@ def reproduce(
         check_chats(found, settings.data)
     questions = [Question(one, scale_of(one, settings.scale), settings.seeds or one.seeds) for one in found]
     if settings.dry_run or ALL in names:
-        with JobProgress(stderr(), phase="timing some updates"):
+        with JobProgress(stderr(), phase="timing a few updates"):
             ahead = look_ahead(questions, settings)
         if settings.dry_run:
             print_result(as_json, ahead.document, lambda out: print_preview(ahead, out))
@@ -186,10 +186,10 @@ def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "lis
         first.setdefault(name != ALL and bool(loaded[0].requests), name)
         for one in loaded:
             if found.setdefault(one.id, one) != one:
-                raise InputError(f"two different experiments have the id {one.id}: run them one after the other")
+                raise InputError(f"two different experiments have the id {one.id}: run them in separate commands")
     if len(first) == 2:
         raise InputError(
-            f"{first[True]} measures existing models, and {first[False]} trains its own: run them one after the other"
+            f"{first[True]} measures existing models, and {first[False]} trains its own: run them in separate commands"
         )
     if False in first and settings.models:
         raise InputError(f"--model {settings.models[0]}: {first[False]} trains its own models; remove --model")
@@ -199,5 +199,5 @@ def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "lis
         for name in ONLY_TRAINING:
             if (value := getattr(settings, name)) != ReproduceSettings.model_fields[name].default:
                 option = f"{option_name(ReproduceSettings, name)}{f' {value}' if isinstance(value, str) else ''}"
-                raise InputError(f"{option} applies to training, and {next(iter(found))} trains nothing: remove it")
+                raise InputError(f"{option} applies to training, and {next(iter(found))} trains no model: remove it")
     return list(found.values())

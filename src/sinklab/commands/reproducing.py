@@ -49,17 +49,17 @@ NAMED = "named"
 """Folder in MODELS for the results of experiments with fixed models."""
 
 SUMMARISED_EVERY_S = 60.0
-"""Minimum interval in seconds between writes of summary.json during training, at ends of runs; for power cuts."""
+"""Minimum interval in seconds between writes of summary.json at the ends of runs, for the case of a power cut."""
 
 LOOKS_EVERY_S = 2.0
 """Interval in seconds between checks of runs that other processes assess or fine-tune."""
 
 
 def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
-    """Estimate the hours of the sweep; writes nothing. On slurm or ray, the speed is known only from finished runs.
+    """Estimate the hours of a sweep without training its runs. On slurm or ray, this requires finished runs.
 
     Raises:
-        InputError: see `sweep`.
+        InputError: see `check_results`, `plan_sweep`, `unpack` and `preview`; also if --text does not exist.
     """
     out, overlay = settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
@@ -91,19 +91,19 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
     if not tuned:
         if chats is not None:
             raise InputError(
-                f"--data {chats} is for experiments with a downstream task or with `tune`, and "
+                f"--data {chats} applies to experiments with a downstream task or with `tune`, and "
                 f"{experiments[0].id} has neither: remove it"
             )
         return
     first, *others = tuned
     if chats is None:
         raise InputError(
-            f"{first.id} fine-tunes its models on conversations, and none were given: pass a .jsonl file as --data, "
-            'with a line {"messages": [{"role": .., "content": ..}, ..]} for each'
+            f"{first.id} fine-tunes its models on conversations: pass them with --data, as a .jsonl file with one "
+            'conversation per line, {"messages": [{"role": .., "content": ..}, ..]}'
         )
     if different := [one.id for one in others if one.tune != first.tune]:
         raise InputError(
-            f"{first.id} and {different[0]} differ in `tune`: run them one after the other, each with its --out"
+            f"{first.id} and {different[0]} differ in `tune`: run them in separate commands, each with its own --out"
         )
     check_extra()
     if next(read_conversations(chats), None) is None:
@@ -117,11 +117,11 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
 
     Raises:
         InputError: if an experiment lacks the scale, a text or directory is unusable, an overlay yields an invalid
-            recipe, earlier results in the directory do not fit this call, or an engine is not installed or does not
-            answer.
+            recipe, earlier results in the directory do not match this command, or an engine is not installed or does
+            not respond.
         SinklabError: if a file of an earlier run is damaged, or a file cannot be written.
-        KeyboardInterrupt: Ctrl-C; everything is saved and the same call resumes.
-        PreemptedError: SIGTERM or SIGUSR1; everything is saved and the same call resumes.
+        KeyboardInterrupt: on Ctrl-C; progress is saved, and the same command resumes.
+        PreemptedError: on SIGTERM or SIGUSR1; progress is saved, and the same command resumes.
         Exit: with status 1 if a run failed; divergence of a cell that may diverge is not a failure.
     """
     console, out, overlay = stderr(), settings.directory, settings.overlay
@@ -134,12 +134,12 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
     with DataBoard(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
-    with JobProgress(console, phase=f"looking for runs in {out}"):
+    with JobProgress(console, phase=f"searching for runs in {out}"):
         planned = place_sweep(plan, data, out, store.found_runs(out))
     now = {one.experiment.id: store.manifest_of(one, planned, overlay) for one in questions}
     manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
-        console.print(f"not in this summary, as their scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
+        console.print(f"not in this summary, because scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
     asked = [manifests[name] for name in now]
     for tuning in store.tuning_requests(asked, out):
         if tuning.document.is_file() and settings.data is not None:
@@ -162,12 +162,12 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
     finally:
         summary = store.summary_of(manifests, out)
         summary.save(out)
-    with JobProgress(console, phase="drawing the report"):
+    with JobProgress(console, phase="writing the report"):
         write_report([out])
     print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: print_summary(summary, now, out))
     failed = _failures(planned, ended)
     edited = {
-        f"{out / run.directory} was changed after its run ended": run.edited for run in summary.runs if run.edited
+        f"{out / run.directory} was modified after the run ended": run.edited for run in summary.runs if run.edited
     }
     for what, files in edited.items():
         console.print(f"warning: {what} ({', '.join(files)})", **PLAIN)
@@ -181,7 +181,7 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
 
 
 def _jobs(settings: ReproduceSettings, runs: int) -> int:
-    """Return the number of concurrent runs: --jobs, else one per GPU, else by number of runs and cores."""
+    """Return the number of concurrent runs: --jobs, or one per GPU, or without a GPU the result of `jobs_for`."""
     return settings.jobs or cards_here() or jobs_for(runs, cores_here())
 
 
@@ -194,8 +194,8 @@ def _assess_and_tune(
         Error messages, by a phrase such as "softmax seed 0 was not tuned".
 
     Raises:
-        KeyboardInterrupt, PreemptedError: on a signal; finished assessment parts and the fine-tuning so far are saved,
-            and the same call resumes.
+        KeyboardInterrupt, PreemptedError: on a signal; finished assessment parts and fine-tuning checkpoints are saved,
+            and the same command resumes.
     """
     left: dict[str, str] = {}
     done = set[str]()
@@ -208,7 +208,7 @@ def _assess_and_tune(
                 return left
             free = {undone: run for undone, run in runs.items() if not is_written(run.document)}
             if not free:  # all are assessed or tuned by other processes
-                progress.begin("waiting for other processes that assess or tune runs")
+                progress.begin("waiting for other processes that assess or tune the runs")
                 time.sleep(LOOKS_EVERY_S)
             for number, (undone, run) in enumerate(free.items(), 1):
                 progress.say(f"{run.doing} {run.name}, {number} of {len(free)}")
@@ -232,15 +232,15 @@ def _assess_run(run: store.Unassessed, observe: Observer) -> None:
     """Assess the model of a run on the run's validation text; parts that do not apply to the model are skipped.
 
     Raises:
-        InputError: if the run was assessed on another text or with other settings before, or its text or weights are
-            missing or changed.
+        InputError: if an assessment of the run on another text or with other settings exists, or its text or weights
+            are missing or changed.
         HeldError: if another process assesses the run.
         SinklabError: if a loss is not finite, or a result cannot be saved.
     """
     if run.document.is_file() and not load_assessment(run.document).on_held_out:
         raise InputError(
-            f"{run.document} was made on a text other than the run's own and is not replaced: move it away and run the "
-            "same command again to assess the run for its experiment"
+            f"{run.document} was computed on a text other than the run's validation text and is not overwritten: move "
+            "it elsewhere and run the same command again to assess the run"
         )
     options = AssessOptions(parts=tuple(run.parts))
     assess(str(run.directory), None, options, out=run.directory, where_possible=True, observe=observe)
@@ -272,14 +272,12 @@ def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSe
         InputError: if a model or text is missing or cannot be used.
         SinklabError: if a measurement failed (the finished ones are saved, summarised and printed), or a result cannot
             be saved.
-        KeyboardInterrupt, PreemptedError: finished measurements are saved, and the same call resumes.
+        KeyboardInterrupt, PreemptedError: on a signal; finished measurements are saved, and the same command resumes.
     """
     console, models, text, data = stderr(), settings.models, settings.text, settings.data
     passes = _passes(experiments, settings)
     if data is not None and not any(downstream_tasks(one) for one in experiments):
-        raise InputError(
-            f"--data {data} is the file of a downstream task, and {experiments[0].id} uses none: remove it"
-        )
+        raise InputError(f"--data {data} applies to downstream tasks, and {experiments[0].id} has none: remove it")
     given = "+".join(label.replace("/", "_") for label in labels(models)) if models else NAMED
     top = settings.out or MODELS / given
     places = {name: top if settings.out and len(passes) == 1 else top / name for name in passes}
@@ -303,7 +301,7 @@ def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSe
     print_result(as_json, lambda: written[0] if len(written) == 1 else written, show)
     for place in places.values():
         if any(place.rglob("measurement.json")):
-            with JobProgress(console, phase="drawing the report"):
+            with JobProgress(console, phase="writing the report"):
                 path = write_report([place])
             console.print(f"report: {path}", **PLAIN)
     if failed := [f"{name}: {why}" for one in done for name, why in one.outcome.failed.items()]:

@@ -20,14 +20,14 @@ def sft(
     model: ModelName,
     data: Annotated[Path, option(INPUT, "Conversations: .jsonl file with messages (role and content).")],
     out: Annotated[
-        Path, option(OUTPUT, "Directory for sft.json, metrics and the tuned model/; the same call resumes.")
+        Path, option(OUTPUT, "Directory for sft.json, metrics and the tuned model/; the same command resumes.")
     ],
     text: Annotated[
         Path | None,
         option(INPUT, "Text for the sink metric (.txt, .jsonl or a folder); default: the held-out conversations."),
     ] = None,
     chat_template: Annotated[
-        Path | None, option(INPUT, "Jinja chat template, preferably with {% generation %} marks; default: the model's.")
+        Path | None, option(INPUT, "Jinja chat template, preferably with {% generation %} tags; default: the model's.")
     ] = None,
     options: TuneOptions,
     loading: Annotated[LoadingOptions, Only("device", "revision", "subfolder", "trust_remote_code")],
@@ -36,7 +36,7 @@ def sft(
     """Fine-tune a model on the assistant tokens of conversations, measuring the sink at every evaluation.
 
     The defaults are the paper's: learning rate 2e-5, cosine, 64 conversations of at most 2,048 tokens per update, one
-    epoch. The same command resumes interrupted training. The tuned model is a Hugging Face directory, model/ in --out.
+    epoch. The same command resumes interrupted training. The tuned model is saved in Hugging Face format in OUT/model.
 
     Example: sinklab sft runs/k --data chats.jsonl --out runs/k-chat
     """
@@ -48,7 +48,7 @@ def sft(
     with keeping_what_is_finished(), JobProgress(console, phase=f"reading {model} and the conversations") as observe:
         ended = tune(model, sources, options, out, loading=loading.on(console), observe=observe)
         if ended.exit_status:
-            say_on(console, f"stopped, saved in {out}")
+            say_on(console, f"stopped; progress is saved in {out}")
             raise typer.Exit(ended.exit_status)
     print_result(as_json, ended.tuning.document, lambda out: print_tuning(ended.tuning, out))
     if not as_json:

@@ -34,9 +34,9 @@ def train_command(
     anyway: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Train a model as in the recipe, or resume from the run directory; log progress to `console` and the trackers.
+    """Train the model of a recipe, or resume its run; log progress to `console` and metrics to the trackers.
 
-    The first process prints the last evaluation, or with `as_json` the measurement.
+    Rank 0 prints the last evaluation or, with `as_json`, the measurement.
 
     Args:
         out: run directory; default: runs/NAME-HASH.
@@ -44,10 +44,10 @@ def train_command(
 
     Raises:
         InputError: if a recipe, text or directory cannot be used, the estimate exceeds the memory, the batch size is
-            not a multiple of the processes, or the optional dependency of a tracker is not installed.
+            not a multiple of the world size, or the optional dependency of a tracker is not installed.
         HeldError: if another process trains this run.
         SinklabError: if training failed; saved checkpoints are kept.
-        Exit: with status 130 (Ctrl-C) or 75 (SIGTERM, SIGUSR1, or another process) if it was stopped.
+        Exit: if training was stopped, with status 130 (Ctrl-C) or 75 (SIGTERM, SIGUSR1, or a signal to another rank).
     """
     keep_freed_memory()
     with joined_world() as world:
@@ -68,7 +68,7 @@ def train_command(
     if outcome is None or outcome.status != "done":
         if outcome is not None:
             reached = f"step {outcome.step} of {run.recipe.train.steps}"
-            console.print(f"stopped at {reached}, saved in {run.directory}", **PLAIN)
+            console.print(f"stopped at {reached}; the checkpoint is in {run.directory}", **PLAIN)
         raise typer.Exit(should_stop.exit_status)
     if world.is_first and as_json:
         print((run.directory / "measurement.json").read_text(encoding="utf-8"), end="")
@@ -117,13 +117,13 @@ def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
 
 
 def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, bool]:
-    """Estimate parameters, FLOPs and memory of training a recipe, with as many processes as were started.
+    """Estimate parameters, FLOPs and memory of training a recipe with the processes that were started.
 
     Returns:
         The estimates, and True if this process (rank 0) prints them.
 
     Raises:
-        InputError: if the recipe, device or text cannot be used, or the batch size is not a multiple of the processes.
+        InputError: if the recipe, device or text cannot be used, or the batch size is not a multiple of the world size.
     """
     with joined_world() as world:
         loaded = world.together(lambda: _recipe(recipe, overrides, world))
@@ -136,7 +136,7 @@ def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step
 
     Raises:
         InputError: if there is no such run or step, or several processes were started.
-        SinklabError: if none of the run's checkpoints is valid, or an earlier step is not finite.
+        SinklabError: if none of the run's checkpoints is valid, or loss or gradient of an earlier step is not finite.
     """
     with joined_world() as world:
         if world.size > 1:
@@ -146,7 +146,7 @@ def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step
 
 
 def _recipe(name: str, overrides: Iterable[str], world: World) -> Recipe:
-    """Load the recipe by name or file, and make its GPU, if any, the current device of this process."""
+    """Load a recipe by name or path, and make its GPU, if any, the current device of this process."""
     recipe = started(load_recipe(name, overrides))
     world.use(recipe.train.device)
     return recipe

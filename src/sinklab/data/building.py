@@ -1,8 +1,8 @@
 """Resumable writing of token shards: the text is encoded in parts, with a journal entry after each part.
 
-Part boundaries depend only on the text, so the result does not depend on interruptions; only one part is in memory. A
-resumed preparation verifies the ids of every entry by checksum and the text by fingerprint, and repeats everything from
-the first difference on.
+Part boundaries depend only on the text, so interruptions do not change the result. One part is held in memory at a
+time. On resume, the token ids (checksum) and the text (fingerprint) of every journal entry are verified, and everything
+after the first mismatch is encoded again.
 """
 
 import hashlib
@@ -25,25 +25,25 @@ from sinklab.files import append_line, sha256_of, write_text
 from sinklab.schema import Part
 
 JOURNAL = "journal.jsonl"
-PART_CHARACTERS = 2**20  # minimum size of a part, which ends with a document
+PART_CHARACTERS = 2**20  # minimum size of a part; parts end at document boundaries
 MOVED_BYTES = 2**22  # block size for removing ids from the middle of a file
 
 NamedDocument = tuple[str, str]
-"""The domain (empty without a mix) and the text of a document."""
+"""Domain (empty without a mix) and text of a document."""
 NamedDocuments = list[NamedDocument]
 
 
 def rank(document: str) -> float:
-    """Hash a document to its rank in [0, 1); documents with a rank below `valid_fraction` are validation text."""
+    """Hash a document to a rank in [0, 1); documents with ranks below `valid_fraction` are held out for validation."""
     return int.from_bytes(hashlib.sha256(document.encode()).digest()[:6], "big") / 2**48
 
 
 class Nearest(Part):
-    """The shard's document with the rank nearest to `valid_fraction`; it is moved if the other shard stays empty.
+    """Document of a shard whose rank is nearest to `valid_fraction`; it is moved if the other shard is empty.
 
     Attributes:
         distance: |rank - valid_fraction|.
-        first, tokens: index of its first token in the shard, and its number of tokens.
+        first, tokens: index of the document's first token in the shard, and its number of tokens.
     """
 
     distance: float
@@ -52,7 +52,7 @@ class Nearest(Part):
 
 
 class SplitState(Part):
-    """State of one shard after a part of the text.
+    """State of one shard after a part has been written.
 
     Attributes:
         tokens, documents: number of tokens and documents in the shard.
@@ -67,12 +67,12 @@ class SplitState(Part):
 
 
 class Entry(Part):
-    """A line of the journal: the cumulative state of both shards after a part of the text.
+    """Journal entry: cumulative state of both shards after a part has been written.
 
     Attributes:
         documents: number of documents written to the shards.
         text_bytes, text_sha256: size and hash of these documents (`corpora.Fingerprint`).
-        shares: documents and tokens of each domain of a mix.
+        shares: number of documents and tokens of each domain of a mix.
     """
 
     documents: int
@@ -84,7 +84,7 @@ class Entry(Part):
 
 
 class _GrowingShard:
-    """A token file opened for appending; it is first truncated to the size in `state`."""
+    """Token file opened for appending, after truncation to the size in `state`."""
 
     def __init__(self, path: Path, dtype: np.dtype, state: SplitState) -> None:
         self.state, self._dtype = state, dtype
@@ -129,17 +129,16 @@ class _GrowingShard:
 
 
 class Builder:
-    """Writes the token shards of a text into a folder, resuming after the parts already written.
+    """Writes the token shards of a text to a folder, and resumes after the last valid journal entry.
 
     Args:
         folder: folder of the shards and the journal.
         tokenizer: tokenizer of the text.
-        settings: settings with `valid_fraction` and `token_limit`; at the limit, the last document is cut and ends with
-            EOS.
+        settings: preparation settings; at `token_limit`, the last document is truncated and its last token is EOS.
 
     Attributes:
         text: fingerprint of the documents written.
-        shares: documents and tokens of each domain of a mix; empty without a mix.
+        shares: number of documents and tokens of each domain of a mix; empty without a mix.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, settings: Settings) -> None:
@@ -149,10 +148,10 @@ class Builder:
         self.shares: dict[str, Share] = {}
 
     def build(self, documents: Iterator[NamedDocument], progress: Callable[[int, int], None]) -> tuple[Shard, Shard]:
-        """Write the training and the validation shard; if one is empty, the other's nearest document is moved into it.
+        """Write and return the training and validation shards; an empty one gets the `Nearest` document of the other.
 
         Args:
-            documents: the whole text, from the start.
+            documents: all documents, including those of finished parts.
             progress: callback, called after each part with the bytes of text and the tokens written so far.
 
         Raises:
@@ -172,9 +171,9 @@ class Builder:
             if train.state.documents + valid.state.documents < 2:
                 (self.folder / JOURNAL).unlink(missing_ok=True)
                 raise InputError(
-                    f"fewer than two documents of {self.settings.source} were read, and training and validation need "
-                    "one each: use text with more documents (in a .txt file, end each with a line <|endoftext|>, or "
-                    "remove these lines, and a long text is split), or a larger token_limit or text_limit_bytes"
+                    f"fewer than two documents were read from {self.settings.source}, but the training and validation "
+                    "shards need at least one each: add documents (in a .txt file, end each with a line <|endoftext|>; "
+                    "a long file without such lines is split), or raise token_limit or text_limit_bytes"
                 )
             full, empty = (train, valid) if train.state.documents else (valid, train)
             if not empty.state.documents:
@@ -184,9 +183,9 @@ class Builder:
             return train.finish(), valid.finish()
 
     def _replay(self, parts: Iterator[NamedDocuments]) -> tuple[Iterator[NamedDocuments], Entry | None]:
-        """Reread the text of finished parts; return the parts from the first changed one on, and the last valid entry.
+        """Reread the text of finished parts; return the remaining parts and the last valid journal entry.
 
-        Entries are valid up to the first that is incomplete, or whose text or token ids in a shard have changed.
+        An entry is valid if its line is complete, its text and token ids are unchanged, and all earlier ones are valid.
         """
         path, entries = self.folder / JOURNAL, list[Entry]()
         with suppress(ValidationError):
@@ -209,7 +208,7 @@ class Builder:
         return parts, last
 
     def _write(self, part: NamedDocuments, train: _GrowingShard, valid: _GrowingShard, written: int) -> None:
-        """Append a part to the shards, a document to that which its rank selects, and an entry to the journal."""
+        """Append the documents of a part to the shards selected by their ranks, and an entry to the journal."""
         ids, lengths, ranks = self._encode([text for _, text in part], written)
         distances = ranks - self.settings.valid_fraction
         for shard, chosen in ((train, distances >= 0), (valid, distances < 0)):
@@ -249,7 +248,7 @@ class Builder:
 
 
 def _intact(path: Path, states: list[SplitState], token_bytes: int) -> int:
-    """Return the number of parts, from the first on, whose bytes in the file match their checksums."""
+    """Return the number of leading parts whose bytes in the file match their checksums."""
     if not path.exists():
         return 0
     before = 0

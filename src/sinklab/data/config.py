@@ -18,48 +18,48 @@ def paper_weights() -> dict[str, float]:
 
 
 class WeightedMix(Part):
-    """Mix domains with shares of tokens proportional to weights; the mix ends when a domain is exhausted."""
+    """Interleave domains with token shares proportional to their weights, until the first domain is exhausted."""
 
     kind: Literal["weights"] = "weights"
     weights: dict[str, float] = Field(
         default_factory=paper_weights,
         min_length=1,
-        description="positive weight by domain, divided by their sum; default: the paper's weights",
+        description="positive weight of each domain, normalised by their sum; default: the paper's weights",
     )
-    seed: int = Field(default=0, ge=0, description="random seed for the order of domains")
+    seed: int = Field(default=0, ge=0, description="random seed of the interleaving")
     absent: Literal["refuse", "renormalise"] = Field(
-        default="refuse", description="if the source lacks domains: refuse, or renormalise the other weights"
+        default="refuse", description="if a domain has no file: raise an error, or drop it and renormalise"
     )
 
     @model_validator(mode="after")
     def _weights_are_positive(self) -> Self:
         if bad := [name for name, weight in self.weights.items() if not 0 < weight < float("inf")]:
-            raise ValueError(f"weights.{bad[0]} is {self.weights[bad[0]]}: weights must be above 0")
+            raise ValueError(f"weights.{bad[0]} is {self.weights[bad[0]]}: weights must be positive and finite")
         return self
 
 
 class UniformMix(Part):
-    """Mix all files at equal rates, as in the paper's code; when a file ends, the remaining files continue."""
+    """Interleave all files at equal token rates, as in the paper's code, until all files are exhausted."""
 
     kind: Literal["files"] = "files"
-    seed: int = Field(default=0, ge=0, description="random seed for the order of files")
+    seed: int = Field(default=0, ge=0, description="random seed of the interleaving")
 
 
 Mix = WeightedMix | UniformMix
 
 
 class Selection(Part):
-    """Mix and amount of text; unset keys are omitted from dumped recipes and thus from their hashes."""
+    """Mix and token limit. Unset keys are omitted from dumped recipes, so they do not affect recipe hashes."""
 
     mix: Mix | None = Field(
         default=None,
         discriminator="kind",
-        description="how the files of a folder or dataset are interleaved; null: read one after another",
+        description="interleaving of the files of a folder or dataset; null: files are read sequentially",
     )
     token_limit: int | None = Field(
         default=None,
         ge=2,
-        description="maximum number of training and validation tokens together; the last document is cut",
+        description="maximum number of tokens in both shards together; the last document is truncated",
     )
 
     @model_serializer(mode="wrap")
@@ -68,24 +68,24 @@ class Selection(Part):
 
 
 class FixedToken(Part):
-    """Write a fixed token at given positions of every chunk (2410.10781, section 5: `x[p] = token`)."""
+    """Replace the tokens at given positions of every chunk by a fixed token (2410.10781, section 5: `x[p] = token`)."""
 
     token_id: int = Field(default=1, ge=0, description="id of the token; checked against the vocabulary by the loader")
-    positions: list[int] = Field(min_length=1, description="0-based positions within the context + 1 tokens of a chunk")
+    positions: list[int] = Field(min_length=1, description="0-based positions in a chunk, which has context + 1 tokens")
 
     @field_validator("positions")
     @classmethod
     def _distinct_and_not_negative(cls, positions: list[int]) -> list[int]:
         if min(positions) < 0 or len(set(positions)) < len(positions):
-            raise ValueError(f"positions must be 0-based and distinct, such as [0, 1, 2]; got {positions}")
+            raise ValueError(f"positions must be distinct and 0-based, such as [0, 1, 2]; got {positions}")
         return positions
 
 
 class RandomTokens(Part):
-    """Replace the positions [start, end) of every chunk, 0-based, by uniformly random tokens."""
+    """Replace the tokens at positions [start, end) of every chunk (0-based) by uniformly random tokens."""
 
-    start: int = Field(ge=0, description="first resampled position")
-    end: int = Field(ge=1, description="end of the resampled range, exclusive")
+    start: int = Field(ge=0, description="first replaced position")
+    end: int = Field(ge=1, description="end of the replaced range, exclusive")
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
@@ -95,13 +95,13 @@ class RandomTokens(Part):
 
 
 class DataConfig(Selection):
-    """Text, tokenizer, split and the data interventions."""
+    """Text source, tokenizer, validation split and data interventions."""
 
     source: str = Field(
         default="stdlib",
         min_length=1,
         description="`stdlib`, `site-packages`, `stdlib+site-packages`, a .txt or .jsonl file, a folder of them, a "
-        "directory made by `sinklab data prepare`, `hf:NAME[:CONFIG[:SPLIT]]`, or "
+        "directory written by `sinklab data prepare`, `hf:NAME[:CONFIG[:SPLIT]]`, or "
         "`synthetic:NAME[:length=N,documents=N,seed=N]` with NAME bigram_backcopy or trigger_average",
     )
     tokenizer: str = Field(
@@ -136,20 +136,18 @@ class DataConfig(Selection):
     def _parts_fit(self) -> Self:
         if (parse(self.source) is not None) != (self.tokenizer == WORDS):
             raise ValueError(
-                f"source {self.source} with tokenizer {self.tokenizer}: the tokenizer {WORDS} and the sources "
-                "synthetic:NAME require each other"
+                f"source {self.source} with tokenizer {self.tokenizer}: sources synthetic:NAME "
+                f"require the tokenizer {WORDS}, and other sources require another tokenizer"
             )
         if self.mix is not None and (installed_names(self.source) or parse(self.source)):
             raise ValueError(
-                f"source {self.source} cannot be mixed: mix needs a folder with a file or folder per domain, "
-                "or hf:NAME of a dataset with these"
+                f"source {self.source} cannot be mixed: mix requires a folder or hub dataset (hf:NAME) with one "
+                "file or subfolder per domain"
             )
         fixed = self.fixed_token.positions if self.fixed_token else ()
         drawn = range(self.random_tokens.start, self.random_tokens.end) if self.random_tokens else range(0)
         if both := [position for position in fixed if position in drawn]:
-            raise ValueError(f"fixed_token.positions and random_tokens both write position {min(both)}")
+            raise ValueError(f"fixed_token and random_tokens both replace position {min(both)}: use disjoint positions")
         if self.bos and (0 in fixed or 0 in drawn):
-            raise ValueError(
-                "position 0 holds BOS: set bos: false, or let fixed_token and random_tokens begin at position 1"
-            )
+            raise ValueError("position 0 is BOS: set bos: false, or start fixed_token and random_tokens at position 1")
         return self

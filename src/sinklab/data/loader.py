@@ -1,9 +1,9 @@
-"""Data loader with random access to batches by index, and prefetching in a thread.
+"""Data loader with random access to batches by index, and prefetching in a background thread.
 
-For given data and settings, a batch depends only on (seed, index), so the position in the data is one integer. The
-shard is cut into non-overlapping chunks of context + 1 tokens, or of BOS and context tokens. Training visits every
-chunk once per epoch, in a permutation drawn from (seed, epoch); a batch may span several epochs. Validation visits the
-chunks once, in order.
+For given data and settings, a batch depends only on (seed, index), so the loader state is one integer. The shard is
+split into non-overlapping chunks of context + 1 tokens, or of BOS and context tokens. Training reads every chunk once
+per epoch, in a permutation drawn from (seed, epoch); a batch may span several epochs. Validation reads the chunks once,
+in order.
 """
 
 import time
@@ -28,20 +28,20 @@ class Loader:
 
     Args:
         tokens: (tokens,) integer ids, such as `TokenDataset.train`; read lazily.
-        context: number of input tokens; a chunk has one more, as the last target.
+        context: number of input tokens per sequence; a chunk has one more token, the last target.
         batch_size: chunks per global batch.
-        seed: random seed for the order and the random tokens.
+        seed: random seed of the chunk order and of the random tokens.
         config: settings with `bos`, `fixed_token`, `random_tokens` and, for training, `token_budget`.
         vocab_size: exclusive upper bound of the ids.
         bos_id: id of the first token of every chunk if `config.bos` is set.
-        shuffle: True for training; False for validation, without token budget.
+        shuffle: True for training; False for validation, which ignores the token budget.
 
     Attributes:
         chunks: number of chunks.
 
     Raises:
-        InputError: if there are fewer tokens than one chunk or the budget, or an intervention is outside the chunk or
-            vocabulary.
+        InputError: if the data is smaller than one chunk or than the token budget, or an intervention uses a position
+            outside the chunk or a token outside the vocabulary.
     """
 
     def __init__(
@@ -59,27 +59,27 @@ class Loader:
         fixed, drawn = config.fixed_token, config.random_tokens
         if fixed and max(fixed.positions) > context:
             raise InputError(
-                f"data.fixed_token.positions has {max(fixed.positions)}: a chunk has positions 0..{context}"
+                f"data.fixed_token.positions has {max(fixed.positions)}, but a chunk has positions 0..{context}"
             )
         if fixed and fixed.token_id >= vocab_size:
-            raise InputError(f"data.fixed_token.token_id is {fixed.token_id}: the ids are 0..{vocab_size - 1}")
+            raise InputError(f"data.fixed_token.token_id is {fixed.token_id}, but token ids are 0..{vocab_size - 1}")
         if drawn and drawn.end > context + 1:
-            raise InputError(f"data.random_tokens.end is {drawn.end}: a chunk has positions 0..{context}")
+            raise InputError(f"data.random_tokens.end is {drawn.end}, but a chunk has positions 0..{context}")
         count, budget = len(tokens), config.token_budget if shuffle else None
         if budget is not None and budget > count:
             raise InputError(
-                f"data.token_budget is {budget:,} and the training shard has {count:,} tokens: "
-                "lower it, add more text, or raise data.token_limit or data.text_limit_bytes if set"
+                f"data.token_budget is {budget:,}, but the training shard has {count:,} tokens: "
+                "lower the budget, add text, or raise data.token_limit or data.text_limit_bytes if set"
             )
         count = count if budget is None else budget
         stride = context if config.bos else context + 1
         self.chunks = count // stride
         if self.chunks == 0:
             raise InputError(
-                f"the {'training' if shuffle else 'validation'} text has {count:,} tokens and one chunk needs "
-                f"{stride:,} (context {context}): add more text, "
+                f"the {'training' if shuffle else 'validation'} data has {count:,} tokens, but one chunk needs "
+                f"{stride:,} (context {context}): add text, "
                 + ("raise data.token_budget if set, " if shuffle else "raise data.valid_fraction, ")
-                + "or shorten the context"
+                + "or reduce the context"
             )
         self.context, self.batch_size = context, batch_size
         self._tokens, self._stride, self._shuffle, self._seed = tokens, stride, shuffle, seed
@@ -89,10 +89,10 @@ class Loader:
 
     @classmethod
     def of(cls, data: TokenDataset, split: Literal["train", "valid"], **options: Any) -> Self:
-        """Create the loader of the training or validation shard; raises as `Loader`.
+        """Create the loader of the training or validation shard. Raises the same errors as `Loader`.
 
         Args:
-            options: arguments `context`, `batch_size`, `seed` and `config` of `Loader`.
+            options: the arguments `context`, `batch_size`, `seed` and `config` of `Loader`.
         """
         tokens = data.train if split == "train" else data.valid
         return cls(tokens, vocab_size=data.vocab_size, bos_id=data.bos_id, shuffle=split == "train", **options)
@@ -117,7 +117,9 @@ class Loader:
             SinklabError: if the shard cannot be read.
         """
         if index < 0 or (not self._shuffle and index >= len(self)):
-            raise IndexError(f"no batch {index}: validation ends at {len(self) - 1} and does not wrap around")
+            raise IndexError(
+                f"batch {index} is out of range: expected 0..{len(self) - 1}, or any index >= 0 for training"
+            )
         ids = np.arange(index * self.batch_size, (index + 1) * self.batch_size)
         if self._shuffle:
             ids = np.array([self._order(place // self.chunks)[place % self.chunks] for place in ids.tolist()])
@@ -142,12 +144,12 @@ class Loader:
 
 
 class Prefetcher:
-    """Fetches one batch ahead in a thread; for CUDA into pinned memory, copied to the device asynchronously.
+    """Prefetches one batch in a background thread; for CUDA, with pinned memory and an asynchronous copy.
 
     Args:
         fetch: function that returns the batch of an index on the CPU, such as `Loader.batch`.
         device: device of the batches.
-        end: number of batches; no further batch is fetched.
+        end: number of batches; batches from this index on are not prefetched.
 
     Attributes:
         waited: total time that `batch` has waited for `fetch`, seconds.
@@ -160,7 +162,7 @@ class Prefetcher:
         self._ahead: tuple[int, Future[Tensor]] | None = None
 
     def batch(self, index: int) -> Tensor:
-        """Return batch `index` on the device, and start fetching the next one. Raises as `fetch`."""
+        """Return batch `index` on the device, and start fetching the next one. Raises the same errors as `fetch`."""
         started = time.perf_counter()
         ahead = self._ahead[1] if self._ahead and self._ahead[0] == index else self._thread.submit(self._ready, index)
         tokens = ahead.result()

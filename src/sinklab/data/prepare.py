@@ -1,12 +1,12 @@
-"""Prepare token shards from text: tokenize, pack, split, write the manifest.
+"""Preparation of token shards from text: tokenize, split, write the shards and the manifest.
 
-The SHA-256 of a document decides whether it is held out for validation: the split is independent of the order and
-number of documents, and duplicates are in the same split. If a split would be empty, one document is moved into it.
-Every document is followed by EOS.
+Documents are held out for validation by their SHA-256: the split is independent of the order and number of documents,
+and duplicates are in the same split. If a split would be empty, one document is moved into it. EOS is appended to every
+document.
 
-Files are written to a subfolder `partial` and moved up when complete, data.json last. A second process waits for the
-lock and then opens the finished data. After an interruption, the next call resumes after the last finished part
-(`building.py`) and writes the same bytes.
+Files are written to the subfolder `partial` and moved to the folder when complete; data.json is written last. A second
+process waits for the lock and then opens the finished data. After an interruption, the next call resumes after the last
+finished part (`building.py`) and writes the same bytes.
 """
 
 import hashlib
@@ -52,19 +52,19 @@ def prepare(
         source, tokenizer: as in `DataConfig`.
         out: output folder; other files in it are not modified.
         progress, counted: see `StageProgress` and `Counted`.
-        selection: `valid_fraction`, `text_limit_bytes`, `mix`, `token_limit` of `DataConfig`; default: as there.
+        selection: `valid_fraction`, `text_limit_bytes`, `mix` and `token_limit`, with the defaults of `DataConfig`.
 
     Raises:
         InputError: if a value is invalid, the source or tokenizer cannot be used, there are fewer than two documents,
-            or `out` is a file, or has data with other settings or files that were not written by a preparation.
+            `out` is a file, or `out` contains data with other settings or files not written by data preparation.
         SinklabError: if `out` cannot be written (after a full disk, finished parts are kept and the same call resumes),
-            or data that is already there is damaged.
+            or the data in `out` is damaged.
     """
     return prepare_settings(settings_of(source, tokenizer, **selection), out, progress, counted)
 
 
 def settings_of(source: str, tokenizer: str, **selection: Any) -> Settings:
-    """Build the settings of a preparation; arguments as `prepare`.
+    """Build the settings of data preparation from the arguments of `prepare`.
 
     Raises:
         InputError: if a value is invalid, or the source does not exist or is already prepared.
@@ -79,7 +79,7 @@ def settings_of(source: str, tokenizer: str, **selection: Any) -> Settings:
 
 
 def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgress | None = None) -> TokenDataset:
-    """Open the token shards of a recipe's data; they are first prepared in the cache if necessary.
+    """Open the token shards of a recipe's data, and first prepare them in the cache if they do not exist.
 
     Args:
         config: data section of the recipe; tokenizer, split, mix and limits are ignored if `source` is prepared data.
@@ -103,7 +103,7 @@ def find_prepared(config: DataConfig, cache: Path | None = None) -> TokenDataset
         config, cache: see `prepared`.
 
     Raises:
-        InputError, SinklabError: see `TokenDataset`; also if there is no such source.
+        InputError, SinklabError: see `TokenDataset`; InputError also if the source does not exist.
     """
     folder = expanded(config.source)
     if not is_prepared(folder):
@@ -112,9 +112,9 @@ def find_prepared(config: DataConfig, cache: Path | None = None) -> TokenDataset
 
 
 def known_vocabulary(config: DataConfig) -> int | None:
-    """Return the vocabulary size of a recipe's data if it is known before it is prepared, else None.
+    """Return the vocabulary size of a recipe's data if it is known before preparation, else None.
 
-    It is that of a source that is prepared data, else SIZE of a tokenizer `train:SIZE`, an upper bound.
+    It is exact for prepared data, and the upper bound SIZE for a tokenizer `train:SIZE`.
 
     Raises:
         SinklabError: if the data.json of prepared data is damaged.
@@ -125,7 +125,7 @@ def known_vocabulary(config: DataConfig) -> int | None:
 
 def _settings(config: DataConfig) -> Settings:
     if is_prepared(expanded(config.source)):
-        raise InputError(f"source {config.source} is already prepared: use it as data.source")
+        raise InputError(f"source {config.source} is already prepared: set data.source to it instead of preparing it")
     path = expanded(config.tokenizer)
     path = path / "tokenizer.json" if path.is_dir() else path
     tokens = sha256_of(path) if path.is_file() else config.tokenizer
@@ -147,7 +147,7 @@ def prepare_settings(
     try:
         if not is_prepared(out):
             if out.exists() and not out.is_dir():
-                raise InputError(f"{out} is a file: choose another --out")
+                raise InputError(f"{out} is a file, not a folder: choose another --out")
             if not (out / LOCK).exists():  # checked before anything is written, and again under the lock
                 _check_replaceable(out)
             with _locked(out):
@@ -169,7 +169,7 @@ def prepare_settings(
 
 
 def _check_replaceable(out: Path) -> None:
-    """Raise InputError if `out` has files that would be replaced and were not written by a preparation."""
+    """Raise InputError if `out` has files that would be overwritten and were not written by data preparation."""
     partial = out / PARTIAL
     if (partial / SETTINGS).is_file():
         return
@@ -180,8 +180,8 @@ def _check_replaceable(out: Path) -> None:
         found.append(partial)
     if found:
         raise InputError(
-            f"{found[0]} exists and was not written by a preparation, so it is not replaced: choose another --out, or "
-            "move it away"
+            f"{found[0]} exists and was not written by data preparation, so it is not overwritten: choose another "
+            "--out, or move it"
         )
 
 
@@ -234,7 +234,7 @@ def _write_shards(settings: Settings, folder: Path, progress: StageProgress, cou
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder` in the `with` block; it is released if the process dies."""
+    """Hold the file lock of `folder` during the `with` block; the lock is released if the process dies."""
     import fcntl
 
     while True:

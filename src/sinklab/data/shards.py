@@ -1,12 +1,12 @@
-"""Prepared data on disk: a flat file of token ids each for training and validation, and a manifest.
+"""Prepared data on disk: one flat file of token ids per split, and a manifest.
 
-    train.bin, valid.bin     token ids, little-endian uint16 (uint32 above 65,536 tokens of vocabulary), no header
-    data.json                counts, ids, settings, fingerprint and checksums; written last, when the data is complete
+    train.bin, valid.bin     token ids, little-endian uint16 (uint32 for vocabularies above 65,536 tokens), no header
+    data.json                manifest: token counts, special token ids, settings and checksums; written last
     tokenizer.json, tokenizer_config.json
 
-Ids are read with positioned reads (pread): with a memory map, a truncated file or a failing disk would kill the process
-without a message (SIGBUS). Changes to a file of the same size are detected by its timestamps; the checksum is computed
-only if they differ.
+Token ids are read with pread. Rejected: a memory map, because a truncated file or a failing disk would kill the process
+without a message (SIGBUS). Changes that keep the file size are detected by the timestamps of the file; the checksum is
+computed only if the timestamps differ.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class Settings(Selection):
-    """Settings of data preparation; together with the text they determine the token shards."""
+    """Settings of data preparation, which together with the text determine the token shards."""
 
     source: str
     tokenizer: str
     valid_fraction: float
     text_limit_bytes: int | None
     identity: str
-    """Hash that changes if the text or the tokenizer may have changed."""
+    """Hash of the source (`corpora.identity`) and of the tokenizer."""
 
 
 class Shard(Part):
@@ -51,7 +51,7 @@ class Shard(Part):
 
 
 class Share(Part):
-    """Number of documents and tokens, in both shards, of a domain of a mix (of a file, for a uniform mix)."""
+    """Number of documents and tokens of one domain of a mix (one file of a uniform mix) in both shards."""
 
     documents: int = 0
     tokens: int = 0
@@ -64,7 +64,7 @@ class Manifest(Part):
         dtype: data type of the ids in both shards.
         vocab_size, eos_id, bos_id: see `Tokenizer`.
         text_bytes, text_sha256: UTF-8 size and hash of all documents in order (`corpora.Fingerprint`).
-        shares: documents and tokens by domain; None without a mix.
+        shares: number of documents and tokens of each domain; None without a mix.
     """
 
     schema_version: Literal[1] = 1
@@ -82,7 +82,7 @@ class Manifest(Part):
 
 
 class TokenFile:
-    """A flat file of token ids. It is kept open, so it may be renamed or deleted while in use.
+    """Flat file of token ids. It is kept open, so it may be renamed or deleted while in use.
 
     Args:
         tokens: expected number of ids.
@@ -90,7 +90,7 @@ class TokenFile:
         remedy: instruction for recreating the file, added to error messages.
 
     Raises:
-        SinklabError: if the file is missing, unreadable or has another size.
+        SinklabError: if the file is missing, cannot be read or has the wrong size.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, tokens: int, sha256: str, remedy: str) -> None:
@@ -135,12 +135,12 @@ class TokenFile:
             file.seek(0)
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != self._sha256:
-            raise SinklabError(f"{self.path} is corrupted: its checksum is not the one recorded. {self._remedy}")
+            raise SinklabError(f"{self.path} is corrupted: its SHA-256 differs from that in data.json. {self._remedy}")
 
     def check_unchanged(self) -> None:
-        """Check that the file has not changed since it was opened: its size and times, and its checksum if they differ.
+        """Check that the size and timestamps of the file are unchanged, and its checksum if the timestamps differ.
 
-        A file that was only touched, renamed or deleted counts as unchanged. Silent disk corruption is not detected.
+        A file that was only touched, renamed or deleted passes the check. Silent disk corruption is not detected.
 
         Raises:
             SinklabError: if the file has been changed, or cannot be read.
@@ -151,20 +151,18 @@ class TokenFile:
             self._times = times
 
     def _checked_times(self) -> tuple[int, int]:
-        """Check the file's size; return its modification and status change times, ns."""
+        """Check the file size; return the modification and status change times in ns."""
         with _reading(self.path, self._remedy):
             status = os.fstat(self._file)
         if status.st_size != (expected := self._tokens * self.dtype.itemsize):
-            raise SinklabError(
-                f"{self.path} has {status.st_size:,} bytes where {expected:,} were written. {self._remedy}"
-            )
+            raise SinklabError(f"{self.path} has {status.st_size:,} bytes, expected {expected:,}. {self._remedy}")
         return status.st_mtime_ns, status.st_ctime_ns
 
 
 class TokenDataset:
-    """Prepared data, open for reading: a directory written by `prepare`.
+    """Prepared data in a directory written by `prepare`, opened for reading.
 
-    The SHA-256 of the token files and tokenizer.json are verified.
+    The checksums of the token files and of tokenizer.json are verified on opening.
 
     Attributes:
         train, valid: token files; `train[start:stop]` reads ids as an array (uint16 or uint32).
@@ -174,9 +172,9 @@ class TokenDataset:
         directory, manifest: directory of the data, and the contents of its data.json.
 
     Raises:
-        InputError: if there is no prepared data.
-        SinklabError: if a file is missing, unreadable, of another size or changed, or data.json is damaged; the message
-            names the file and the remedy.
+        InputError: if the directory contains no prepared data.
+        SinklabError: if a file is missing, cannot be read, or has the wrong size or checksum, or data.json is damaged;
+            the message names the file and the remedy.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -194,7 +192,9 @@ class TokenDataset:
         with _reading(self.tokenizer_path, remedy):
             found = sha256_of(self.tokenizer_path)
         if found != manifest.tokenizer_sha256:
-            raise SinklabError(f"{self.tokenizer_path} is corrupted: its checksum is not the one recorded. {remedy}")
+            raise SinklabError(
+                f"{self.tokenizer_path} is corrupted: its SHA-256 differs from that in data.json. {remedy}"
+            )
         parts = manifest.model_dump(mode="json", exclude={"settings", "shares"})
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -210,12 +210,12 @@ def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the data.json of a prepared directory; raises as `TokenDataset`."""
+    """Read the data.json of a prepared directory. Raises the same errors as `TokenDataset`."""
     path, remedy = directory / MANIFEST, _remedy(directory, "SOURCE", "NAME|train:SIZE")
     with _reading(path, remedy):
         if not path.exists():
             raise InputError(
-                f"{directory} contains no prepared data (there is no {MANIFEST}): "
+                f"{directory} contains no prepared data ({MANIFEST} is missing): "
                 f"run sinklab data prepare SOURCE --tokenizer NAME --out {directory}"
             )
         content = path.read_bytes()
@@ -229,7 +229,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 @contextmanager
 def _reading(path: Path, remedy: str) -> Iterator[None]:
-    """Raise an OSError of the `with` block as a SinklabError that names the file."""
+    """Convert an OSError of the `with` block to a SinklabError that names the file."""
     try:
         yield
     except FileNotFoundError as error:
@@ -241,6 +241,6 @@ def _reading(path: Path, remedy: str) -> Iterator[None]:
 
 def _remedy(directory: Path, source: str, tokenizer: str) -> str:
     return (
-        f"Delete the folder {directory} and prepare it again: run the same command once more, or "
-        f"sinklab data prepare {source} --tokenizer {tokenizer} --out {directory} with the options used before"
+        f"Delete the folder {directory} and prepare the data again: rerun the same command, or run "
+        f"sinklab data prepare {source} --tokenizer {tokenizer} --out {directory} with the original options"
     )

@@ -1,13 +1,13 @@
-"""Bytes of text per token, and hashes of vocabularies.
+"""UTF-8 size of each token of a text, and hashes of vocabularies.
 
-The bytes of a token are decoded from its vocabulary string and compared with the text; from the first difference on,
-sizes are UNKNOWN. Three encodings of vocabulary strings are supported:
+The bytes of a token are decoded from its vocabulary string and compared with the text; sizes are UNKNOWN from the first
+mismatch on. Three encodings of vocabulary strings are supported:
 
-    byte-level     a character for every byte (`Ġ` is a space), as GPT-2 and its successors
+    byte-level     one character per byte (`Ġ` is a space), as in GPT-2 and its successors
     sentencepiece  `▁` for a space and `<0x0A>` for a byte; an added leading space is removed
     added tokens   literal text
 
-Rejected: decoding each token, which gives U+FFFD (three bytes) for each part of a character of several tokens.
+Rejected: decoding tokens one by one, which gives U+FFFD (three bytes) for each token of a multi-token character.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ class Spelled(Sequence[int]):
 def spelling(
     encode: Callable[[str], Sequence[int]], token: Callable[[int], str | None], added: Collection[int]
 ) -> Callable[[str], Spelled]:
-    """Return a function like `encode` that also gives the number of UTF-8 bytes of every token.
+    """Wrap `encode` so that it also returns the number of UTF-8 bytes of each token.
 
     Args:
         encode: function from text to token ids, without special tokens.
@@ -82,7 +82,7 @@ def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
 
 
 def _sizes(text: bytes, tokens: Sequence[bytes]) -> list[int]:
-    """Return the size of each token in bytes; UNKNOWN from the first difference between tokens and text on."""
+    """Return the size of each token in bytes; UNKNOWN from the first mismatch between tokens and text on."""
     sizes, joined = [len(one) for one in tokens], b"".join(tokens)
     if joined[:1] == b" " and _common(joined[1:], text) > _common(joined, text):
         joined, sizes[0] = joined[1:], sizes[0] - 1
@@ -104,7 +104,7 @@ def _common(one: bytes, other: bytes) -> int:
 
 @cache
 def _byte_level() -> dict[str, int]:
-    """Map byte-level vocabulary characters to bytes: printable Latin-1 to itself, the other bytes from U+0100 on."""
+    """Map byte-level characters to bytes: printable Latin-1 is unchanged, the other bytes use U+0100 and above."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

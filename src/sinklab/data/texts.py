@@ -1,9 +1,9 @@
-"""Selection of text (a source or a mix, up to a limit), its size and its tokenizer.
+"""Text selection for data preparation (source, mix, limits), size estimates and the tokenizer of the text.
 
-A mix interleaves domains by weight, or all files at equal rates. The next document is from the domain with the fewest
-tokens relative to its weight. At any time each domain has its share of the tokens up to about one document plus a
-random offset of up to 1024 tokens. Token counts are estimated from a sample of each domain (tokens per byte), because
-the text is mixed before it is encoded; data.json has the exact shares.
+A mix interleaves domains by weight, or all files at equal rates. The next document is read from the domain with the
+fewest tokens relative to its weight. The token count of each domain deviates from its share by at most about one
+document plus a random offset of up to 1024 tokens. Token counts are estimated from a sample of each domain (tokens per
+byte), because the text is mixed before it is encoded; data.json contains the exact counts.
 """
 
 import heapq
@@ -27,13 +27,13 @@ from sinklab.errors import InputError
 HEAD_START = 1024  # maximum random offset of a domain, tokens
 
 SAMPLE_CHARACTERS = 2**19
-"""Size of the sample from the start of each domain for its tokens per byte, characters."""
+"""Number of characters sampled from the start of each domain to estimate its tokens per byte."""
 
 BPE_SAMPLE_BYTES = 8 * 2**20
-"""Approximate size of the sample on which a tokenizer is trained, bytes; smaller texts are used whole."""
+"""Approximate size in bytes of the sample for tokenizer training; smaller texts are used in full."""
 
 StageProgress = Callable[[str, int, int | None], None]
-"""Callback that receives the stage, the amount of text done, and the size of the text (None if unknown), in bytes.
+"""Callback (stage, bytes of text processed, total bytes); the total is None if unknown.
 
 The stages are "tokenizer" (training) and "tokens" (encoding).
 """
@@ -61,7 +61,7 @@ class Stream:
         """Yield the documents of this stream in a fixed order.
 
         Raises:
-            InputError: if the source is missing, or a file cannot be read or is malformed; the message names it.
+            InputError: if the source is missing, or a file cannot be read or is malformed; the message names the file.
         """
         if self.files is None:
             yield from documents(self.source)
@@ -75,7 +75,7 @@ class Stream:
         """Estimate the tokens per byte of this stream from a sample at its start.
 
         Raises:
-            InputError: if there is no text, or it cannot be read.
+            InputError: if the stream contains no text or cannot be read.
         """
         sample: list[str] = []
         size = 0
@@ -85,7 +85,7 @@ class Stream:
             if size >= SAMPLE_CHARACTERS:
                 break
         if not sample:
-            raise InputError(f"{self.name or self.source} contains no text: it has no document that is not empty")
+            raise InputError(f"{self.name or self.source} contains no text: no document is non-empty")
         _, lengths = tokenizer.encode_flat(sample)
         return int(lengths.sum()) / sum(len(text.encode()) for text in sample)
 
@@ -93,12 +93,12 @@ class Stream:
 def streams(source: str, mix: Mix) -> list[Stream]:
     """List the streams of a mix: its domains that have files, or its files if it has no weights.
 
-    A file belongs to the domain named by the file or by a folder above it: `arxiv.jsonl`, `arxiv-00.jsonl`,
-    `arxiv/00.jsonl`.
+    A file belongs to a domain if the file (without a trailing number) or a parent folder has the domain's name:
+    `arxiv.jsonl`, `arxiv-00.jsonl`, `arxiv/00.jsonl`.
 
     Raises:
-        InputError: if the source is no folder or hub dataset with text files, or domains with a weight have no file
-            (all of them, if the mix renormalises the weights).
+        InputError: if the source is not a folder or hub dataset with text files, or a domain has no file (with
+            `absent: renormalise`, only if no domain has one).
     """
     folder = expanded(source)
     sizes: dict[str, int | None]
@@ -107,7 +107,7 @@ def streams(source: str, mix: Mix) -> list[Stream]:
     elif folder.is_dir():
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in text_files(folder)}
     else:
-        raise InputError(f"source {source} cannot be mixed: pass a folder with a file or folder per domain, or hf:NAME")
+        raise InputError(f"source {source} cannot be mixed: use a folder or hf:NAME with a file or folder per domain")
     if not isinstance(mix, WeightedMix):
         return [Stream(name, None, source, (name,), size) for name, size in sizes.items()]
     found = {domain: [name for name in sizes if _belongs(name, domain)] for domain in mix.weights}
@@ -115,8 +115,8 @@ def streams(source: str, mix: Mix) -> list[Stream]:
     if absent and (mix.absent == "refuse" or len(absent) == len(found)):
         raise InputError(
             f"source {source} has no file for {len(absent)} of {len(found)} domains: {', '.join(absent)}. Add files or "
-            "folders of these names, set other mix.weights or, unless all are missing, set mix.absent: renormalise "
-            "(--absent renormalise) to leave them out"
+            "folders with these names, change mix.weights or, if any domain has a file, set mix.absent: renormalise "
+            "(--absent renormalise)"
         )
     return [
         Stream(domain, mix.weights[domain], source, tuple(files), known_sum([sizes[name] for name in files]))
@@ -134,7 +134,7 @@ def _belongs(file: str, domain: str) -> bool:
 def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield the interleaved documents of all domains as (domain, text).
 
-    The mix ends when the first domain is exhausted, or without weights when all files are.
+    A weighted mix ends when the first domain is exhausted, a uniform mix when all files are.
 
     Args:
         domains: streams of the mix (`streams`).
@@ -165,14 +165,14 @@ def known_sum(values: list[int | None]) -> int | None:
 
 
 class RequestedText:
-    """The documents of a source that the settings of a preparation select.
+    """Documents of a source selected by the settings of data preparation.
 
     Attributes:
-        streams: the domains or files of a mix, else the source.
+        streams: domains or files of a mix; without a mix, the source.
         total_bytes: approximate size of the documents in bytes, at most `text_limit_bytes`; None if unknown.
 
     Raises:
-        InputError: if the source is missing, or see `streams`.
+        InputError: if the source is missing; for a mix, see `streams`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -204,7 +204,7 @@ class RequestedText:
 
 
 def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress: StageProgress) -> Tokenizer:
-    """Load, train or build the tokenizer of the text, and save it in `folder`; one saved there is reused.
+    """Load, train or build the tokenizer of the text, and save it in `folder`; a tokenizer saved there is reused.
 
     Raises:
         InputError: if the tokenizer cannot be loaded, or the text that it is trained on cannot be read.
@@ -221,13 +221,13 @@ def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress
 
 
 def _given_tokenizer(settings: Settings) -> Tokenizer:
-    """Load the tokenizer of the settings, or build that of a synthetic source."""
+    """Load the tokenizer named in the settings, or build the tokenizer of a synthetic source."""
     request = parse(settings.source)
     return load_tokenizer(settings.tokenizer) if request is None else word_tokenizer(request)
 
 
 def _sample(text: RequestedText, progress: StageProgress) -> Iterator[str]:
-    """Yield every n-th document, for about `BPE_SAMPLE_BYTES`; if the text's size is unknown, the first documents."""
+    """Yield about `BPE_SAMPLE_BYTES` of text: every n-th document, or the first ones if the text size is unknown."""
     total = text.total_bytes
     every = 1 if total is None else max(1, math.ceil(total / BPE_SAMPLE_BYTES))
     done = taken = 0
@@ -244,13 +244,13 @@ def _sample(text: RequestedText, progress: StageProgress) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Amount:
-    """Size of a domain, or of the whole text without a mix.
+    """Estimated size of a domain, or of the whole text without a mix.
 
     Attributes:
         name: name of the domain, file or source.
-        bytes: size of the files, including data that is not text (without a mix at most `text_limit_bytes`); None for
+        bytes: size of the files, including non-text data (without a mix at most `text_limit_bytes`); None for
             sources that are not local files.
-        tokens: number of tokens, estimated from `bytes` and a sample; too high for files with data other than text;
+        tokens: number of tokens, estimated from `bytes` and a sample; an overestimate for files with non-text data;
             None if `bytes` is None.
         taken: number of tokens that would be prepared; None if unknown.
     """
@@ -266,8 +266,8 @@ class Estimate:
     """Estimated size of prepared data.
 
     Attributes:
-        amounts: size of each domain.
-        tokens: number of tokens that would be prepared; None if a domain's number is unknown.
+        amounts: estimated size of each domain.
+        tokens: number of tokens that would be prepared; None if it is unknown for a domain.
         shard_bytes: total size of the two shards; None if `tokens` is None.
     """
 
@@ -288,7 +288,7 @@ def estimate(settings: Settings) -> Estimate:
     """
     if trained_size(settings.tokenizer) is not None:
         raise InputError(
-            f"tokenizer {settings.tokenizer} is trained on the text, so its tokens cannot be estimated: "
+            f"tokenizer {settings.tokenizer} is trained on the text, so the number of tokens cannot be estimated: "
             "use the tokenizer of a model, or a folder with tokenizer.json"
         )
     tokenizer = _given_tokenizer(settings)

@@ -1,13 +1,13 @@
-"""Tokenizers: loaded from a folder or the hub, or trained on the corpus; fast exact encoding.
+"""Loading of tokenizers from a folder or the hub, training on the corpus, and fast exact encoding.
 
 `tokenizer.json` is read with the `tokenizers` library, without `transformers`.
 
-`fastokens` encodes with the tokenizer.json of a BPE tokenizer about fifty times faster. It is used if it is installed,
-can read the tokenizer, and gives the same ids as `tokenizers` on all of `PROBES`. Both use all cores, or
-RAYON_NUM_THREADS threads.
+The `fastokens` library encodes with a BPE tokenizer about 50 times faster. It is used if it is installed, supports the
+tokenizer, and returns the same ids as `tokenizers` for all `PROBES`. Both libraries use all cores, or RAYON_NUM_THREADS
+threads.
 
-`tokenizers` needs about a hundred times the memory of the text that it encodes. Very long documents are therefore
-encoded in pieces, cut between words where no token changes.
+`tokenizers` needs about 100 times the memory of the text that it encodes. Very long documents are therefore encoded in
+pieces, split between words where the split changes no token.
 """
 
 import re
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 EOS = "<|endoftext|>"
 BOS = "<|bos|>"
 SMALLEST_VOCABULARY = 256 + 2  # every byte, EOS and BOS
-LARGEST_VOCABULARY = 2**24  # tokenizers allocates this many entries upfront, and aborts if memory is short
+LARGEST_VOCABULARY = 2**24  # tokenizers allocates this many entries upfront, and aborts if out of memory
 _HUB_FILES = ["*token*.json", "vocab.*", "merges.txt", "*.model", "config.json"]
 
 EncodeBatch = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
 """Function from texts to their concatenated ids, shape (tokens,), and token counts, shape (texts,)."""
 
-PIECE = 2**19  # characters; shorter documents are encoded whole
-AT_ONCE = 8  # pieces encoded in a batch
-AROUND = 2**10  # characters on both sides of a cut that are encoded to check it
-TRIES = 33  # maximum number of cuts tried
+PIECE = 2**19  # characters per piece; shorter documents are not split
+AT_ONCE = 8  # pieces per batch
+AROUND = 2**10  # characters on each side of a split that are encoded to check it
+TRIES = 33  # maximum number of split positions tried
 
 PROBES = (
     "",
@@ -57,12 +57,12 @@ PROBES = (
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library with its EOS and BOS tokens.
+    """Tokenizer of the `tokenizers` library with its EOS and BOS tokens.
 
     Attributes:
         backend: the `tokenizers.Tokenizer`.
         source: name, path, `train:SIZE` or `words`.
-        eos_id: id of the token written after every document.
+        eos_id: id of the token appended to every document.
         bos_id: id of the token at the start of a chunk; `eos_id` if the tokenizer has no BOS (GPT-NeoX, GPT-2).
     """
 
@@ -77,7 +77,7 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text. No special tokens are added; their strings are encoded as plain text."""
+        """Return the token ids of each text, without special tokens; their strings are encoded as plain text."""
         ids, lengths = self.encode_flat(texts)
         return [row.tolist() for row in np.split(ids, lengths.cumsum()[:-1])] if texts else []
 
@@ -87,7 +87,7 @@ class Tokenizer:
         return encoder(self.backend)
 
     def token(self, token_id: int) -> str:
-        """Return the vocabulary string of a token id; added tokens included."""
+        """Return the vocabulary string of a token id, which may be an added token."""
         added = self.backend.get_added_tokens_decoder().get(token_id)
         token = self.backend.id_to_token(token_id) if added is None else added.content
         assert token is not None, f"{token_id} is not an id of this vocabulary"
@@ -113,8 +113,8 @@ def trained_size(name: str) -> int | None:
     size = name.removeprefix("train:")
     if not (size.isdecimal() and len(size) < 10 and SMALLEST_VOCABULARY <= int(size) <= LARGEST_VOCABULARY):
         raise InputError(
-            f"tokenizer {name[:40]!r}: train:SIZE needs a whole number of at least {SMALLEST_VOCABULARY} and at most "
-            f"{LARGEST_VOCABULARY}, such as train:1024"
+            f"tokenizer {name[:40]!r}: SIZE must be a whole number, at least {SMALLEST_VOCABULARY} and at most "
+            f"{LARGEST_VOCABULARY}, as in train:1024"
         )
     return int(size)
 
@@ -122,7 +122,7 @@ def trained_size(name: str) -> int | None:
 def load_tokenizer(name_or_path: str) -> Tokenizer:
     """Load a tokenizer from a folder, from a tokenizer.json, or from a model on the Hugging Face hub.
 
-    EOS and BOS are named in tokenizer_config.json or special_tokens_map.json; default: `<|endoftext|>`, and BOS is EOS.
+    EOS and BOS are read from tokenizer_config.json or special_tokens_map.json; default: `<|endoftext|>`, EOS as BOS.
 
     Raises:
         InputError: if the tokenizer cannot be found, downloaded, read or converted, or has no EOS token.
@@ -149,18 +149,18 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     eos = backend.token_to_id(special.get("eos_token", EOS))
     if eos is None:
         raise InputError(
-            f"tokenizer {name_or_path} has no end-of-text token, which is written after every document: "
-            "name a token of its vocabulary as eos_token in tokenizer_config.json"
+            f"tokenizer {name_or_path} has no EOS token, which is appended to every document: "
+            "set eos_token in tokenizer_config.json to a token of its vocabulary"
         )
     bos = backend.token_to_id(special["bos_token"]) if "bos_token" in special else None
     return Tokenizer(backend, name_or_path, eos_id=eos, bos_id=eos if bos is None else bos)
 
 
 def train_bpe(documents: Iterable[str], size: int, out: Path) -> Tokenizer:
-    """Train a byte-level BPE of at most `size` tokens and save it into the folder `out`.
+    """Train a byte-level BPE tokenizer with at most `size` tokens and save it in the folder `out`.
 
     EOS (`<|endoftext|>`) has id 0 and BOS (`<|bos|>`) id 1. Training is deterministic. The vocabulary
-    (`Tokenizer.vocab_size`) is smaller than `size` if the text has too few different pairs.
+    (`Tokenizer.vocab_size`) is smaller than `size` if the text has too few distinct pairs.
 
     Raises:
         InputError: if `size` is below 258 or above 2^24.
@@ -186,14 +186,14 @@ def train_bpe(documents: Iterable[str], size: int, out: Path) -> Tokenizer:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Read `eos_token` and `bos_token` from special_tokens_map.json and, preferred, tokenizer_config.json."""
+    """Read `eos_token` and `bos_token` from tokenizer_config.json or else special_tokens_map.json."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name
         try:
             entries = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
             if not isinstance(entries, dict):
-                raise ValueError("it is a list or a value")
+                raise ValueError("the top level is not an object")
         except (OSError, ValueError) as error:
             raise InputError(f"{path} is not a readable JSON object: {error}") from error
         for key in ("eos_token", "bos_token"):
@@ -211,14 +211,14 @@ def _fetched(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:  # network, hub, name and cache errors share no base class
         raise InputError(
-            f"tokenizer {name!r} is not a local folder, and could not be downloaded from the Hugging Face hub "
+            f"tokenizer {name!r} is not a local folder and could not be downloaded from the Hugging Face hub "
             f"({type(error).__name__}). Check the name and the connection, use a folder with "
             "tokenizer.json, or use train:SIZE to train one on the corpus."
         ) from error
 
 
 def _converted(folder: Path, source: str) -> tuple["Backend", dict[str, str]]:
-    """Convert a tokenizer without tokenizer.json (vocabulary and merges, sentencepiece) with transformers.
+    """Convert a tokenizer without tokenizer.json (vocab and merges files, sentencepiece) with transformers.
 
     Returns:
         The tokenizer, and its `eos_token` and `bos_token` if they are set.
@@ -230,8 +230,8 @@ def _converted(folder: Path, source: str) -> tuple["Backend", dict[str, str]]:
         backend = slow.backend_tokenizer
     except Exception as error:  # each format's converter raises its own exceptions
         raise InputError(
-            f"no usable tokenizer in {source}: there is no tokenizer.json and transformers cannot convert the files "
-            f"there ({type(error).__name__}). Use a folder with tokenizer.json, or train:SIZE."
+            f"no usable tokenizer in {source}: tokenizer.json is missing, and transformers cannot convert the other "
+            f"files ({type(error).__name__}). Use a folder with tokenizer.json, or train:SIZE."
         ) from error
     return backend, {key: token for key in ("eos_token", "bos_token") if (token := getattr(slow, key, None))}
 
@@ -281,12 +281,12 @@ def encoder(backend: "Backend") -> EncodeBatch:
 def pieces(
     text: str, size: int, changes_nothing: Callable[[str, str], bool] = lambda left, right: True
 ) -> Iterator[str]:
-    """Split a text into pieces of at most `size` characters; if a cut is not found, the rest is one piece.
+    """Split a text into pieces of at most `size` characters; if no split position is found, the rest is one piece.
 
-    Cuts are between an ASCII letter or digit and a space before a letter, where byte-level BPE begins a new word.
+    Splits are between an ASCII letter or digit and a space before a letter, where byte-level BPE starts a word.
 
     Args:
-        changes_nothing: function of up to `AROUND` characters before and after a cut; True if it changes no token.
+        changes_nothing: predicate on up to `AROUND` characters on each side; True if the split changes no token.
     """
     start = 0
     while len(text) - start > size:

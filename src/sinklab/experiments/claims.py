@@ -1,4 +1,4 @@
-"""Claims as data: typed checks of the results of cells, judged by the rule in docs/verdicts.md.
+"""Schemas of claims and of their checks, which are judged by the rule in docs/verdicts.md.
 
 claims:
   - id: bias_takes_the_sink
@@ -23,7 +23,7 @@ from sinklab.survey.open_models import families
 Scale = Literal["tiny", "mini", "small", "60m", "1b"]
 
 Analysis = Literal["confirmatory", "exploratory"]
-"""Confirmatory: a claim of the paper, judged on later runs or measurements. Exploratory: any other claim."""
+"""Confirmatory: a claim of the paper, judged on runs or measurements made after it. Exploratory: any other claim."""
 
 
 class _Check(Part):
@@ -49,8 +49,8 @@ class QuantityClaim(_Check):
     """Base class of checks that compare a quantity between cells or with a bound.
 
     Attributes:
-        value: name of the quantity (`quantities.py`). It is averaged over a run's last three evaluations, unless a run
-            has a single number of it, such as a step.
+        value: name of the quantity (`quantities.py`), averaged over a run's last three evaluations unless it has a
+            single value per run, such as a step.
         at_step: average the last three evaluations up to this step instead (see `RunNumbers.value`); default: those at
             the end of the run.
     """
@@ -76,7 +76,7 @@ class _OneCell(_Check):
 
 def _require_rate(name: str) -> str:
     if not quantity(name).is_sink_rate:
-        raise ValueError(f"absent requires a sink rate in percent, such as sink_1, and {name} is not one")
+        raise ValueError(f"absent requires a sink rate in percent, such as sink_1, but value is {name}")
     return name
 
 
@@ -124,7 +124,7 @@ class Differs(_Bounds):
     @model_validator(mode="after")
     def _one_size(self) -> Self:
         if self.by is not None and self.times is not None:
-            raise ValueError("set by or times, not both")
+            raise ValueError("set either by or times, not both")
         if self.absent:
             _require_rate(self.value)
         return self
@@ -148,11 +148,10 @@ class Alike(QuantityClaim):
 
 
 class Monotone(QuantityClaim):
-    """The quantity rises or falls over the cells in their given order.
+    """The quantity increases (rising) or decreases (falling) over the cells in the given order.
 
     At every seed, the least-squares slope over the ranks of the cells is positive (rising) or negative (falling). In
-    addition, no two neighbouring cells differ in the opposite direction without overlap of their seeds
-    (`counts.separated`).
+    addition, no two neighbouring cells are separated in the opposite direction (`counts.separated`).
     """
 
     kind: Literal["rising", "falling"] = Field(alias="is")
@@ -259,14 +258,14 @@ class AlikeOverSizes(_OverSizes):
 
 
 OverSubjects = AlikeOverDomains | GrowsWithSize | AlikeOverSizes
-"""A check of one cell across the domains or models that the user passes; `over` converts it to a check of cells."""
+"""A check of one cell across the given domains or models; `over` converts it to a check of several cells."""
 
 
 def over(check: OverSubjects, cells: tuple[str, ...]) -> Alike | Monotone:
     """Convert a check across domains or models to a check of their cells in the results.
 
     Args:
-        cells: names of these cells (SUBJECT/CELL); those of models from the smallest to the largest model.
+        cells: names of these cells (SUBJECT/CELL); cells of models are ordered by increasing model size.
     """
     if isinstance(check, GrowsWithSize):
         return Monotone.model_validate({"is": "rising", "over": cells, "value": check.value})
@@ -277,7 +276,7 @@ Check = Annotated[_Single | All | OverSubjects, Field(discriminator="kind")]
 
 
 def parts_of(check: Check) -> tuple[Check, ...]:
-    """Return the checks that an `all` combines; for a check of another kind, the check itself."""
+    """Return the checks combined by an `all` check; for any other check, a tuple of the check itself."""
     return check.of if isinstance(check, All) else (check,)
 
 
@@ -304,8 +303,8 @@ class Claim(Part):
     Attributes:
         id: identifier, unique within the experiment.
         text: statement of the claim.
-        check: the check that decides the claim; an experiment file sets either `check` or `same_as`.
-        same_as: another claim, as EXPERIMENT.CLAIM, whose check is used (`load_experiment` fills it in). A claim with
+        check: the check that decides the claim; required unless `same_as` is set.
+        same_as: another claim, as EXPERIMENT.CLAIM, whose check is used (`load_experiment` copies it). A claim with
             `same_as` is not counted.
         scales: scales at which the claim is made; default: all.
         asks_massive: judge the claim only if training at least doubles the norm ratio of the baseline (True), or of
@@ -316,8 +315,8 @@ class Claim(Part):
         proposition: judge the claim only for models to which the paper's proposition with this number applies.
         evidence: confirmatory or exploratory; default: the experiment's setting.
         stated: date on which the claim was written; default: the experiment's date.
-        changed: a later change of the claim, shown with it: `YYYY-MM-DD: the change, and which results had been seen`.
-        why: reason for a bound or margin that is not the paper's; for readers of the file only.
+        changed: later change of the claim, shown with it: `YYYY-MM-DD: the change, and which results had been seen`.
+        why: reason for a bound or margin that is not the paper's; a comment that is not shown.
     """
 
     id: str = Field(pattern=r"^\w+$")

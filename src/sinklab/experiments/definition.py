@@ -5,18 +5,18 @@ measurement of an existing model, repeated on several draws of sequences, or of 
 
 Trained cells:
 
-base: tiny                                                      # or, by scale: {tiny: tiny, 60m: 60m}
+base: tiny                                                      # or by scale: {tiny: tiny, 60m: 60m}
 cells:
-  softmax: {}                                                   # the base itself
-  k_biases: k_biases                                            # a variant of the catalogue, by its name
+  softmax: {}                                                   # the unchanged base recipe
+  k_biases: k_biases                                            # name of a variant in the catalogue
   weight_decay_1: {optim: {weight_decay: 1.0}}                  # changed keys
-  sink_token_without_bos: [sink_token, {data: {bos: false}}]    # variants and keys, merged in this order
-adapted:                                                        # differences at a scale, with the reason
+  sink_token_without_bos: [sink_token, {data: {bos: false}}]    # variants and overlays, merged in this order
+adapted:                                                        # changes at a scale, with the reason
   tiny:
     - why: "a window of 8 of 64 tokens corresponds to 256 of 2,048"
       cells: {window_256: {model: {attention: {mask: {width: 8}}}}}
-evidence: confirmatory                                          # or exploratory; for claims that do not set it
-stated: 2026-11-23                                              # date of the claims that do not set it
+evidence: confirmatory                                          # or exploratory; default for the claims
+stated: 2026-11-23                                              # default for the claims
 first_seed: 100                                                 # the runs have seeds 100, 101, ..
 claims:
   - {id: no_sink, text: "..", check: {is: absent, cell: k_biases}}
@@ -27,7 +27,7 @@ changes:                                                        # a grid: each c
 
 Measured cells:
 
-cells:                                                          # of the model passed as --model
+cells:                                                          # measurements of the model passed with --model
   natural: {inputs: natural}                                    # text, 100 sequences of 64 tokens, eps 0.3
   repeat: {inputs: repeat}
   short: {inputs: natural, length: 16, eps: 0.2}                # the same sequences, truncated, from the same pass
@@ -36,7 +36,7 @@ cells:                                                          # of the model p
 claims:
   - {id: none_on_repeated, text: "..", check: {is: within, value: sink_1, cell: repeat, at_most: 1.0}}
 
-Measured cells that name several models, which are the replicates; every cell of such an experiment names several:
+Measured cells with several models, which are the replicates; all cells of such an experiment have several models:
 
 cells:
   start: {inputs: natural, models: [ORG/seed1@step1000, ORG/seed2@step1000]}
@@ -80,10 +80,10 @@ NORMS = {
     "norm_step",
     "kurtosis",
 }
-"""Quantities about massive activations; `asks_massive` of an experiment applies to claims that use one of them."""
+"""Quantities of massive activations; an experiment's `asks_massive` applies to claims that use one of them."""
 
 PAPER_SCALES = ("60m", "1b")
-"""Scales of the paper's models; only at these do the paper's numbers enter verdicts."""
+"""Scales of the paper's models. Verdicts use the paper's numbers only at these scales."""
 
 
 WHAT_SCALES_ARE: Mapping[Scale, str] = {
@@ -121,15 +121,15 @@ def _kind_of_cell(said: Any) -> Literal["trained", "measured"]:
 
 def _is_a_folder(name: str) -> str:
     if not name or name.startswith(".") or "/" in name:
-        raise ValueError(f"{name!r} cannot name a cell or change: use a folder name with no / and no leading dot")
+        raise ValueError(f"{name!r} is not a valid cell or change name: use a folder name without / or leading dot")
     return name
 
 
 def _is_a_value(name: str) -> str:
     if GRID in name:
         raise ValueError(
-            f"{name!r} cannot name a value in changes: leave out {GRID}, which separates cell and values in the "
-            f"names of a grid's cells (CELL{GRID}VALUE)"
+            f"{name!r} is not a valid name of a value in changes: remove {GRID}, which separates cell and values "
+            f"in the names of grid cells (CELL{GRID}VALUE)"
         )
     return name
 
@@ -150,14 +150,13 @@ class MeasuredCell(Part):
     """Settings of a measurement. Cells that differ only in eps and length share sequences and forward passes.
 
     Attributes:
-        model: which of the models passed with --model is measured: the base model (the first) or the chat model (the
-            second, which is optional).
+        model: the model to measure: "base" is the first model passed with --model, "chat" the optional second one.
         models: models to measure, as NAME or NAME@REVISION. Several models are replicates, measured on the same
             sequences; a single model is measured on several draws of sequences. Default: the models passed with
-            --model. If all cells name the same list of several models, --model replaces the list.
-        revision: revision of the names in `models` without @REVISION. That of a directory is a folder in it.
+            --model. If all cells have the same list of several models, --model replaces the list.
+        revision: default revision of `models`; for a model directory, the name of a folder in it.
         subfolder: subfolder of each of `models`.
-        inputs: kind of sequences: natural text, random or repeated tokens; required in files.
+        inputs: kind of sequences: natural text, random or repeated tokens. Required in experiment files.
         sequences, length: number of sequences N, and tokens per sequence T.
         eps: threshold of the sink rate.
         loss: also compute the loss, which takes up to a third of the compute.
@@ -230,15 +229,15 @@ class Experiment(Part):
         against: two quantities of measured cells; a figure plots the second quantity against the first.
         published: table with the paper's numbers for the cells.
         assess: parts of `sinklab assess` to run on the validation text of every run.
-        tune: settings of `sinklab sft`, with which every run is fine-tuned on the conversations of --data.
-        evidence: confirmatory or exploratory, for claims that do not set it.
-        stated: date on which the claims were written, for claims that do not set it.
+        tune: settings of `sinklab sft` for fine-tuning every run on the conversations of --data.
+        evidence: confirmatory or exploratory; default for the claims.
+        stated: date on which the claims were written; default for the claims.
         seeds: number of seeds or of draws of sequences, or maximum number of models, unless --seeds is passed.
         first_seed: first seed of the runs; smaller seeds are not used.
         asks_massive: judge claims that use a quantity in `NORMS` only if training at least doubles the norm ratio of
             the baseline (True), or of the cell with this name; False: always judge them. A claim may set its own
             condition.
-        rank: sort key of experiments in lists, sweeps and summaries, ascending.
+        rank: sort key in lists, sweeps and summaries, ascending.
     """
 
     id: str = Field(pattern=r"^[\w.-]+$")
@@ -267,13 +266,13 @@ class Experiment(Part):
     @field_validator("base", mode="before")
     @classmethod
     def _one_recipe_is_of_one_scale(cls, base: Any) -> Any:
-        """Convert a base recipe without a scale to a mapping by scale: the scale of its name, else the smallest."""
+        """Convert a base recipe without a scale to a mapping by scale: the scale of the same name, else tiny."""
         return {base if base in SCALES else SCALES[0]: base} if isinstance(base, str) else base
 
     @model_validator(mode="before")
     @classmethod
     def _cross_cells_with_changes(cls, said: Any) -> Any:
-        """Replace the cells of a grid by their product with `changes`; in a dumped experiment they are the product."""
+        """Replace the cells of a grid by their product with `changes`, unless they are it already (after a dump)."""
         if not isinstance(said, dict) or not said.get("changes"):
             return said
         cells, axes = said.get("cells", {}), said["changes"]
@@ -291,7 +290,7 @@ class Experiment(Part):
             return said
         if measured := [name for name, cell in cells.items() if _kind_of_cell(cell) == "measured"]:
             raise ValueError(
-                f"changes apply to trained cells only, and cell {measured[0]!r} is measured: remove one of them"
+                f"changes apply only to trained cells, but cell {measured[0]!r} is measured: remove one of the two"
             )
         crossed = {
             name + suffix: [one for part in (cell, *parts) for one in (part if isinstance(part, list) else [part])]
@@ -315,7 +314,7 @@ class Experiment(Part):
         }
         if wrong := sorted(given & (ONLY_TRAINED if self.requests else ONLY_MEASURED)):
             raise ValueError(
-                f"{wrong[0]} applies to {'training' if self.requests else 'existing models'}, and the cells are "
+                f"{wrong[0]} applies only to {'training' if self.requests else 'existing models'}, but the cells are "
                 f"{'measured' if self.requests else 'trained (a measured cell sets `inputs`)'}: remove it"
             )
         if not self.requests and not self.base:
@@ -333,22 +332,22 @@ class Experiment(Part):
             asked = [] if claim.same_as else [*claim.cells, *([named] if named else [])]
             if missing := [cell for cell in asked if cell not in known]:
                 raise ValueError(
-                    f"claim {claim.id} uses cell {missing[0]!r}, which does not exist, in its check or for asks_massive"
+                    f"claim {claim.id} refers to unknown cell {missing[0]!r} in its check or in asks_massive"
                 )
             if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
                 raise ValueError(
-                    f"claim {claim.id} is made at scale {wrong[0]!r}, for which the experiment has no base recipe"
+                    f"claim {claim.id} sets scale {wrong[0]!r}, for which the experiment has no base recipe"
                 )
         if wrong := [cell for cell in (self.published.rows if self.published else ()) if cell not in known]:
             raise ValueError(f"published.rows: {wrong[0]!r} is not a cell at any scale")
         for scale, adaptations in self.adapted.items():
             if scale not in self.base:
-                raise ValueError(f"adapted to scale {scale!r}, for which the experiment has no base recipe")
+                raise ValueError(f"adapted has scale {scale!r}, for which the experiment has no base recipe")
             if wrong := [name for one in adaptations for name in one.without if name not in self.cells]:
-                raise ValueError(f"{wrong[0]!r}, to be removed at scale {scale}, is not a cell of the experiment")
+                raise ValueError(f"adapted.{scale}: {wrong[0]!r} in `without` is not a cell of the experiment")
 
     def _check_measured(self) -> None:
-        """Check that claims and measured cells fit `each`, and that the cells' `models` fit together."""
+        """Check that claims and measured cells are compatible with `each`, and the cells with each other."""
         compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
         for claim in self.claims:
             wanted = compared.get(type(claim.check))
@@ -361,21 +360,21 @@ class Experiment(Part):
         self._check_models()
         for name, cell in self.requests.items():
             if self.each == "domain" and cell.inputs != "natural":
-                raise ValueError(f"cell {name!r} needs inputs: natural, as the experiment is measured for each domain")
+                raise ValueError(f"cell {name!r} must set inputs: natural, because the experiment sets each: domain")
             if self.each == "model" and cell.model != "base":
-                raise ValueError(f"cell {name!r} sets model, but the experiment is measured for each model: remove it")
+                raise ValueError(f"cell {name!r} sets model, but the experiment sets each: model; remove one of them")
 
     def _check_models(self) -> None:
         """Check `models`, `revision` and `subfolder` of the measured cells."""
         for name, cell in self.requests.items():
             if (cell.revision or cell.subfolder) and not cell.models:
-                raise ValueError(f"cell {name!r} sets revision or subfolder, which require `models`: set `models`, too")
+                raise ValueError(f"cell {name!r} sets revision or subfolder, which require `models`: add `models`")
             if cell.models and (self.each or cell.model != "base"):
                 raise ValueError(
-                    f"cell {name!r} sets `models`: use neither `model: chat` there nor `each` in the experiment"
+                    f"cell {name!r} sets `models`: remove `model: chat` from the cell and `each` from the experiment"
                 )
             if len(set(cell.models)) < len(cell.models):
-                raise ValueError(f"cell {name!r} names a model twice in `models`")
+                raise ValueError(f"cell {name!r} lists a model twice in `models`")
         counts = {min(len(cell.models), 2): name for name, cell in self.requests.items()}
         if len(counts) > 1:
             raise ValueError(
@@ -390,7 +389,7 @@ class Experiment(Part):
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """Names of the values along each axis of a grid; the first axis is `cell`. Empty if there is no grid."""
+        """Names of the values along each axis of a grid; the first axis is `cell`. Empty without `changes`."""
         if not self.changes:
             return {}
         own = dict.fromkeys(name.rsplit(GRID, len(self.changes))[0] for name in self.cells)
@@ -398,14 +397,14 @@ class Experiment(Part):
 
     @property
     def replicate(self) -> ReplicateKind:
-        """Unit of replication: seed for trained cells, model if measured cells name several models, else draw."""
+        """Unit of replication: seed for trained cells, model for measured cells with several models, else draw."""
         if not self.requests:
             return "seed"
         return "model" if any(len(cell.models) > 1 for cell in self.requests.values()) else "draw"
 
     @property
     def compared_with(self) -> str:
-        """Name of the baseline; empty if the cells are measured."""
+        """Name of the baseline cell; empty if the cells are measured."""
         return "" if self.requests else self.baseline or next(iter(self.cells))
 
     def cells_at(self, scale: Scale) -> dict[str, Sequence[Mapping[str, Any]]]:
@@ -429,10 +428,9 @@ class Experiment(Part):
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]
 
     def massive_cell(self, claim: Claim) -> str | None:
-        """Return the cell whose norm ratio training must double for the claim to be judged; None if there is none.
+        """Return the cell whose norm ratio must at least double for the claim to be judged; None for no condition.
 
-        If the claim does not set `asks_massive`, that of the experiment applies, but only to claims that use a quantity
-        in `NORMS`.
+        If the claim does not set `asks_massive` and uses a quantity in `NORMS`, the experiment's setting applies.
         """
         said = claim.asks_massive
         if said is None:
@@ -441,5 +439,5 @@ class Experiment(Part):
         return (self.compared_with if said is True else said) or None
 
     def own_seeds(self, count: int | None = None) -> range:
-        """Return the `count` seeds of the runs, from `first_seed` on; default of `count`: the experiment's `seeds`."""
+        """Return `count` consecutive seeds from `first_seed`; `count` defaults to the experiment's `seeds`."""
         return range(self.first_seed, self.first_seed + (self.seeds if count is None else count))

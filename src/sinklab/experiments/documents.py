@@ -43,12 +43,12 @@ class RunRecord(VersionedDocument):
         name, seed: name and seed of the recipe.
         status: done, or failed: training diverged (loss, gradient or weights not finite).
         message: reason for the failure; empty if done.
-        step: number of updates done, out of `steps`.
+        step, steps: number of updates done, and number of updates in the recipe.
         triples: number of (sequence, attention layer, head) triples of the sink rates.
         seconds: training time in seconds, without evaluations and checkpoints.
         tokens_per_second: mean training tokens per second of the updates; None if unknown.
-        peak_memory_mb: peak GPU memory of rank 0 during training; on a CPU, peak memory of its process. In MB (2**20
-            bytes); None if this process did no update, or if the peak is unknown.
+        peak_memory_mb: peak GPU memory of rank 0 during training, or peak process memory on CPU, in MB (2**20 bytes).
+            None if this process did no update, or if the peak is unknown.
         kurtosis: kurtosis of the hidden states after training, maximum over blocks; None if the run failed, or was
             recorded without its checkpoints.
         files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run, by file name; missing
@@ -87,10 +87,11 @@ class CellRun(ReadDocument):
         directory: directory of the run or measurement, relative to the directory of summary.json; empty for a run
             that has not been started.
         status: done, failed, or unfinished.
-        message: reason for a failure, or why a finished run is listed as unfinished (it has no metrics); else empty.
+        message: error message of a failed run; reason why a finished run is listed as unfinished (no metrics); else
+            empty.
         values: values by quantity (`quantities.py`); missing values are omitted.
         never: step quantities whose threshold was never reached.
-        edited: names of result files that were modified or removed after the run had ended.
+        edited: names of result files that were modified or removed after the end of the run.
         seconds: duration of training (`RunRecord`) or of the measurement, in seconds.
         tokens_per_second, peak_memory_mb: see `RunRecord`; None for measurements.
     """
@@ -109,7 +110,7 @@ class CellRun(ReadDocument):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about the run: result files modified or removed after its end, and `message` if there is one."""
+        """Warnings about the run: result files modified or removed after its end, and `message` if not empty."""
         return [
             *([f"edited since it ended: {', '.join(self.edited)}"] if self.edited else []),
             *filter(None, [self.message]),
@@ -194,9 +195,9 @@ class CellSummary(ReadDocument):
         return sum(run.status == status for run in self.runs)
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
-        """Return the cell with the runs of these seeds only; if it has no others, it is returned unchanged.
+        """Return a copy with the runs of these seeds only; the cell itself if it has no other runs.
 
-        `values` are computed from these runs. All other medians are then unknown.
+        The copy's `values` are computed from these runs; its other medians and `seconds` are unknown.
         """
         runs = [run for run in self.runs if run.seed in seeds]
         if len(runs) == len(self.runs):
@@ -250,10 +251,10 @@ class JudgedClaim(ReadDocument):
         models: number of existing models in the verdict; 1 for trained cells.
         at_eps: verdicts at thresholds of the sink rate other than the recipe's, by threshold; empty if the sink rates
             were not recorded at these thresholds or do not decide the claim alone.
-        finds: sentence with the effect that five seeds detect with 80 % power, from pilot runs; empty if there are no
-            pilot runs of the quantity.
-        elsewhere: sentences with the verdict of an earlier sweep with five seeds or more, and its evidence; empty if
-            this sweep has as many, or if there is no such sweep.
+        finds: sentence with the effect size that five seeds detect with 80 % power, from pilot runs; empty if there are
+            no pilot runs of the quantity.
+        elsewhere: verdict and evidence of an earlier sweep with five seeds or more, in sentences; empty if this sweep
+            has as many, or if there is no such sweep.
     """
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -279,7 +280,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def verdict_said(self) -> str:
-        """Verdict as text, such as `reproduced`, `one seed: no verdict` or `reproduced for this model`."""
+        """Verdict for display, such as `reproduced`, `one seed: no verdict` or `reproduced for this model`."""
         if self.verdict == "no verdict" and self.seeds == 1:
             return f"one {self.replicate}: no verdict"
         of = "this model" if self.models == 1 else "these models"
@@ -301,7 +302,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def full_evidence(self) -> str:
-        """Evidence followed by all remarks, as one text."""
+        """Evidence and all remarks, joined into one text."""
         return " ".join(filter(None, (self.evidence, *self.remarks)))
 
     @property
@@ -321,7 +322,7 @@ class ExperimentSummary(ReadDocument):
         published: the paper's numbers by cell and quantity; {"trains": 0.0} for a cell whose training failed there.
         elsewhere: for measured cells, all numbers of the paper's table, by model, cell and quantity.
         against: two quantities; a figure plots the second quantity against the first. Empty for no figure.
-        families: model family by cell, for the cells in that figure whose model is in the paper's list.
+        families: model family by cell, for the cells of this figure whose model is in the paper's list.
         adapted: differences between the models at this scale and the paper's, with their reasons, in sentences.
         seeds: seeds in the table; empty for all.
         replicate: unit of replication: seed, draw or model.
@@ -370,11 +371,11 @@ class Summary(ReadDocument):
 
     @property
     def runs(self) -> list[CellRun]:
-        """Runs of all cells, each run once although several cells may share it."""
+        """Runs of all cells, without duplicates of runs that several cells share."""
         return list({run.hash: run for cell in self.cells.values() for run in cell.runs}.values())
 
     def cells_of(self, experiment: str) -> dict[str, CellSummary]:
-        """Return the cells of an experiment by name, with its seeds only; a cell without results is empty.
+        """Return the cells of an experiment by name, restricted to its seeds; cells without results are empty.
 
         Raises:
             KeyError: if there is no such experiment.
@@ -382,12 +383,12 @@ class Summary(ReadDocument):
         return {name: self.cell(experiment, name) for name in self.experiments[experiment].cells}
 
     def cell(self, experiment: str, name: str) -> CellSummary:
-        """Return a cell with the seeds of an experiment only; an empty cell if there is no cell of this name."""
+        """Return a cell, restricted to the seeds of an experiment; an empty cell if there is no cell of this name."""
         cell, about = self.cells.get(name, CellSummary(seeds=0)), self.experiments.get(experiment)
         return cell.of_seeds(about.seeds) if about and about.seeds else cell
 
     def claims_named(self, names: Iterable[str]) -> list[JudgedClaim]:
-        """Return the judged claims with these names (EXPERIMENT.CLAIM); names without a claim are omitted."""
+        """Return the judged claims with these names (EXPERIMENT.CLAIM); unknown names are ignored."""
         found = {f"{claim.experiment}.{claim.id}": claim for claim in self.claims}
         return [found[name] for name in names if name in found]
 
@@ -405,7 +406,7 @@ class Summary(ReadDocument):
 
 
 def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
-    """Return the number of claims by kind of analysis and verdict; references (`same_as`) are excluded."""
+    """Count claims by kind of analysis and verdict; references (`same_as`) are excluded."""
     counted = [claim for claim in claims if not claim.same_as]
     kinds = dict.fromkeys([*(one for one in ANALYSES if any(claim.analysis == one for claim in counted)),
                            *(claim.analysis for claim in counted)])  # fmt: skip
@@ -432,7 +433,7 @@ def read_record(directory: Path) -> RunRecord | None:
         return None
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} cannot be read ({first_line(error)}): if it is damaged or of another schema version, "
+            f"{path} cannot be read ({first_line(error)}): if it is damaged or has another schema version, "
             "remove it to record the run again"
         ) from error
 

@@ -1,10 +1,11 @@
 """Run experiments on existing models: forward passes, measurements, and verdicts on claims.
 
 Cells that differ only in eps and length share a pass, which is measured on each draw of sequences. Each measurement is
-saved in OUT/PASS/seed_DRAW, and a repeated call runs only the missing measurements (`survey/measure_many.py`). A pass
-is named after its cell, or after the kind of inputs if several cells share it; the name of the domain or model precedes
-it if the experiment sets `each`. If models are the replicates, all are measured on the same draw, and the measurements
-are saved in OUT/PASS/MODEL.
+saved in OUT/PASS/seed_DRAW, and a repeated call runs only missing measurements (`survey/measure_many.py`). If models
+are the replicates, all are measured on the same draw, and the measurements are saved in OUT/PASS/MODEL.
+
+A pass is named after its cell, or after the kind of inputs if several cells share it. With `each`, the name is prefixed
+with the domain or model: SUBJECT/CELL. If the name is already used, the name of the first cell is appended.
 """
 
 import hashlib
@@ -40,7 +41,7 @@ from sinklab.survey.measure_one import check_loadable, check_request, measure_lo
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 
 FEWEST_MODELS = 3
-"""Minimum number of models of a family for a comparison over sizes."""
+"""Minimum number of models of a family for a comparison across sizes."""
 
 PaperRows = dict[str, dict[str, dict[str, float]]]
 """Numbers by model, cell and quantity."""
@@ -56,12 +57,12 @@ class MeasuredResults:
     """Results so far of an experiment on existing models.
 
     Attributes:
-        experiment: the experiment; models of --model have replaced those that its cells name (`of_given_models`).
+        experiment: the experiment, in which values of --model have replaced `models` of the cells (`of_given_models`).
         subjects: domains or models for which every cell is measured.
         passes: forward passes, each for one or several cells.
         draws: number of draws of sequences; if models are the replicates, maximum number of models.
         hashes: hash of each measurement's settings, by results folder.
-        outcome: measurements and reasons for failures, by results folder.
+        outcome: measurements and error messages, by results folder.
     """
 
     experiment: Experiment
@@ -76,7 +77,7 @@ class MeasuredResults:
         return self.summary().model_dump(by_alias=True)
 
     def summary(self) -> Summary:
-        """Build the summary: numbers of each cell, and the claims that apply to the models, with their verdicts."""
+        """Build the summary: results of each cell, and the claims that apply to the models, with their verdicts."""
         results = {name: self._cell(one, cell) for one in self.passes for name, cell in one.cells.items()}
         found = next((one.propositions for one in self.outcome.measured.values() if one.propositions), None)
         claims = list(claims_about(self.experiment, self.subjects, found))
@@ -92,7 +93,7 @@ class MeasuredResults:
         return summary.model_copy(update={"claims": claims})
 
     def _cell(self, one: Pass, cell: MeasuredCell) -> CellResults:
-        """Collect the replicates of a cell, and its settings that differ from the default or between cells."""
+        """Collect the replicates of a cell, and those of its settings that differ from the default or between cells."""
         runs: list[CellRun] = []
         numbers: list[RunNumbers] = []
         for replicate in one.replicates(self.draws):
@@ -134,27 +135,26 @@ def measure_experiment(
 ) -> MeasuredResults:
     """Measure every cell on each draw of sequences or with each model, and judge the claims.
 
-    Models are loaded one after the other. Each measurement is saved when it is finished, and summary.json is then
-    written again.
+    Models are loaded one at a time. After each measurement, the measurement is saved and summary.json is rewritten.
 
     Args:
-        models: run directories, model directories, .gguf files or Hugging Face ids; empty to measure the models that
-            the cells name.
+        models: run directories, model directories, .gguf files or Hugging Face ids; empty to measure the `models` of
+            the cells.
         text: file or folder of text, None if no cell has natural inputs; for an experiment over domains, a folder with
             a file per domain.
         draws: number of draws of sequences; if models are the replicates, the maximum number of models.
         loading: options for loading the models.
-        out: directory for the measurements and summary.json; a repeated call measures only missing passes.
+        out: directory for the measurements and summary.json; a repeated call runs only missing measurements.
         observe: callback for progress and results.
-        data: file with the items of HellaSwag, for an experiment with HellaSwag as its downstream task; default: see
+        data: file with the items of HellaSwag, for experiments with HellaSwag as a downstream task; default: see
             `chosen_tasks`.
 
     Raises:
-        InputError: before any measurement, see `of_given_models`, `subjects_of`, `passes_of` and `chosen_task`, and if
-            a model or its config cannot be found, the text or the first unfinished model is unusable, this model does
-            not fit the settings of its passes, or `out` has files not written by sinklab or measurements that are
-            damaged or have other settings. The failure of a later model is recorded in the results instead.
-        HeldError: if another process writes the same summary.json.
+        InputError: before any measurement, see `of_given_models`, `subjects_of`, `passes_of` and `chosen_task`; also if
+            a model or its config cannot be found, the text or the first unfinished model is unusable, this model is
+            incompatible with the settings of its passes, or `out` has files not written by sinklab or measurements that
+            are damaged or have other settings. The failure of a later model is recorded in the results instead.
+        HeldError: if another process is writing the same summary.json.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
     experiment = of_given_models(experiment, models)
@@ -209,7 +209,7 @@ def _item(
 
 
 class _OneAtATime:
-    """Model loader that keeps only the last model in memory."""
+    """Model loader that keeps only the most recent model in memory."""
 
     def __init__(self, passes: Sequence[Pass], loading: Loading) -> None:
         self._passes, self.loading = passes, loading
@@ -217,10 +217,10 @@ class _OneAtATime:
         self._model: Model | None = None
 
     def get(self, wanted: Pass, replicate: int) -> Model:
-        """Return the model of a replicate, loaded if necessary; for a downstream task, it is a transformers model.
+        """Return the model of a replicate, loading it if necessary; as a transformers model for downstream tasks.
 
         Raises:
-            InputError: if the model cannot be loaded, or does not fit the settings of its passes.
+            InputError: if the model cannot be loaded, or is incompatible with the settings of its passes.
             SinklabError: see `open_model`.
         """
         chosen, asks = wanted.model(replicate), wanted.task is not None
@@ -237,16 +237,15 @@ class _OneAtATime:
 def claims_about(
     experiment: Experiment, subjects: Sequence[Subject], found: Propositions | None
 ) -> Iterator[Claim | Undecidable]:
-    """Yield the claims that apply to the given models, about the cells of the results.
+    """Yield the claims that apply to the given models, with checks of the cells in the results.
 
-    A claim that compares domains becomes a claim about the cells of these domains. A claim that compares model sizes
-    becomes one claim per family, and with `each: model` a `within` claim becomes one per model. A claim is
-    `Undecidable` if it requires models, domains or measurements that are missing.
+    A claim that compares domains is converted to a claim about the cells of these domains, and a claim that compares
+    model sizes to one claim per family. With `each: model`, a `within` claim is converted to one claim per model. A
+    claim is `Undecidable` if it requires models, domains or measurements that are missing.
 
     Args:
         subjects: domains or models for which the cells are measured.
-        found: the paper's proposition that applies to the model, checked on repeated tokens; None if no repeated
-            tokens were measured.
+        found: check of the paper's propositions on repeated tokens; None if none was measured.
     """
     roles = {role for one in subjects for role in one.models}
     for claim in experiment.claims:
@@ -267,7 +266,7 @@ def claims_about(
 
 
 def _applies(claim: Claim, found: Propositions | None) -> bool:
-    """Return True if the model fits the claim's `proposition` or `positions`, or the claim sets neither.
+    """Return whether the model satisfies the claim's `proposition` or `positions`; True if the claim sets neither.
 
     Args:
         found: see `claims_about`.
@@ -317,7 +316,7 @@ def _by_family(
 def _described(
     experiment: Experiment, subjects: Sequence[Subject], cells: list[str], models: Sequence[str]
 ) -> ExperimentSummary:
-    """Build the experiment's entry in the summary, with the model names as its scale."""
+    """Build the experiment's entry in summary.json, with the model names as `scale`."""
     published = {
         subject.cell_name(name): published_numbers(experiment, name, cell, subject.models[cell.model])
         for subject in subjects
@@ -343,9 +342,9 @@ def _described(
 
 
 def paper_model(given: str) -> OpenModel | None:
-    """Return the model of the paper's list with this Hugging Face id; None if there is none. Case is ignored.
+    """Return the model of the paper's list with this Hugging Face id, ignoring case; None if there is none.
 
-    Without an organisation, or for a folder, the last part of the name is compared with that of the ids.
+    A name without an organisation, or the name of a folder, is compared with the part of the ids after the slash.
     """
     label = next(iter(labels([given]))).lower()
     return next(
@@ -356,8 +355,8 @@ def paper_model(given: str) -> OpenModel | None:
 def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, given: str) -> dict[str, float]:
     """Return the paper's numbers, by quantity, for a model with the settings of a cell.
 
-    The result is empty if the model is not in the paper's list, if number or length of the sequences or eps differ from
-    the paper's, or if the paper has no number for the cell.
+    The result is empty if the model is not in the paper's list, if the number or length of the sequences or eps differs
+    from the paper's, or if the paper has no number for the cell.
 
     Args:
         name: name of the cell in the experiment.
@@ -377,8 +376,8 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
 def paper_rows(experiment: Experiment) -> PaperRows:
     """Return the numbers of the experiment's table in the paper, by model, cell and quantity.
 
-    The result is empty if the experiment has no table. If each row of the table is about one model, only the numbers
-    for the experiment's cells are returned.
+    The result is empty if the experiment has no table. If each row of the table is a model, only the numbers of the
+    experiment's cells are returned.
     """
     if experiment.published is None:
         return {}

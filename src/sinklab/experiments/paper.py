@@ -1,5 +1,5 @@
-"""The paper as data: its numbers (`published.yaml`), its statements and the claims that encode them (`coverage.yaml`),
-and twenty main statements (`glance.yaml`)."""
+"""Data of the paper: its numbers (`published.yaml`), its statements with the claims that encode them
+(`coverage.yaml`), and twenty main statements (`glance.yaml`)."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -38,8 +38,7 @@ class Published(Part):
     Attributes:
         table: name of a table in `published.yaml`.
         rows: row name by cell; default: the row with the cell's name.
-        model: for measured cells, the model that all rows are about; default: each row is about one model and contains
-            its Sink_1 by cell.
+        model: for measured cells, the model of all rows; default: each row is a model, with its Sink_1 by cell.
     """
 
     table: str
@@ -82,16 +81,16 @@ class Covered(Part):
 
 @cache
 def paper_coverage() -> Mapping[str, Covered]:
-    """Load the parts of the paper by name, such as table_4, figure_7, takeaway_6.1, proposition_2, section_7.3."""
+    """Load the coverage of the paper's parts, such as table_4, figure_7, takeaway_6.1, proposition_2, section_7.3."""
     return {name: Covered.model_validate(part) for name, part in _data("coverage.yaml").items()}
 
 
 class DrawnNumber(Part):
-    """A number for a statement, ours and the paper's, in the figure that compares the two.
+    """Our number and the paper's for a statement, plotted in the figure that compares them.
 
     Attributes:
         cell: name of our cell, in the experiment of the statement's first claim.
-        value: quantity of the cell and of the paper's row, in percent.
+        value: quantity of both numbers, in percent.
         row: row of the paper, as TABLE.ROW of `published.yaml`.
     """
 
@@ -116,7 +115,7 @@ class PaperStatement(Part):
     Attributes:
         says: short form of the statement.
         paper: the paper's numbers for the statement; rates are percent of heads.
-        claims: claims that encode the statement, as EXPERIMENT.CLAIM; at a scale, only the claims made there count.
+        claims: claims that encode the statement, as EXPERIMENT.CLAIM; claims not made at a scale are omitted.
         number: numbers to plot; None if the paper prints no percentage.
         caveat: difference between our claims and the paper's statement, a sentence.
     """

@@ -1,4 +1,4 @@
-"""Forward passes of experiments on existing models: models, inputs, and the cells that share a pass."""
+"""Forward passes of experiments on existing models: the models, inputs and cells of each pass."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from sinklab.survey.measure_many import domain_files
 from sinklab.survey.request import Request
 
 PARAMETERS = re.compile(r"(?<![\d.a-z])(\d+(?:\.\d+)?)([MB])(?![a-z\d])", re.I)
-"""Pattern of the parameter count in a model's name, which is its first match: 1.4B in OSP-1.4B-100B-Adam."""
+"""Pattern of parameter counts; the first match in a model's name is used, such as 1.4B in OSP-1.4B-100B-Adam."""
 
 MANY = 6
 """Maximum number of models that are listed by name."""
@@ -27,8 +27,8 @@ class Subject:
 
     Attributes:
         name: name of the domain or model; empty if the experiment does not set `each`.
-        models: model names or paths by role (base, chat); empty if the cells name their models.
-        text: file or folder of text; None if none is given.
+        models: model names or paths by role (base, chat); empty if the cells set `models`.
+        text: file or folder of text; None without --text.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ModelChoice:
 
     Attributes:
         name: Hugging Face id, directory, .gguf file or run directory.
-        revision: branch, tag or commit on the hub; empty for that of the loading settings.
+        revision: branch, tag or commit on the Hub; empty to use that of the loading settings.
         subfolder: subfolder of the model; empty for none.
     """
 
@@ -67,8 +67,8 @@ class ModelChoice:
 def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
     """Parse a model given as NAME or NAME@REVISION; the name of an existing file or directory may contain an @.
 
-    The subfolder is that of the cell, and so is the revision if none is given. The revision of a directory is the name
-    of a folder in it.
+    The subfolder, and the default revision, are those of the cell. For a model directory, the revision is the name of a
+    folder in it.
 
     Raises:
         InputError: if the directory has no such folder.
@@ -79,8 +79,8 @@ def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
         folder = Path(name).expanduser() / revision
         if not folder.is_dir():
             raise InputError(
-                f"{name} has no folder {revision}: the revision of a local model is a folder in its directory; use a "
-                "directory with this folder, or another revision"
+                f"{name} has no folder {revision}: the revision of a model directory is the name of a folder in it; "
+                "pass a directory with this folder, or another revision"
             )
         name, revision = str(folder), ""
     return ModelChoice(name, revision, cell.subfolder or "")
@@ -88,14 +88,14 @@ def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward passes over sequences of one kind, for one cell or several that differ only in eps and length.
+    """Forward passes over the same sequences for one cell, or for several cells that differ only in eps and length.
 
     Attributes:
         name: name of the pass and of its results folder.
         models: models by folder name; several models are replicates, a single model is measured on several draws.
         text: file or folder of text for natural inputs; None for other inputs.
         cells: cells by their names in the results.
-        fewer: accept fewer sequences than requested if the text is short.
+        fewer: whether fewer sequences than requested are accepted if the text is short.
     """
 
     name: str
@@ -105,19 +105,19 @@ class Pass:
     fewer: bool
 
     def replicates(self, most: int) -> range:
-        """Return the indices of the replicates: `most` draws of a single model, or at most `most` of several models."""
+        """Return the indices of the replicates: `most` draws for a single model, else at most `most` models."""
         return range(most if len(self.models) == 1 else min(most, len(self.models)))
 
     def folder(self, replicate: int) -> str:
-        """Return the path of a replicate's results, relative to the output directory: NAME/seed_DRAW or NAME/MODEL."""
+        """Return the results folder of a replicate in the output directory: NAME/seed_DRAW or NAME/MODEL."""
         return f"{self.name}/{f'seed_{replicate}' if len(self.models) == 1 else list(self.models)[replicate]}"
 
     def model(self, replicate: int) -> ModelChoice:
-        """Return the model that a replicate measures."""
+        """Return the model of a replicate."""
         return list(self.models.values())[0 if len(self.models) == 1 else replicate]
 
     def draw(self, replicate: int) -> int:
-        """Return the index of the draw on which a replicate is measured; 0 if models are the replicates."""
+        """Return the index of a replicate's draw of sequences; 0 if models are the replicates."""
         return replicate if len(self.models) == 1 else 0
 
     @property
@@ -126,7 +126,7 @@ class Pass:
         return next(iter(self.cells.values())).task
 
     def request(self, draw: int) -> Request:
-        """Return the settings of the measurement on one draw, with the thresholds and lengths of all cells."""
+        """Return the measurement request for one draw, with the thresholds and lengths of all cells."""
         first, lengths = next(iter(self.cells.values())), sorted({cell.length for cell in self.cells.values()})
         return Request(
             options=Options(
@@ -149,7 +149,7 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
     """Return the domains or models for which every cell is measured; a single subject if `each` is not set.
 
     Args:
-        models: values of --model; not used if the cells name their models.
+        models: values of --model; ignored if the cells set `models`.
         text: file or folder of text; for an experiment over domains, a folder with a file per domain.
 
     Raises:
@@ -167,17 +167,17 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
 
 
 def _named(experiment: Experiment) -> tuple[str, ...]:
-    """Return the models that the cells name in `models`, without duplicates; empty if --model passes the models."""
+    """Return the values of `models` in all cells, without duplicates; empty if the models are passed with --model."""
     return tuple(dict.fromkeys(model for cell in experiment.requests.values() for model in cell.models))
 
 
 def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment:
-    """Return a copy of the experiment in which `models` replace the models that its cells name.
+    """Return a copy of the experiment in which `models` replaces the models of its cells.
 
-    The experiment is returned unchanged if `models` is empty or the cells name no models.
+    The experiment is returned unchanged if `models` is empty or the cells do not set `models`.
 
     Raises:
-        InputError: if the cells name different models or a single model each, or `models` has fewer than two models or
+        InputError: if the cells set different models or a single model each, or `models` has fewer than two entries or
             duplicates.
     """
     if not models or not _named(experiment):
@@ -186,7 +186,7 @@ def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment
         raise InputError(f"{experiment.id} has a fixed list of models: remove --model {models[0]}")
     labels(models)  # raises InputError for duplicates
     if len(models) < 2:
-        raise InputError(f"{experiment.id} uses models as replicates: pass several --model, for verdicts at least five")
+        raise InputError(f"{experiment.id} uses models as replicates: pass at least two --model, five for verdicts")
     cells = {name: cell.model_copy(update={"models": tuple(models)}) for name, cell in experiment.requests.items()}
     return experiment.model_copy(update={"cells": cells})
 
@@ -198,11 +198,11 @@ def _check_given(experiment: Experiment, models: Sequence[str], text: Path | Non
         if not models:
             raise InputError(
                 f"{experiment.id} measures an existing model: pass --model MODEL, a Hugging Face id, directory, .gguf "
-                f"file or run directory{', and its chat model as a second --model where there is one' if pair else ''}"
+                f"file or run directory{', and optionally its chat model with a second --model' if pair else ''}"
             )
         if not of_each and len(models) > 1 + pair:
             wanted = "a model and its chat model" if pair else "one model"
-            raise InputError(f"{experiment.id} takes {wanted}: got {len(models)} --model")
+            raise InputError(f"{experiment.id} takes {wanted}, but --model was passed {len(models)} times")
         labels(models)  # raises InputError for duplicates
     if experiment.each == "domain" and (text is None or not text.is_dir()):
         raise InputError(f"{experiment.id} needs --text FOLDER, a folder of .jsonl or .txt files, one per domain")
@@ -213,10 +213,10 @@ def _check_given(experiment: Experiment, models: Sequence[str], text: Path | Non
 def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]:
     """Group the cells of all subjects into forward passes, ordered by model.
 
-    Cells of a model that is not given, such as the chat model, are left out.
+    Cells whose model was not passed, such as the chat model, are omitted.
 
     Raises:
-        InputError: if a model directory lacks the folder of a revision, or a cell names a model twice.
+        InputError: if a model directory has no folder of a revision's name, or two models of a cell are the same.
     """
     found: dict[str, Pass] = {}
     for subject in subjects:
@@ -243,12 +243,12 @@ def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]
 
 
 def enumerated(names: Sequence[str]) -> str:
-    """Return names of models as text: `a, b`, or `9 models, a to i` if there are more than MANY."""
+    """Join names of models: `a, b`, or `9 models, a to i` if there are more than MANY."""
     return ", ".join(names) if len(names) <= MANY else f"{len(names)} models, {names[0]} to {names[-1]}"
 
 
 def download_of(models: Sequence[ModelChoice]) -> str:
-    """Return a phrase with number and total size of the models to download, or a phrase that all are on this machine.
+    """Return a phrase with the number and total size of the models to download, or that all models are local.
 
     The size is estimated from the parameter counts in the names, at two bytes per parameter.
     """

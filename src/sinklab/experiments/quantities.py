@@ -1,7 +1,7 @@
-"""Numbers (quantities) of claims and tables, by their names in experiment files.
+"""Quantities of claims and tables, by their names in experiment files.
 
-A run's number is the mean of its last three evaluations (docs/verdicts.md); steps, and quantities at step 0 or measured
-once, are single numbers. alpha is the importance of a key, eps the threshold of the sink rate (docs/glossary.md).
+The value for a run is the mean over its last three evaluations (docs/verdicts.md), except for steps and for quantities
+at step 0 or measured once. alpha is the importance of a key, eps the threshold of the sink rate (docs/glossary.md).
 
 sink_K            Sink_K, percent of (sequence, layer, head) triples, K from 1
 sink_K_visible    Sink_K with alpha averaged over the queries that can see the key (under a window or document mask);
@@ -29,9 +29,9 @@ sink_layer_L      maximum over the heads of attention layer L of the percentage 
                   token
 emergence_step    first evaluated step with Sink_1 >= 10 %; like the other steps, at least 1, and infinite if no
                   evaluation reaches the threshold
-norm_step         first evaluated step at which norm_ratio reaches 2 from below; the first evaluation if it never was
-                  below. An untrained model (width 64) has 2.4 to 3.3: its attention is nearly uniform, so that later
-                  positions average many values and have smaller norms. Training first lowers the ratio
+norm_step         first evaluated step at which norm_ratio reaches 2 from below; the first evaluation if it was never
+                  below 2. An untrained model (width 64) has 2.4 to 3.3: its attention is nearly uniform, so later
+                  positions average many values and have smaller norms. Training decreases the ratio at first
 layer_step_L      first evaluated step with sink_layer_L >= 50 %
 loss_change       discontinuity of valid_loss at emergence_step, nats per token (`discontinuity_at`)
 
@@ -45,13 +45,13 @@ cosine_gap *                        cosine_first - cosine_rest
 norm_product_ratio *                mean of |q| |k_1| over the mean of |q| |k_t| of the other keys, over the same heads
 gate_first, gate_rest *             output or value gates of the first token and of the others, mean over layers and
                                     heads
-gate_closed *                       percent of the gates below 0.1
+gate_closed *                       share of gates below 0.1, percent
 importance_early                    importance_first over the first quarter of the layers, at least one layer
 importance_gap                      importance_first over the other layers minus importance_early
 proposition_excess                  largest deviation from the paper's proposition on repeated tokens, or excess over
                                     its bound, in units of the rounding tolerance
-accuracy, accuracy_norm             accuracy on a downstream task, percent; answers ranked by likelihood, and by
-                                    likelihood per character
+accuracy, accuracy_norm             accuracy on a downstream task, percent, with answers ranked by likelihood (acc) or
+                                    by likelihood per character (acc_norm)
 
 Runs with `assess` in the experiment: the `numbers` of the parts in `assessing/parts/`, nats per token.
 
@@ -83,7 +83,7 @@ MASSIVE = 2.0
 """Minimum norm ratio of a first token with a massive activation."""
 
 HALF = 50.0
-"""Minimum percentage of sequences with a sink on the first token for a head to be a sink head."""
+"""Minimum percentage of sequences in which a sink head has a sink on the first token."""
 
 LAST = 3
 """Number of final evaluations over which a run's quantities are averaged."""
@@ -92,13 +92,13 @@ NO_SINK = 1.0
 """Sink rate, percent, below which there is no sink."""
 
 JUMP_WINDOW = 2.0
-"""Factor w: a jump at step s is fitted to the points between s / w and s w."""
+"""Factor w: a jump at step s is fitted to the evaluations from step s / w to step s w."""
 
 JUMP_POINTS = 8
 """Minimum number of points on either side of a jump."""
 
 BESIDE = ("0.2", "0.4")
-"""Values of eps at which runs also record sink rates, in addition to the recipe's."""
+"""Additional values of eps at which runs record sink rates."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ class Quantity:
     Attributes:
         name: name in experiment files.
         label: label in tables and charts.
-        unit: %, nats (per token), x (a ratio), steps, or empty for no unit.
+        unit: %, nats (per token), x (a ratio), steps, or empty if there is none.
         decimals: number of decimals in tables.
         read: function that returns the value at an evaluation; None if the evaluation did not record it.
         of_run: function that returns the value of a run, given `at_step`; default: the mean of `read` over the last
             evaluations.
-        once: True if the quantity is measured once, after training, not at every evaluation.
+        once: whether the quantity is measured once, after training, instead of at every evaluation.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Quantity:
 
     @property
     def is_sink_rate(self) -> bool:
-        """True for percentages of triples, pairs or sequences with a sink, which are recorded at every evaluation."""
+        """Whether this is a percentage of triples, pairs or sequences with a sink, recorded at every evaluation."""
         return self.unit == "%" and self.name.startswith("sink_") and self.name != "sink_growth"
 
 
@@ -143,7 +143,7 @@ _RATES: Sequence[tuple[str, str, Callable[..., float | None]]] = (
         lambda layer, one: highest_known(_heads(one, layer)),
     ),
 )
-"""Sink rates with numbers in their names: pattern, label, and value at an evaluation."""
+"""Sink rates with numbers in their names: (pattern, label, function from numbers and an evaluation to the value)."""
 
 _NUMBERED = [one for one in NUMBERS if "N" in one.name]
 _NAMED = {
@@ -206,10 +206,10 @@ _NAMED = {
 
 @cache
 def quantity(name: str) -> Quantity:
-    """Return the quantity with a name.
+    """Return a quantity by its name.
 
     Raises:
-        ValueError: if no quantity has that name; the message lists the valid names.
+        ValueError: if the name is unknown; the message lists the valid names.
     """
     if name in _NAMED:
         return _NAMED[name]
@@ -225,7 +225,7 @@ def quantity(name: str) -> Quantity:
     for one in _NUMBERED:
         if found := re.fullmatch(one.name.replace("N", r"(0|[1-9]\d*)"), name):
             return Quantity(name, one.label.replace("N", found[1]), "nats", 3, once=True)
-    raise ValueError(f"there is no quantity {name!r}; choose from: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
+    raise ValueError(f"unknown quantity {name!r}; choose from: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
                      f"sink_2_to_5, "
                      f"sink_1_layer_1, sink_layer_1, layer_step_1, "
                      f"{', '.join(one.name for one in _NUMBERED)} (N from 0), {', '.join(_NAMED)}")  # fmt: skip
@@ -236,15 +236,15 @@ QuantityName = Annotated[str, AfterValidator(lambda name: quantity(name).name)]
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """Numbers of a finished run, or of one measurement of an existing model.
+    """Quantities of a finished run, or of one measurement of an existing model.
 
     Attributes:
         seed: seed of the recipe, or index of the draw or model.
-        readings: evaluations in order of steps, at least one; of a measurement, exactly one.
-        kurtosis: kurtosis of the hidden states (of a run, after training), maximum over blocks; None if not measured.
+        readings: evaluations sorted by step, at least one; exactly one for a measurement.
+        kurtosis: kurtosis of the hidden states (after training for a run), maximum over blocks; None if not measured.
         seconds: duration of training, or of the measurement, in seconds; None if unknown.
         sequences: number of measured sequences; None for a run.
-        measured: quantities that are not in `readings`, by name: those of an existing model, of `assess` and of `tune`.
+        measured: quantities not in `readings`, by name: those of an existing model, of `assess` and of `tune`.
     """
 
     seed: int
@@ -264,10 +264,10 @@ class RunNumbers:
 
         Args:
             at_step: average the last three evaluations up to this step; the value is None if the run ended earlier.
-                Default: the last three evaluations of the run. Ignored for single numbers, such as steps, and for
-                `sink_growth`.
-            eps: threshold of the sink rate, one of `BESIDE`; only quantities in `AT_EPS` have a value then. Default:
-                the recipe's threshold.
+                Default: the last three evaluations of the run. Ignored for quantities with a single value per run, such
+                as steps, and for `sink_growth`.
+            eps: threshold of the sink rate, one of `BESIDE`; the value is None for quantities that are not in `AT_EPS`.
+                Default: the recipe's threshold. Ignored for quantities in `measured`.
         """
         if name in self.measured:
             return self.measured[name]
@@ -291,7 +291,7 @@ class RunNumbers:
         return [value for value in values if value is not None]
 
     def known(self, name: str) -> list[tuple[int, float]]:
-        """Return step and value of a quantity at all evaluations that recorded it."""
+        """Return (step, value) pairs of a quantity for all evaluations that recorded it."""
         read = quantity(name).read
         return [(one.step, value) for one in self.readings if (value := read(one)) is not None]
 
@@ -300,14 +300,14 @@ class RunNumbers:
         return next((value for step, value in self.known(name) if step == 0), None)
 
     def growth(self, name: str, at_step: int | None) -> float | None:
-        """Return the ratio of a quantity's value (see `value`) to its value at step 0; None if it is not known or 0."""
+        """Return the ratio of a quantity's value to that at step 0; None if either is unknown or the latter is 0."""
         before, now = self.untrained(name), self.value(name, at_step)
         return now / before if before and now is not None else None
 
     def sink_growth(self) -> float | None:
-        """Return the increase of Sink_1 since the last evaluation up to half of the steps; None if unknown.
+        """Return Sink_1 minus its value at the last evaluation up to half of the steps, in percentage points.
 
-        The unit is percentage points.
+        None if either is unknown.
         """
         half, now = self.evaluations("sink_1", self.last.step // 2, count=1), self.value("sink_1")
         return now - half[0] if half and now is not None else None
@@ -318,7 +318,7 @@ class RunNumbers:
         Infinity if there is no such step; None if no evaluation recorded the quantity.
 
         Args:
-            from_below: ignore the evaluations before the first one below the bound, if there is one.
+            from_below: ignore evaluations before the first one below the bound, unless all are at or above it.
         """
         known = self.known(name)
         if from_below:
@@ -343,7 +343,7 @@ AT_EPS: Mapping[str, Callable[[Evaluation], Mapping[str, float | None] | None]] 
     "sink_1_visible": lambda one: one.sink_rate_visible_eps or one.sink_rate_eps,
     "sink_bias": lambda one: one.sink_rate_bias_eps,
 }
-"""Sink rates that evaluations record at several thresholds (`BESIDE`), by name."""
+"""Sink rates recorded at several thresholds (`BESIDE`), by name of the quantity."""
 
 
 def _at(rates: Sequence[float | None], position: int) -> float | None:
@@ -351,7 +351,7 @@ def _at(rates: Sequence[float | None], position: int) -> float | None:
 
 
 def _heads(one: Evaluation, layer: int) -> Sequence[float | None]:
-    """Return the rates of the heads of an attention layer; empty if they are not recorded."""
+    """Return the sink rates of the heads of an attention layer (1-based); empty if not recorded."""
     return next(iter((one.sink_rate_heads or [])[layer - 1 : layer]), [])
 
 
@@ -377,8 +377,8 @@ def _largest(ratios: Sequence[float] | None) -> float | None:
 def discontinuity_at(steps: Sequence[int], values: Sequence[float], at: float) -> float | None:
     """Estimate the size of a discontinuity of a curve at one step.
 
-    Least-squares fit of value = a + b x + c x^2 + e x^3 + d [x >= 0], x = ln(step / at), to the points between at / 2
-    and 2 at. The polynomial fits gradual changes: on the exponential curves of the tests, the error of d is up to 0.026
+    Least-squares fit of value = a + b x + c x^2 + e x^3 + d [x >= 0], x = ln(step / at), to the points from at / 2 to
+    2 at. The polynomial models gradual changes: on the exponential curves of the tests, the error of d is up to 0.026
     nats without the cubic term and 0.004 with it.
 
     Args:

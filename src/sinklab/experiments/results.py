@@ -1,4 +1,4 @@
-"""Read the results of a cell from run directories, or from measurements of existing models."""
+"""Results of a cell, read from run directories or from measurements of existing models."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ class CellResults:
     failed: int = 0
 
     def of_seeds(self, seeds: Collection[int] | None) -> "CellResults":
-        """Return a copy with the runs of these seeds only; if `seeds` is None, return the results unchanged."""
+        """Return a copy with the runs of these seeds only; the results themselves if `seeds` is None."""
         if seeds is None:
             return self
         runs = [run for run in self.runs if run.seed in seeds]
@@ -48,15 +48,15 @@ NO_METRICS = "its metrics.jsonl is missing or empty (restore it, or remove the d
 
 
 class NoMetricsError(SinklabError):
-    """A finished run has no metrics."""
+    """Raised if a finished run has no metrics."""
 
 
 def read_numbers(directory: Path) -> RunNumbers:
     """Read the quantities of a finished run.
 
-    They are read from metrics.jsonl, recipe.yaml and, if they exist, record.json, assessment.json (only of the run's
-    validation text) and the sft.json of its fine-tuning (`tuned_beside`). A run without record.json counts as finished
-    if it has a measurement.json.
+    The files are metrics.jsonl, recipe.yaml and, if they exist, record.json, assessment.json (if it used the run's
+    validation text) and the sft.json of its fine-tuning (`tuned_beside`). A run without record.json is finished if it
+    has a measurement.json.
 
     Raises:
         InputError: if one of these files cannot be read or is damaged.
@@ -87,9 +87,9 @@ def read_numbers(directory: Path) -> RunNumbers:
 
 
 def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, float], list[str]]:
-    """Return the values of a run by quantity, and the names of the steps that were never reached.
+    """Return the values of a run by quantity, and the names of the step quantities that were never reached.
 
-    Quantities without a value are in neither of the two.
+    Quantities without a value are omitted from both.
     """
     found = {name: value for name in names if (value := numbers.value(name)) is not None}
     never = [name for name, value in found.items() if value == math.inf]
@@ -100,8 +100,8 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
     """Collect the quantities of a replicate of a measured cell.
 
     Args:
-        measured: measurement of the cell's pass. If the cell has shorter sequences, only the sink rates are collected.
-        draw: index of the replicate (draw of sequences, or model), recorded as `seed`.
+        measured: measurement of the cell's pass. If the cell's sequences are shorter, only sink rates are available.
+        draw: index of the replicate (draw of sequences, or model), stored as `seed`.
     """
     whole, eps = cell.length == measured.length, f"{cell.eps:g}"
     rates, visible = measured.sink_rate, measured.sink_rate_visible
@@ -131,7 +131,7 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
 
 
 def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
-    """Collect the quantities of a measurement that the evaluations of a run do not have (`quantities.py`)."""
+    """Compute the quantities of existing models that evaluations do not record (`quantities.py`)."""
     layers_L = 100 * measured.importance[..., 0].mean(-1)
     early, late = np.split(layers_L, [max(1, len(layers_L) // 4)])
     found = {"importance_first": float(layers_L.mean()), "importance_early": float(early.mean())}
@@ -152,8 +152,8 @@ def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
 def _angles(measured: Measurement, eps: float) -> dict[str, float]:
     """Compute `cosine_first`, `cosine_rest`, `cosine_gap` and `norm_product_ratio` (`quantities.py`).
 
-    The mean is over the heads whose mean importance of the first token exceeds eps. The result is empty if there are no
-    such heads, or if the details were not measured.
+    They are means over the heads whose mean importance of the first token exceeds eps. The result is empty if there are
+    no such heads, the details were not measured, the sequences have one token, or the other keys' product is 0.
     """
     heads_LH = measured.importance[:, :, 0] > eps
     cosine_LHT = measured.details.cosine if measured.details else None
@@ -173,7 +173,7 @@ def _angles(measured: Measurement, eps: float) -> dict[str, float]:
 
 
 def _gates(measured: Measurement) -> dict[str, float]:
-    """Compute `gate_first`, `gate_rest` and `gate_closed` (percent); empty if the measurement has no gate values."""
+    """Compute `gate_first`, `gate_rest` and `gate_closed` (percent); empty if gates were not measured."""
     details = measured.details
     if details is None or details.gate is None or details.gate_closed is None or measured.length < 2:
         return {}

@@ -1,4 +1,4 @@
-"""Load experiments shipped with sinklab (YAML files in `shipped/`) or given as a file, and estimate their cost."""
+"""Load shipped experiments (YAML files in `shipped/`) and experiment files, and estimate their cost."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -28,14 +28,14 @@ def experiment_ids() -> list[str]:
 
 
 def load_experiment(name: str) -> Experiment:
-    """Load a shipped experiment by id, or an experiment file by its path, which ends with .yaml.
+    """Load a shipped experiment by its id, or an experiment file by its path, which ends with .yaml.
 
-    Claims with `same_as` get the check of the referenced claim. Base recipes given as a .yaml file are looked up in the
-    directory of the experiment's file first.
+    Claims with `same_as` get the check of the referenced claim. Paths of base recipes (.yaml) are resolved relative to
+    the directory of the experiment file first, then to the working directory.
 
     Raises:
-        InputError: if there is no such experiment or file (the message suggests the nearest names), it cannot be read
-            or is invalid (the message names the field), or a claim refers to a claim that does not exist or is a
+        InputError: if there is no such experiment or file (the message suggests similar ids), it cannot be read or is
+            invalid (the message names the field), or `same_as` of a claim names a claim that does not exist or is a
             reference itself.
     """
     file = Path(name) if name.endswith(FILE) else _shipped().get(name)
@@ -43,7 +43,7 @@ def load_experiment(name: str) -> Experiment:
         near = difflib.get_close_matches(name, _shipped(), n=3, cutoff=0.5)
         meant = f": did you mean {', '.join(near)}?" if near else "."
         raise InputError(
-            f"no experiment {name!r}{meant} `sinklab experiments` lists the ids; pass your own by its {FILE} path"
+            f"no experiment {name!r}{meant} Pass an id listed by `sinklab experiments`, or the path of a {FILE} file."
         )
     try:
         experiment = _with_references(Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8"))))
@@ -62,7 +62,7 @@ def load_experiment(name: str) -> Experiment:
 def _with_references(experiment: Experiment) -> Experiment:
     """Return a copy of the experiment in which claims with `same_as` have the check of the referenced claim.
 
-    They also have that claim's scales and `asks_massive`, unless they set their own.
+    The referenced claim's scales and `asks_massive` are also copied, unless the claim sets its own.
 
     Raises:
         ValueError: if the referenced claim does not exist, or is a reference itself.
@@ -80,7 +80,7 @@ def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
     other = experiment if own else Experiment.model_validate(parse_yaml(files[name].read_text("utf-8")))
     found = next((one for one in other.claims if one.id == wanted), None)
     if found is None or found.check is None:
-        why = "there is no such claim" if found is None else f"that claim refers to {found.same_as} itself"
+        why = "there is no such claim" if found is None else f"this is a reference to {found.same_as} itself"
         raise ValueError(f"claim {claim.id} refers to {claim.same_as}, but {why}")
     scales = claim.scales or (found.scales and tuple(scale for scale in found.scales if scale in experiment.base))
     condition = other.massive_cell(found) or False if claim.asks_massive is None else claim.asks_massive
@@ -101,8 +101,8 @@ class ScaleCost:
 
     Attributes:
         cells, claims: number of cells and claims at the scale.
-        hours: estimated hours to train all cells and seeds, one run after the other, on one core or one GPU.
-        estimated: how the hours were estimated, a phrase.
+        hours: estimated hours to train all cells and seeds sequentially on one core or one GPU.
+        estimated: phrase with the method of estimation.
     """
 
     cells: int
@@ -116,11 +116,11 @@ class ListedExperiment:
     """An experiment with its size and cost.
 
     Attributes:
-        cells: number of cells; cells that `adapted` adds at a scale are not counted.
-        claims: number of claims, at any scale.
+        cells: number of cells, without those that `adapted` adds at a scale.
+        claims: number of claims over all scales.
         seeds: default number of seeds per cell; 0 for experiments on existing models.
         scales: cost by scale; empty for experiments on existing models.
-        cell_names, claim_texts: names of the counted cells, and texts of the claims.
+        cell_names, claim_texts: names of these cells, and texts of these claims.
     """
 
     id: str
@@ -140,7 +140,7 @@ class ListedExperiment:
 
 
 def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
-    """Return experiments with their cost, by id or file; default: all shipped experiments, sorted by rank.
+    """List experiments, given by id or file, with their cost; default: all shipped experiments, sorted by rank.
 
     Raises:
         InputError: see `load_experiment` and `base_values`, and if a recipe is invalid or names a device that this
@@ -165,12 +165,12 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
 
 
 def jobs_here() -> int:
-    """Return the number of concurrent runs assumed in time estimates: number of GPUs, or of CPU cores without a GPU."""
+    """Return the number of concurrent runs assumed in time estimates: the number of GPUs, or else of CPU cores."""
     return cards_here() or cores_here()
 
 
 def _cost(experiment: Experiment, scale: Scale, paces: dict[str, Pace]) -> ScaleCost:
-    """Estimate the training cost at a scale; the FLOPs per token of every cell are taken to be those of the base."""
+    """Estimate the training cost at a scale, with the base recipe's FLOPs per token for every cell."""
     values = base_values(experiment, scale)
     base = build_recipe(values, origin=experiment.base[scale])
     if experiment.base[scale] not in paces:

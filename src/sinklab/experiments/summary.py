@@ -1,4 +1,4 @@
-"""Build summary.json from results: every cell over its replicates, and a verdict on every claim."""
+"""Build summary.json: aggregate each cell over its replicates, and judge each claim."""
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
@@ -21,10 +21,10 @@ from sinklab.schema import finite_or_none
 
 
 def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> Trial:
-    """Return a trained experiment at one scale, with the claims to judge and its entry in summary.json.
+    """Return the trial of a trained experiment at one scale: the claims to judge, and its entry in summary.json.
 
     Args:
-        scale: a scale of the experiment.
+        scale: scale for which the experiment has a base recipe.
         seeds: seeds in tables and verdicts; default: all seeds.
     """
     cells = list(experiment.cells_at(scale))
@@ -53,9 +53,9 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
 
     Args:
         trials: experiments at a scale or on existing models, in the order of display.
-        results: results by cell name; cells of the same name have the same recipe in every experiment. Cells that are
-            in no trial are omitted.
-        altered: True if --steps or --text override the recipes; verdicts of earlier sweeps are then not shown.
+        results: results by cell name; cells of the same name have the same recipe in every experiment. Cells of no
+            trial are omitted.
+        altered: whether --steps or --text override the recipes; verdicts of earlier sweeps are then omitted.
     """
     scales = {trial.described.scale for trial in trials}
     alone = trials[0].experiment if len(trials) == 1 else None
@@ -82,7 +82,7 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
 
 
 def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
-    """Give each reference (`same_as`) the verdict and evidence of the claim that it names, if `claims` contains it."""
+    """Copy verdict and evidence to each reference (`same_as`) from the claim that it names, if `claims` has it."""
     known = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
     copied = {"verdict", "evidence", "seeds", "at_eps", "analysis", "stated", "finds", "elsewhere", "replicate"}
     return [
@@ -94,7 +94,7 @@ def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
 
 
 def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
-    """Return the cell's entry in summary.json: medians over the finished runs, and estimates of quantities by name."""
+    """Return the cell's entry in summary.json: medians over finished runs, and estimates of the quantities `names`."""
     last = [run.last for run in of.numbers]
     return CellSummary(
         sink_rate=[median_of_known(rates) for rates in zip(*(one.sink_rate for one in last), strict=False)],

@@ -1,8 +1,8 @@
 """Resumable jobs: results are saved after each step, and a repeated call computes the missing results.
 
-The request of a job contains all settings that affect its results. Results are saved in a document (`Ledger`) or line
-by line (`LineLedger`), together with the request. A job whose earlier results have other settings raises InputError
-(`check_request`), so that no document mixes settings.
+The request of a job contains all settings that affect its results. It is saved with the results, in one JSON document
+(`Ledger`) or a .jsonl file (`LineLedger`). If saved results have other settings, the job raises InputError
+(`check_request`), so that a file never mixes settings.
 """
 
 import json
@@ -21,7 +21,7 @@ from sinklab.train.directory.lock import one_writer
 
 
 class JobDocument(Protocol):
-    """A job's results, of all its steps or of those finished so far."""
+    """Results of all finished steps of a job."""
 
     def document(self) -> dict[str, Any]:
         """Return the results as a JSON-serializable dict."""
@@ -32,7 +32,7 @@ AnyDocument = TypeVar("AnyDocument", bound=JobDocument)
 
 
 class Ledger(Generic[AnyDocument]):
-    """File that contains the results of a job as one JSON document.
+    """Results of a job, saved as one JSON document.
 
     Args:
         out: output directory; None keeps the results in memory only.
@@ -48,7 +48,7 @@ class Ledger(Generic[AnyDocument]):
             check_results(out, (name,))
 
     def locked(self) -> AbstractContextManager[None]:
-        """Return a context manager that locks the document against other writers; no lock without `out`.
+        """Return a context manager that locks the document against other writers; without `out`, it does nothing.
 
         Raises:
             HeldError: on entering, if another process is writing the document.
@@ -57,12 +57,12 @@ class Ledger(Generic[AnyDocument]):
         return one_writer(self.path)
 
     def earlier(self, load: Callable[[Path], AnyDocument]) -> AnyDocument | None:
-        """Load the results of an earlier call with `load`, which may raise; None if there are none."""
+        """Load the results of an earlier call with `load`, or return None; errors of `load` are not caught."""
         there = self.path is not None and self.path.is_file() and self.path.stat().st_size
         return load(self.path) if self.path and there else None
 
     def save(self, found: AnyDocument) -> None:
-        """Write the results to the file, atomically; without `out`, do nothing.
+        """Write the results to the file atomically; without `out`, do nothing.
 
         Raises:
             UnsavedError: if the file cannot be written; the exception contains the results.
@@ -74,7 +74,7 @@ class Ledger(Generic[AnyDocument]):
 
 @contextmanager
 def unsaved(result: Callable[[], object]) -> Iterator[None]:
-    """Context manager: raise a SinklabError of the `with` block as an UnsavedError that contains `result()`."""
+    """Context manager that converts a SinklabError to an UnsavedError that contains `result()`."""
     try:
         yield
     except SinklabError as error:
@@ -99,14 +99,14 @@ def check_request(
     for key in sorted({*before, *now} - ignored):
         if before.get(key) != now.get(key):
             raise InputError(
-                f"{path} contains {what} with other settings ({key} is {before.get(key)} there and {now.get(key)} now)"
-                ": choose another --out, or use the earlier settings"
+                f"{path} contains {what} with other settings ({key} is {before.get(key)}, requested {now.get(key)}): "
+                "choose another --out, or use the earlier settings"
             )
 
 
 @dataclass(frozen=True)
 class JobStep:
-    """A step of a job, with its saved result if an earlier call computed it.
+    """Step of a job, with a summary of its result if an earlier call saved it.
 
     Attributes:
         name: name of the step in events.
@@ -122,14 +122,14 @@ class JobStep:
 def run_steps(
     steps: Iterable[JobStep], observe: Observer, on_failure: Callable[[str, str], None] | None = None
 ) -> None:
-    """Run the unfinished steps of a job in order, and report the progress of all steps to `observe`.
+    """Run the unfinished steps of a job in order, and report the progress of all steps.
 
     Args:
-        on_failure: callback, called with name of and reason for a failed step; the later steps are then run. Default:
-            raise the error.
+        observe: callback for progress events.
+        on_failure: callback (name, reason) for a failed step; later steps are still run. Default: raise the error.
 
     Raises:
-        UnsavedError: if a result cannot be saved, also with `on_failure`.
+        UnsavedError: if a result cannot be saved; it is raised even with `on_failure`.
         Exception: the error of a step, if `on_failure` is None.
     """
     for step in steps:
@@ -153,7 +153,7 @@ def run_steps(
 
 
 class LineLedger:
-    """.jsonl file of small results by key: the settings in the first line, then a line per result.
+    """Small results by key in a .jsonl file: the settings in the first line, then one line per result.
 
     Args:
         path: path of the file; None keeps the results in memory only.
@@ -161,8 +161,8 @@ class LineLedger:
         request: settings that affect the results, JSON-serializable.
 
     Raises:
-        InputError: if the file has results with other settings, or was not written by sinklab.
-        SinklabError: if the file cannot be written; it is rewritten to drop an incomplete last line.
+        InputError: if the file contains results with other settings, or was not written by sinklab.
+        SinklabError: if the file cannot be written; it is created or rewritten without an incomplete last line.
     """
 
     def __init__(self, path: Path | None, what: str, request: Mapping[str, Any]) -> None:
@@ -177,14 +177,14 @@ class LineLedger:
         write_text(path, "".join(f"{json.dumps(line)}\n" for line in lines))
 
     def get(self, key: str) -> Any:
-        """Return the result saved for a key; None if there is none yet."""
+        """Return the result of a key, or None."""
         return self._results.get(key)
 
     def add(self, results: Mapping[str, Any]) -> None:
-        """Keep results by key, and append them to the file.
+        """Add results by key, and append them to the file.
 
         Raises:
-            SinklabError: if the file cannot be written; the results are kept in memory.
+            SinklabError: if the file cannot be written; the results are then kept in memory.
         """
         self._results |= results
         if self._path is not None and results:
@@ -192,13 +192,13 @@ class LineLedger:
             append_line(self._path, "\n".join(lines))
 
     def remove(self) -> None:
-        """Delete the file with all results."""
+        """Delete the file."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
 
 def _complete_lines(path: Path) -> Sequence[dict[str, Any]]:
-    """Read the JSON lines of a file, up to the first incomplete line; none if the file does not exist.
+    """Read the rows of a .jsonl file up to the first invalid line; none if the file does not exist.
 
     Raises:
         InputError: if the file was not written by sinklab.

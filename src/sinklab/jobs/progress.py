@@ -9,16 +9,16 @@ EventKind = Literal["started", "advanced", "finished", "kept", "failed", "skippe
 
 @dataclass(frozen=True)
 class JobEvent:
-    """A progress event of a job.
+    """Progress event of a job.
 
     Attributes:
-        kind: "started" at the start of a step, and again when its total is known; "advanced" when units are done;
+        kind: "started" at the start of a step, and again when its total is known; "advanced" after completed units;
             "finished" or "failed" at its end; "kept" for a step finished by an earlier call; "skipped" for a step that
-            does not apply; "noted" for a remark.
-        step: name of the step of the job; empty for a remark on the job.
-        done, total: number of units of the step that are done, and of all its units; total None if unknown.
-        text: what is being done, short result, reason for a failure or skip, or remark.
-        seconds: duration of the step, for "finished".
+            is not applicable; "noted" for a note.
+        step: name of the step; empty for a note on the job.
+        done, total: numbers of completed and of all units of the step; `total` is None if unknown.
+        text: current activity, short result, reason for a failure or skip, or note.
+        seconds: duration of the step in seconds, for "finished".
     """
 
     kind: EventKind
@@ -37,26 +37,26 @@ def ignore(event: JobEvent) -> None:
 
 
 class StepProgress:
-    """Reports the progress of one step of a job to an observer, as events."""
+    """Reports the progress of one step of a job to an observer."""
 
     def __init__(self, step: str, observe: Observer) -> None:
         self._step, self._observe = step, observe
         self._done, self._total = 0.0, None
 
     def begin(self, total: int | None = None, text: str = "", done: float = 0.0) -> None:
-        """Report the start of the step, with `done` of `total` units done; call again when the total is known."""
+        """Report the start of the step with `done` completed units; call again when the total is known."""
         self._done, self._total = done, total
         self._observe(JobEvent("started", self._step, done, total, text))
 
     def advance(self, units: float = 1, text: str = "") -> None:
-        """Report that further units of the step are done."""
+        """Report further completed units of the step."""
         self.reach(self._done + units, self._total, text)
 
     def note(self, text: str) -> None:
-        """Report a remark on the step."""
+        """Report a note on the step."""
         self._observe(JobEvent("noted", self._step, self._done, self._total, text))
 
     def reach(self, done: float, total: int | None, text: str = "") -> None:
-        """Report the number of units done so far, and the total (None if unknown)."""
+        """Report the number of completed units so far, and the total (None if unknown)."""
         self._done, self._total = done, total
         self._observe(JobEvent("advanced", self._step, done, total, text))

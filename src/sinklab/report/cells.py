@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sinklab.measuring.measurement import Measurement
 
 SHOWN = 0.05
-"""Sink rates below this value, in percent, are printed as 0.0 and not called a sink in the headline."""
+"""Minimum sink rate, percent, that the headline calls a sink; lower rates are printed as 0.0."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -102,7 +102,7 @@ class CellRow:
 
         None if the highest sink is at the first token, is below 1 % or is unknown.
         """
-        rates = [one.sink_rate for one in self.latest if one.sink_rate]  # averaged over positions of all runs
+        rates = [one.sink_rate for one in self.latest if one.sink_rate]  # averaged at positions that all runs have
         return sink_elsewhere([statistics.fmean(rate or 0.0 for rate in at) for at in zip(*rates, strict=False)])
 
 
@@ -136,7 +136,7 @@ def _cell_row(data: ReportData, cell: str) -> CellRow:
 def _seconds(run: ReportedRun) -> float | None:
     """Return the duration of a run's training, or of the measurement of a model, in seconds; None if unknown.
 
-    Evaluations without a recorded speed are skipped: their tokens are counted at the speed of the next evaluation.
+    Evaluations without a recorded speed are skipped; their tokens are counted at the speed of the next evaluation.
     """
     if run.trained:
         return seconds_spent([one for one in run.history if one.tokens is not None and one.tokens_per_second]) or None
@@ -214,12 +214,12 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
     ]
     if any(row.sink_visible for row in rows):
         notes.append(
-            f"{SINK_1} averages attention over all queries from the key's position on, and {SINK_1} visible over the "
-            "queries that can see the key."
+            f"{SINK_1} averages the attention to a key over all queries at its position or later, {SINK_1} visible "
+            "only over the queries that can see the key."
         )
     if proxied := list(dict.fromkeys(run.cell for run, measured in data.measured if measured.proxy)):
         notes.append(
-            f"In {', '.join(proxied)}, the attention scores do not sum to one: importance is computed from the proxy "
+            f"The attention scores of {', '.join(proxied)} do not sum to one; importance is computed from the proxy "
             "scores |sim| / Σ |sim|."
         )
     columns = [column for pairs in found[:1] for column, _ in pairs]
@@ -228,7 +228,7 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
 
 
 def sparkline(values: Sequence[float], highest: float, width: int = 16) -> str:
-    """Return a text of at most `width` bars for evenly sampled values; a full bar is `highest`, which is positive."""
+    """Return a sparkline of up to `width` evenly sampled values; a full bar is `highest`, which must be positive."""
     count = min(width, len(values))
     picked = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
     return "".join(BARS[min(len(BARS) - 1, max(0, int(value / highest * len(BARS))))] for value in picked)
@@ -249,15 +249,15 @@ def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | Non
 
 
 def averaged(fields: Sequence[str], values: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Average the numbers that have the same key, such as those of the runs of a cell.
+    """Group numbers by key and average them, for example over the runs of a cell.
 
     Args:
-        fields: names of the parts of a key.
-        values: sequences of the parts of a key, followed by a number.
+        fields: field names of the key.
+        values: tuples of the key's values, one per field, followed by the number.
 
     Returns:
-        A row per key, in order of appearance: the parts of the key by field, and the mean (`value`), minimum (`low`),
-        maximum (`high`) and count (`runs`) of the numbers with this key.
+        A row per key, in order of appearance: the fields of the key, and the mean (`value`), minimum (`low`), maximum
+        (`high`) and count (`runs`) of its numbers.
     """
     found: dict[tuple[Any, ...], list[float]] = {}
     for *key, number in values:
@@ -270,10 +270,7 @@ def averaged(fields: Sequence[str], values: Iterable[Sequence[Any]]) -> list[dic
 
 
 def growth_of_sink(data: ReportData, cell: str) -> list[float]:
-    """Return the sink rate at every evaluated step, in percent, averaged over seeds.
-
-    The sink rate of a run is the larger one of those of the first token and of the bias.
-    """
+    """Return the sink rate at every evaluated step, percent: maximum of first token and bias, averaged over seeds."""
     rows = curve(
         data.runs_of(cell),
         lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,
@@ -283,9 +280,9 @@ def growth_of_sink(data: ReportData, cell: str) -> list[float]:
 
 
 def headline(data: ReportData) -> list[str]:
-    """Return the headline in sentences: one for each sweep of several experiments, then up to three about the runs.
+    """Return the sentences of the headline: one per sweep of several experiments, then up to three about the runs.
 
-    The latter describe the runs, their main result and how many are unfinished.
+    The sentences about the runs state the setting, the main result, and the number of unfinished runs.
     """
     rows = cell_rows(data)
     trained = [run for run in data.runs if run.trained]
@@ -298,7 +295,7 @@ def headline(data: ReportData) -> list[str]:
         sentences.append(
             f"{counted(len(summary.experiments), 'experiment').capitalize()}{scale}: "
             f"{counted(len(summary.cells), 'cell')}, {ended}"
-            + (f"; {counted(left, 'run')} still to be finished." if left else ".")
+            + (f"; {counted(left, 'run')} unfinished." if left else ".")
         )
     if rows:
         stored = f"The summary contains {counted(len(rows), 'cell')}; their runs are not on disk."
@@ -316,7 +313,7 @@ def headline(data: ReportData) -> list[str]:
 
 
 def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
-    """Describe in a sentence which models were trained or measured, and how."""
+    """Return a sentence with the number of models trained or measured, ε, sequence lengths, and training steps."""
     measured = f"attention sinks were measured at ε = {data.eps}"
     lengths = sorted({one.length for _, one in data.measured})
     if lengths:

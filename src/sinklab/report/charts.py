@@ -1,8 +1,8 @@
-"""Figures and the four primitives that draw them as Altair charts: lines, dots, scatter and heatmap.
+"""Figures, and the four functions that draw their Altair charts: lines, dots, scatter and heatmap.
 
 The functions read no files and do not depend on runs; data are rows (dicts by field) or matrices. Texts from models and
-files are data and never part of an expression or a field name, so that they are never evaluated. Positions, layers and
-heads are 1-based; block 0 is the embedding.
+files are passed as data, never as part of an expression or a field name, so that they are not evaluated. Positions,
+layers and heads are 1-based; block 0 is the embedding.
 """
 
 import math
@@ -21,13 +21,13 @@ from sinklab.tables import Table
 
 ChartRows = Sequence[Mapping[str, Any]]
 Drawing = alt.LayerChart | alt.FacetChart
-"""A chart without a width, which the page or the chart file sets (`page.py`)."""
+"""A chart without a width; `page.py` sets it for the page and for chart files."""
 Tip = tuple[str, str, str]
 """A field of a tooltip with its title and number format; the format is empty for text."""
 
 HEIGHT, SHORT, ROW_HEIGHT, LINE_HEIGHT, SEED_HEIGHT = 260, 220, 26, 12, 7
 SMALL, WIDE_CHART = 300, 640
-"""Widths in pixels of charts outside a page: of small charts (`Figure.small`), and of others."""
+"""Widths in pixels of charts in files and notebooks: small charts (`Figure.small`), and others."""
 LABEL_WIDTH = 220
 LETTER = 7
 """Mean width of a character of an axis label in pixels."""
@@ -72,7 +72,7 @@ class Figure:
     Attributes:
         key: anchor in the page, and start of the names of the chart files.
         caption: description of the figure's content and method.
-        scale: colour scale shared by the charts, which a page shows once; None if they do not share one.
+        scale: colour scale shared by the charts, drawn once on the page; None if they do not share one.
         small: whether the charts are small and side by side.
         table: table below the figure, usually of the plotted numbers; None for no table.
     """
@@ -112,7 +112,7 @@ def lines(
         order: values of `colour`, in the order of the palette; None for numbers on a sequential scale.
         dash: field that determines the dash pattern.
         dashes: values of `dash` in the order of the patterns; default: those of `rows`, in order of appearance.
-        apart: fields; each of their values has a line of its own, of the same colour and thinner.
+        apart: fields that split a line into thinner lines of the same colour, one per combination of their values.
         band: fields of the lower and upper ends of the band.
         reference: y value of a dashed horizontal line.
         curves: rows of dashed grey curves, with the fields of both axes and `of`, the name of the curve.
@@ -167,7 +167,7 @@ def scatter(
     reference: float | None = None,
     tips: Sequence[Tip] = (),
 ) -> Drawing:
-    """Draw a scatter plot with a point per row of data. If the y axis is categorical, each category is a line of it.
+    """Draw a scatter plot with a point per row of data; a categorical y axis has a row per category.
 
     Args:
         rows: values by field, including those of the axes, `colour`, `join` and `label`; FIELD_low and FIELD_high, if
@@ -176,7 +176,7 @@ def scatter(
         join: field; points with the same value are connected by a line.
         label: field with the text next to each point.
         published: rows drawn as open diamonds.
-        reference: value of y at which a dashed line is drawn; a value of x if the y axis is categorical.
+        reference: y value of a dashed horizontal line; if the y axis is categorical, x value of a vertical one.
         tips: further fields in the tooltip of a point.
     """
     both = [*rows, *published]
@@ -209,7 +209,7 @@ def scatter(
 
 _FIELDS = ("value", "median", "smallest", "largest")
 _SEEDS, _MIDDLES, _PAPER = (alt.NamedData(name) for name in ("seeds", "middles", "paper"))
-"""Datasets are named, because Altair would copy inline data into every layer."""
+"""Named datasets, which layers share; Altair would copy inline data into every layer."""
 _OFFSETS = {"x": alt.XOffset, "y": alt.YOffset}
 
 
@@ -236,10 +236,10 @@ def dots(
         paper: rows `cell, value`.
         values: axis of the values.
         decimals: number of decimals of the median in the tooltips; values of single seeds have one more.
-        varied: title of an x axis on which the cells are ordered from left to right; their medians are connected. None
-            draws each cell as a row.
+        varied: title of the x axis if the cells are ordered from left to right, with connected medians; None to draw
+            each cell as a row.
         replicate: noun for a point in its tooltip: seed, draw or model.
-        label_width: width in pixels above which the name of a cell is broken into lines.
+        label_width: width in pixels at which the name of a cell is wrapped.
     """
     upright = varied is not None
     places, count = [], Counter[str]()
@@ -290,12 +290,12 @@ def dots(
         point = alt.Chart(_SEEDS).mark_point(size=38, opacity=0.85, color=OURS)
         if any("link" in row for row in seeds):
             point = point.encode(href="link:N")
-        # points stay in the inner half of their column, or two thirds of their row, away from the next cell's points
+        # points use at most half of their column, or two thirds of their row, so that cells are separated
         reach = (2 if upright else 1.5) * max(2.0, *(abs(row["place"]) for row in seeds))
         offset: Any = {f"{across}Offset": _OFFSETS[across]("place:Q", scale=alt.Scale(domain=[-reach, reach]))}
         tooltip = said(("seed", replicate, "d"), ("value", "value", f",.{decimals + 1}f"), ("run", "run", ""))
         layers.append(placed(point, "value", **offset, tooltip=tooltip))
-    most_seeds = max(count.values(), default=1)  # the points of a row are below each other
+    most_seeds = max(count.values(), default=1)  # the points of a row are offset vertically
     row_height = max(_listed_height([*labels], label_width), SEED_HEIGHT * (most_seeds + 1))
     rows = {"seeds": seeds, "middles": middles, "paper": paper}
     data = {name: [{**row, "at": labels[row["cell"]]} for row in found] for name, found in rows.items() if found}
@@ -303,13 +303,13 @@ def dots(
 
 
 def _listed_height(labels: Sequence[Any], label_width: int) -> int:
-    """Return the height in pixels of a chart row in which the longest label fits when it is broken into lines."""
+    """Return the height in pixels of a chart row that fits the longest label, wrapped at `label_width`."""
     return ROW_HEIGHT + LINE_HEIGHT * max(len(str(one)) * LETTER // label_width for one in labels)
 
 
 @dataclass(frozen=True)
 class Side:
-    """An axis of a heatmap: its title, the number of the first row or column, and whether row numbers grow upwards."""
+    """An axis of a heatmap: its title, the number of the first row or column, and whether rows are counted upwards."""
 
     title: str
     first: int = 1
@@ -350,12 +350,12 @@ def heatmap(
     height: int | None = None,
     lowest: np.ndarray | None = None,
 ) -> Drawing:
-    """Draw a matrix as coloured cells; NaN and infinite entries are left blank.
+    """Draw a matrix as a heatmap; NaN and infinite entries are left blank.
 
     Args:
         values_YX: the matrix; its first row is at the top, or at the bottom if `rows.upwards`.
         scale: colour scale, shared by comparable heatmaps.
-        height: height of all rows in pixels; by default 9 to 34 for each row, which is about 300 for 9 to 33 rows.
+        height: total height in pixels; default: about 300, but at least 9 and at most 34 per row.
         lowest: values of an additional lowest row, shape (X,), labelled `uniform` (attention).
     """
     Y, X = values_YX.shape
@@ -401,9 +401,9 @@ def heatmap(
 
 
 def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
-    """Return a colour scale over all finite values and zero, with ends rounded away from zero to one significant digit.
+    """Return a colour scale over all finite values and zero, with ends rounded outwards to one significant digit.
 
-    A diverging scale is symmetric about zero. A scale whose upper end would be zero ends at 1.
+    A diverging scale is symmetric about zero. The upper end is 1 if it would otherwise be zero.
     """
     values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
     low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
@@ -414,9 +414,9 @@ def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = Fals
 
 
 def pooled(matrix_TT: np.ndarray, cells: int) -> np.ndarray:
-    """Downsample a square matrix to at most `cells` x `cells` entries, each the mean of the finite values of a square.
+    """Downsample a square matrix to at most `cells` x `cells` entries by averaging the finite values of square blocks.
 
-    An entry is NaN if its square has no finite values.
+    An entry is NaN if its block has no finite values. A matrix that is small enough is returned unchanged.
     """
     size = -(-len(matrix_TT) // cells)
     if size == 1:
@@ -434,7 +434,7 @@ def _rounded_up(value: float) -> float:
 
 
 def _thinned(count: int, first: int, more: Sequence[str] = (), **settings: Any) -> alt.Axis:
-    """Make an axis over `count` rows or columns, numbered from `first`, with about a dozen labels at most.
+    """Make an axis over `count` rows or columns, numbered from `first`, with at most about twelve labels.
 
     Args:
         more: labels of additional rows or columns. If there are any, all labels are strings.
@@ -494,7 +494,7 @@ def _channel(
     Args:
         name: x or y.
         field: the encoded field; by default the field of the axis.
-        label_width: width in pixels above which the label of a category on the y axis is broken into lines.
+        label_width: width in pixels at which the label of a category on the y axis is wrapped.
     """
     field, kind, across = field or axis.field, {"x": alt.X, "y": alt.Y}[name], name == "x"
     if axis.order is not None:
@@ -534,7 +534,7 @@ def _channel(
 
 
 def _in_lines(width: int) -> str:
-    """Return a Vega expression that breaks a label into lines of `width` pixels, preferably after spaces and `_`."""
+    """Return a Vega expression that wraps a label at `width` pixels, preferably after spaces and `_`."""
     pattern = f"(.{{1,{width // LETTER - 1}}}(?:[ _]|$)|.{{{width // LETTER}}})"
     return f"split(trim(replace(datum.label, regexp('{pattern}', 'g'), '$1\\n')), '\\n')"
 

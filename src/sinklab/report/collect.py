@@ -1,4 +1,4 @@
-"""Read result directories: the data of a report, and the list of `sinklab runs`.
+"""Read result directories for reports and for `sinklab runs`.
 
 A run in progress is read up to its last complete evaluation; the last line of `metrics.jsonl` may be incomplete.
 """
@@ -30,7 +30,7 @@ from sinklab.train.directory.lock import is_held
 SEED_FOLDER = re.compile(r"seed_(\d+)")
 LOOKED_FOR = "recipe.yaml (a run), measurement.json, assessment.json or summary.json with cells (experiments)"
 READ_SCHEMA = Summary.model_fields["schema_version"].default
-"""The only schema version of summary.json that is read; a file without a version is accepted."""
+"""Supported schema version of summary.json; a file without a version is read as this version."""
 
 SUITES = {
     "domains.json": DomainsDocument,
@@ -50,7 +50,7 @@ class _ReadMetric(ReadDocument):
 
 
 class _ReadRecipe(ReadDocument):
-    """Recipe keys whose types are checked; the recipe may be of any version and have other keys."""
+    """Recipe keys whose types are checked; recipes of other versions, with other keys, are accepted."""
 
     name: str = ""
     seed: StrictInt | None = None
@@ -61,16 +61,16 @@ class _ReadRecipe(ReadDocument):
 def collect(dirs: list[Path]) -> ReportData:
     """Read the runs, measurements and assessments in and below `dirs`.
 
-    Summaries of experiments and result documents of several measurements are read from `dirs` only, not from
-    subfolders. A directory that is named twice is read once. Packed runs are unpacked into a temporary folder.
+    Summaries of experiments and documents of suites are read from `dirs` only, not from their subfolders. Duplicate
+    directories are read once. Packed runs are unpacked into a temporary folder.
 
     Raises:
-        InputError: if `dirs` is empty, a directory is missing, unreadable or has nothing to report on, or a file in it
-            cannot be read, is damaged or has an unsupported schema version.
+        InputError: if `dirs` is empty, a directory is missing, unreadable or has no results, or a file in it cannot be
+            read, is damaged or has an unsupported schema version.
         SinklabError: if packed runs cannot be unpacked into a temporary folder.
     """
     if not dirs:
-        raise InputError("no directory to report on: pass the directory of a run, measurement, assessment or sweep.")
+        raise InputError("no directory given: pass the directory of a run, measurement, assessment or sweep.")
     runs: list[ReportedRun] = []
     claims: list[JudgedClaim] = []
     cells: dict[str, CellSummary] = {}
@@ -88,7 +88,7 @@ def collect(dirs: list[Path]) -> ReportData:
         runs += [replace(run, cell=prefix + run.cell) for run in found]
         claims += [claim for claim in summary.claims if claim.experiment not in summary.experiments]
         cells |= {prefix + name: cell for name, cell in known.items()}
-    repeat = "Repeat the command that wrote it, or remove the file."
+    repeat = "Rerun the command that wrote it, or remove the file."
     suites = [
         Suite(
             top, _validated(top / name, kind, _read_mapping(top / name), "the result of several measurements", repeat)
@@ -113,9 +113,9 @@ def collect(dirs: list[Path]) -> ReportData:
 
 
 def _free_prefix(top: Path, names: Collection[str], taken: Collection[str]) -> str:
-    """Return the shortest end of the directory's path that makes all `names` differ from `taken` when prepended.
+    """Return the shortest suffix of the directory's path that, as a prefix, makes all `names` differ from `taken`.
 
-    The prefix ends with a slash. It is empty if no name is taken.
+    The prefix ends with a slash; it is empty if no name is taken.
     """
     parts = top.resolve().parts
     prefixes = ("".join(f"{part}/" for part in parts[len(parts) - count :]) for count in range(len(parts) + 1))
@@ -123,12 +123,11 @@ def _free_prefix(top: Path, names: Collection[str], taken: Collection[str]) -> s
 
 
 def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[str, CellSummary]]:
-    """Read the runs in a directory that a report lists individually, and return them with the summary's cells.
+    """Return the runs of a directory that a report lists individually, and the cells of its summary.
 
-    The runs of a packed sweep, or of a sweep of several experiments (hundreds of runs), appear only in the sections of
-    the experiments: these runs and the cells of the summary are left out here. A directory that several cells share,
-    such as a measurement at several eps and lengths, is assigned to none of them: a report shows the values of these
-    cells in the summary.
+    For a packed sweep, or a sweep of several experiments (hundreds of runs), the sweep's runs and the summary's cells
+    are omitted, because they appear in the sections of the experiments. A directory that several cells share, such as a
+    measurement at several eps and lengths, is assigned to none of these cells, whose values are taken from the summary.
     """
     several = len(summary.experiments) > 1 or is_packed(top)
     cells_at = [
@@ -139,10 +138,10 @@ def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[st
     found = folders_with(top, lambda one: (one / "recipe.yaml").is_file() or (one / "measurement.json").is_file())
     paths = [path for path in found if not (several and path in uses)]
     if not paths and not summary.cells and not any(top.rglob(ASSESSMENT)):
-        raise InputError(f"nothing to report in {top}: looked there and in the folders below it for {LOOKED_FOR}.")
+        raise InputError(f"nothing to report in {top}: neither it nor a folder below it has {LOOKED_FOR}.")
     cells = {} if several else summary.cells
     runs = [_read_run(path, top, cells, cell_of.get(path)) for path in paths]
-    # A measurement that several cells share is named after its inputs; a cell may have the same name.
+    # A measurement that several cells share is named after its inputs, which may also be the name of a cell.
     clash = [not run.trained and uses[run.path] > 1 and run.cell in cells for run in runs]
     return [replace(run, cell=f"pass {run.cell}") if one else run for run, one in zip(runs, clash, strict=True)], cells
 
@@ -166,7 +165,7 @@ def folders_with(top: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
             children[:] = [] if found else sorted(child for child in children if not child.startswith("."))
     except OSError as error:
         raise InputError(
-            f"cannot read {error.filename}: {error.strerror}. Make it readable, or pass other directories only."
+            f"cannot read {error.filename}: {error.strerror}. Make it readable, or leave it out."
         ) from error
 
 
@@ -197,7 +196,7 @@ def _read_run(path: Path, top: Path, named: Collection[str], cell: str | None) -
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe of any version and check the types of values used in reports; empty if there is no file."""
+    """Read a recipe of any version, and check the types of the values used in reports; {} if there is no file."""
     values = _read_mapping(path)
     _validated(path, _ReadRecipe, values, "the recipe of a run", "Repair it or leave its folder out.")
     return values
@@ -213,7 +212,7 @@ def _validated(path: Path, kind: type[D], document: object, what: str, remedy: s
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML or JSON file; it is empty if there is no such file.
+    """Read a mapping from a YAML or JSON file; {} if there is no such file.
 
     Raises:
         InputError: if the file cannot be read or parsed, or contains something other than a mapping.
@@ -222,7 +221,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         return {}
     try:
         text = path.read_text(encoding="utf-8")
-        # A YAML parser also accepts JSON, but reads 1e-05 as a string: each format has its own parser.
+        # JSON is not parsed as YAML, because YAML reads 1e-05 as a string.
         document = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}. Repair it or leave its folder out.") from error
@@ -235,11 +234,11 @@ def _read_summary(path: Path) -> Summary:
     document = finite(_read_mapping(path))
     if (version := document.get("schema", READ_SCHEMA)) != READ_SCHEMA:
         raise InputError(
-            f"{path} is of schema {version}, and this version of sinklab reads {READ_SCHEMA}: repeat the call of "
-            "`sinklab reproduce`, which writes it again and keeps finished runs, or use the version of sinklab that "
+            f"{path} has schema version {version}, but this version of sinklab reads {READ_SCHEMA}: rerun "
+            "`sinklab reproduce`, which rewrites the file and keeps finished runs, or use the version of sinklab that "
             "wrote it."
         )
-    remedy = "Write it again with `sinklab reproduce`, or leave its folder out."
+    remedy = "Rewrite it with `sinklab reproduce`, or leave its folder out."
     return _validated(path, Summary, document, "a summary of experiments", remedy)
 
 
@@ -252,20 +251,21 @@ class ListedRun:
 
     Attributes:
         directory: path of the run directory.
-        state: the first of these that applies: damaged (the recipe or the metrics cannot be read, or the recipe has no
-            number of steps), running (a process holds the lock of the directory), done (measured, and evaluated at the
-            last step), failed (failed.json has an error message), stopped (it has a checkpoint, from which the same
-            command resumes), or not begun (it has no checkpoint).
+        state: the first that applies: damaged (the recipe or the metrics cannot be read, or the recipe has no number of
+            steps), running (a process holds the lock of the directory), done (measured, and evaluated at the last
+            step), failed (failed.json has an error message), stopped (it has a checkpoint, from which the same command
+            resumes), or not begun (no checkpoint).
         name, seed: name and seed in the recipe.
-        step, steps: last step evaluated or saved, and number of steps in the recipe; `steps` is None if unknown.
+        step: last step that was evaluated or has a checkpoint; 0 if there is none, or if the run is damaged.
+        steps: number of steps in the recipe; None if unknown.
         sink_rate, sink_rate_bias: sink rates of the first position and of a bias, sink logit or sink token at the last
             evaluation, percent; None if unknown.
         valid_loss: validation loss at the last evaluation, nats per token; None if unknown.
         differs: settings (KEY=VALUE) that differ from the shipped recipe of the same name. If there is no such recipe,
             settings that differ from those of at least one other listed run.
-        why: reason why the run failed or is damaged; empty for other runs.
-        sink_elsewhere: text with rate and position of the highest sink at the last evaluation; empty if the highest
-            sink is at the first token, is below 1 % or is unknown.
+        why: error message of a failed or damaged run; empty for other runs.
+        sink_elsewhere: rate and position of the highest sink at the last evaluation, as text; empty if the highest sink
+            is at the first token, is below 1 % or is unknown.
     """
 
     directory: str
@@ -283,7 +283,7 @@ class ListedRun:
 
 
 def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
-    """List the runs in and below some directories, in the order of `folders`, and in each folder by path.
+    """List the runs in and below `folders`, sorted by path within each folder.
 
     A run is a directory with recipe.yaml and env.json. A run whose files cannot be read is listed as damaged.
 

@@ -39,11 +39,11 @@ class ReportedRun:
     """A training run or a measured model. A measured model has no recipe and no history.
 
     Attributes:
-        path: directory of the run or measurement; a placeholder for a measurement in memory.
+        path: directory of the run or measurement; a placeholder for an unsaved measurement.
         cell: name shared by runs that differ only in the seed (see `grouped`).
         seed: seed in the recipe, else the number of a folder named `seed_N`; None if there is neither.
-        recipe: content of recipe.yaml as a nested mapping; any version of sinklab may have written it. Empty for a
-            measured model.
+        recipe: content of recipe.yaml as a nested mapping, possibly in the format of another version of sinklab; empty
+            for a measured model.
         env: content of env.json; empty if there is no such file.
         history: evaluations of the run, ordered by step.
         measurement: measurement of the run; None if it was not measured.
@@ -59,7 +59,7 @@ class ReportedRun:
 
     @classmethod
     def of(cls, measurement: "Measurement") -> "ReportedRun":
-        """Build a reported run from a measurement in memory; its cell is named after the model."""
+        """Create a reported run from an unsaved measurement; its cell is named after the model."""
         return cls(Path(), model_name(measurement.model) if measurement.model else "model", measurement=measurement)
 
     @property
@@ -90,7 +90,7 @@ class ReportedRun:
     def unfinished(self) -> str:
         """Text such as `step 500 of 2000`; empty if the last step was reached, or if the steps are unknown.
 
-        For a run in progress, the step is that of its last evaluation; otherwise, that of the measured checkpoint.
+        The step is that of the last evaluation for a run in progress, and that of the measured checkpoint otherwise.
         """
         if self.in_progress:
             return f"step {self.steps_done or 0} of {self.planned_steps}"
@@ -106,8 +106,9 @@ class ReportedRun:
     def latest(self) -> Evaluation:
         """The last evaluation, updated with the run's measurement.
 
-        Sink rates and norm ratios are those of the measurement, unless they are None there. If the evaluation has no
-        `valid_loss`, the loss of the measurement is used. Without evaluations, an empty one at step 0 is updated.
+        Sink rates and norm ratios that are not None in the measurement replace those of the evaluation. The loss of
+        the measurement is used if the evaluation has no `valid_loss`. Without evaluations, an empty evaluation at step
+        0 is updated.
         """
         last = self.history[-1] if self.history else Evaluation(step=0)
         if self.measurement is None:
@@ -120,7 +121,7 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Suite:
-    """The result document of several measurements (a suite), with its directory.
+    """The result document of a suite, which is several measurements made by one command, with its directory.
 
     Attributes:
         top: directory of the document; the measurements are in its subdirectories.
@@ -163,7 +164,7 @@ class ReportData:
 
     @classmethod
     def of_suite(cls, document: SuiteDocument, measured: "Mapping[str, Measurement]") -> "ReportData":
-        """Build the data of a report on a suite in memory.
+        """Create the data of a report on an unsaved suite.
 
         Args:
             measured: measurements by their names in the document.
@@ -244,24 +245,24 @@ def rates_by_eps(measurement: "Measurement") -> Mapping[str, Sequence[float]]:
 
 
 def model_name(model: str) -> str:
-    """Return the last part of a model's path; relative paths of two parts, such as a hub id or `runs/k`, are kept."""
+    """Return the last component of a model's path; a Hub id, or another relative path `a/b`, is returned unchanged."""
     return model if model.count("/") == 1 and not model.startswith((".", "/", "~")) else Path(model).name or model
 
 
 def model_label(assessment: Assessment) -> str:
-    """Return the last part of the name or path of an assessed model."""
+    """Return the last component of an assessed model's name or path."""
     return Path(assessment.model).name or assessment.model
 
 
 def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:
-    """Return copies of the runs in which all runs whose recipes differ only in the seed have the same cell.
+    """Assign runs whose recipes differ only in the seed to the same cell, and return copies of all runs.
 
-    The recipe's name and the settings `MANNER`, which change the result by rounding at most, may differ too. If two of
-    these runs have the same seed, they are not replicates and keep their cells.
+    The recipes may also differ in the name and in the settings `MANNER`, which change the result by rounding at most.
+    If two runs of a group have the same seed, they are not replicates, and all runs of the group keep their cells.
 
     A cell is named after its changes to the shipped recipe of the same name (`model.attention.bias=k`), or after that
-    recipe if nothing was changed. If there is no such recipe or the name is taken, the cell is named after the folder
-    of its first run.
+    recipe if there are no changes. If no such recipe is shipped or the name is taken, the cell is named after the
+    folder of its first run.
 
     Args:
         named: names of cells in a summary. Runs in these cells, and runs without a recipe, keep their cells.
@@ -281,7 +282,7 @@ def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun
     taken = {*named, *(run.cell for run in runs if id(run) not in inside)}
     cells: dict[int, str] = {}
     for group, name, base in sorted(zip(groups, names, bases, strict=True), key=lambda one: bool(one[1])):
-        first = group[0]  # the folder NAME-HASH of `sinklab train` is shown as NAME; folder names are assigned first
+        first = group[0]  # folder names are assigned first; the folder NAME-HASH of `sinklab train` is shown as NAME
         plain = base if re.fullmatch(rf"{re.escape(base)}-[0-9a-f]{{16}}", first.cell) else first.cell
         cell = next(one for one in (name, plain, first.cell, str(first.path)) if one and one not in taken)
         taken.add(cell)
@@ -290,7 +291,7 @@ def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun
 
 
 def _effective(recipe: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings by dotted key, without name, seed and `MANNER`."""
+    """Return a recipe's settings by dotted key, without name, seed and the settings `MANNER`."""
     aside = {"seed", "name", *(f"train.{key}" for key in MANNER)}
     return {key: value for key, value in leaves(recipe).items() if ".".join(key.split(".")[:2]) not in aside}
 
@@ -299,9 +300,9 @@ def _cell_name(base: str, changes: list[str] | None, common: Collection[str], se
     """Return a cell's name, which lists at most `MOST_CHANGES` changes to its recipe.
 
     Args:
-        base: name of the recipe. It is part of the cell's name if `several` is True or nothing was changed.
-        changes: changes to the shipped recipe; None if there is no such recipe, and the name is then empty.
-        common: changes that all cells share; they are left out first.
+        base: name of the recipe; part of the cell's name if `several` is True or there are no changes.
+        changes: changes to the shipped recipe; None if no such recipe is shipped, and the name is then empty.
+        common: changes that all cells share; they are the first to be omitted.
         several: whether the cells have different recipe names.
     """
     if changes is None:
@@ -315,9 +316,9 @@ def _cell_name(base: str, changes: list[str] | None, common: Collection[str], se
 def recipe_changes(recipe: Mapping[str, object]) -> list[str] | None:
     """List the settings (KEY=VALUE) in which a resolved recipe differs from the shipped recipe of the same name.
 
-    Changes of a kind (`model.attention.operation=sigmoid`) are listed first. The settings of the new kind are compared
-    with its defaults; if the kind has required settings, all of its settings are listed. Name, seed, the settings
-    `MANNER`, and values that a run fills in, such as the vocabulary size, are left out.
+    Changes of a part's kind (`model.attention.operation=sigmoid`) are listed first. The settings of the new kind are
+    compared with its defaults; if the kind has required settings, all of its settings are listed. Name, seed, the
+    settings `MANNER`, and values resolved by the run, such as the vocabulary size, are omitted.
 
     Returns:
         The changes; None if no recipe of that name is shipped.

@@ -29,7 +29,7 @@ FEWEST = 2
 
 
 def figures(data: ReportData) -> list[Figure]:
-    """Draw all figures of runs, suites and assessments that have data, in reading order; sweeps are left out."""
+    """Draw all figures of runs, suites and assessments that have data, in page order; sweeps are not included."""
     made = [
         *suite_figures(data),
         length_figure(data.summary_cells),
@@ -70,7 +70,7 @@ def _loss(data: ReportData) -> Figure | None:
     if not rows:
         return None
     caption = (
-        "Mean cross-entropy of the next token on held-out documents (solid) and on the training batches (dashed). "
+        "Mean next-token cross-entropy on held-out documents (solid) and on training batches (dashed). "
         "Sinks should be compared only between models of similar loss. " + _band(data)
     )
     loss = PlotAxis("Loss (nats per token)", "value", zero=False, precision=".3f")
@@ -118,7 +118,7 @@ def length_figure(cells: Mapping[str, CellSummary]) -> Figure | None:
     """Draw Sink_1 by eps and sequence length (figure 3 of the paper); None if the cells have fewer than two lengths.
 
     Args:
-        cells: cells of a summary by name; those whose changes do not include both `eps` and `length` are left out.
+        cells: cells of a summary by name; cells whose changes do not include both `eps` and `length` are omitted.
     """
     rows: list[dict[str, Any]] = []
     for name, cell in cells.items():
@@ -230,7 +230,7 @@ CURVES = {
     "loss": "Loss (nats per token)",
     "norm_ratio": "Norm ratio of the first token",
 }
-"""Titles of the curves over checkpoints, by field of `MeasuredCheckpoint`."""
+"""Axis titles of the curves over checkpoints, by field of `MeasuredCheckpoint`."""
 
 
 def _checkpoints(document: suites.CheckpointsDocument, eps: float, number: int) -> list[Figure]:
@@ -254,10 +254,10 @@ def _checkpoints(document: suites.CheckpointsDocument, eps: float, number: int) 
             y = PlotAxis(title, "value", "value", zero=field != "loss", precision=".3f")
             drawn.append(lines(rows, x, y, None, tips=[("checkpoint", "checkpoint", "")]))
     caption = (
-        "All checkpoints are measured on the same sequences. The charts show the share of (sequence, layer, head) "
-        f"triples in which the importance of the first token exceeds ε = {eps:g}, this importance relative to uniform "
-        "attention, the sink rate of a bias, the loss, and the norm of the first token's hidden state relative to the "
-        "mean of the others (maximum over blocks), if they were measured."
+        "All checkpoints are measured on the same sequences. The charts show, if measured, the share of (sequence, "
+        f"layer, head) triples in which the importance of the first token exceeds ε = {eps:g}, this importance "
+        "relative to uniform attention, the sink rate of a bias, the loss, and the norm of the first token's hidden "
+        "state relative to the mean of the others (maximum over blocks)."
     )
     curves = Figure(f"checkpoints-{number}", "Emergence of the sink", caption, drawn, small=True)
     layers_LS = np.array([one.by_layer for one in found]).T
@@ -275,7 +275,7 @@ def _checkpoints(document: suites.CheckpointsDocument, eps: float, number: int) 
 
 
 def assessment_figures(data: ReportData) -> list[Figure]:
-    """Draw the figures of every assessment; with several assessments, titles name the model."""
+    """Draw the figures of every assessment; titles contain the model's name if there are several assessments."""
     found = []
     for number, one in enumerate(data.assessed):
         of = data.of_model(one)
@@ -315,7 +315,7 @@ def _answers(document: Assessment, of: str, number: int) -> Figure | None:
     added = PlotAxis(LOSS_ADDED, "added", "loss added, nats per token", format="+~g", precision="+.4f")
     chart = scatter(rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")])
     caption = (
-        "Loss that each change adds relative to the unchanged model (dashed line), or the difference that its label "
-        "describes. The table lists the question that each change answers."
+        "Loss that each change adds relative to the unchanged model (dashed line), or the difference described in its "
+        "label. The table lists the question that each change answers."
     )
     return Figure(f"answers-chart-{number}", f"Loss added by each change{of}", caption, [chart])

@@ -30,8 +30,8 @@ class SeedScore:
     Attributes:
         median: median over the seeds, as in the experiment's table.
         seeds: value at each seed that has one.
-        note: learning rate of the lowest loss, or rate and position of the highest sink if it is not at the first
-            token; empty for other quantities.
+        note: annotation of the median: the learning rate of a retuned loss, or rate and position of the highest sink
+            if it is not at the first token; empty for other quantities.
     """
 
     median: float
@@ -52,7 +52,7 @@ class Leaderboard:
     Attributes:
         scale: scale of the first experiment.
         baseline: cell with which the other cells are compared.
-        assessed: whether some of the runs were assessed.
+        assessed: whether any run has an assessment.
         columns: columns of the table after the column of cell names.
         scores: scores of each cell, one per column; None if unknown.
         failed: number of failed runs by cell.
@@ -133,8 +133,8 @@ class Leaderboard:
         chart = scatter(rows, x, y, "kind", order, label="named", tips=tips)
         caption = (
             "Points are medians over seeds, and lines extend from the minimum to the maximum. Labels mark the baseline "
-            "and the Pareto front: no other cell is lower in one of loss and sink rate and at most equal in the other. "
-            "Sinks at other positions are listed in the leaderboard."
+            "and the Pareto front: cells for which no other cell is better in loss or sink rate without being worse in "
+            "the other. Sinks at other positions are listed in the leaderboard."
         )
         return Figure(key, f"{SINK_1} versus loss at scale {self.scale}", caption, [chart])
 
@@ -171,10 +171,10 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
 def _scores(
     sweep: Sweep, name: str, cell: CellSummary, numbers: Mapping[str, Mapping[str, float]]
 ) -> list[tuple[TableColumn, SeedScore | None]]:
-    """Return the columns of the leaderboard, each with the score of a cell.
+    """Return (column, score) pairs of a cell, in the order of the leaderboard's columns.
 
     Args:
-        numbers: scalar results of the assessments by run hash and name; if empty, columns of assessments are left out.
+        numbers: scalar results of the assessments by run hash and name; if empty, assessment columns are omitted.
     """
     retuned = "the lowest loss over several learning rates, because a single learning rate favours some cells"
     done = [run for run in cell.runs if run.status == "done"]
@@ -210,9 +210,9 @@ def _of_runs(values: Iterable[float | None]) -> SeedScore | None:
 
 
 def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
-    """Return the lowest median loss of a cell over several learning rates; its learning rate is the note.
+    """Return the lowest median loss of a cell over the learning rates of `RETUNED`, with the learning rate as note.
 
-    Returns None if the sweep has no loss of the cell at other learning rates.
+    Returns None if `RETUNED` was not run or has no loss for the cell.
     """
     cells = sweep.summary.cells_of(RETUNED) if RETUNED in sweep.summary.experiments else {}
     found = [

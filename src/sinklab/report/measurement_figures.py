@@ -1,6 +1,6 @@
 """Figures of measurements: importance by head, layer and position, raw scores, norms, mixing, and --details.
 
-This module also prepares the data of the heads explored with --explore, which `templates/explore.js` draws.
+The module also prepares the attention maps of --explore, which `templates/explore.js` draws.
 """
 
 import base64
@@ -40,20 +40,20 @@ CHARTS = {
     "positions": "importance-positions",
     "norms": "norms",
 }
-"""Keys of the figures of a measurement that `chart` draws in a notebook, by their short names."""
+"""Figure keys by the names that `chart` accepts."""
 NOTEBOOK_WIDTH = 480
 DECIMALS = 4
 """Number of decimals to which importance is rounded in the data of explored heads."""
 VISIBLE = "visible queries"
 LAYER_FIELDS = ("cell", "where", "layer")
 AFTER_BLOCK = "After block (0 is the embedding)"
-MAP_CELLS = 64  # maximum number of rows of a map; larger maps are averaged, because every entry is an SVG element
+MAP_CELLS = 64  # maximum number of rows of a map; larger maps are downsampled, because every entry is an SVG element
 FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # causes of large logits, then value norms
 LAST = ("secondary", "map-attention", "map-cosine", "map-norms")
 
 
 def importance_figures(data: ReportData) -> list[Figure]:
-    """Draw the figures of importance, raw scores, norms and mixing that have data, in reading order."""
+    """Draw the figures of importance, raw scores, norms and mixing that have data, in page order."""
     made = (one(data) for one in (_by_head, _by_layer, _by_position, _row_sums, _norms, _mixing))
     return [figure for figure in made if figure is not None]
 
@@ -122,7 +122,7 @@ def _masks_note(data: ReportData) -> str:
 def _importance_scale(maps: list[np.ndarray], data: ReportData) -> ColourScale:
     """Return the colour scale of importance, from 0 to at least the largest ε of the runs.
 
-    A model without a sink therefore has no strong colours.
+    The lower bound keeps a model without a sink from being drawn in strong colours.
     """
     highest = max(float(matrix.max()) for matrix in maps)
     return ColourScale("importance", 0, max(*(run.eps for run in data.runs), math.ceil(highest * 10) / 10))
@@ -142,7 +142,7 @@ def _by_position(data: ReportData) -> Figure | None:
     shown = max(row["position"] for row in rows)
     caption = (
         f"Attention received by each of the first {shown} positions: for every key, the mean over the queries at its "
-        "position and later, then the mean over sequences, layers and heads. A sink appears at the left, above the "
+        "position or later, then the mean over sequences, layers and heads. A sink appears at the left, above the "
         "dashed line, which shows uniform attention over all tokens up to the query. The importance of the last "
         "positions is a mean over few queries, mostly of the same and neighbouring tokens, and can be high without a "
         "sink."
@@ -225,7 +225,7 @@ def _mixing(data: ReportData) -> Figure | None:
 def details_figures(data: ReportData) -> list[Figure]:
     """Draw the figures of --details and --map that have data.
 
-    Those in `FIRST` come first and those in `LAST` last. The others are in the order of the statistics.
+    The order is `FIRST`, then the other figures in the order of the statistics, then `LAST`.
     """
     declared: dict[str, list[tuple[str, Shown]]] = {}
     for name, statistic in STATISTICS.items():
@@ -239,11 +239,11 @@ def details_figures(data: ReportData) -> list[Figure]:
         shown = plot_specs.HeadMap(
             "secondary",
             "Sinks other than the first token",
-            f"Percentage of sequences in which the importance of some position after the first {FIRST_FEW}, in the "
-            f"first half of the sequence, exceeds ε = {data.eps} in a head. The table lists the strongest "
-            f"sinks from position 2 to the last position that half of the queries, or {ENOUGH} queries, can see. It "
-            f"also lists tokens whose hidden state has a cosine above {ALIGNED:g} with that of the first token, if the "
-            f"norm of the first token is at least {STANDS_OUT:g} times that of the others.",
+            f"Percentage of sequences in which the importance of a position after the first {FIRST_FEW}, up to T / 2, "
+            f"exceeds ε = {data.eps} in the head. The table lists the strongest sinks from position 2 to the last "
+            f"position that half of the queries, or {ENOUGH} queries, can see. It also lists tokens whose hidden state "
+            f"has a cosine above {ALIGNED:g} with that of the first token, if the norm of the first token is at least "
+            f"{STANDS_OUT:g} times that of the others.",
             "percent of sequences",
         )
         drawn["secondary"] = replace(_heatmaps(data, "secondary", shown), table=table)
@@ -252,10 +252,10 @@ def details_figures(data: ReportData) -> list[Figure]:
 
 
 def _figure(data: ReportData, parts: list[tuple[str, Shown]]) -> Figure | None:
-    """Draw the figure of the statistics that declare the same key; None if there is nothing to draw.
+    """Draw the figure of the statistics that share a figure key; None if there is nothing to draw.
 
     Args:
-        parts: name and declaration of each of these statistics.
+        parts: (name of the statistic, declaration of the figure) pairs.
     """
     name, shown = parts[0]
     found = _found(data, name)
@@ -296,7 +296,7 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]]) -> Figure | None:
 
 
 def _found(data: ReportData, name: str) -> list[tuple[ReportedRun, Measurement, Details, np.ndarray]]:
-    """Return (run, measurement, details, array) for each run whose details have an array of the statistic."""
+    """Return (run, measurement, details, array) for each run with a non-empty array of the statistic."""
     found = [(run, measured, details, getattr(details, name)) for run, measured, details in data.detailed]
     return [one for one in found if one[-1] is not None and one[-1].size]
 
@@ -308,7 +308,7 @@ def _heatmaps(data: ReportData, name: str, shown: Heatmap) -> Figure:
     sides, height = (charts.LAYERS, charts.HEADS), None
     match shown:
         case plot_specs.MatrixMap():
-            how = "; maps of long sequences show averages over squares of positions, and the axes number these squares."
+            how = "; maps of long sequences are averaged over blocks of positions, and the axes number these blocks."
             caption += how if lengths[-1] > MAP_CELLS else "."
             sides, height = (charts.QUERIES, charts.KEYS), 260
             maps = []
@@ -331,7 +331,7 @@ def _heatmaps(data: ReportData, name: str, shown: Heatmap) -> Figure:
 
 
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]]) -> Figure:
-    """Draw statistics by bucket of distances or queries: a line per cell and statistic, and a table of the values."""
+    """Draw statistics by bucket of distances or query positions, with a line per cell and statistic, and a table."""
     rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
     shown = parts[0][1]
     drawn = [row for row in rows if not shown.logarithmic or row["value"] > 0]
@@ -364,9 +364,7 @@ def _bucket_rows(data: ReportData, name: str, series: str) -> list[dict[str, Any
 
 
 def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int = 0) -> ChartRows:
-    """Return rows with the value at the first position, and with the mean over the others, by cell and layer.
-
-    Both are averaged over the runs of the cell.
+    """Return the value at the first position and the mean over the others, by cell and layer, averaged over runs.
 
     Args:
         arrays: pairs of cell and array (layers, positions), one per run; arrays with a single position are omitted.
@@ -391,7 +389,7 @@ def _layer_lines(rows: ChartRows, cells: Sequence[str], at: str, y_title: str, t
 
 
 def chart(measurement: Measurement, what: str = "heads") -> Any:
-    """Return one of the figures of the report as an Altair chart, for a notebook.
+    """Return a figure of the report as an Altair chart for a notebook.
 
     Args:
         what: "heads", "layers", "positions" or "norms".
@@ -400,12 +398,12 @@ def chart(measurement: Measurement, what: str = "heads") -> Any:
         InputError: if `what` is none of these, or is "norms" for sequences of one token.
     """
     if what not in CHARTS:
-        raise InputError(f"there is no chart {what!r}: choose from {', '.join(CHARTS)}")
+        raise InputError(f"unknown chart {what!r}: choose from {', '.join(CHARTS)}")
     data = ReportData([Path()], [ReportedRun.of(measurement)])
     figures = {figure.key: figure for figure in importance_figures(data)}
     if CHARTS[what] not in figures:
         raise InputError(
-            "norms are compared between positions, but the sequences have one token: choose "
+            "the norms chart compares positions, but the sequences have one token: choose "
             f"{', '.join(list(CHARTS)[:3])}"
         )
     figure = figures[CHARTS[what]]
@@ -418,7 +416,7 @@ def chart(measurement: Measurement, what: str = "heads") -> Any:
 
 @dataclass(frozen=True)
 class Explorer:
-    """The explored heads of one measurement.
+    """The section with the attention maps (`--explore`) of one measurement.
 
     Attributes:
         key: anchor of the section; the anchor of a head is `#KEY-LAYER.HEAD`.
@@ -473,9 +471,6 @@ def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int
 
 
 def _roles(data: ReportData, one: Measurement) -> dict[tuple[int, int], str]:
-    """Return the kind of each head by (layer, head), 1-based, from assessments of the same model.
-
-    The mapping is empty if there are no assessments of the heads.
-    """
+    """Return the kind of each head by (layer, head), 1-based, from assessments of the same model; empty if none."""
     same = [found for found in data.assessed if found.model == one.model and Heads.name in found.results]
     return {(head.layer, head.head): head.kind for found in same for head in found.result(Heads).heads}

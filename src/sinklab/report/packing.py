@@ -1,4 +1,4 @@
-"""Pack a sweep into a folder to be committed: results and recipes of its runs, without weights and local paths.
+"""Pack a sweep into a folder for version control: results and recipes of its runs, without weights and local paths.
 
 summary.json, asked/, README.md     results and manifests
 report.html, charts/*.svg           drawn from this folder alone
@@ -42,25 +42,25 @@ CHARTS = "charts"
 
 
 def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
-    """Copy the results and recipes of a sweep into a folder, or replace an earlier copy there.
+    """Copy the results and recipes of a sweep into a folder, replacing an earlier copy in it.
 
     The runs, manifests and charts of the earlier copy are removed first.
 
     Args:
-        dirs: a list of one directory, that of the sweep.
-        out: the folder; it must be new, empty or an earlier copy.
+        dirs: a list with one entry, the directory of the sweep.
+        out: target folder; it must be new, empty or an earlier copy.
 
     Returns:
-        The folder.
+        `out`.
 
     Raises:
-        InputError: see `collect`, and if there is not exactly one directory, it has no sweep, `out` has other content,
-            contains the sweep or is within it, a recipe or manifest contains an absolute path, or another file to be
-            packed cannot be read or is damaged.
+        InputError: see `collect`; also if `dirs` does not have exactly one entry, the directory has no sweep, `out` has
+            other content, contains the sweep or is inside it, a recipe or manifest contains an absolute path, or
+            another file to be packed cannot be read or is damaged.
         SinklabError: if a file cannot be written, or env.json of a run is damaged.
     """
     if len(dirs) != 1:
-        raise InputError(f"--pack copies one sweep, and {len(dirs)} directories were given: name one")
+        raise InputError(f"--pack takes the directory of one sweep, but {len(dirs)} directories were given")
     top = dirs[0]
     sweeps = collect([top]).sweeps
     if not sweeps:
@@ -89,16 +89,16 @@ def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
 def _manifests(sweep: Sweep) -> list[Path]:
     """Return the paths of the manifests of the experiments in the summary.
 
-    The folder may also have manifests of earlier calls with another scale, text or number of steps.
+    Other manifests in the folder, from calls with another scale, text or number of steps, are omitted.
     """
     found = sorted((sweep.top / MANIFESTS).glob("*.json"))
     return [path for path in found if path.stem in sweep.summary.experiments]
 
 
 def _check_paths(sweep: Sweep) -> None:
-    """Raise InputError if a recipe or manifest contains an absolute path, or is not a mapping.
+    """Raise InputError if a recipe or manifest is not a mapping, or contains an absolute path.
 
-    An absolute path may not exist on another machine.
+    Absolute paths are rejected because they may not exist on another machine.
     """
     folders = [folder for run in sweep.summary.runs if (folder := sweep.folder(run)) is not None]
     recipes = [folder / RECIPE for folder in folders if (folder / RECIPE).is_file()]
@@ -106,11 +106,11 @@ def _check_paths(sweep: Sweep) -> None:
         text = path.read_text(encoding="utf-8")
         document = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
         if not isinstance(document, dict):
-            raise InputError(f"{path} is damaged: it must contain a mapping; run the experiment again to write it anew")
+            raise InputError(f"{path} is damaged: it must contain a mapping; rerun the experiment to rewrite the file")
         for key, value in leaves(document).items():
             if isinstance(value, str) and Path(value).is_absolute():
                 raise InputError(
-                    f"{path}: {key} is {value}, a path of this machine, which does not exist elsewhere: "
+                    f"{path}: {key} is {value}, an absolute path, which may not exist on another machine: "
                     "run the experiment with a path relative to the working directory"
                 )
 
@@ -126,7 +126,7 @@ def _remove_earlier_copy(out: Path) -> None:
 
 
 def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:
-    """Return the finished and failed runs in packed form; each is listed with the first experiment that uses it."""
+    """Return the finished and failed runs in packed form, each once, under the first experiment that uses it."""
     found: dict[str, list[PackedRun]] = {}
     taken: set[str] = set()
     for name in sweep.summary.experiments:

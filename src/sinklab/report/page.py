@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs no network, and its charts as files.
+"""Render the report as one self-contained HTML file, and export its charts.
 
 The charts are drawn in the browser by Vega, whose code is embedded once. Names and texts come from models and files and
 are not trusted: Jinja2 escapes them in the page, `json_for_script` escapes them in the data, Vega draws them as text,
@@ -49,7 +49,7 @@ from sinklab.tables import Table
 
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
-"""Options that forbid the converter to load data from any address; the charts contain all data."""
+"""Converter options that disallow loading data from any URL; chart data is inline."""
 EXPERIMENT_WIDTH = 420
 """Width in pixels of the charts of an experiment in chart files."""
 PNG_END = 12
@@ -197,9 +197,9 @@ def _boards(sweeps: Sequence[Sweep]) -> list[tuple[Table, Figure | None]]:
 
 
 def _page_spec(figure: Figure, chart: charts.Drawing) -> dict[str, Any]:
-    """Return a chart's specification for the page.
+    """Return a chart's specification for the page, without `config`, which is stored once for all charts.
 
-    It has no `config`, which all charts share, and no legend for the colour scale of a figure, which the page shows.
+    If the figure has a colour scale, the legend is removed, because the page draws the scale once per figure.
     """
     spec: dict[str, Any] = chart.to_dict(validate=False) | {"width": "container"}
     if figure.scale:
@@ -253,7 +253,7 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("sv
 
 
 def _marked_png(png: bytes) -> bytes:
-    """Return a PNG with sinklab's marker in a tEXt chunk before the last chunk (PNG, second edition, 11.3.4.3)."""
+    """Insert sinklab's marker into a PNG as a tEXt chunk before the last chunk (PNG, second edition, 11.3.4.3)."""
     chunk = b"tEXtSoftware\0" + CHART_MARK
     whole = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
     return png[:-PNG_END] + whole + png[-PNG_END:]
@@ -306,8 +306,8 @@ def content_policy(scripts: list[str]) -> str:
 def _title(data: ReportData) -> str:
     """Return the page's title, with one part per directory.
 
-    The part of a sweep is the id of its only experiment, or the scale of its experiments: a copy of the sweep has the
-    same title. The part of any other directory is the directory's name.
+    The part of a sweep is the id of its only experiment, or else its scale, so that a copy of the sweep has the same
+    title. For a sweep without a single scale, and for other directories, the part is the directory's name.
     """
     swept: dict[Path, str] = {}
     for sweep in data.sweeps:
@@ -320,7 +320,7 @@ def _title(data: ReportData) -> str:
 
 
 def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]]]]:
-    """Return the number of claims by scale, kind of analysis and verdict; scales without counted claims are omitted."""
+    """Count the claims by scale, kind of analysis and verdict; scales whose claims are all references are omitted."""
     claims = [*data.claims, *(claim for sweep in data.sweeps for claim in sweep.summary.claims if claim.experiment)]
     scales = dict.fromkeys(claim.scale for claim in claims)
     counts = {scale: verdict_counts([claim for claim in claims if claim.scale == scale]) for scale in scales}
@@ -339,7 +339,7 @@ def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, obj
         "dtype": one.dtype if one else env.get("dtype"),
         "device": env.get("device"),
     }
-    # The path is relative for runs below the page's folder, because both may be moved together.
+    # Paths below the page's folder are relative, so that the folder can be moved.
     path = run.path.relative_to(page) if run.path != page and run.path.is_relative_to(page) else run.path
     return {
         "name": data.label(run),

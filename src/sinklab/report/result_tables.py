@@ -1,4 +1,4 @@
-"""Tables of measurements, comparisons and assessments for page, terminal and notebooks, and their HTML templates."""
+"""Tables of measurements, comparisons and assessments for page, terminal and notebooks, and the page's templates."""
 
 import math
 import re
@@ -22,14 +22,14 @@ from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
 from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers
 
 BREAKS = re.compile(r"(?<=[_/])(?=\w)")
-POSITIONS = 6  # number of first positions with a row in the table of a measurement
-SHOWN_SINKS = 3  # maximum number of secondary sinks shown at positions 2 to 4, and at later positions
+POSITIONS = 6  # number of leading positions with a row of their own in the table of a measurement
+SHOWN_SINKS = 3  # maximum number of secondary sinks shown at positions 2 to 4, and likewise at later positions
 Labelled = Sequence[tuple[str, Measurement]]
 """Pairs of label and measurement; the label of a single measurement may be empty."""
 
 
 def suite_tables(data: ReportData) -> list[Table]:
-    """Make the page's tables of comparisons of models, of ablations, and of propositions on repeated tokens."""
+    """Make the page's tables of model comparisons, ablations, and propositions on repeated tokens."""
     compared = [
         replace(comparison_table(suite.document.rows, list(suite.document.measured)), key=f"comparison-{number}")
         for number, suite in enumerate(data.suites)
@@ -97,7 +97,7 @@ def propositions_table(measured: Labelled) -> Table | None:
         TableColumn("Positions", "embedding", text=True),
         TableColumn("Hidden states", "relative difference", ".1e"),
         TableColumn("Attention", "deviation from the closed form or 1/t", ".1e"),
-        TableColumn("Bound", "smallest distance below", ".1e"),
+        TableColumn("Bound", "minimum slack", ".1e"),
         TableColumn("Proposition", "within rounding", text=True),
     ]
     rows = [
@@ -113,9 +113,9 @@ def propositions_table(measured: Labelled) -> Table | None:
 
 def _verdict(one: Propositions) -> str:
     if one.holds is None:
-        return f"undecidable in {one.dtype or 'this precision'}"
+        return f"inconclusive in {one.dtype or 'this precision'}"
     if one.number is None:
-        return "equal, as without positions" if one.holds else "not equal"
+        return "none; hidden states are equal" if one.holds else "none; hidden states differ"
     return "holds" if one.holds else "does not hold"
 
 
@@ -152,11 +152,11 @@ def measurement_facts(m: Measurement) -> list[str]:
 
 
 def _positions(m: Measurement) -> Table:
-    """Make the table of sink rates by threshold and of importance.
+    """Make the table of sink rates (by threshold) and importance by position.
 
-    The table has a row for each of the first positions, one for the maximum over later positions, and one for a bias.
-    The maximum excludes the second half of the sequence: few queries see these positions, and the query at the position
-    itself dominates their mean.
+    Rows are the first `POSITIONS` positions, the maximum over later positions, and a bias if there is one. The maximum
+    excludes the second half of the sequence, where few queries see a position, and the attention of the token to itself
+    dominates the mean.
     """
     shown, half = min(POSITIONS, m.length), m.length // 2
     rates = rates_by_eps(m)
@@ -201,9 +201,10 @@ def _massive(m: Measurement) -> Table | None:
 
 
 def layers_table(measured: Labelled) -> Table:
-    """Make a table with a row per layer: importance, norms and gradient of position 1, row sums, and statistics.
+    """Make a table with a row per layer: importance, norm ratios and gradient of position 1, row sums, and statistics.
 
-    Statistics declare their columns. Empty columns are omitted.
+    A row for the embedding is added if hidden states were measured. The details' statistics declare their own columns;
+    empty columns are omitted.
     """
     statistics = {label: _statistics(m.details, m.layers) if m.details else {} for label, m in measured}
     titles = list(dict.fromkeys(title for found in statistics.values() for title in found))
@@ -221,7 +222,7 @@ def layers_table(measured: Labelled) -> Table:
     rows: list[list[Value]] = []
     for label, m in measured:
         hidden = m.hidden_norm_ratio or []
-        aligned = len(hidden) == m.layers + 1  # false for hybrids, in which some blocks have no attention
+        aligned = len(hidden) == m.layers + 1  # false for hybrid models, in which some blocks have no attention
         if hidden:
             rows.append([f"{_of(label)}input", None, None, None, hidden[0], *[None] * (4 + len(titles))])
         for layer in range(m.layers):
@@ -237,19 +238,19 @@ def layers_table(measured: Labelled) -> Table:
             ]
             rows.append([*found, *(statistics[label].get(title, {}).get(layer) for title in titles)])
     gradient = (
-        "The gradient is that of the loss with respect to the inputs of attention, relative to positions 2 to 32."
+        "gradient: norm of the loss gradient at the attention input, relative to the mean over positions 2 to 32."
     )
     notes = [
-        "|h|, |k| and |v| are norms relative to the mean of the other positions." * bool(rows),
+        "|h|, |k|, |v|: norm relative to the mean over the other positions." * bool(rows),
         gradient * any(bool(m.gradient_norm_ratio) for _, m in measured),
-        "a / b: with key 1 / with the other keys." * bool(titles),
+        "a / b: value for position 1 / for the other positions." * bool(titles),
     ]
     note = " ".join(filter(None, notes))
     return Table("Position 1 by layer", heads, rows, [note]).without_empty_columns()
 
 
 def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
-    """Return the columns of statistics by title, each as texts by 0-based layer; columns of angles are first."""
+    """Return the columns of statistics by title, as formatted values by 0-based layer; angle statistics are first."""
     columns: dict[str, dict[int, str]] = {}
     for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
         if (column := statistic.column) is None:
@@ -267,7 +268,7 @@ def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
 
 
 def mixing_table(measured: Labelled) -> Table | None:
-    """Make a table, by block, of the change in later hidden states when one token is replaced; None if not measured."""
+    """Make a table, by block, of the change in later hidden states when a token is replaced; None if not measured."""
     found = [(label, one) for label, m in measured if (one := m.mixing)]
     if not found:
         return None
@@ -317,7 +318,7 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
 
 
 def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
-    """Make a table of the loss that each change adds, by question of the assessment; `of` is a suffix of the title."""
+    """Make a table of the loss that each change adds, by question of the assessment; `of` is appended to the title."""
     columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]
     rows: list[list[Value]] = []
     before = None
@@ -354,7 +355,7 @@ def assessment_table(document: Assessment, title: str = "Costs and benefits of t
 
 @cache
 def templates() -> jinja2.Environment:
-    """Return the Jinja2 environment with the page's templates; values are escaped unless they are `Markup`."""
+    """Return the Jinja2 environment of the page's templates, with autoescaping of all values except `Markup`."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sinklab.report"),
         autoescape=True,
@@ -367,7 +368,7 @@ def templates() -> jinja2.Environment:
 
 
 def shown(text: str) -> Markup:
-    """Return a text as escaped HTML, with a subscript in `Sink_1` and possible line breaks after `_` and `/`."""
+    """Escape a text for HTML, with a subscript in `Sink_1` and optional line breaks (`<wbr>`) after `_` and `/`."""
     plain = text.replace("Sink_1", SINK_1)
     return Markup("<wbr>").join(BREAKS.split(plain))
 

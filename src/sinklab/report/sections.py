@@ -1,4 +1,4 @@
-"""The sections of a sweep on the page: the paper at a glance, and one per experiment."""
+"""The page's sections on sweeps: the paper at a glance, and a section per experiment."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ class GlancePart:
 
     Attributes:
         claim: the claim with its verdict.
-        ours: (name, values at all seeds as text) of each cell of the claim. Empty if the verdict is based on other
-            values, such as those at one step; these are in the evidence.
-        key: anchor of the claim's experiment; empty if the experiment has no section.
+        ours: (name, values of all seeds as text) pairs of the claim's cells. Empty if the evidence contains other
+            values, such as those at one step; the page then shows the evidence.
+        key: anchor of the experiment's section; empty if there is none.
     """
 
     claim: JudgedClaim
@@ -56,9 +56,9 @@ def glance(sweeps: Sequence[Sweep]) -> list[GlanceLine]:
 
 
 def _numbers_by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, str]]:
-    """Format the values of a claim's cells, such as (`k_biases`, `0.0, 0.2, 0.0 %`).
+    """Return (cell, values as text) pairs of a claim, such as (`k_biases`, `0.0, 0.2, 0.0 %`).
 
-    The list is empty if the claim has no quantity, or if its evidence lacks one of these texts.
+    Returns an empty list if the claim has no quantity, or if one of the pairs is not in its evidence.
     """
     if not claim.quantity:
         return []
@@ -90,19 +90,18 @@ class CellSection:
 class ExperimentSection:
     """The section of an experiment.
 
-    Its own claims are those that do not refer to the check of another experiment. If all claims refer to such a check,
-    all of them are its own.
+    `run` and `confirmatory` are based on the claims without `same_as`, or on all claims if all of them have `same_as`.
 
     Attributes:
         key: anchor of the section.
         about: entry of the experiment in summary.json.
         verdicts: number of claims by kind of analysis and verdict (`verdict_counts`).
-        run: whether a claim of its own has a verdict other than `not run`. If there are no claims, whether a run of a
-            cell has finished or failed.
-        confirmatory: whether a claim of its own is confirmatory.
+        run: whether one of these claims has a verdict other than `not run`; without claims, whether a run has finished
+            or failed.
+        confirmatory: whether one of these claims is confirmatory.
         table: results by cell.
         matrices: a table per quantity if the experiment is a grid; else empty.
-        elsewhere: table of the paper's values for models that were not measured; None if there are none.
+        elsewhere: table of the paper's values by model (`paper_models`); None if there are none.
     """
 
     key: str

@@ -1,6 +1,6 @@
-"""Figures of a sweep: our values compared with the paper's.
+"""Figures of a sweep: our values compared with the paper's, and the figures of each experiment.
 
-Each experiment also has figures of its values by cell, of one quantity against another, and of training curves.
+An experiment has figures of its values by cell, of one quantity against another, of training curves, and by layer.
 """
 
 import os
@@ -25,9 +25,9 @@ OTHER_MODELS = "other models"
 CELL_NAME = re.compile(r"(.+)_(\d+(?:\.\d+)?(?:e-?\d+)?)([kMB]?)")
 FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
 FEWEST_ORDERED = 3
-"""Minimum number of cells `WORD_NUMBER` of an experiment whose cells are ordered by these numbers."""
+"""Minimum number of cells named `WORD_NUMBER` for which the cells are ordered by number."""
 LAYER_NUMBERS = ("sink_layer_", "layer_step_")
-"""Prefixes of quantities of one layer; an experiment on such a quantity has a figure of all layers."""
+"""Prefixes of quantities of a single layer; an experiment with such a quantity has a figure of all layers."""
 STATEMENT_PIXELS = 215
 STEPS = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
 CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool]] = (
@@ -50,8 +50,9 @@ def cell_order(cells: Sequence[str]) -> tuple[str, dict[str, str]] | None:
     """Order cells by the number in their names, such as `lr_1e-3` or `tokens_50M`.
 
     Returns:
-        The word, and the labels of the cells by name, ordered by number; a cell without a number is first. None if
-        fewer than three cells are named `WORD_NUMBER`, if their words differ, or if several cells have other names.
+        The word shared by the names, and the cells' labels by name in ascending order of the number; a cell without a
+        number is first. None if fewer than three cells are named `WORD_NUMBER`, if their words differ, or if several
+        cells have other names.
     """
     found = {name: match for name in cells if (match := CELL_NAME.fullmatch(name))}
     others = [name for name in cells if name not in found]
@@ -112,7 +113,7 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path) -> list[Fi
             y = PlotAxis(title, "value", zero=from_zero, at_least=1.0 if from_zero else None, precision=".2f")
             growth.append(lines(rows, STEPS, y, order=[cell for cell in cells if cell in known], apart=["seed"]))
     if growth:
-        made.append(Figure(f"{key}-growth", f"{experiment.title}: training curves", "One line per seed.", growth))
+        made.append(Figure(f"{key}-growth", f"{experiment.title}: training curves", "One line per run.", growth))
     rates = [
         {"cell": cell, "seed": seed, "step": one.step, "layer": layer, "value": rate}
         for cell, seed, one in (evaluations if by_layer else ())
@@ -120,7 +121,7 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path) -> list[Fi
         if rate is not None
     ]
     if rates:
-        caption = "At each step, the head of a layer that most often has a sink on the first token. One line per run."
+        caption = "Sink on the first token: maximum over the heads of a layer, with one line per layer and run."
         y = PlotAxis("Sequences in which the head has a sink (percent)", "value", at_least=1.0, precision=".2f")
         chart = lines(rates, STEPS, y, "layer", apart=["cell", "seed"])
         made.append(Figure(f"{key}-layers", f"{experiment.title}: by layer", caption, [chart]))
@@ -173,7 +174,7 @@ def _numbers(
 
 
 def against(cells: dict[str, CellSummary], experiment: ExperimentSummary) -> Drawing | None:
-    """Plot the second quantity of `experiment.against` against the first, with a colour per family of models.
+    """Plot the second quantity of `experiment.against` against the first, with a colour per model family.
 
     Returns:
         The chart; None if the experiment does not name two such quantities, or no cell has a finite median of both.

@@ -1,4 +1,4 @@
-"""A sweep on disk: its summary, the files, versions and machines of its runs, and the tables of its experiments."""
+"""A sweep on disk: summary, run files, provenance (time, versions, machines), and tables of its experiments."""
 
 import json
 import shutil
@@ -40,9 +40,9 @@ class Sweep:
 
     Attributes:
         top: the directory of summary.json.
-        summary: content of summary.json; `read_sweep` recomputes `CellRun.edited` from the files.
-        files: folder of the runs' directories: `top`, or a temporary folder if the runs are packed.
-        packed: folder of the packed files that contain a run, by the run's directory; empty if the runs are not packed.
+        summary: content of summary.json, with `CellRun.edited` recomputed by `read_sweep`.
+        files: parent of the run directories: `top`, or a temporary folder if the runs are packed.
+        packed: folder of the packed files with a run, by the run's directory; empty if the runs are not packed.
     """
 
     top: Path
@@ -55,7 +55,7 @@ class Sweep:
         return self.files / run.directory if run.directory else None
 
     def provenance(self, run: CellRun) -> Path | None:
-        """Return the path of a run's recipe (recipes.yaml if packed) or else measurement; None if neither exists."""
+        """Return the path of recipe.yaml (recipes.yaml if packed), else of measurement.json; None if neither exists."""
         if run.directory in self.packed:
             return self.packed[run.directory] / RECIPES
         folder = self.folder(run)
@@ -91,7 +91,7 @@ class Sweep:
 
 
 def read_sweep(top: Path, summary: Summary) -> Sweep:
-    """Read the sweep in a directory, and check which result files were edited after their runs had ended.
+    """Read the sweep in a directory, and update `CellRun.edited` from the checksums in the records.
 
     Packed runs are unpacked into a temporary folder, which is removed when the returned object is garbage-collected.
 
@@ -192,7 +192,7 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
 
 
 def quantity_of(name: str) -> Quantity:
-    """Return the quantity of this name; for an unknown name, one with the name as label, no unit and three decimals."""
+    """Return a quantity by name; an unknown name is used as a label, with no unit and three decimals."""
     try:
         return quantity(name)
     except ValueError:
@@ -200,15 +200,15 @@ def quantity_of(name: str) -> Quantity:
 
 
 def value_text(value: object) -> str:
-    """Format a recipe value as in `--set KEY=VALUE`; floats have six significant digits."""
+    """Format a recipe value as in `--set KEY=VALUE`; floats are rounded to six significant digits."""
     return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
 def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
     """Return rate and position of the highest sink of a cell as text, such as `76.8 % at position 2`.
 
-    The text is empty if the highest sink is at the first token, is below 1 % or is unknown. It is also empty if `name`
-    is a quantity other than `sink_1`.
+    The text is empty if the highest sink is at the first token, below 1 % or unknown, or if the quantity `name` is not
+    `sink_1`.
     """
     return elsewhere_text(cell.sink_rate) if name == "sink_1" else ""
 
@@ -216,8 +216,8 @@ def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
 def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> Table:
     """Make the table of an experiment's results, with a row per cell.
 
-    The first column is the number of finished runs. For each quantity, a column with median and range follows, and one
-    with the paper's values if there are any.
+    The columns are the cell, the number of finished runs, and for each quantity the median with the range and, if there
+    are any, the paper's values. Quantities without values are omitted.
     """
     paper = {cell: experiment.published.get(cell, {}) for cell in cells}
     in_paper = {name for numbers in paper.values() for name in numbers}
@@ -247,9 +247,9 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
 
 
 def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> list[Table]:
-    """Make a table per quantity of a grid: rows are values of the first axis, columns are combinations of the others.
+    """Make a table per quantity of a grid, with the first axis as rows and combinations of the other axes as columns.
 
-    The list is empty if the experiment is not a grid.
+    Returns an empty list if the experiment is not a grid.
     """
     if not experiment.axes:
         return []
@@ -281,7 +281,7 @@ def _estimate(cell: CellSummary, quantity: Quantity, elsewhere: str = "") -> Tab
 
 
 def paper_models(experiment: ExperimentSummary) -> Table | None:
-    """Make a table of the paper's values for models that we did not measure; None if there are none."""
+    """Make a table of `ExperimentSummary.elsewhere`, the paper's values by model; None if it is empty."""
     found = {model: row for model, row in experiment.elsewhere.items() if row}
     printed = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
     if not printed:
@@ -289,11 +289,11 @@ def paper_models(experiment: ExperimentSummary) -> Table | None:
     labels = [f"{cell}, {quantity_of(name).label}" for cell, name in printed]
     columns = [*names("Model"), *(TableColumn(label, form=",.2f") for label in labels)]
     rows = [[model, *(row.get(cell, {}).get(name) for cell, name in printed)] for model, row in found.items()]
-    return Table("The paper’s values for other models", columns, rows)
+    return Table("The paper’s values by model", columns, rows)
 
 
 def claims_table(claims: Sequence[JudgedClaim]) -> Table:
-    """Make a table of verdict, text and evidence (with remarks) of each claim; its title has the counts of verdicts."""
+    """Make a table of claims (verdict, text, evidence with remarks); the title contains the counts of verdicts."""
     kinds = [
         f"{kind} {', '.join(f'{number} {verdict}' for verdict, number in found.items())}".strip()
         for kind, found in verdict_counts(claims).items()

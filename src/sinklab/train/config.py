@@ -16,42 +16,41 @@ Clip = Annotated[float | None, Field(gt=0, description="maximum global gradient 
 
 
 class AdamW(Part):
-    """AdamW with weight decay on all parameters, norms and embeddings included, as in the paper's code (2410.10781)."""
+    """AdamW. Weight decay includes norms and embeddings, as in the paper's code (2410.10781)."""
 
     name: Literal["adamw"] = "adamw"
     lr: float = Field(default=4e-4, gt=0, description="peak learning rate")
     betas: Betas = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon, added to the root of the second moment")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon, added to the square root of the second moment")
     weight_decay: float = Field(default=0.1, ge=0, description="decoupled: w -= lr * weight_decay * w")
     clip: Clip = 1.0
 
 
 class Sgd(Part):
-    """SGD: m = momentum m + g + weight_decay w, then w -= lr m."""
+    """SGD with momentum: m = momentum * m + g + weight_decay * w, then w -= lr * m."""
 
     name: Literal["sgd"] = "sgd"
     lr: float = Field(default=0.1, gt=0, description="peak learning rate")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum factor")
-    nesterov: bool = Field(default=False, description="w -= lr (g + weight_decay w + momentum m) instead")
+    nesterov: bool = Field(default=False, description="w -= lr * (g + weight_decay * w + momentum * m)")
     weight_decay: float = Field(
-        default=0.0, ge=0, description="coupled weight decay: added to the gradient, unlike AdamW's"
+        default=0.0, ge=0, description="coupled weight decay (L2): weight_decay * w is added to the gradient"
     )
     clip: Clip = 1.0
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> Self:
         if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov needs a momentum above 0")
+            raise ValueError("nesterov requires a momentum greater than 0")
         return self
 
 
 class Muon(Part):
-    """Muon for the linear maps inside the blocks and the embedding projections, AdamW for all other weights.
+    """Muon for the linear layers of the blocks and the embedding projections, AdamW for all other parameters.
 
-    The update of a matrix (a fused projection, such as that of queries, keys and values, is one matrix) is the
-    orthogonalised Nesterov momentum of its gradient (torch.optim.Muon, five Newton-Schulz iterations), scaled by
-    0.2 sqrt(max(rows, columns)) to the RMS of AdamW's updates (2502.16982), so that Muon and AdamW share learning rate
-    and weight decay.
+    The update of a matrix is the orthogonalised Nesterov momentum of its gradient (torch.optim.Muon, five Newton-Schulz
+    iterations). It is scaled by 0.2 * sqrt(max(rows, columns)) to the RMS of AdamW's updates (2502.16982), so that Muon
+    and AdamW share learning rate and weight decay. A fused projection, such as QKV, is one matrix.
     """
 
     name: Literal["muon"] = "muon"
@@ -74,30 +73,30 @@ class ScheduleConfig(Part):
         description="flat: constant; cosine: decay to min_lr; wsd: constant, then linear decay to min_lr",
     )
     warmup_steps: int = Field(default=100, ge=0, description="number of linear warm-up steps")
-    min_lr: float = Field(default=0.0, ge=0, description="learning rate that cosine and wsd reach after the last step")
+    min_lr: float = Field(default=0.0, ge=0, description="learning rate of cosine and wsd after the last step")
     decay_fraction: float = Field(default=0.2, ge=0, le=1, description="decay phase of wsd, as a fraction of all steps")
 
 
 class TrainConfig(Part):
     """Settings of the training loop. A step is one update on `batch_size` sequences of `model.context` tokens.
 
-    The model is evaluated at step 0, every `eval_every` steps and after the last; checkpoints are saved every
-    `save_every` steps and after the last.
+    The model is evaluated at step 0, every `eval_every` steps and after the last step. Checkpoints are saved every
+    `save_every` steps and after the last step.
     """
 
     steps: int = Field(default=20000, ge=1)
-    batch_size: int = Field(default=512, ge=1, le=LARGEST, description="sequences per step, over all processes")
+    batch_size: int = Field(default=512, ge=1, le=LARGEST, description="global batch size, over all processes")
     micro_batch: int | None = Field(
         default=None,
         ge=1,
-        description="sequences per forward pass of a process; gradients are accumulated; null: all its sequences",
+        description="micro-batch size of a process, for gradient accumulation; null: no accumulation",
     )
     eval_every: int = Field(default=1000, ge=1)
     eval_sequences: int = Field(
-        default=256, ge=1, description="validation sequences for the loss; at least metric.sequences, at most all"
+        default=256, ge=1, description="sequences for the validation loss; at least metric.sequences, at most all"
     )
     save_every: int = Field(default=1000, ge=1)
-    keep: int = Field(default=2, ge=1, description="number of checkpoints to keep")
+    keep: int = Field(default=2, ge=1, description="number of newest checkpoints to keep")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="fp32",
         description="bf16: autocast, weights stay float32; auto: bf16 if the device supports it natively",
@@ -115,8 +114,8 @@ class TrainConfig(Part):
     )
     compile: Compile = Field(
         default="auto",
-        description="torch.compile: on: each block before and after its attention core; auto: as on, on CUDA only; "
-        "loss: the whole training loss on one CPU process with a C++ compiler (faster in bf16), otherwise as auto",
+        description="torch.compile: on: each block before and after its attention core; auto: on, but only on CUDA; "
+        "loss: the whole training loss on one CPU process with a C++ compiler (faster in bf16), otherwise auto",
     )
     recompute: Recompute = Field(
         default="none",
@@ -125,7 +124,7 @@ class TrainConfig(Part):
     peak_flops: float | None = Field(
         default=None,
         gt=0,
-        description="peak FLOP/s of one device, for the MFU and --dry-run; null: bfloat16 peak of a known GPU",
+        description="peak FLOP/s of one device, for the MFU and --dry-run; null: bfloat16 peak of the GPU if known",
     )
 
     @field_validator("compile", mode="before")
@@ -142,7 +141,7 @@ class TrainConfig(Part):
 
 
 class MetricConfig(Part):
-    """Settings of the sink metric (2410.10781, section 3.2), at evaluations and in the final measurement.
+    """Settings of the sink metric (2410.10781, section 3.2), for evaluations and the final measurement.
 
     It is computed on the first `sequences` validation sequences.
     """

@@ -17,9 +17,9 @@ from sinklab.train.directory.run import Run
 from sinklab.train.parallelize import gathered
 from sinklab.train.update import Updater
 
-LOSS_TOKENS = 2**15  # maximum tokens per batch of the loss; a batch has at least one sequence
+LOSS_TOKENS = 2**15  # maximum tokens per batch of the validation loss; longer sequences are evaluated one by one
 OTHER_EPS = (0.2, 0.4)  # additional thresholds of the sink rate
-METRIC_BATCH = 16  # sequences per batch; fixed, so that the metric is bit-reproducible whatever memory is free
+METRIC_BATCH = 16  # sequences per batch; does not depend on the free memory, for bit-reproducibility
 
 
 class Evaluator:
@@ -28,8 +28,8 @@ class Evaluator:
     Args:
         run: run with the validation text and the settings of the sink metric.
         updater: updater whose model is evaluated, on its device and in its precision.
-        look: callback before each batch of the loss and before the metric; with one process also after each block
-            that the metric runs. An exception from `look` ends the evaluation.
+        look: callback before each batch of the loss and before the metric; with one process also after each block in
+            the forward passes of the metric. Its exceptions end the evaluation.
 
     Raises:
         InputError: if the validation text is too short for a chunk or the metric, or a data intervention is outside the
@@ -43,7 +43,7 @@ class Evaluator:
 
     @torch.no_grad()
     def losses(self) -> tuple[float, dict[str, float]]:
-        """Compute the mean validation loss (nats per token), and the weighted auxiliary losses by name."""
+        """Compute the mean validation loss (nats per token) and the mean weighted auxiliary losses by name."""
         model, device, added = self.updater.model, self.updater.device, self.recipe.losses
         losses = []
         model.eval()
@@ -77,7 +77,7 @@ class Evaluator:
             bos=self.recipe.data.bos,
         )
         self.look()
-        alone = self.updater.world.size == 1  # `look` is a collective, and a halved batch adds calls
+        alone = self.updater.world.size == 1  # `look` is a collective; halving a batch adds calls
         with self.updater.autocast(), gathered(self.updater.model):
             return measure(
                 NativeAdapter(self.updater.model),
@@ -88,16 +88,15 @@ class Evaluator:
 
 
 def _batches(run: Run) -> list[Tensor]:
-    """Load the validation sequences of loss and metric in a fixed order, in batches for the loss.
+    """Load the validation sequences of loss and metric in a fixed order, split into the batches of the loss.
 
-    The batch size, at most `micro_batch` or else `batch_size`, depends on the recipe only, so that rounding does not
-    depend on the number of processes.
+    The batch size depends only on the recipe, so that rounding does not depend on the number of processes.
     """
     metric, valid = run.recipe.metric, run.loader("valid")
     if valid.chunks < metric.sequences:
         raise InputError(
-            f"the validation text has {valid.chunks} sequences of {valid.context} tokens and the metric "
-            f"needs {metric.sequences}: use more text, a larger data.valid_fraction or fewer metric.sequences"
+            f"the validation text has {valid.chunks} sequences of {valid.context} tokens, but the metric "
+            f"needs {metric.sequences}: add text, increase data.valid_fraction or decrease metric.sequences"
         )
     count = min(max(run.recipe.train.eval_sequences, metric.sequences), valid.chunks)
     tokens_NT = torch.cat([valid.batch(i) for i in range(-(-count // valid.batch_size))])[:count]

@@ -1,12 +1,12 @@
-"""FLOPs of a model, peak FLOP/s of GPUs, and training throughput.
+"""FLOP counts of models, peak FLOP/s of GPUs, and training throughput.
 
 A multiply-add counts as two operations. Forward pass over one sequence of T tokens (L = T + learned leading tokens):
 
-matrices    2 * inputs * outputs * L for every linear map except the LM head (inside a kernel's feature map: times the
-            number of query and KV heads): projections, feed-forward layers, gates
+matrices    2 * inputs * outputs * L for every linear layer except the LM head (times the number of query and KV heads
+            in the feature map of a kernel): projections, feed-forward layers, gates
 attention   2 * (D + V) * pairs per head and layer, for the scores and the weighted sum of values; D and V are the key
             and value dimensions of a head (2 D in place of D if a head has two queries). Pairs are the (query, key)
-            pairs that the mask allows: L (L + 1) / 2 if causal. Kernels under causal and prefix masks count as linear
+            pairs that the mask allows: L (L + 1) / 2 if causal. Kernels with causal and prefix masks count as linear
             attention: 4 * D * V * L, for writing and reading the state (V + 1 in place of V if normalised). A bias key
             adds 2 * D * L
             Delta rule (linear layers): 6 * D * V * L per head, for reading the state with the key, writing it, and
@@ -14,8 +14,8 @@ attention   2 * (D + V) * pairs per head and layer, for the scores and the weigh
 head        2 * hidden size * vocabulary size per predicted token
 
 A backward pass counts as two forward passes. Recomputation, masked scores, second passes of a backend, elementwise
-operations and auxiliary losses are not counted: the count is that of the formula, not of its implementation, so that
-the MFU is comparable between operations. A document mask counts as causal, since documents are not known in advance.
+operations and auxiliary losses are not counted: the count follows the formula, not the implementation, so that the MFU
+is comparable between attention operations. A document mask counts as causal, since the documents are not known yet.
 """
 
 import time
@@ -38,7 +38,7 @@ from sinklab.train.recipe import Recipe
 
 FORWARD_AND_BACKWARD = 3
 
-# Vendors' dense bfloat16 peak FLOP/s with float32 accumulation. The first matching name is used.
+# Dense bfloat16 peak FLOP/s with float32 accumulation, from the vendor. The first matching name is used.
 PEAKS = {
     "B200": 2250e12,
     "GH200": 990e12,
@@ -79,7 +79,7 @@ def model_flops(config: ModelConfig) -> Flops:
     of_attention = sum(layers * _attention_flops(kind, positions) for kind, layers in kinds.items())
     predicted = config.context + 2 - config.first_target  # predicted tokens of a chunk, which has context + 1 tokens
     for linear in (block.attention for block in model.blocks if isinstance(block, LinearBlock)):
-        rule = 6 * linear.heads * linear.key_width * linear.value_width  # and the convolution
+        rule = 6 * linear.heads * linear.key_width * linear.value_width  # without the convolution
         of_attention += positions * (rule + 2 * linear.conv.weight.numel())
     return Flops(
         FORWARD_AND_BACKWARD * _matrix_flops(model) * positions,
@@ -89,7 +89,7 @@ def model_flops(config: ModelConfig) -> Flops:
 
 
 def shape_of(config: ModelConfig) -> Transformer:
-    """Build the model on the meta device, that is, shapes without weights."""
+    """Build the model on the meta device: shapes without weights."""
     with torch.device("meta"):
         return Transformer(config)
 
@@ -123,19 +123,19 @@ def _attention_flops(config: ModelConfig, positions: int) -> int:
     )
     bias = 2 * scored * positions if core.bias.key is not None else 0
     if isinstance(operation, Kernel) and core.mask.running_sum is not None:
-        state = 2 * width * (value_width + int(operation.normalised))  # to add k v to it; reading it costs the same
+        state = 2 * width * (value_width + int(operation.normalised))  # writing; reading costs the same
         return config.heads * (2 * state * positions + bias)
     pairs = int(visible_keys(core.mask, positions, torch.device("cpu")).sum())
     return config.heads * (2 * (scored + value_width) * pairs + bias)
 
 
 class Speedometer:
-    """Measure the training throughput between two evaluations, without their time and that of checkpoints.
+    """Measure the training throughput between two evaluations, excluding the time of evaluations and checkpoints.
 
     Args:
         recipe: recipe with the model's `vocab_size` set.
         device: device of this process.
-        processes: number of processes that share the batch; their devices count as equal to `device`.
+        processes: number of data-parallel processes; all are assumed to have the same device.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, processes: int = 1) -> None:
@@ -147,13 +147,13 @@ class Speedometer:
         self._step = self._waited = 0.0
 
     def begin(self, step: int, waited: float) -> None:
-        """Start the timer at `step`; `waited` is the total time spent waiting for batches so far, in seconds."""
+        """Start the timer at `step`; `waited` is the total time spent waiting for batches so far, seconds."""
         self._seconds, self._running_since = 0.0, time.perf_counter()
         self._step, self._waited = step, waited
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the `with` block from the measurement. All updates must be finished."""
+        """Exclude the time of the `with` block from the measurement. All updates must have been completed."""
         self._seconds += time.perf_counter() - self._running_since
         try:
             yield
@@ -161,7 +161,7 @@ class Speedometer:
             self._running_since = time.perf_counter()
 
     def read(self, step: int, waited: float) -> dict[str, float | None]:
-        """Return throughput, MFU and stall share since `begin` (see `Evaluation`); call only while paused."""
+        """Return throughput, MFU and stall share since `begin` (see `Evaluation`); call it only inside `paused`."""
         if step == self._step:
             return dict.fromkeys(("tokens_per_second", "mfu", "stall_share"))
         rate = (step - self._step) * self._tokens_per_step / self._seconds

@@ -2,7 +2,7 @@
 
 A batch depends only on (seed, step), and a checkpoint contains all other state, so that on a CPU a resumed run is
 bit-identical to an uninterrupted one with the same number of processes and threads. With several processes, each
-writes its shard of a checkpoint and rank 0 all other files; all make the same decisions.
+writes its own shard of a checkpoint, and rank 0 writes all other files. Control flow is the same on all processes.
 """
 
 import json
@@ -51,31 +51,31 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Result of `Trainer.train`: whether the run is complete ("done") or was stopped, and the last step."""
+    """Result of `Trainer.train`: status of the run ("done" if it is complete) and number of updates done."""
 
     status: Literal["done", "stopped"]
     step: int
 
 
 class Trainer:
-    """Train one run until it is complete or a stop is requested, with the run directory locked.
+    """Trainer of one run. It locks the run directory when it is constructed, and unlocks it when training ends.
 
     Args:
-        run: opened run directory; training continues from its newest valid checkpoint.
+        run: opened run directory; training resumes from its newest valid checkpoint.
         watch: callback, called with a `StepReport` after each update and evaluation.
         should_stop: callback, called while the model is initialised, before each update and during evaluations; if it
-            returns True on any process, `train` saves a checkpoint and returns. It must then keep returning True.
+            returns True on any process, `train` saves a checkpoint and returns. It must keep returning True.
         world: training processes; each constructs a trainer.
-        at_end: callback, called on all processes with the directory still locked, with this trainer and None when the
-            run is complete, or the error when it has diverged.
+        at_end: callback, called on all processes before the directory is unlocked, with this trainer and the
+            `DivergedError` of a diverged run or None for a complete run.
 
     Raises:
-        InputError: if `Updater` or `Evaluator` refuses the recipe on this text and device, another run was started in
-            the directory, or the processes have different recipes, texts or directories.
-        HeldError: if another process trains this run.
-        SinklabError: if none of the run's checkpoints is valid, metrics.jsonl is damaged, or the directory cannot be
-            written.
-        StoppedError: if a stop was requested while the model was initialised; nothing has been saved.
+        InputError: as `Updater` and `Evaluator`; also if another run was started in the directory, or processes have
+            different recipes, texts or directories.
+        HeldError: if another process is training this run.
+        SinklabError: as `Updater` and `Evaluator`; also if none of the run's checkpoints is valid, metrics.jsonl is
+            damaged, or the directory cannot be written.
+        StoppedError: if a stop was requested while the model was initialised; nothing was saved.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Trainer:
     ) -> None:
         self.at_end = at_end
         self.run, self.recipe, self.watch, self.should_stop, self.world = run, run.recipe, watch, should_stop, world
-        what = (run.hash, run.recipe.train)  # the hash leaves out some keys of train (`MANNER`)
+        what = (run.hash, run.recipe.train)  # the hash excludes some keys of train (`MANNER`)
         self._must_all(what == world.from_first(lambda: what), "have different recipes, texts or kinds of device")
         with ExitStack() as holding:
             world.only_first(lambda: self._hold(holding))
             first = world.from_first(lambda: holder(run.directory))
-            self._must_all(sees(run.directory, first), "see different directories: use an --out that all share")
+            self._must_all(sees(run.directory, first), "see different directories: use a shared --out")
             self.updater = Updater(run, world, self._look)
             self.evaluator = Evaluator(run, self.updater, self._look)
             world.only_first(lambda: establish(run, self.updater.compiles_loss))
@@ -104,9 +104,7 @@ class Trainer:
         self._speed = Speedometer(self.recipe, self.updater.device, world.size)
 
     def _hold(self, holding: ExitStack) -> None:
-        """Lock the run directory. Before it is unlocked, its lock file is removed if there is no other file, and then
-        the directory if it was created here.
-        """
+        """Lock the run directory. A directory with nothing but the lock file is cleaned up before it is unlocked."""
         is_new = not self.run.directory.exists()
         holding.enter_context(lock_run(self.run.directory))
         holding.callback(leave, self.run.directory, is_new)
@@ -121,9 +119,10 @@ class Trainer:
         return self.updater.state
 
     def train(self) -> RunOutcome:
-        """Train to the recipe's last step or a requested stop, with evaluations and checkpoints as in `TrainConfig`.
+        """Train to the last step of the recipe or until a stop is requested, then unlock the run directory.
 
-        A complete run is measured, and measurement.json and measurement.npz are written.
+        After the last step the model is measured, and measurement.json and measurement.npz are written. After an error,
+        failed.json is written.
 
         Raises:
             DivergedError: if a training or validation loss, a gradient or a weight is not finite.
@@ -149,7 +148,7 @@ class Trainer:
             self.close()
 
     def close(self) -> None:
-        """Unlock the run directory; `train` calls this itself."""
+        """Unlock the run directory; called by `train`."""
         self._held.close()
 
     def _train(self) -> RunOutcome:
@@ -177,18 +176,18 @@ class Trainer:
             raise self.world.shared_error(StoppedError("a stop of the training was requested"))
 
     def _update(self) -> float:
-        """Do one optimiser step; return the newest known training loss, nats per token."""
+        """Do one optimiser step; return the newest available training loss, nats per token."""
         with self._explaining():
             return self.updater.update()
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """Wait until all updates are finished and checked; the `with` block is excluded from the throughput."""
+        """Complete pending updates, check the weights, and exclude the `with` block from the throughput."""
         with self._explaining():
             self.updater.settle()
         if self.world.any(not self.updater.has_finite_weights()):
             raise self._diverged(
-                f"training diverged at step {self.state.step}: the update produced weights that are not finite."
+                f"training diverged at step {self.state.step}: the update produced non-finite weights."
             )
         with self._speed.paused():
             yield
@@ -199,11 +198,11 @@ class Trainer:
         try:
             yield
         except NotFiniteError as error:
-            replayed = f" The same command with --replay {self.state.step + 1} finds the first non-finite tensor."
+            replayed = f" Run the same command with --replay {self.state.step + 1} to find the first non-finite tensor."
             raise self._diverged(str(error), replayed) from error
 
     def _diverged(self, how: str, more: str = "") -> DivergedError:
-        advice = "Try a smaller optim.lr or a longer schedule.warmup_steps."
+        advice = "Try a smaller optim.lr or a larger schedule.warmup_steps."
         message = f"{how} Last checkpoint: {self._checkpoint or 'none yet'}.{more} {advice}"
         return self.world.shared_error(DivergedError(message))
 
@@ -211,7 +210,7 @@ class Trainer:
         with self._settled():
             row = self._row()
             self.world.only_first(lambda: append_line(self.run.metrics, json.dumps(row)))
-            if self.state.step % self.recipe.train.eval_every == 0:  # else kept: an extended run has no evaluation here
+            if self.state.step % self.recipe.train.eval_every == 0:  # a longer run does not evaluate at other steps
                 self.state.loss_sum, self.state.loss_count = 0.0, 0
             self.watch(StepReport(self.state.step, row))
         self._speed.begin(self.state.step, self.updater.batches.waited)
@@ -262,7 +261,7 @@ class Trainer:
             )
 
     def _continue(self) -> Path | None:
-        """Load the newest valid checkpoint and return its folder; None if the run has no checkpoint."""
+        """Resume from the newest valid checkpoint and return its folder; None if the run has no checkpoint."""
         run, world = self.run, self.world
         world.only_first(lambda: remove_leftovers(run.checkpoints))
         checkpoint = world.from_first(lambda: find_checkpoint(run.checkpoints, self.model, run.hashes))
@@ -274,10 +273,10 @@ class Trainer:
         return checkpoint
 
     def _resume_history(self) -> bool:
-        """Drop evaluations from metrics.jsonl that will be repeated, or that belong only to a shorter run.
+        """Remove evaluations from metrics.jsonl that will be repeated, or that only a shorter run has.
 
         Returns:
-            True if the current step must still be evaluated, because the run was stopped between update and evaluation.
+            True if the current step must still be evaluated: step 0 of a new run, or an interrupted evaluation.
         """
         state, options = self.state, self.recipe.train
         regular = {*range(0, state.step + 1, options.eval_every)}

@@ -10,7 +10,7 @@ from sinklab.train.config import AdamW, Muon, OptimConfig, ScheduleConfig, Sgd
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimiser of a model. All parameters have weight decay, as in the paper's code (2410.10781).
+    """Build the optimiser of a model. Weight decay applies to all parameters, as in the paper's code (2410.10781).
 
     `config.lr` is only the initial learning rate; `Updater` sets the scheduled one before each step.
 
@@ -33,7 +33,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` for the hidden matrices and AdamW for all other weights, as one optimiser.
+    """One optimiser made of `torch.optim.Muon` for `hidden_matrices` and AdamW for all other parameters.
 
     Both optimisers share this object's `param_groups` and `state`.
 
@@ -48,7 +48,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         kind = getattr(torch.optim, "Muon", None)
         if kind is None:
             raise SinklabError(
-                f"optim.name muon needs torch.optim.Muon, which PyTorch {torch.__version__} does not have: "
+                f"optim.name muon requires torch.optim.Muon, which PyTorch {torch.__version__} does not have: "
                 "install PyTorch 2.11 or newer, or use optim.name adamw or sgd"
             )
         decay, momentum = config.weight_decay, config.momentum
@@ -66,7 +66,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices that Muon trains: those of linear layers in the blocks and of embedding projections."""
+    """Return the weights that Muon updates: those of linear layers in the blocks and of embedding projections."""
     return [
         module.get_parameter("weight")
         for name, module in model.named_modules()
@@ -92,7 +92,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     - flat: peak;
     - cosine: min_lr + (peak - min_lr) * (1 + cos(pi * p)) / 2, p linear from 0 after the warm-up to 1 at step `steps`;
     - wsd: peak; over the last decay_fraction of all steps min_lr + (peak - min_lr) * p, p linear from 1 to 0 at step
-        `steps`. If the decay begins during the warm-up, the smaller of the warm-up and the decay rate.
+        `steps`. Where warm-up and decay overlap, the smaller of the two rates is used.
     """
     span = peak - schedule.min_lr
     ceiling = peak

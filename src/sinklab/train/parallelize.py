@@ -1,19 +1,19 @@
 """Compilation, activation checkpointing and data parallelism of a model in training.
 
-Compilation (`train.compile`): a block is compiled in two parts, before and after its attention core (in a linear layer:
-its delta rule), once for all blocks of a kind. The whole model is not compiled: the cores have their own kernels
-(FlexAttention is compiled separately), and compiling 22 layers at once takes minutes. `loss` is for small models on a
-CPU: the whole training loss is compiled, for updates only, because hooks inside compiled code are silently ignored.
+Compilation (`train.compile`): a block is compiled in two parts, before and after its attention core (before and after
+the delta rule in a linear layer). Blocks of the same kind share the compiled code. The whole model is not compiled: the
+cores have their own kernels (FlexAttention is compiled separately), and compiling 22 layers at once takes minutes.
+`loss` compiles the whole training loss, which is faster for small models on a CPU. It is used for updates only, because
+compiled code ignores hooks silently.
 
 Activation checkpointing (`train.recompute`, 1604.06174): a block stores only its inputs and repeats its forward pass in
-the backward pass, with bit-identical results, because training draws no random numbers. Memory is one residual stream
-per block plus the activations of one block, for about a third more compute. Hooks on a block, including FSDP's, run
-around the first and the repeated forward pass; hooks inside a block also see the repeated one. Rejected: PyTorch's
-`apply_activation_checkpointing`, which renames the parameters of the modules that it wraps.
+the backward pass. The results are bit-identical, because training draws no random numbers. Activation memory is the
+input of every block plus the activations of one block, at the cost of about a third more compute. Hooks of a block,
+including FSDP's, enclose the checkpointed forward pass; hooks inside a block also run in the repeated one. PyTorch's
+`apply_activation_checkpointing` is not used, because it renames the parameters of the modules that it wraps.
 
 Data parallelism (`train.parallel`): the model is replicated (DDP) or sharded (FSDP2). Every process has the same number
-of rows of the global batch, so the mean over processes of the mean loss is the global mean, and likewise for the
-gradients.
+of rows of the global batch, so averaging losses and gradients over processes gives the means over the global batch.
 """
 
 import functools
@@ -39,9 +39,8 @@ from sinklab.train.world import World
 def recompute_blocks(model: Transformer, choice: Recompute) -> None:
     """Enable activation checkpointing of every block in place if `choice` is "blocks", else change nothing.
 
-    Weights, their names and hooks do not change.
-
-    Call before `share`: FSDP's hooks must run around both forward passes of a block.
+    Parameters, their names and hooks do not change. Call before `share`, because FSDP's hooks must enclose both
+    forward passes of a block.
     """
     if choice == "blocks":
         for block in model.blocks:
@@ -57,9 +56,10 @@ def _recomputed(forward: Callable[..., Any], x_BLE: Tensor, places: Any, past: A
 
 
 def compile_blocks(model: Transformer, choice: Compile, device: torch.device) -> None:
-    """Compile the two parts of every block in place, when they are first called; `auto` and `loss` do so on CUDA only.
+    """Compile the two parts of every block in place, at their first call.
 
-    Of post-norm blocks only the first part is compiled. Weights, their names and hooks do not change.
+    "auto" and "loss" do so only on CUDA; "off" changes nothing. In post-norm blocks only the first part is compiled.
+    Parameters, their names and hooks do not change.
     """
     if choice == "off" or (choice != "on" and device.type != "cuda"):
         return
@@ -89,17 +89,16 @@ class _Loss(nn.Module):
 def share(
     model: Transformer, added: AddedLosses, how: Parallel, world: World
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[], AbstractContextManager[Any]]]:
-    """Replicate (DDP) or shard (FSDP) `model` over the processes of `world`; one process leaves it unchanged.
+    """Replicate (DDP) or shard (FSDP) `model` over the processes of `world`; with one process it is unchanged.
 
-    The model must be on its device, with the same weights on every process. FSDP replaces its parameters by sharded
-    ones, so the optimiser must be built afterwards. They are gathered in every forward and backward pass and are shards
-    between passes.
+    The model must be on its device, with the same weights on every process. FSDP replaces the parameters by sharded
+    ones, so the optimiser must be built afterwards. The full parameters exist only during forward and backward passes.
 
     Returns:
-        A function of tokens (B, T), inputs and the last target, that returns the means over these rows of the
-        cross-entropy and the auxiliary losses, (1 + terms,); the backward pass of their sum averages gradients over
-        processes. And a context manager for all micro-batches but the last, in which gradients are accumulated locally,
-        without averaging.
+        The loss function and the context manager for all micro-batches but the last, in which gradients are accumulated
+        without averaging over processes. The loss function maps tokens (B, context + 1) to the mean cross-entropy and
+        auxiliary losses of these rows, shape (1 + terms,). The backward pass of their sum averages the gradients over
+        processes.
     """
     losses = functools.partial(model.losses, added=added)
     if world.size == 1:
@@ -109,7 +108,7 @@ def share(
         for part in [*model.blocks, model]:
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
         register_fsdp_forward_method(model, "losses")
-        with torch.no_grad():  # FSDP treats the first module that is called as the root
+        with torch.no_grad():  # the first call makes the called module the FSDP root
             device = next(model.parameters()).device
             model.losses(torch.zeros(1, model.config.context + 1, dtype=torch.long, device=device), added)
         return losses, lambda: _keeping_gradients(model)

@@ -1,23 +1,23 @@
-"""Plan of a run before it is started: parameters, tokens, FLOPs, memory.
+"""Estimates for a run before it is started: parameters, tokens, FLOPs, memory.
 
 The memory estimate of a process has these parts:
 
-weights       4 bytes per parameter (float32, also under bf16 autocast); one shard of them with FSDP
-gradients     4 bytes per parameter, sharded as the weights; unsharded if FSDP accumulates several micro-batches
+weights       4 bytes per parameter (float32, also under bf16 autocast); sharded with FSDP
+gradients     4 bytes per parameter, sharded like the weights; unsharded if FSDP accumulates several micro-batches
 optimizer     bytes per parameter: AdamW 8, Muon 4 for its matrices and 8 for the rest, SGD 4 (0 without momentum);
-              sharded as the weights
-activations   tensors that autograd saves in the forward pass of a micro-batch. Measured: a one-layer model of the
-              recipe's sizes, for each kind of layer (a two-layer model if there are linear layers), runs forward on
-              the CPU with two short lengths. Saved bytes are linear in the length, which gives the bytes per position
-              and the constant part (bfloat16 copies of the weights). With `train.recompute: blocks`, a block saves
-              only its input. Auxiliary losses save further tensors outside the blocks
+              sharded like the weights
+activations   tensors that autograd saves in the forward pass of a micro-batch. They are measured in forward passes on
+              the CPU of one small model for each kind of layer, with the recipe's sizes: one layer, or two for linear
+              layers. Saved bytes are linear in the sequence length, so two short lengths determine the bytes per
+              position and the constant part (bfloat16 copies of the weights). With `train.recompute: blocks`, a block
+              saves only its input. Auxiliary losses save further tensors outside the blocks
 loss          logits and their gradients in memory at a time; if the logits are chunked, also the float32 gradients of
               the LM head and its input
 working       gradients inside the largest block, estimated by the size of its activations; for a recomputed block also
               its activations; with FSDP also the gathered weights of one block and of all modules outside the blocks
 
-Not included: libraries (CUDA: about 0.5 GB), fragmentation, the unmixed values that learned value residuals save, and
-savings by `torch.compile`.
+The estimate excludes library overhead (CUDA: about 0.5 GB), fragmentation, the unmixed values that learned value
+residuals save, and savings by `torch.compile`.
 
 Memory is checked before the model is built, because Linux overcommits memory and later kills the process.
 """
@@ -106,17 +106,17 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
 
 
 def _kinds(config: ModelConfig) -> list[tuple[ModelConfig, int]]:
-    """Return a small model for each kind of layer, which is its first layer, and the number of layers of this kind."""
+    """Return for each kind of layer the config of a small model that begins with it, and the number of such layers."""
     attention = Counter(map(config.of_layer, config.attention_layers)).items()
     kinds = [(kind.model_copy(update={"layers": 1}), number) for kind, number in attention]
     if linear := config.layers - len(config.attention_layers):
-        # If the first layer is linear, there are no first-layer values for value residuals.
+        # Value residuals are disabled, because a linear first layer has no values for them.
         kinds.append((config.model_copy(update={"layers": 2, "value_residual": NoValueResidual()}), linear))
     return kinds
 
 
 def _saved(config: ModelConfig, bf16: bool) -> tuple[float, float, float]:
-    """Measure the bytes that autograd saves: a constant inside the first block; per position inside and outside it."""
+    """Return saved bytes: constant inside the first block, per position inside it, and per position outside it."""
     lengths = LENGTHS if config.layers == 1 else (CHUNK, 2 * CHUNK)  # linear layers save activations per chunk
     first, second = lengths if config.context >= max(lengths) else (config.context // 2, config.context)
     model = Transformer(config.model_copy(update={"vocab_size": 2}))
@@ -132,7 +132,7 @@ def _saved(config: ModelConfig, bf16: bool) -> tuple[float, float, float]:
 
 
 def _saved_bytes(own: Iterable[Tensor], forward: Callable[[], Any], block: nn.Module | None = None) -> tuple[int, int]:
-    """Count the bytes that autograd saves in `forward`, inside and outside `block`, without the tensors in `own`."""
+    """Return the bytes that autograd saves in `forward`, inside and outside `block`, excluding the tensors in `own`."""
     counted = {tensor.untyped_storage().data_ptr(): tensor for tensor in own}
     sizes, places = {True: 0, False: 0}, [False]  # key: inside the block?
 
@@ -173,9 +173,9 @@ def _loss_bytes(config: ModelConfig, positions: int, device: torch.device, bf16:
 
 
 def check_fits(recipe: Recipe, world: World) -> None:
-    """Check the memory estimate of a process against its GPU's memory, or its share of the machine's or cgroup's.
+    """Check that the estimated memory of a process fits into its GPU, or into its share of the machine or cgroup.
 
-    The limit is the total memory, free or not; without a known total, nothing is checked.
+    The limit is the total memory, not the free memory. Nothing is checked if the total is unknown.
 
     Args:
         recipe: recipe with `vocab_size` set and a `precision` other than auto.
@@ -191,26 +191,26 @@ def check_fits(recipe: Recipe, world: World) -> None:
     if device.type == "cpu" and world.size > 1:
         have //= world.local_size
     share = world.size if world.size > 1 and recipe.train.parallel == "fsdp" else 1
-    # A small model for each kind of layer: building all layers is slow, even on the meta device. Without the weights of
-    # value residuals.
+    # One small model per kind of layer, because building all layers is slow even on the meta device. The weights of
+    # value residuals are not counted.
     models = [(shape_of(kind), number) for kind, number in _kinds(recipe.model)]
     parameters = max(_size(model) - _size(model.blocks) for model, _ in models)
     parameters += sum(number * _size(model.blocks[0]) for model, number in models)
     weights = 2 * FLOAT32 * parameters // share
-    if weights > have:  # the estimate builds one layer, which must fit
-        largest, needs = "weights", f"at least {weights / MB:,.0f} MB for its weights and gradients"
+    if weights > have:  # building one layer for the estimate could already fail
+        largest, needs = "weights", f"at least {weights / MB:,.0f} MB for weights and gradients,"
     else:
         estimate = memory_estimate(recipe, device, world.size)
         if estimate.total <= have:
             return
         largest, size = max(asdict(estimate).items(), key=lambda part: part[1])
-        needs = f"{estimate.total / MB:,.0f} MB by estimate, {size / MB:,.0f} of them for its {largest},"
+        needs = f"an estimated {estimate.total / MB:,.0f} MB, of which {size / MB:,.0f} MB are for {largest},"
     of_the_model = largest in ("weights", "gradients", "optimizer")
     smaller = "model.width, model.layers or vocabulary" if of_the_model else "train.micro_batch or model.context"
     if largest == "activations" and recipe.train.recompute == "none":
-        smaller += ", or train.recompute to blocks"
+        smaller += ", set train.recompute to blocks"
     raise InputError(
-        f"a process needs {needs} and has {have / MB:,.0f} MB ({device}): set a smaller {smaller} "
+        f"a process needs {needs} but has only {have / MB:,.0f} MB ({device}): decrease {smaller} "
         "(--dry-run prints each part), or pass --anyway to skip this check"
     )
 
@@ -225,6 +225,7 @@ class TrainingPlan:
     """Size and cost of a run.
 
     Attributes:
+        name, steps: name of the recipe and number of updates.
         parameters: number of model parameters.
         tokens, tokens_per_step: number of training tokens of all processes, in total and per step.
         flops: FLOPs of one sequence, forward and backward (`train/flops.py`).
@@ -255,12 +256,12 @@ class TrainingPlan:
 
 
 def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> TrainingPlan:
-    """Return the plan of a recipe for `processes` devices of the type of `device`.
+    """Return the plan of a recipe on `processes` devices like `device`.
 
-    The text is prepared only if the vocabulary size is not known without it.
+    The text is prepared only if the vocabulary size is otherwise unknown.
 
     Raises:
-        InputError: if the text is unusable, or the batch size is not a multiple of the processes.
+        InputError: if the text is unusable, or the batch size is not a multiple of `processes`.
         SinklabError: if the text cannot be prepared, for example because the disk is full.
     """
     World(size=processes).rows(recipe.train.batch_size)
@@ -290,10 +291,10 @@ def sized(recipe: Recipe, device: torch.device, prepare: Callable[[], TokenDatas
     The vocabulary size is `model.vocab_size`, else `known_vocabulary`, else that of the data that `prepare` returns.
 
     Args:
-        prepare: function that prepares the data; called only if the vocabulary size is not known without it.
+        prepare: function that prepares the data; called only if the vocabulary size is otherwise unknown.
 
     Raises:
-        SinklabError: if the source is prepared data, and damaged.
+        SinklabError: if the source is prepared data that is damaged; also as `prepare`.
     """
     size = recipe.model.vocab_size or known_vocabulary(recipe.data) or prepare().vocab_size
     model = recipe.model.model_copy(update={"vocab_size": size})
@@ -305,7 +306,7 @@ def memory_line(recipe: Recipe, device: torch.device, processes: int) -> str:
     """Format the memory estimate of a resolved recipe as one line."""
     memory = memory_estimate(recipe, device, processes)
     parts = ", ".join(f"{name} {megabytes(size)}" for name, size in asdict(memory).items())
-    return f"memory per process, estimated: {megabytes(memory.total)} MB ({parts})"
+    return f"estimated memory per process: {megabytes(memory.total)} MB ({parts})"
 
 
 def megabytes(size: int) -> str:

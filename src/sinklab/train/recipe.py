@@ -1,7 +1,7 @@
-"""Recipes: a recipe fully specifies a run. Defaults <- YAML file <- `--set a.b.c=value`, then validated.
+"""Recipes, each the full specification of a run. A YAML file overrides the defaults, and `--set a.b.c=value` both.
 
-A discriminated union may be set by the name of a kind, with the defaults of that kind:
-`--set model.attention.operation=sigmoid` means `{kind: sigmoid}`. Setting another kind drops the old kind's values.
+A discriminated union may be set to the name of a kind, which selects its defaults:
+`--set model.attention.operation=sigmoid` means `{kind: sigmoid}`. Changing the kind drops the values of the old kind.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ KINDS = ("kind", "name")
 """Keys that discriminate unions."""
 
 MUST_BE_SET = "???"
-"""Value of a key that an overlay or `--set` must replace, as in OmegaConf."""
+"""Placeholder for a mandatory value, which an overlay or `--set` must replace, as in OmegaConf."""
 
 DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Selection.model_fields}
-"""Keys of `data` that are covered by the fingerprint of the prepared data."""
+"""Keys of `data` that the run hash excludes, because the fingerprint of the prepared data covers them."""
 
 MANNER = {"save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
-"""Keys of `train` that change the result by rounding at most, and may differ when a run is resumed."""
+"""Keys of `train` that the run hash excludes: they change at most rounding, and may differ when a run is resumed."""
 
 LATER: dict[str, object] = {
     "model.embedding": "plain",
@@ -55,16 +55,17 @@ LATER: dict[str, object] = {
     "train.float32_matmul": "highest",
     "losses": {"hidden_z": None, "tweo": None},
 }
-"""Neutral values of keys added later, by dotted key. The hash leaves them out, so that earlier runs keep theirs.
+"""Neutral values of keys added in later versions, by dotted key. With its neutral value, a key has no effect.
 
-With these values a run equals one without the key. The table can be removed when no study uses those runs.
+The run hash excludes neutral values, so that the hashes of earlier runs stay valid. The table can be removed when no
+study uses those runs.
 """
 
 
 class Recipe(Part):
-    """Full specification of a run: model, data, auxiliary losses, optimiser, schedule, training, metric."""
+    """Full specification of a run: model, data, auxiliary losses, optimiser, schedule, training loop, sink metric."""
 
-    name: str = Field(default="run", description="label of the run, in its directory's name; no effect on results")
+    name: str = Field(default="run", description="label of the run, used in the directory name; no effect on results")
     seed: int = Field(default=0, ge=0, description="random seed of initial weights, data order and data.random_tokens")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -79,7 +80,7 @@ class Recipe(Part):
     def _begins_a_directory_name(cls, name: str) -> str:
         if not re.fullmatch(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]*", name):
             raise ValueError(
-                f"{name!r} cannot begin a directory's name: use a non-empty name without slashes, "
+                f"{name!r} cannot be used in a directory name: use a non-empty name without slashes, "
                 "backslashes, control characters or a leading dot"
             )
         return name
@@ -87,17 +88,16 @@ class Recipe(Part):
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.metric.length > self.model.context:
-            raise ValueError(f"metric.length {self.metric.length} is beyond model.context {self.model.context}")
+            raise ValueError(f"metric.length {self.metric.length} exceeds model.context {self.model.context}")
         if self.schedule.min_lr > self.optim.lr:
-            raise ValueError(f"schedule.min_lr {self.schedule.min_lr} is above optim.lr {self.optim.lr}")
+            raise ValueError(f"schedule.min_lr {self.schedule.min_lr} exceeds optim.lr {self.optim.lr}")
         return self
 
     def content_hash(self, data_fingerprint: str) -> str:
         """Return the hash of recipe and data that identifies the run: 16 hexadecimal digits.
 
-        Excluded are `name`, the keys in `MANNER`, the source of the data (`DATA_ORIGIN`; the fingerprint identifies the
-        data), keys added later at their neutral value (`LATER`), and the path of an initial checkpoint, whose
-        weights have their own hash.
+        Excludes `name`, the keys in `MANNER` and `DATA_ORIGIN` (the fingerprint identifies the data), keys with their
+        neutral value in `LATER`, and the path of an initial checkpoint (`model.init_sha256` identifies its weights).
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
         for key, neutral in LATER.items():
@@ -115,10 +115,10 @@ class Recipe(Part):
 
 
 def recipe_text(name: str) -> str:
-    """Read the text of a recipe file or of a shipped recipe (`tiny`, `mini`, `60m`, ..).
+    """Read the text of a recipe file or of a shipped recipe, such as `tiny`.
 
     Raises:
-        InputError: if there is no such file or shipped recipe, or the file is not readable text.
+        InputError: if there is no such file or shipped recipe, or the file cannot be read as UTF-8.
     """
     path = Path(name)
     if path.is_file():
@@ -130,17 +130,16 @@ def recipe_text(name: str) -> str:
     if packaged.is_file():
         return packaged.read_text(encoding="utf-8")
     known = sorted(p.name for p in (resources.files("sinklab") / "recipes").iterdir() if p.name.endswith(".yaml"))
-    raise InputError(f"no recipe at {name}: use a YAML file or one of {', '.join(k[:-5] for k in known)}")
+    raise InputError(f"recipe {name} not found: use a YAML file or one of {', '.join(k[:-5] for k in known)}")
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file or a shipped recipe and apply `KEY=VALUE` overrides from the outermost keys inwards.
+    """Read a recipe file or a shipped recipe and apply `KEY=VALUE` overrides, outermost keys first.
 
-    In this order a kind is selected before its values are set.
+    This order selects a kind before its values are set.
 
     Raises:
-        InputError: if there is no such recipe, it or an override is not YAML, or a key, type or combination is invalid;
-            the message names the field.
+        InputError: as `recipe_text`, `parse_override` and `build_recipe`; also if the recipe is not a YAML mapping.
     """
     text = recipe_text(name)
     try:
@@ -170,7 +169,7 @@ def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin
         raise InputError(f"{origin} is not a valid recipe:\n  {error}") from error
     missing = [key for key, value in leaves(merged).items() if value == MUST_BE_SET]
     if missing:
-        raise InputError(f"{origin} needs a value for {missing[0]}: add --set {missing[0]}=VALUE, or write it there")
+        raise InputError(f"{origin} requires a value for {missing[0]}: add --set {missing[0]}=VALUE or edit the file")
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
@@ -178,13 +177,13 @@ def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin
 
 
 def _depth(override: str) -> int:
-    """Return the nesting depth of an override's key; the key `kind` has the depth of its union."""
+    """Return the nesting depth of an override's key; a discriminator has the depth of its union."""
     *above, last = override.partition("=")[0].split(".")
     return len(above) + (last not in KINDS)
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Parse `a.b.c=value` as nested mappings; the value is read as YAML, 3e-3 as a number.
+    """Parse `a.b.c=value` into nested mappings. The value is YAML, except that 3e-3 is a number.
 
     Raises:
         InputError: if the text is not of this form, or the value is not YAML.
@@ -214,14 +213,14 @@ def recipe_schema() -> Schema:
 
 
 def members(node: Schema) -> list[Schema]:
-    """List the schemas of the types that a schema allows: the members of a union, or the only type."""
+    """Return the schemas of all types that a schema allows: the members of a union, or the only type."""
     if union := node.get("oneOf") or node.get("anyOf"):
         return [member for one in union for member in members(one)]
     return [recipe_schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node]
 
 
 def _field(node: Schema, key: str) -> Schema | None:
-    """Return the schema of a key; None if no type allowed at this node has the key."""
+    """Return the schema of a key; None if no type that the node allows has the key."""
     found = (member["properties"][key] for member in members(node) if key in member.get("properties", ()))
     return next(found, None)
 
@@ -237,11 +236,11 @@ def merge(
 ) -> dict[str, Any]:
     """Merge `overlay` into `base` recursively.
 
-    A union may be given by the name of a kind. If that is another kind than before, the old kind's values are dropped.
+    A union may be set to the name of a kind. If the kind changes, the values of the old kind are dropped.
 
     Args:
         node: schema of the keys; default: the schema of a recipe.
-        path: path of the keys in the recipe.
+        path: path of `base` in the recipe, for messages.
 
     Raises:
         ValueError: if a section is set to a plain value, or to null where it is required; the message names it.
@@ -263,8 +262,8 @@ def merge(
             types = [one for one in members(field) if value is None or one.get("type") != "null"]
             if all("properties" in one for one in types):
                 where, known = ".".join((*path, key)), ", ".join(types[0]["properties"])
-                got = "nothing" if value is None else f"{value!r}"
-                raise ValueError(f"{where} is a section with keys such as {known}, not a value (got {got})")
+                got = "null" if value is None else f"{value!r}"
+                raise ValueError(f"{where} must be a section with keys such as {known} (got {got})")
         merged[key] = value
     return merged
 
@@ -272,7 +271,7 @@ def merge(
 def _explain(error: ValidationError, origin: str) -> str:
     lines = []
     for item in error.errors():
-        where = ".".join(_walk(item["loc"])[0]) or "the recipe as a whole"
+        where = ".".join(_walk(item["loc"])[0]) or "the recipe"
         reason = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             above, here = _walk(item["loc"][:-1])
@@ -283,7 +282,7 @@ def _explain(error: ValidationError, origin: str) -> str:
                 kind for one in members(field) if item["loc"][-1] in one.get("properties", ()) for kind in _kinds(one)
             ]
             if kinds and (tag := _discriminator(field)):
-                reason += f". It is a key of {', '.join(kinds)}: set {'.'.join([*above, tag])} as well"
+                reason += f". It is a key of {', '.join(kinds)}: set {'.'.join([*above, tag])} too"
         elif item["type"] not in ("value_error", "missing"):
             reason += f" (got {item['input']!r})"
         lines.append(f"  {where}: {reason}")
@@ -291,9 +290,9 @@ def _explain(error: ValidationError, origin: str) -> str:
 
 
 def _walk(path: tuple[int | str, ...]) -> tuple[list[str], Schema]:
-    """Convert a pydantic error path to recipe keys without union members; return them and the schema there.
+    """Return the recipe keys of a pydantic error location, and the schema at this location.
 
-    The schema is {} if the path ends at a union of several types.
+    Union members are removed from the location. The schema is {} if the location is a union of several types.
     """
     here, kept = recipe_schema(), []
     for step in path:

@@ -1,4 +1,4 @@
-"""Replay the batch of one step to find the first NaN or infinity. The run directory is not changed."""
+"""Replay the forward and backward pass of one step to find the first NaN or infinity. The run is not modified."""
 
 import math
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ class Replay:
 
     Attributes:
         step: number of the update, 1-based; the batch index is step - 1.
-        checkpoint: checkpoint at which the replay started; None for the initial weights.
-        repeated: number of updates repeated before this step, from the checkpoint or the initial weights on.
+        checkpoint: checkpoint from which the replay started; None for the initial weights.
+        repeated: number of updates repeated between the checkpoint or initial weights and this step.
         loss: cross-entropy without auxiliary losses, nats per token.
         grad_norm: global gradient norm, before clipping.
         grad_norms: gradient norm of each parameter that has a gradient, by name.
-        first_not_finite: first tensor with NaN or infinity, such as "output of blocks.0.ffn", in the order weights,
-            module outputs (forward order), loss, gradients (backward order); None if all are finite.
+        first_not_finite: first tensor with NaN or infinity, such as "output of blocks.0.ffn"; None if all are finite.
+            The order is weights, module outputs (forward order), loss, gradients (backward order).
     """
 
     step: int
@@ -52,15 +52,15 @@ class Replay:
 
 
 def replay(run: Run, step: int) -> Replay:
-    """Repeat the forward and backward pass of `step`, after the updates since the newest valid checkpoint before it.
+    """Repeat the forward and backward pass of `step`, starting from the newest valid checkpoint before it.
 
     Raises:
-        InputError: if the run has no such step; see also `Updater`.
-        NotFiniteError: if an earlier step is already not finite; the message names it.
+        InputError: if the run has no such step; also as `Updater`.
+        NotFiniteError: if the loss or gradient of an earlier step is not finite; the message names the step.
         SinklabError: if there are earlier checkpoints but none is valid, or the training shard cannot be read.
     """
     if not 1 <= step <= run.recipe.train.steps:
-        raise InputError(f"--replay {step}: the run has the steps 1..{run.recipe.train.steps}")
+        raise InputError(f"--replay {step}: the run has steps 1..{run.recipe.train.steps}")
     updater = Updater(run)
     newest = take_newest(
         run.checkpoints,
@@ -93,7 +93,7 @@ def replay(run: Run, step: int) -> Replay:
 
 @dataclass(frozen=True)
 class _NotFinite:
-    """Collects the names of non-finite tensors in the order in which they are computed."""
+    """Names of non-finite tensors, in the order in which they are computed."""
 
     weights: list[str]
     forward: list[str]

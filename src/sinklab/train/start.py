@@ -1,18 +1,18 @@
 """`model.init_from`: initialise a run with the weights of a checkpoint.
 
-    a Llama        directory, .gguf file, or name on the hub: its sizes, tokenizer and weights, in float32
-    a sinklab run  run directory (its newest valid checkpoint) or exported run: likewise, any variant
+    Llama        directory, .gguf file or name on the Hub; sizes, tokenizer and weights are loaded in float32
+    sinklab run  run directory (newest valid checkpoint) or exported run, of any variant; loaded likewise
 
-Tensors that the checkpoint lacks are new. If possible, they are initialised such that the outputs do not change:
+Tensors that the checkpoint lacks are new. They are initialised to preserve the outputs where that is possible:
 
-    sink logit              `model.attention.bias.start`, default -12: at most 6e-6 of a row
-    key of k and kv biases  likewise: a learned number added to the logit
-    output and value gates  sigmoid(0) = 1/2 everywhere, and twice the output projection: exactly the same outputs; for
-                            a value gate also half the v or kv bias and the learned rest of stick-breaking, and with
-                            head_norm, which rescales, not twice
+    sink logit              `model.attention.bias.start`, default -12: attention of about 6e-6
+    key of k and kv biases  the same value, as a learned offset of the logit
+    output and value gates  sigmoid(0) = 1/2 everywhere, and the output projection is doubled: identical outputs. A
+                            value gate also halves the value of a v or kv bias and the learned rest of stick-breaking.
+                            The projection is not doubled for a value gate before head_norm, which rescales anyway
     value of v, kv biases   zero
-    gates behind norms      sigmoid(0) = 1/2 everywhere, and twice the weight of the norm: exactly the same outputs
-    projected embeddings    both matrices are the identity: exactly the same outputs
+    gates behind norms      sigmoid(0) = 1/2 everywhere, and the weight of the norm is doubled: identical outputs
+    projected embeddings    both projections are the identity: identical outputs
 
 Other changes alter the initial outputs, such as a sink token, another operation, a V-scale gate, additional norms, or a
 value gate with a K bias of fixed value.
@@ -40,9 +40,9 @@ from sinklab.train.recipe import Recipe, build_recipe
 
 OPEN = ("layers", "width", "heads", "kv_heads", "ffn_width", "vocab_size", "context")
 OPEN += ("position", "norm", "mixer", "pattern", "projection")
-"""Keys of `model` that default to the checkpoint's values; only those in `FREE` and the kind of position may differ.
+"""Keys of `model` that default to the checkpoint's values. Only keys in `FREE` and `position.kind` may differ.
 
-A given `norm`, `position`, `mixer` or `projection` has the checkpoint's values for the keys that it lacks.
+If `norm`, `position`, `mixer` or `projection` is given in part, its other keys default to the checkpoint's values.
 """
 
 FREE = ("context", "pattern", "norm.alpha", "norm.qk_norm", "norm.head_norm", "norm.gate_rank")
@@ -56,8 +56,8 @@ class Start:
 
     Attributes:
         name: value of `model.init_from`.
-        model: model section of a recipe that describes the checkpoint; of a Llama, sizes, position and norm only.
-        weights: float32 weights by sinklab's parameter names.
+        model: model section of the recipe of the checkpoint; for a Llama, only sizes, position and norm.
+        weights: float32 weights by parameter name in sinklab.
         tokenizer: tokenizer of the checkpoint.
     """
 
@@ -79,9 +79,9 @@ def load_start(name: str) -> Start:
     """Load an initial checkpoint by its name.
 
     Raises:
-        InputError: if the checkpoint or its tokenizer cannot be loaded, or it is neither a run nor a Llama that a
-            recipe can describe.
-        SinklabError: if none of a run's checkpoints is valid.
+        InputError: if the checkpoint or its tokenizer cannot be loaded, or if the model is neither a run nor a Llama
+            whose architecture a recipe supports.
+        SinklabError: if none of a run's checkpoints is valid, or its env.json is damaged.
     """
     if (Path(name) / RECIPE).is_file():
         run = load_run(Path(name))
@@ -100,13 +100,13 @@ def load_start(name: str) -> Start:
         model, weights = from_llama(loaded.model)
     else:
         raise InputError(
-            f"model.init_from {name} is a {loaded.model.config.model_type}: use a Llama, or a run directory of sinklab"
+            f"model.init_from {name} is a {loaded.model.config.model_type} model: use a Llama, or a sinklab run"
         )
     return Start(name, model, weights, _tokenizer(name, loaded.tokenizer))
 
 
 def _tokenizer(name: str, loaded: Any) -> Tokenizer:
-    """Load a directory's tokenizer.json, else convert the tokenizer that transformers loaded (.gguf, hub)."""
+    """Load a directory's tokenizer.json, else convert the tokenizer that transformers loaded (.gguf, Hub)."""
     if (Path(name) / "tokenizer.json").is_file():
         return load_tokenizer(name)
     key = hashlib.sha256(loaded.backend_tokenizer.to_str().encode()).hexdigest()[:20]
@@ -114,23 +114,21 @@ def _tokenizer(name: str, loaded: Any) -> Tokenizer:
     if not (folder / "tokenizer_config.json").is_file():
         eos, bos = loaded.eos_token_id, loaded.bos_token_id
         if eos is None:
-            raise InputError(
-                f"model.init_from {name}: its tokenizer has no eos_token, which is written after documents"
-            )
+            raise InputError(f"model.init_from {name}: the tokenizer has no eos_token, which must end every document")
         Tokenizer(loaded.backend_tokenizer, name, eos, eos if bos is None else bos).save(folder)
     return load_tokenizer(str(folder))
 
 
 def started(recipe: Recipe) -> Recipe:
-    """Return the recipe with the values that its initial checkpoint determines, where it does not set them.
+    """Return the recipe with unset values filled in from its initial checkpoint.
 
-    These are the keys in `OPEN`, the hash of the weights, the tokenizer, and `start` of biases that have it, except if
-    the checkpoint has the key of a k or kv bias without an offset. A recipe without an initial checkpoint, or with
-    `model.init_sha256`, is returned unchanged.
+    These are the keys in `OPEN`, the hash of the weights, the tokenizer, and `start` of biases that have this key.
+    `start` remains unset if the operation has no logits, or the checkpoint has a k or kv bias without `start`. A recipe
+    without an initial checkpoint, or with `model.init_sha256`, is returned unchanged.
 
     Raises:
-        InputError: if the checkpoint is unusable, or keys that must be equal differ from the recipe's.
-        SinklabError: if none of a run's checkpoints is valid.
+        InputError: if the checkpoint is unusable, or the recipe differs from it in keys that must be equal.
+        SinklabError: as `load_start`.
     """
     name = recipe.model.init_from
     if name is None or recipe.model.init_sha256 is not None:
@@ -144,7 +142,7 @@ def started(recipe: Recipe) -> Recipe:
     operation, own = recipe.model.attention.operation, recipe.model.pattern
     for part, bias in (("attention", recipe.model.attention.bias), ("pattern", None if own is None else own.bias)):
         before = (start.model.get(part) or {}).get("bias") or (start.model.get("attention") or {}).get("bias") or {}
-        has_key = before.get("kind") in ("k", "kv") and before["start"] is None  # an offset would alter its logit
+        has_key = before.get("kind") in ("k", "kv") and before["start"] is None  # an offset would change its logit
         if getattr(bias, "start", ASIDE) is None and operation.has_logits and not has_key:
             found[part] = {"bias": {"start": ASIDE}}
     given = recipe.model_dump(mode="json", exclude_unset=True)
@@ -153,13 +151,13 @@ def started(recipe: Recipe) -> Recipe:
 
 @cache
 def _without_weights(name: str) -> tuple[Start, str]:
-    """Return a checkpoint without its weights, and the weights' SHA-256; cached, as many cells may share it."""
+    """Return a checkpoint without weights, and the SHA-256 of its weights; cached, because many cells may share it."""
     start = load_start(name)
     return replace(start, weights={}), start.sha256()
 
 
 def _check_sizes(recipe: Recipe, start: Start) -> None:
-    """Raise InputError if keys in `OPEN` differ, except those in `FREE` and another kind of position."""
+    """Raise InputError if keys in `OPEN` differ, except keys in `FREE` and, with another kind, those of position."""
     given = recipe.model.model_dump(mode="json", exclude_unset=True)
     theirs = leaves({key: start.model[key] for key in OPEN if key in start.model})
     ours = leaves({key: given[key] for key in OPEN if key in given})
@@ -169,48 +167,48 @@ def _check_sizes(recipe: Recipe, start: Start) -> None:
     if "kv_heads" in differ and {ours["kv_heads"], theirs["kv_heads"]} == {None, theirs.get("heads")}:
         differ.remove("kv_heads")
     if differ:
-        values = ", ".join(f"model.{key} is {ours[key]} here and {theirs[key]} there" for key in differ)
+        values = ", ".join(f"model.{key} is {ours[key]} instead of {theirs[key]}" for key in differ)
         raise InputError(
-            f"the recipe's model differs from that of model.init_from {start.name}: {values}. Leave these keys out to "
-            "use the checkpoint's"
+            f"the recipe's model differs from the checkpoint model.init_from {start.name}: {values}. Remove these keys "
+            "from the recipe to use the values of the checkpoint"
         )
 
 
 @torch.no_grad()
 def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
-    """Load the weights of a checkpoint into a new model and initialise the new tensors (see the module docstring).
+    """Load the weights of a checkpoint into a new model, and initialise new tensors as in the module docstring.
 
     Args:
-        tokenizer_path: tokenizer of the run's data.
+        tokenizer_path: tokenizer.json of the run's data.
 
     Returns:
         The names of the new tensors.
 
     Raises:
-        InputError: if the recipe lacks `model.init_sha256`, the weights' hash or the tokenizer differs, or a tensor of
-            the checkpoint is missing in the model or has another shape there.
+        InputError: if the recipe lacks `model.init_sha256`, the hash of the weights or the tokenizer differs, or a
+            tensor of the checkpoint is missing from the model or has another shape.
     """
     if model.config.init_sha256 is None:
         raise InputError(
-            f"model.init_from {start.name}: the recipe has no model.init_sha256, the hash of these weights: set it "
+            f"the recipe has model.init_from {start.name} but no model.init_sha256, the hash of the weights: set it "
             "with `sinklab.train.start.started`, as `sinklab train` does"
         )
     if model.config.init_sha256 != start.sha256():
         raise InputError(
-            f"the weights of model.init_from {start.name} have changed: their hash is not the recipe's "
-            "model.init_sha256. Restore them, or leave out that key for a new run"
+            f"the weights of model.init_from {start.name} have changed: their hash differs from the "
+            "recipe's model.init_sha256. Restore the weights, or remove the key to start a new run"
         )
     vocabularies = [one.backend.get_vocab() for one in (start.tokenizer, load_tokenizer(str(tokenizer_path)))]
     if vocabularies[0] != vocabularies[1]:
         raise InputError(
-            f"the data was made with another tokenizer than that of model.init_from {start.name}: leave out "
+            f"the data was tokenized with another tokenizer than that of model.init_from {start.name}: remove "
             "data.tokenizer, or prepare the text with the checkpoint's tokenizer"
         )
     own = model.state_dict()
     if lost := sorted(set(start.weights) - set(own)):
         raise InputError(
             f"model.init_from {start.name} has {len(lost)} tensors that the recipe's model lacks, such as {lost[0]}: "
-            "add the checkpoint's components to the recipe"
+            "add these components of the checkpoint to the recipe"
         )
     for name, tensor in start.weights.items():
         if own[name].shape != tensor.shape:

@@ -1,6 +1,6 @@
 """Experiment trackers: log recipe, evaluations and charts to Weights & Biases and TensorBoard.
 
-A resumed run continues its log: in W&B by the id in tracking.json, in TensorBoard without the repeated evaluations.
+A resumed run appends to its log. W&B finds the log by the id in tracking.json; TensorBoard purges repeated evaluations.
 """
 
 import importlib.util
@@ -19,12 +19,12 @@ from sinklab.train.directory.run import Run
 
 PROJECT = "sinklab"
 TrackerName = Literal["wandb", "tensorboard"]
-FROM_0 = {"hidden_norm_ratio"}  # its index 0 is before the first block; other lists are numbered from 1
+FROM_0 = {"hidden_norm_ratio"}  # index 0 is the input of the first block; other lists are numbered from 1
 
 
 @contextmanager
 def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list["Tracker"]]:
-    """Open the trackers of a run that continues at `step`; they are closed at the end of the `with` block.
+    """Open the trackers of a run that resumes at `step`, and close them at the end of the `with` block.
 
     A new tracker first logs the evaluations in metrics.jsonl.
 
@@ -48,7 +48,7 @@ def require(names: Sequence[TrackerName]) -> None:
     """Check that the packages of the trackers are installed.
 
     Raises:
-        InputError: if a package is not installed; the message names the optional dependency.
+        InputError: if a package is not installed; the message contains the install command.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -56,7 +56,7 @@ def require(names: Sequence[TrackerName]) -> None:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Flatten an evaluation to numbers by name; other values, such as null, are left out.
+    """Flatten an evaluation to numbers by name. Other values, such as null, are omitted.
 
     `sink_rate/1` is the sink rate of the first position, `sink_rate_heads/2/1` that of the second layer's first head.
     """
@@ -72,10 +72,10 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _Wandb:
-    """W&B run, configured by W&B's own settings such as `WANDB_MODE=offline`.
+    """Weights & Biases run, configured by the settings of W&B, such as `WANDB_MODE=offline`.
 
     Attributes:
-        is_new: True if this tracker has no log of the run yet.
+        is_new: True if no earlier process has logged this run.
     """
 
     def __init__(self, run: Run, step: int) -> None:
@@ -111,7 +111,7 @@ class _Wandb:
 
 
 class _TensorBoard:
-    """Event files in the folder `tensorboard` of the run directory; attributes and methods as in `_Wandb`."""
+    """TensorBoard event files in `tensorboard` of the run directory; attributes and methods as in `_Wandb`."""
 
     def __init__(self, run: Run, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

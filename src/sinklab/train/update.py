@@ -3,9 +3,9 @@
 A batch depends only on (seed, step); no global random generator is used. Apart from rounding, an update does not depend
 on the number of processes.
 
-Loss and gradient norm are checked before the optimiser step, which is skipped if either is not finite. On CUDA, reading
-both would synchronise the device at every update. With AdamW on CUDA the fused kernel therefore skips the step on the
-device (`found_inf`), for this and all later updates, and the host reads the numbers one update late.
+Loss and gradient norm are checked before the optimiser step, which is skipped if either is not finite. Reading both on
+the host would synchronise a CUDA device at every update. With AdamW on CUDA, the fused kernel therefore skips this and
+all later steps on the device (`found_inf`), and the host reads loss and gradient norm one update late.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from sinklab.train.world import ALONE, World
 
 
 class Updater:
-    """Performs the updates of a run; holds its model, optimiser and training data.
+    """Training step of a run, with its model, optimiser and training data.
 
     Args:
-        run: opened run; no files of its directory are read or written.
+        run: opened run; its directory is neither read nor written.
         world: training processes.
         look: callback before every tensor operation of the model's initialisation; an exception from `look` ends the
             construction.
@@ -45,12 +45,13 @@ class Updater:
         state: training state; `state.step` is also the index of the next batch.
         device: device of this process.
         batches: prefetcher of this process's rows of every batch.
-        compiles_loss: whether the training loss is compiled (`train.compile: loss`, where that is possible).
+        compiles_loss: True if the training loss is compiled (`parallelize.compiles_loss`).
 
     Raises:
         InputError: if the device does not exist, the text is too short, a data intervention is outside the chunk or
-            vocabulary, the batch size is not a multiple of the processes, or the initial checkpoint is unusable.
-        SinklabError: if the installed PyTorch has no Muon and the recipe needs it.
+            vocabulary, the batch size is not a multiple of the number of processes, or the initial checkpoint is
+            unusable.
+        SinklabError: if the recipe uses Muon but the installed PyTorch has none; also as `load_start`.
     """
 
     def __init__(self, run: Run, world: World = ALONE, look: Callable[[], None] = lambda: None) -> None:
@@ -80,13 +81,13 @@ class Updater:
         return learning_rate(self.state.step, self.recipe.train.steps, self.recipe.optim.lr, self.recipe.schedule)
 
     def update(self) -> float:
-        """Do one optimiser step; return the newest known cross-entropy of the global batch, nats per token.
+        """Do one optimiser step; return the newest available cross-entropy of the global batch, nats per token.
 
-        It is that of this step, or with AdamW on CUDA that of the previous one (0 if this object has not done one).
+        This is the loss of this step, or with AdamW on CUDA of the previous step (0 for the first step of this object).
 
         Raises:
-            NotFiniteError: on all processes, if a loss or gradient of any process is not finite, in this update or with
-                AdamW on CUDA in the previous one.
+            NotFiniteError: on all processes, if a loss or gradient of any process is not finite in this update, or with
+                AdamW on CUDA in the previous update.
             SinklabError: if the training shard cannot be read.
         """
         state, clip = self.state, self.recipe.optim.clip
@@ -104,7 +105,7 @@ class Updater:
         return self._loss
 
     def settle(self, late: int = 0) -> None:
-        """Wait until all updates but the last `late` are finished and checked, and take their results into `state`.
+        """Wait for all updates but the last `late`, check them, and add their losses and gradient norms to `state`.
 
         Raises:
             NotFiniteError: as in `update`.
@@ -116,12 +117,12 @@ class Updater:
                 state.loss_sum, state.loss_count = state.loss_sum + loss, state.loss_count + 1
 
     def has_finite_weights(self) -> bool:
-        """Return True if this process's weights (shards) are finite; a step may overflow despite a finite gradient."""
+        """Return True if this process's (sharded) weights are finite; a step with a finite gradient may overflow."""
         return bool(torch.stack([local(p.detach()).isfinite().all() for p in self.model.parameters()]).all())
 
     @contextlib.contextmanager
     def _not_updated(self) -> Iterator[None]:
-        """If the `with` block raises NotFiniteError, set `state.step` to the last update done, and clear gradients."""
+        """On NotFiniteError in the `with` block, set `state.step` to the last completed update and clear gradients."""
         try:
             yield
         except NotFiniteError as error:
@@ -130,10 +131,10 @@ class Updater:
             raise
 
     def gradient(self, hooked: bool = False) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of the mean loss (auxiliary losses included) over the global batch, in `.grad`.
+        """Accumulate the gradients of the mean loss over the global batch, auxiliary losses included, in `.grad`.
 
         Args:
-            hooked: whether modules have hooks, which a compiled loss ignores; the loss is then not compiled.
+            hooked: True if modules have hooks; the loss then runs uncompiled, because compiled code ignores hooks.
 
         Returns:
             The mean cross-entropy over this process's rows, nats per token, and the global gradient norm before
@@ -159,7 +160,7 @@ class Updater:
 
 
 class _Looking(TorchFunctionMode):
-    """Torch mode that calls `look` before every operation, because initialising a large model takes minutes."""
+    """Mode that calls `look` before every torch function, because initialising a large model takes minutes."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         super().__init__()
@@ -178,7 +179,7 @@ class DivergedError(SinklabError):
 
 
 class NotFiniteError(SinklabError):
-    """The loss or gradient of an update is not finite; no process has applied the update.
+    """The loss or gradient of an update is not finite. The update was not applied on any process.
 
     Attributes:
         step: number of the update, 1-based.
@@ -196,9 +197,9 @@ class FiniteCheck:
     """Check that loss and gradient norm of every update are finite.
 
     Args:
-        optimizer: optimiser, whose step is skipped on the device with `late` if a number is not finite.
-        world: training processes; all of them call the methods.
-        late: read loss and gradient norm one update late; needs a fused AdamW on CUDA.
+        optimizer: optimiser; with `late`, its step is skipped on the device after a non-finite loss or gradient norm.
+        world: training processes; all must call the methods.
+        late: read loss and gradient norm one update late; requires a fused AdamW on CUDA.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World, late: bool) -> None:
@@ -215,7 +216,7 @@ class FiniteCheck:
             grad_norm: global gradient norm before clipping.
 
         Raises:
-            NotFiniteError: on all processes, if a number is not finite; with `late`, `read` raises it.
+            NotFiniteError: on all processes, if either is not finite on any process; with `late`, `read` raises it.
         """
         broken = ~(loss.isfinite() & grad_norm.isfinite())
         sums = self._world.sum_on_device(torch.stack((loss.double(), broken.double())))
@@ -226,16 +227,16 @@ class FiniteCheck:
             return
         now = (sums[1] > 0).float()
         self._broken = now if self._broken is None else torch.maximum(self._broken, now)
-        self._optimizer.found_inf = self._broken  # type: ignore[attr-defined]  # as GradScaler sets it
+        self._optimizer.found_inf = self._broken  # type: ignore[attr-defined]  # like GradScaler
         self._waiting.append((step, *_begin_copy(numbers)))
 
     def read(self, left: int = 0) -> Iterator[tuple[float, float]]:
-        """Yield the results of the updates since the last call, all but the last `left`.
+        """Yield loss and gradient norm of the updates since the last call, except the last `left` updates.
 
-        A result is the mean loss over the global batch, nats per token, and the gradient norm before clipping.
+        The loss is the mean cross-entropy over the global batch, nats per token. The norm is that before clipping.
 
         Raises:
-            NotFiniteError: on all processes, if a number is not finite.
+            NotFiniteError: on all processes, if either is not finite on any process.
         """
         while len(self._waiting) > left:
             step, numbers, copied = self._waiting.popleft()
@@ -245,7 +246,7 @@ class FiniteCheck:
 
 
 def _finite(step: int, numbers: Tensor) -> tuple[float, float]:
-    """Return loss and gradient norm; raise NotFiniteError if the third number, of broken processes, is not 0."""
+    """Return loss and gradient norm; raise NotFiniteError if the third number, a count of processes, is not 0."""
     loss, grad_norm, broken_processes = numbers.tolist()
     if broken_processes:
         raise NotFiniteError(step, loss, grad_norm)
@@ -253,9 +254,9 @@ def _finite(step: int, numbers: Tensor) -> tuple[float, float]:
 
 
 def _begin_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Start to copy numbers from the GPU to the CPU; return the copy and the event after which it is valid.
+    """Start an asynchronous copy to the CPU; return it and the CUDA event that marks its completion.
 
-    Numbers on the CPU are returned as they are, with None.
+    A tensor on the CPU is returned unchanged, with None.
     """
     if not numbers.is_cuda:
         return numbers, None

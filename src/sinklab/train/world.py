@@ -1,6 +1,6 @@
 """Distributed processes of a training run: rank, size, collectives.
 
-torchrun sets the ranks in the environment. gloo exchanges Python objects and CPU tensors, NCCL CUDA tensors.
+torchrun sets the ranks in the environment. gloo transfers Python objects and CPU tensors, NCCL CUDA tensors.
 Every method that communicates is a collective: all processes must call it, in the same order.
 """
 
@@ -27,7 +27,7 @@ E = TypeVar("E", bound=SinklabError)
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a training run: this one is `rank` of `size`, and `local_rank` within its machine."""
+    """Processes of a training run: `size` processes, this one with global `rank` and `local_rank` on its machine."""
 
     rank: int = 0
     size: int = 1
@@ -35,12 +35,12 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0, which writes all messages, and all files but the other ranks' shards of checkpoints."""
+        """True on rank 0, which prints all messages and writes all files except checkpoint shards of other ranks."""
         return self.rank == 0
 
     @property
     def local_size(self) -> int:
-        """Number of processes on this machine; all of them if torchrun does not say."""
+        """Number of processes on this machine; `size` if LOCAL_WORLD_SIZE is not set."""
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         return int(local) if local.isdecimal() and int(local) else self.size
 
@@ -48,19 +48,19 @@ class World:
         """Return this process's device; with several processes, "auto" and "cuda" choose the GPU of the local rank.
 
         Raises:
-            InputError: if this machine has no such device, or several processes name one GPU ("cuda:0").
+            InputError: if this machine has no such device, or several processes would share one GPU ("cuda:0").
         """
         if self.size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
-            return pick_device(f"cuda:{self.local_rank}")  # using "cuda" would allocate memory on the first GPU
+            return pick_device(f"cuda:{self.local_rank}")  # "cuda" would allocate memory on the first GPU
         device = pick_device(name)
         if self.size > 1 and device.type == "cuda":
             raise InputError(
-                f"train.device {name} names one GPU, but there are {self.size} processes: use cuda or auto"
+                f"train.device {name} is a single GPU, but there are {self.size} processes: use cuda or auto"
             )
         return device
 
     def use(self, name: str) -> None:
-        """With several processes, make this process's GPU the current CUDA device; raises as `device`."""
+        """Set the current CUDA device to this process's GPU if there are several processes; raises as `device`."""
         device = self.device(name)
         if device.type == "cuda" and self.size > 1:
             torch.cuda.set_device(device)
@@ -73,14 +73,14 @@ class World:
         """
         if batch_size % self.size:
             raise InputError(
-                f"train.batch_size {batch_size} cannot be shared equally by {self.size} processes: "
-                "start a number of processes that divides it"
+                f"train.batch_size {batch_size} is not a multiple of the number of processes, {self.size}: "
+                "change either of them"
             )
         share = batch_size // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def sum_on_device(self, numbers: Tensor) -> Tensor:
-        """All-reduce (sum) a tensor over all processes on its device; `numbers` may be overwritten."""
+        """Sum a tensor over all processes on its device (all-reduce); `numbers` may be overwritten."""
         if self.size > 1:
             dist.all_reduce(numbers)
         return numbers
@@ -101,7 +101,7 @@ class World:
         return answer[0]
 
     def shared_error(self, error: E) -> E:
-        """Return `error`, which every process raises, marked so that only rank 0 prints it."""
+        """Mark an error that every process raises, so that only rank 0 prints it, and return it."""
         error.said_elsewhere = not self.is_first
         return error
 
@@ -112,8 +112,8 @@ class World:
             work: function without collectives.
 
         Raises:
-            Exception: on the lowest rank on which `work` failed, its exception.
-            SinklabError: on the other processes, with the same message; InputError if it was one there.
+            Exception: the exception of `work`, on the lowest rank where it failed.
+            SinklabError: on all other ranks, with the same message; an InputError if the exception is one.
         """
         if self.size == 1:
             return work()
@@ -140,22 +140,22 @@ class World:
 
 ALONE = World()
 PATIENCE = timedelta(hours=2)
-"""Timeout of collectives, for processes that prepare text or compile; PyTorch's defaults are 30 minutes (gloo) and 10
-minutes (NCCL). The end of a process is detected earlier, by gloo or torchrun."""
+"""Timeout of collectives, long enough for another process to prepare text or compile. PyTorch's defaults are 30 minutes
+(gloo) and 10 minutes (NCCL). gloo and torchrun detect a terminated process before the timeout."""
 
 
 @contextmanager
 def joined_world() -> Iterator[World]:
-    """Connect the processes that torchrun started and yield their `World`; `ALONE` without torchrun.
+    """Initialise the process group of torchrun and yield its `World`; without torchrun, yield `ALONE`.
 
-    On machines with CUDA, NCCL is always initialised, each process with its own GPU; otherwise every process would
-    allocate memory on the first GPU. A process that waits longer than `PATIENCE` for the others fails.
+    On machines with CUDA, NCCL is always initialised, with one GPU per process; otherwise every process would allocate
+    memory on the first GPU. A process that waits longer than `PATIENCE` in a collective fails.
 
-    The process must end with `os._exit`: if a DDP model outlives its process group, destroying gloo can deadlock.
+    The process must exit by `os._exit`: destroying gloo can deadlock if a DDP model outlives its process group.
 
     Raises:
-        InputError: if the environment has no valid ranks or no valid address of rank 0.
-        LostProcessError: if the processes cannot connect, another one is lost, or this one fails unexpectedly.
+        InputError: if the ranks or the address of rank 0 in the environment are invalid.
+        LostProcessError: if the processes cannot connect, another process is lost, or this one fails unexpectedly.
     """
     world = _world_of_environment()
     if world.size == 1:
@@ -172,8 +172,8 @@ def joined_world() -> Iterator[World]:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             traceback.print_exc()
         raise LostProcessError(
-            f"process {world.rank} of {world.size} failed or lost another one ({error}). "
-            "Run the same command again to continue from the newest checkpoint."
+            f"rank {world.rank} of {world.size} failed or lost its connection to another process ({error}). "
+            "Run the same command again to resume from the newest checkpoint."
         ) from error
 
 
@@ -182,11 +182,11 @@ def _join(world: World) -> None:
     backend, card = ("cpu:gloo,cuda:nccl", own_card(world)) if cuda else ("gloo", None)
     join = functools.partial(dist.init_process_group, backend, timeout=PATIENCE, device_id=card)
     try:
-        # In a thread: the main thread handles signals while it waits in Python, but not while it waits in C++.
+        # In a thread: the main thread can handle signals while it waits in Python, but not in C++.
         ThreadPoolExecutor(1).submit(join).result()
     except ValueError as error:
         raise InputError(
-            f"WORLD_SIZE is {world.size} but the environment has no valid address of rank 0 ({error}): start the "
+            f"WORLD_SIZE is {world.size}, but the environment has no valid address of rank 0 ({error}): start the "
             "processes with torchrun, or unset WORLD_SIZE"
         ) from error
 

@@ -1,17 +1,17 @@
-"""Tokenized conversations for instruction tuning, with a mask of the assistant's tokens.
+"""Tokenized conversations for instruction tuning, with a loss mask on the assistant's tokens.
 
 A chat template may mark the assistant's text with `{% generation %}..{% endgeneration %}`. Otherwise the assistant's
 text of message i is the text that the message adds:
 
     render(m_1 .. m_i-1, with the generation prompt)  is a prefix of  render(m_1 .. m_i),
 
-which is a prefix of the whole rendered conversation. A template that violates this rule is refused.
+which is a prefix of the whole rendered conversation. A template that violates this rule is rejected.
 
 The text is tokenized up to each boundary of the assistant's text. A token that would cross a boundary is split there,
-as in generation. Character offsets are not used, because they are wrong for tokenizers that drop characters.
+as in generation. Rejected: character offsets, which are wrong for tokenizers that drop characters.
 
-Conversations are truncated to the sequence length, and excluded if no assistant tokens remain. The others are shuffled
-by the seed; the first of them are held out (`sft_dataset.py`).
+Conversations are truncated to the maximum length, and excluded if no assistant tokens remain. The remaining ones are
+shuffled with the seed, and the first of them are held out (`sft_dataset.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,16 +39,16 @@ DEFAULT = (
     "{% else %}{{ message['content'] | trim }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
 )
-"""Chat template for tokenizers without one: roles are plain words, and EOS ends a reply."""
+"""Chat template for tokenizers without one: roles are plain text, and a reply ends with EOS."""
 
 
 @dataclass(frozen=True)
 class TokenizedChat:
-    """A tokenized conversation: its token ids and loss mask.
+    """Token ids and loss mask of a conversation.
 
     Attributes:
-        is_trained: loss mask: True for the assistant's tokens.
-        is_exact: True if the assistant's tokens decode to the assistant's text, except for white space at its ends.
+        is_trained: loss mask, True for the assistant's tokens.
+        is_exact: True if the assistant's tokens decode to the assistant's text, up to leading and trailing whitespace.
     """
 
     ids: list[int]
@@ -57,10 +57,10 @@ class TokenizedChat:
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer, with which conversations are rendered and tokenized.
+    """Chat template of a tokenizer, for rendering and tokenizing conversations.
 
     Args:
-        tokenizer: tokenizer; its chat template is set.
+        tokenizer: tokenizer; its `chat_template` is set to the template in use.
         given: Jinja template that replaces the tokenizer's; default: the tokenizer's, or DEFAULT if it has none.
 
     Attributes:
@@ -75,7 +75,7 @@ class ChatTemplate:
         self.notes: list[str] = []
         if given is not None:
             tokenizer.chat_template = given
-            self.notes.append("the chat template is that of --chat-template")
+            self.notes.append("the chat template is read from --chat-template")
         elif not tokenizer.chat_template:
             if tokenizer.eos_token is None:
                 raise InputError(
@@ -83,8 +83,8 @@ class ChatTemplate:
                 )
             tokenizer.chat_template = ("{{ bos_token }}" if default_prefix(tokenizer) else "") + DEFAULT
             self.notes.append(
-                "the model has no chat template; sinklab's is used: a line `role:`, the content, and EOS after the "
-                "assistant's"
+                "the model has no chat template, so sinklab's is used: a line `role:` and the content of each message, "
+                "with EOS after the assistant's"
             )
         if isinstance(tokenizer.chat_template, dict):
             raise InputError("the tokenizer has several chat templates: pass one of them as --chat-template FILE")
@@ -94,14 +94,14 @@ class ChatTemplate:
         """Tokenize a conversation such that no token crosses a boundary of the assistant's text.
 
         Raises:
-            InputError: if the template fails, the assistant's text cannot be located in the rendered conversation, or
-                the tokenizer has no tokens of its own for it; `where` names the row in the message.
+            InputError: if the template fails, or the assistant's text is not rendered, cannot be located, or cannot be
+                tokenized separately from adjacent text; the error message begins with `where`.
         """
         whole = self._rendered(messages, where)
         spans = whole.marked if self._is_marked else list(self._spans(messages, whole.text, where))
         if not any(whole.text[start:end].strip() for start, end in spans):
             raise InputError(
-                f"{where}: the chat template writes none of the assistant's text, or none between its "
+                f"{where}: the chat template renders none of the assistant's text, or none between its "
                 f"{{% generation %}} marks: pass another template as --chat-template FILE"
             )
         ids: list[int] = []
@@ -117,12 +117,12 @@ class ChatTemplate:
             start, before = end, until
         if not any(is_trained):
             raise InputError(
-                f"{where}: the model's tokenizer has no tokens for the assistant's text: remove the conversation"
+                f"{where}: the model's tokenizer returns no tokens for the assistant's text: remove the conversation"
             )
         return TokenizedChat(ids, is_trained, is_exact)
 
     def _added(self, before: list[int], until: list[int], piece: str, where: str) -> list[int]:
-        """Return the tokens that `piece` adds to the text of the tokens `before`; `until` are the tokens of both."""
+        """Return the tokens of `piece`, given the tokens of the text before it (`before`) and of both (`until`)."""
         if until[: len(before)] == before:
             return until[len(before) :]
         end = str(self._tokenizer.eos_token or "")  # tokenizers add no space after EOS
@@ -130,9 +130,9 @@ class ChatTemplate:
             if self._decode(before + found) == self._decode(until):
                 return found
         raise InputError(
-            f"{where}: the model's tokenizer joins the assistant's text with adjacent text, here "
-            f"{piece[:20]!r}, and changes characters if they are tokenized separately: pass a template with a special "
-            "token there as --chat-template FILE, or remove the conversation"
+            f"{where}: the model's tokenizer merges the assistant's text with adjacent text at {piece[:20]!r}, and "
+            "separate tokenization would change characters: pass a template with a special token at the boundary as "
+            "--chat-template FILE, or remove the conversation"
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -151,9 +151,9 @@ class ChatTemplate:
             after = self._rendered(messages[: i + 1], where).text
             if not (after.startswith(before) and text.startswith(after)):
                 raise InputError(
-                    f"{where}: the model's chat template does not mark the assistant's text, and changes the beginning "
-                    f"of a conversation once message {i + 1} follows, so that text cannot be found: pass a template "
-                    "with {% generation %}..{% endgeneration %} around it as --chat-template FILE"
+                    f"{where}: the model's chat template does not mark the assistant's text, and does not render the "
+                    f"messages up to {i + 1} as a prefix of the conversation, so this text cannot be located: pass a "
+                    "template with {% generation %}..{% endgeneration %} around it as --chat-template FILE"
                 )
             yield len(before), len(after)
 
@@ -166,11 +166,11 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> tu
 
     Args:
         length: maximum length in tokens.
-        seed: random seed of the shuffling.
+        seed: random seed of the shuffle.
 
     Returns:
-        The conversations with assistant tokens after truncation, shuffled, and a note with the numbers of conversations
-        read, truncated, excluded, and (also of excluded ones) changed by the tokenizer.
+        The shuffled, truncated conversations that have assistant tokens, and a note with the numbers of conversations
+        read, truncated, excluded, and (excluded ones counted too) changed by the tokenizer.
 
     Raises:
         InputError: if the file cannot be read or has no conversations, or a conversation has no assistant text or fails
@@ -180,16 +180,16 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> tu
     for messages, where in read_conversations(path):
         if not any(message["role"] == ASSISTANT and message["content"].strip() for message in messages):
             raise InputError(
-                f'{where}: no message of the role "{ASSISTANT}" has text to train on: remove the conversation'
+                f'{where}: no message with role "{ASSISTANT}" has text to train on: remove the conversation'
             )
         chats.append(template.tokenize(messages, where))
     if not chats:
         raise InputError(f"{path} contains no conversation: pass a .jsonl file with rows that have `messages`")
     taught = [one for one in chats if any(one.is_trained[1:length])]
-    note = f"{len(chats):,} conversations, {sum(len(one.ids) > length for one in taught):,} of them cut after "
+    note = f"{len(chats):,} conversations, {sum(len(one.ids) > length for one in taught):,} of them truncated to "
     note += f"{length:,} tokens"
     if silent := len(chats) - len(taught):
-        note += f", {silent:,} left out because they have no assistant text before the cut"
+        note += f", {silent:,} excluded because no assistant tokens remain"
     if inexact := sum(not one.is_exact for one in chats):
         note += f"; in {inexact:,} the tokenizer drops or changes characters of the assistant's text"
     order = torch.randperm(len(taught), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -197,7 +197,7 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> tu
 
 
 def first_tokens(chats: Sequence[TokenizedChat], sequences: int, length: int) -> Tensor:
-    """Return the first `length` tokens of at most `sequences` conversations that are long enough: (N, T).
+    """Return the first `length` tokens of at most `sequences` conversations that are long enough, (N, T).
 
     Raises:
         InputError: if no conversation is long enough.
@@ -205,7 +205,7 @@ def first_tokens(chats: Sequence[TokenizedChat], sequences: int, length: int) ->
     long_enough = [chat.ids[:length] for chat in chats if len(chat.ids) >= length][:sequences]
     if not long_enough:
         raise InputError(
-            f"none of the {len(chats)} held-out conversations has the {length} tokens that the sink metric needs: "
-            "lower --sink-length, raise --held-out, or pass a text for it as --text FILE"
+            f"none of the {len(chats)} held-out conversations has the {length} tokens required by the sink metric: "
+            "lower --sink-length, raise --held-out, or pass the text for the metric as --text FILE"
         )
     return torch.tensor(long_enough)

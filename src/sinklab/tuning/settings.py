@@ -1,7 +1,7 @@
 """Settings of instruction tuning; the defaults follow the paper's 1B model (2410.10781, figure 30).
 
 The paper states the data (UltraChat), the learning rate with a cosine schedule, 64 conversations of 2,048 tokens per
-step, and one epoch. It does not state the warm-up (here 10 % of the steps, as for Zephyr on the same conversations) and
+step, and one epoch. It does not state the warm-up (here 10 % of the steps, as for Zephyr on the same conversations) or
 the optimiser (here AdamW with transformers' defaults: betas 0.9 and 0.999, no weight decay, gradient clipping at 1).
 """
 
@@ -21,21 +21,23 @@ TOKENS_AT_A_TIME = 4096  # tokens per micro-batch
 
 
 class TuneOptions(CommandSettings, frozen=True):
-    """Settings of instruction tuning; a value that is None is derived from model, conversations and other settings."""
+    """Options of instruction tuning; None values are derived from the model, conversations and other options."""
 
     panel = TRAINING
 
     lr: float = Field(default=2e-5, ge=1e-12, le=1e3, description="Peak learning rate; cosine decay to 0.")
     warmup: float = Field(default=0.1, ge=0.0, le=0.9, description="Fraction of the steps with linear warm-up.")
-    batch_size: int = Field(default=64, ge=1, le=10**6, description="Conversations per step.")
+    batch_size: int = Field(default=64, ge=1, le=10**6, description="Conversations per update.")
     micro_batch: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
-        default=None, ge=1, description="Conversations per forward pass; default: as many as hold 4,096 tokens."
+        default=None,
+        ge=1,
+        description="Conversations per micro-batch, a divisor of --batch-size; default: about 4,096 tokens.",
     )
     length: int | None = Field(
         default=None,
         ge=4,
         le=MOST,
-        description="Tokens after which a conversation is cut; default: 2,048, at most the context.",
+        description="Tokens to which conversations are truncated; default: 2,048, at most the context.",
     )
     epochs: float = Field(default=1.0, ge=1e-6, le=1e6, description="Passes over the training conversations.")
     steps: int | None = Field(default=None, ge=1, le=MOST, description="Number of updates; overrides --epochs.")
@@ -43,10 +45,10 @@ class TuneOptions(CommandSettings, frozen=True):
         default=None, ge=1, description="Number of held-out conversations; default: a tenth, at most 100."
     )
     eval_every: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
-        default=None, ge=1, description="Steps between evaluations; default: a tenth of all."
+        default=None, ge=1, description="Updates between evaluations; default: a tenth of all updates."
     )
     save_every: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
-        default=None, ge=1, description="Steps between checkpoints; default: a tenth of all."
+        default=None, ge=1, description="Updates between checkpoints; default: a tenth of all updates."
     )
     sequences: Annotated[int, Flag(panel=MEASURED)] = Field(
         default=100, ge=1, le=MOST, description="Number of sequences for the sink metric."
@@ -95,7 +97,7 @@ class TuneManifest(TuneSettings, frozen=True):
 
 
 def length_for(options: TuneOptions, context: int | None) -> int:
-    """Return the length in tokens after which conversations are cut.
+    """Return the maximum number of tokens per conversation; longer ones are truncated.
 
     Args:
         context: context length of the model; None without a limit.
@@ -118,23 +120,23 @@ def held_out_for(options: TuneOptions, conversations: int) -> int:
     """
     if conversations < 2:
         raise InputError(
-            f"{conversations} usable conversation{'' if conversations == 1 else 's'}: at least 2 are needed, one to "
-            "train on and one held out; use more conversations, or a larger --length"
+            f"{conversations} usable conversation{'' if conversations == 1 else 's'}: at least 2 are needed, one for "
+            "training and one held out; add conversations or raise --length"
         )
     count = min(HELD_OUT, max(1, conversations // 10)) if options.held_out is None else options.held_out
     if count >= conversations:
         raise InputError(
-            f"--held-out {count} leaves none of {conversations} usable conversations to train on: hold out fewer"
+            f"--held-out {count} leaves none of {conversations} usable conversations for training: set a smaller value"
         )
     return count
 
 
 def settings_for(options: TuneOptions, length: int, held_out: int, trained: int) -> TuneSettings:
-    """Return the options with every None replaced by its derived value.
+    """Derive the settings from the options, with every None replaced by its derived value.
 
     Args:
-        length: length after which conversations are cut, in tokens.
-        held_out, trained: number of held-out and of training conversations.
+        length: maximum number of tokens per conversation.
+        held_out, trained: numbers of held-out and of training conversations.
 
     Raises:
         InputError: if the batch size is not a multiple of the micro-batch, or the sequences of the sink metric are

@@ -1,4 +1,4 @@
-"""Inputs of a tuning run: model, conversations, settings, and tokens of the sink metric."""
+"""Inputs of a tuning run: model, conversations, settings and tokens for the sink metric."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class TuneSources:
 
     Attributes:
         chats: .jsonl file of conversations.
-        text: text for the sink metric; None for the held-out conversations.
+        text: text file for the sink metric; None for the held-out conversations.
         template: file with a chat template that replaces the model's; None for the model's.
     """
 
@@ -44,11 +44,11 @@ class TuneSources:
 
 @dataclass(frozen=True)
 class SftDataset:
-    """A loaded model and its tuning data.
+    """Loaded model and its tuning data.
 
     Attributes:
         trained, held_out: tokenized training and held-out conversations.
-        tokens_NT: tokens of the sink metric, (N, T).
+        tokens_NT: tokens for the sink metric, (N, T).
         tuning: content of sft.json before the first update; all settings are in `tuning.asked`.
     """
 
@@ -93,8 +93,8 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
     notes = [*_notes_of_loading(opened), *template.notes, counts]
     if len(tokens_NT) < settings.sequences:
         notes.append(
-            f"the sink is measured on {len(tokens_NT)} of {settings.sequences} sequences: the text, or the held-out "
-            "conversations of at least that length, give no more"
+            f"the sink metric uses {len(tokens_NT)} of the requested {settings.sequences} sequences: the text or the "
+            "held-out conversations do not contain more of this length"
         )
     tuning = Tuning(
         model=opened.name,
@@ -117,19 +117,19 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
 
 
 def open_trainable(name: str, loading: Loading) -> Model:
-    """Load a Hugging Face model, or a run as its exported model, for training, with float32 weights.
+    """Load a Hugging Face model, or the exported model of a run, with float32 weights for training.
 
     Raises:
-        InputError: if the model cannot be loaded, its weights are quantised, or more than one device would be used.
+        InputError: if the model cannot be loaded, its weights are quantised, or several devices would be used.
     """
     if loading.device == DEVICE_MAP:
-        raise InputError("--device map: a model is tuned on one device; use auto, cpu or cuda")
+        raise InputError("--device map is not supported, because tuning uses one device: use auto, cpu or cuda")
     if pick_device(loading.device).type == "cuda" and torch.cuda.device_count() > 1:
-        raise InputError("a model is tuned on one device, and there are several: choose one by CUDA_VISIBLE_DEVICES=0")
+        raise InputError("tuning uses one GPU, but several are visible: select one, as in CUDA_VISIBLE_DEVICES=0")
     model = open_model(name, replace(loading, dtype="float32"), as_transformers=True)
     if quantised := quantisation(cast("PreTrainedModel", model.module).config):
         raise InputError(
-            f"the weights of {name} are quantised ({quantised}) and cannot be trained: use the original model"
+            f"the weights of {name} are quantised ({quantised}) and cannot be trained: use the unquantised model"
         )
     return model
 
@@ -137,11 +137,11 @@ def open_trainable(name: str, loading: Loading) -> Model:
 def _notes_of_loading(model: Model) -> list[str]:
     if model.step is None:
         return [*model.notes]
-    notes = [f"the run is at step {model.step:,}", *model.notes]
+    notes = [f"the checkpoint of the run is from step {model.step:,}", *model.notes]
     data = load_recipe(str(Path(model.name) / "recipe.yaml")).data
     if data.fixed_token is not None or data.random_tokens is not None:
         notes.append(
-            "the run was trained with replaced tokens (data.fixed_token, data.random_tokens); those of the "
-            "conversations are not replaced"
+            "the run was trained with data.fixed_token or data.random_tokens, which are not applied to the "
+            "conversations"
         )
     return notes

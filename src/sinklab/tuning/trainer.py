@@ -1,7 +1,7 @@
 """Subclass of trl's SFTTrainer; imported only if trl is installed.
 
-Conversations are already tokenized, with labels for the assistant's tokens and IGNORED elsewhere, so data preparation
-is skipped. Differences from SFTTrainer:
+Conversations are already tokenized, with labels for the assistant's tokens and IGNORED elsewhere, so trl's data
+preparation is skipped. Differences from SFTTrainer:
 
 - A sinklab model computes its own loss; trl would call the model's body and apply the LM head to the hidden states.
 - The validation loss is the mean over all labelled tokens, not over batches, so it is independent of the batch size.
@@ -37,10 +37,10 @@ class TuneRecord(TrainerCallback):
 
     Attributes:
         folder: folder of metrics.jsonl and updates.jsonl.
-        updates, evaluations: rows; at first those of earlier calls, up to the checkpoint from which training resumes.
+        updates, evaluations: rows; initially those of earlier calls, up to the checkpoint from which training resumes.
         sink: sink callback of the same trainer, called before this callback.
-        should_stop: callback, called after every update; if it returns True, the trainer saves and stops.
-        progress: receives a unit per update, and a note per evaluation.
+        should_stop: callback, called after every update; the trainer saves and stops if it returns True.
+        progress: progress reporter, with one unit per update and one note per evaluation.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class TuneRecord(TrainerCallback):
     progress: StepProgress
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record a log entry of the Trainer if it belongs to an update or an evaluation.
+        """Record a log entry of the Trainer if it is from an update or an evaluation.
 
         Raises:
             SinklabError: if a loss or gradient is not finite.
@@ -70,7 +70,7 @@ class TuneRecord(TrainerCallback):
             self._add_evaluation(step, logs[f"{EVALUATION}loss"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make the trainer save and stop if a stop was requested."""
+        """Save a checkpoint and stop training if `should_stop` returns True."""
         if self.should_stop():
             control.should_save = control.should_training_stop = True
 
@@ -134,13 +134,13 @@ def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], b
 
     Args:
         folder: folder of the checkpoints.
-        callbacks: called in this order, after the trainer's own.
-        begins: True if training starts at step 0; the model is then evaluated before the first update.
+        callbacks: callbacks, called in this order after the default callbacks of the Trainer.
+        begins: True if training starts at step 0, where the model is evaluated before the first update.
     """
     model: Any = dataset.model.module
     settings = dataset.tuning.asked
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers' warning about an option that trl sets
+        warnings.simplefilter("ignore", FutureWarning)  # warning of transformers about an option set by trl
         config = SFTConfig(
             output_dir=str(folder),
             learning_rate=settings.lr,

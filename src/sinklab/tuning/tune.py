@@ -23,11 +23,11 @@ from sinklab.tuning.tuned_directory import CHECKPOINTS, METRICS, MODEL, SFT, UPD
 
 @dataclass(frozen=True)
 class TuneEnd:
-    """Result of a call of `tune`.
+    """Result of a call to `tune`.
 
     Attributes:
-        tuning: content of sft.json; `chat` is None if the run was stopped.
-        exit_status: 0 if the run is done; 130 (SIGINT) or 75 (SIGTERM, SIGUSR1) if it was stopped.
+        tuning: contents of sft.json; `chat` is None if the run was stopped.
+        exit_status: 0 if the run is complete; 130 (SIGINT) or 75 (SIGTERM, SIGUSR1) if it was stopped.
     """
 
     tuning: Tuning
@@ -45,18 +45,18 @@ def tune(
 ) -> TuneEnd:
     """Fine-tune a model on conversations, or resume an earlier call.
 
-    On SIGINT, SIGTERM or SIGUSR1 training finishes the current update, saves, and ends. The result of a finished run is
-    returned again.
+    On SIGINT, SIGTERM or SIGUSR1 training finishes the current update, saves a checkpoint and stops. If the run is
+    already complete, its result is returned.
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        out: output directory, not inside the model's directory.
+        out: output directory; it must not be inside the model's directory.
 
     Raises:
-        InputError: before anything is written, if trl is not installed, torchrun started several processes, the model,
-            a file or an option is unusable, or `out` has other files or a tuning run with other settings.
+        InputError: before anything is written, if trl or accelerate is not installed, WORLD_SIZE is not 1, the model, a
+            file or an option is unusable, or `out` contains other files or a tuning run with other settings.
         HeldError: if another process is tuning a model in `out`.
-        SinklabError: if a loss or gradient is not finite, or the disk is full.
+        SinklabError: if a loss or gradient norm is not finite, or `out` cannot be written.
     """
     check_extra()
     ledger = Ledger[Tuning](out, SFT)
@@ -76,12 +76,12 @@ def tune(
 
 
 def check_tuned(path: Path, options: TuneOptions, chats: Path) -> None:
-    """Check that an earlier tuning run used the requested settings and conversations.
+    """Check that an earlier tuning run used the requested options and conversations.
 
     Args:
         path: sft.json of the earlier tuning run.
-        options: requested settings.
-        chats: requested file of conversations.
+        options: requested options; `length` and `held_out` default to those of the earlier run.
+        chats: requested .jsonl file of conversations.
 
     Raises:
         InputError: if a setting or the conversations differ (the message names the first difference), or sft.json is
@@ -96,13 +96,13 @@ def check_tuned(path: Path, options: TuneOptions, chats: Path) -> None:
 
 
 def check_extra() -> None:
-    """Check that trl and accelerate are installed and that torchrun has not started several processes.
+    """Check that trl and accelerate are installed, and that tuning runs in a single process.
 
     Raises:
-        InputError: if a check fails; the message says what to do.
+        InputError: if a package is missing, or torchrun has set WORLD_SIZE to a value other than 1.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise InputError("a model is tuned in one process: start it without torchrun")
+        raise InputError("tuning runs in a single process, but WORLD_SIZE is not 1: start it without torchrun")
     if importlib.util.find_spec("trl") is None or importlib.util.find_spec("accelerate") is None:
         raise InputError(
             f"instruction tuning needs trl and accelerate, which are not both installed: {install_command('sft')}"
@@ -110,7 +110,7 @@ def check_extra() -> None:
 
 
 def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], observe: Observer) -> TuneEnd:
-    """Run the missing updates and write sft.json; after the last, write the tuned model and delete the checkpoints."""
+    """Run the remaining updates and write sft.json; after the last, export the model and delete the checkpoints."""
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.tuning.trainer import TuneRecord, tuner
 
@@ -126,7 +126,7 @@ def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], o
         sink, progress = SinkCallback(data.tokens_NT, eps=data.tuning.asked.eps), StepProgress("updates", observe)
         with stop_on_signals() as should_stop:
             record = TuneRecord(out, updates, evaluations, sink, should_stop, progress)
-            progress.note(f"continues after {step} of {steps} updates" if step else f"{steps} updates")
+            progress.note(f"resumes after {step} of {steps} updates" if step else f"{steps} updates")
             progress.begin(steps, done=step)
             made = tuner(data, folder, [sink, record], begins=place is None)
             try:
@@ -135,8 +135,8 @@ def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], o
                 if not is_full(error):
                     raise
                 raise SinklabError(
-                    f"the disk of {out} is full: free some space, and run the same command again, which resumes from "
-                    "the last checkpoint"
+                    f"the disk of {out} is full: free some space, and rerun the same command to resume from the last "
+                    "checkpoint"
                 ) from error
             exit_status = should_stop.exit_status
         step, place = tuned_directory.newest(folder) or (0, None)
@@ -158,10 +158,10 @@ def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], o
 
 
 def _check_free(out: Path, model: str) -> None:
-    """Check that `out` is not inside the model's directory (its files are hashed) and has no files to be overwritten.
+    """Check that `out` is outside the model's directory, whose files are hashed, and that no file is overwritten.
 
     Raises:
-        InputError: if the directory cannot be used; the message names the reason.
+        InputError: if `out` is inside that directory, or contains an output of this name but no sft.json.
     """
     place = Path(model).expanduser()
     if place.is_dir() and out.resolve().is_relative_to(place.resolve()):

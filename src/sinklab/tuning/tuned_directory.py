@@ -1,6 +1,6 @@
-"""Directory of a tuning run: sft.json, metrics.jsonl (evaluations), updates.jsonl, checkpoints, the tuned model.
+"""Directory of a tuning run: sft.json, metrics.jsonl (evaluations), updates.jsonl, checkpoints and the tuned model.
 
-Losses are in nats per assistant token, sink rates in percent by (1-based) position. See docs/sft.md.
+Losses are in nats per assistant token, sink rates in percent. See docs/sft.md.
 """
 
 import json
@@ -22,10 +22,10 @@ SFT, METRICS, UPDATES = "sft.json", "metrics.jsonl", "updates.jsonl"
 MODEL, CHECKPOINTS = "model", "checkpoints"
 PREFIX = "checkpoint-"
 COMPLETE = "complete"
-"""Marker file in a complete checkpoint; training resumes only from checkpoints with this file."""
+"""Marker file of complete checkpoints; training resumes only from a checkpoint with this file."""
 
 NOT_THE_MODEL = ("*.pt", "*.pth", "training_args.bin", "trainer_state.json", "README.md", COMPLETE)
-"""Files of a checkpoint that are not files of the model, as glob patterns."""
+"""Glob patterns of checkpoint files that are not part of the model."""
 
 AnyRow = TypeVar("AnyRow", bound=BaseModel)
 
@@ -53,8 +53,8 @@ class TuneEvaluation(ReadDocument):
         step: number of updates done.
         train_loss: mean loss over the updates since the previous evaluation; None without such updates.
         valid_loss: loss on the held-out conversations.
-        sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples.
-        sink_rate_bias: sink rate of an added bias; None without a bias.
+        sink_rate: Sink_k in percent of (sequence, layer, head) triples, for positions k = 1, 2, ...
+        sink_rate_bias: sink rate of a bias, sink logit or sink token in percent; None without one.
         hidden_norm_ratio: |h_1| over the mean |h_t| of the other positions, before the first block and after every
             block; infinite (null in the file) if the norms of the other positions are 0.
         lr, grad_norm: learning rate and gradient norm (before clipping) of the last update; None at step 0.
@@ -81,11 +81,11 @@ class Tuning(VersionedDocument):
         asked: settings that affect the result.
         conversations: number of training conversations; `held_out` is in `asked`.
         trained_tokens: number of assistant tokens in one epoch.
-        sequences: number of sequences of the sink metric.
+        sequences: number of sequences for the sink metric.
         notes: notes on the model and the conversations.
         base, chat: evaluations before training and after all updates; None until then.
         grad_norm_max: largest gradient norm of all updates so far; None without updates.
-        seconds: total training time of all calls, except killed ones.
+        seconds: total training time of all calls, except killed ones, in seconds.
         versions: versions of the training libraries.
     """
 
@@ -108,7 +108,7 @@ class Tuning(VersionedDocument):
         return {name: side for name, side in (("base", self.base), ("chat", self.chat)) if side is not None}
 
     def numbers(self) -> dict[str, float]:
-        """Return the quantities that claims refer to, by name (`experiments/quantities.py`); empty before the end."""
+        """Return the quantities of claims by name (`experiments/quantities.py`); empty until training is complete."""
         if self.base is None or self.chat is None or self.grad_norm_max is None:
             return {}
         return {
@@ -119,7 +119,7 @@ class Tuning(VersionedDocument):
 
 
 def tuned_beside(run: Path) -> Path:
-    """Return the directory in which a sweep tunes a run: next to the run's directory, whose files are hashed."""
+    """Return the tuning directory of a run in a sweep; it is not inside the run's directory, whose files are hashed."""
     return run.with_name(f"{run.name}-sft")
 
 
@@ -136,7 +136,7 @@ def load_tuning(path: Path) -> Tuning:
 
 
 def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
-    """Read the rows of a .jsonl file; return an empty list if there is no file.
+    """Read the rows of a .jsonl file; return an empty list if the file does not exist.
 
     Raises:
         InputError: if the file is damaged.
@@ -155,14 +155,14 @@ def write_rows(path: Path, rows: Sequence[BaseModel]) -> None:
 
 
 def mark_complete(folder: Path, step: int) -> None:
-    """Mark the checkpoint of a step, if any, as complete."""
+    """Mark the checkpoint of a step, if it exists, as complete."""
     checkpoint = folder / f"{PREFIX}{step}"
     if checkpoint.is_dir():
         write_text(checkpoint / COMPLETE, "")
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
-    """Return step and folder of the newest complete checkpoint in `folder`; None without any."""
+    """Return the step and path of the newest complete checkpoint in `folder`, or None."""
     complete = [path.parent for path in folder.glob(f"{PREFIX}*/{COMPLETE}")]
     found = [(int(path.name.removeprefix(PREFIX)), path) for path in complete if path.name[len(PREFIX) :].isdigit()]
     return max(found, default=None)
@@ -179,12 +179,12 @@ def write_model(checkpoint: Path, directory: Path, tuning: Tuning, is_ours: bool
     """Write the model of a checkpoint as a Hugging Face directory, atomically.
 
     Args:
-        directory: a new or empty directory.
+        directory: output directory; it must be new or empty.
         tuning: results for the model card.
-        is_ours: True for a SinklabForCausalLM, whose code is written with the weights.
+        is_ours: True for a SinklabForCausalLM, whose modeling code is written with the weights.
 
     Raises:
-        SinklabError: if the disk is full or not writable.
+        SinklabError: if the directory cannot be written.
     """
     left_out = {path.name for pattern in NOT_THE_MODEL for path in checkpoint.glob(pattern)}
     with atomic_directory(directory) as aside:
@@ -205,6 +205,6 @@ def _card(tuning: Tuning) -> str:
         f"{card_head('sft')}\n# {Path(tuning.model).name}, tuned on conversations\n\n"
         f"{tuning.architecture} of {tuning.parameters:,} parameters, tuned by sinklab {sinklab.__version__} on the "
         f"assistant's tokens of {tuning.conversations:,} conversations.\n\n"
-        "| | loss held out, nats per token | Sink_1, percent |\n|---|---|---|\n"
+        "| | held-out loss, nats per token | Sink_1, percent |\n|---|---|---|\n"
         + "\n".join([*sides, "\n## Settings\n", "| | |", "|---|---|", *settings, ""])
     )

@@ -1,22 +1,22 @@
 """Budgets: KV heads that need the full cache, and the loss when the other heads keep only the sink and recent keys.
 
 After DuoAttention (2410.10819, section 2.2), where retrieval heads are those that "significantly alter model outputs
-when restricted to recent tokens and attention sinks"; a KV head is restricted with the query heads that share it:
+when restricted to recent tokens and attention sinks". A restriction applies to all query heads of a KV head:
 
-    seen(t) = { s <= t : s < n or s > t - (C - n) },      every key at its own position in the text
+    seen(t) = { s <= t : s < n or s > t - (C - n) },      keys keep their positions in the text
     cost of a KV head = KL divergence from the unchanged model when this head alone is restricted
 
 DuoAttention trains a weight alpha for every head with an L1 penalty (eq. 1 to 3; mit-han-lab/duo-attention fe93c31);
-heads with alpha above a quantile keep all keys (eq. 4). Here the cost is measured per head on other sequences, without
-training, and the cost of a head does not depend on the other heads.
+heads with alpha above a quantile keep all keys (eq. 4). Here the cost of each head is measured alone, without training,
+on sequences other than those of the losses.
 
-A fraction f of the KV heads keeps all keys and the other heads keep C keys, by policy:
+A fraction f of the KV heads keeps all keys and the other heads keep C keys. The policy selects the heads:
 
     by cost           the heads with the highest cost keep all keys
     by sink share     the heads with the lowest importance of the first position keep all keys
     random            random heads keep all keys, mean of several draws
-    one for all       every head keeps f T + (1 - f) C keys, rounded, the first n included: the same total at the end of
-                      the text
+    one for all       every head keeps f T + (1 - f) C keys (rounded), including the first n; the total at the end of
+                      the text is the same
 """
 
 import random
@@ -49,13 +49,13 @@ from sinklab.models.intercept import intercept
 from sinklab.plots import PlotAxis
 
 FULL = (0.125, 0.25, 0.5)
-SHOWN_FULL = 0.25  # fraction in the answers and scalar results, and of the heads in `retrieval`
+SHOWN_FULL = 0.25  # fraction f of the answers and scalar results, and fraction of heads in `retrieval`
 BUDGET_DRAWS = 3
 BY_COST, BY_SINK, ANY, FOR_ALL = "by cost", "by sink share", "random", "one for all"
 
 
 class HeadBudget(Effect):
-    """Loss when some KV heads keep all keys and the others few (or all heads equally many), mean over draws.
+    """Loss when some KV heads keep all keys and the others few, or all heads the same number; mean over draws.
 
     Attributes:
         policy: rule that selects the heads with all keys, or `one for all`.
@@ -74,12 +74,13 @@ class Budgets(AssessPart):
     """Loss with a separate key budget for every KV head, compared with the same total budget shared equally.
 
     Attributes:
-        size, first: number C of keys of a restricted head, n of them first keys, including a learned sink token.
+        size, first: number C of keys of a restricted head, and number n of first keys among them, learned leading
+            tokens included.
         heads: loss and KL divergence when each KV head alone is restricted, on other sequences.
         sink_shares: importance of the first position by KV head, in the order of `heads` and on the same sequences.
         retrieval: the quarter of the KV heads (layer, head) with the highest cost; the other heads are streaming heads.
         restricted: loss with C keys for every head.
-        policies: losses for every fraction of heads with all keys and every policy.
+        policies: loss by fraction of heads with all keys and by policy.
     """
 
     name = "budgets"
@@ -123,7 +124,7 @@ class Budgets(AssessPart):
         return PartJob(passes * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
     def rows(self) -> Iterator[PartRow]:
-        """Answers are all policies if a quarter of the heads keeps all keys."""
+        """The answers are the policies with all keys for a quarter of the heads."""
         yield self.unchanged_row()
         yield self.row(f"{self.size} keys, first {self.first} kept", self.restricted)
         names = {BY_COST: "budget_by_head_added", FOR_ALL: "budget_for_all_added"}
@@ -149,7 +150,7 @@ class Budgets(AssessPart):
         return PartFigure(
             "Budgets by head",
             f"Loss added to {self.unchanged.loss:.3f} when some KV heads keep all {self.length:,} keys and the others "
-            f"{self.size}, including the first {self.first} (DuoAttention, 2410.10819), and when all heads keep the "
+            f"{self.size}, including the first {self.first} (DuoAttention, 2410.10819), or when all heads keep the "
             "same number of keys.",
             [*none, *(self.point(one, one.policy, one.keys) for one in self.policies)],
             PlotAxis("Keys per head at the end of the text, mean", "x", "keys"),
@@ -159,14 +160,14 @@ class Budgets(AssessPart):
 
 @dataclass(frozen=True)
 class RestrictedHeads:
-    """Attention edit that restricts KV heads to the first n and the latest keys, C in total."""
+    """Attention edit that restricts KV heads to the first n keys and the latest C - n keys."""
 
     size: int
     first: int
     heads: KeyHeads
 
     def __call__(self, layer: LayerCall) -> LayerCall:
-        """Return the call with a mask that restricts the selected KV heads; unchanged if the layer has none of them."""
+        """Return the call with a mask that restricts the selected KV heads; unchanged if none is in this layer."""
         chosen_G = chosen_heads(layer, self.heads)
         if not chosen_G.any():
             return layer
@@ -183,7 +184,7 @@ def assess_budgets(
 
     Args:
         others_MT: sequences on which the cost and the sink share of each KV head are measured.
-        size, first: number C of keys of a restricted head, and n of first keys.
+        size, first: number C of keys of a restricted head, and number n of first keys among them.
         seed: random seed of the policy `random`.
     """
     alone = PairedReader(adapter, others_MT, step)

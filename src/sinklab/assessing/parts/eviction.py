@@ -2,13 +2,14 @@
 
     recent                 the C latest keys
     first and recent       the first n and the C - n latest keys (StreamingLLM, 2309.17453)
-    heavy hitters          the C // 2 latest, and of the others those with most accumulated attention (H2O, 2306.14048)
-    heavy without sink     heavy hitters, but the first n keys are kept only while recent
-    random                 the C // 2 latest, and random ones of the others
+    heavy hitters          the C // 2 latest keys, and older keys with the most accumulated attention (H2O, 2306.14048)
+    heavy without sink     as `heavy hitters`, but the first n keys are kept only while recent
+    random                 the C // 2 latest keys, and random older keys
 
-Evicted keys are lost. As in H2O's public code, the attention to a key is summed over the queries at which it was in the
-cache, with the softmax over the cache, and half of the budget is for recent keys. Query heads that share a KV head
-share a cache, so their sums are added (H2O's code predates grouped-query attention and has a cache per query head).
+Evicted keys do not return to the cache. As in H2O's public code, the attention to a key is summed over the queries at
+which it was in the cache, with the softmax over the cache, and half of the budget is for recent keys. Query heads that
+share a KV head share a cache, so their sums are added; H2O's code predates grouped-query attention and has a cache per
+query head.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,18 +30,18 @@ from sinklab.models.intercept import Edit
 from sinklab.plots import PlotAxis
 
 POLICIES = 5
-LEAST_SHARE = 1e-20  # minimum share of attention on the keys in the cache; below it, the row is recomputed
+LEAST_SHARE = 1e-20  # if a row has less attention on the keys in the cache, it is recomputed
 
 
 class Evicted(Effect):
-    """Loss with a cache of `budget` keys, evicted by `policy`, on text within the context."""
+    """Loss with a cache of `budget` keys and eviction by `policy`, on sequences within the context."""
 
     policy: str
     budget: int
 
 
 class Eviction(AssessPart):
-    """Loss by eviction policy and budget of keys; `first` is the number n of first keys, at most C - 1 are kept."""
+    """Loss by eviction policy and budget; `first` is the number n of first keys, limited to C - 1 for each budget C."""
 
     name = "eviction"
     rank = 3
@@ -69,7 +70,7 @@ class Eviction(AssessPart):
         return PartJob((1 + POLICIES * len(settings.budgets)) * len(tokens_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
-        """Answers are all policies at the smallest budget."""
+        """The answers are all policies at the smallest budget."""
         yield self.unchanged_row()
         smallest = min(one.budget for one in self.policies)
         for one in self.policies:
@@ -91,7 +92,7 @@ def keep_heavy_hitters(layer: LayerCall, budget: int, barred: int = 0) -> LayerC
     """Return the call with every query restricted to recent keys and the keys with the most accumulated attention.
 
     Args:
-        budget: number C of keys in the cache when a query reads it, the query's own key included.
+        budget: number C of keys in the cache, including the query's own.
         barred: number of first keys that are kept only while recent.
     """
     B, _, L, _ = layer.call.q_BHTD.shape
@@ -107,7 +108,7 @@ def keep_heavy_hitters(layer: LayerCall, budget: int, barred: int = 0) -> LayerC
 
 
 def keep_random_keys(layer: LayerCall, budget: int, seed: int) -> LayerCall:
-    """Return the call with every query restricted to recent and random keys, drawn by layer, KV head and sequence."""
+    """Return the call with every query restricted to recent and random keys, drawn by layer, sequence and KV head."""
     draw = torch.Generator().manual_seed(seed + layer.index)
     rank_BGL = torch.rand(layer.call.k_BGTD.shape[:3], generator=draw).to(layer.call.k_BGTD.device)
     return _restricted(layer, budget, lambda t, kept_BGS: rank_BGL)
@@ -117,8 +118,8 @@ def _restricted(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], 
     """Return the call with every query restricted to the keys in its cache.
 
     Args:
-        observe: (query index, keys in its cache) -> score of every key; the cache keeps the recent keys and, of the
-            older keys, those with the highest scores.
+        observe: (query index, mask of its keys) -> scores of the keys; the cache keeps the recent keys and the older
+            keys with the highest scores.
     """
     B, groups, L, _ = layer.call.k_BGTD.shape
     found_BGLL = torch.zeros(B, groups, L, L, dtype=torch.bool, device=layer.call.k_BGTD.device)
@@ -138,7 +139,7 @@ def _restricted(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], 
 
 
 def _row_of_softmax(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
-    """Return a function like `_row` for softmax, which renormalises full rows over the keys in the cache."""
+    """Return an equivalent of `_row` for softmax that renormalises full rows over the keys in the cache."""
     groups = layer.call.k_BGTD.shape[1]
     scores_BHLL, bias_BHL = layer.scores()
     scores_BGRLL = scores_BHLL.unflatten(1, (groups, -1))
@@ -149,7 +150,7 @@ def _row_of_softmax(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
         total_BGR1 = held_BGRS.sum(-1, keepdim=True)
         if bias_BGRL is not None:
             total_BGR1 += bias_BGRL[..., t, None]
-        if total_BGR1.min() < LEAST_SHARE:  # too much was on evicted keys for the digits of the rest
+        if total_BGR1.min() < LEAST_SHARE:  # renormalisation would be inaccurate
             return _row(layer, t, kept_BGS)
         return held_BGRS / total_BGR1
 

@@ -1,6 +1,6 @@
-"""Heads: classification as no-op ("nop") or broadcast heads, by the sink's value and the head's output.
+"""Heads: classification of heads as no-op ("nop") or broadcast heads, by the sink's value and the head's output.
 
-The terms are those of 2606.08105, of which only the abstract was available: "nop sinks exhibit negligible value norms;
+The terms are from 2606.08105, of which only the abstract was available: "nop sinks exhibit negligible value norms;
 broadcast sinks induce low-rank outputs". The definitions and thresholds below are therefore ours:
 
     share            mean over queries t of A_t,sink / sum_s A_ts          a sink if above SHARE
@@ -9,9 +9,9 @@ broadcast sinks induce low-rank outputs". The definitions and thresholds below a
     effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    at most LOW of V
 
 with s_i the singular values of the head's outputs o_t, of dimension V. The queries t are those after the sink, in all
-sequences; the sum over s includes a bias. The sink is the bias key or sink logit, else the first position; of several
-registers it is the first, and the other registers count as tokens. A gate can replace a nop head, and a register or
-sink token a broadcast head.
+sequences; the sum over s includes a bias. The sink is the bias key or sink logit if the model has one, otherwise the
+first position. With several registers it is the first register, and the others count as tokens. A gate can replace the
+sink of a nop head, and a register or sink token that of a broadcast head.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ class HeadRole(ReadDocument):
         value_norm: norm of the sink's value vector divided by the mean norm of the other keys' value vectors.
         output_share: mean norm of the sink's contribution to the head's output, divided by the mean norm of the output.
         effective_rank: effective rank of the head's outputs, at most their dimension.
-        kind: "no sink", "nop", "broadcast", or "between" the last two.
+        kind: "no sink", "nop", "broadcast", or "between" (neither nop nor broadcast).
     """
 
     layer: int
@@ -62,10 +62,10 @@ class Heads(AssessPart):
     """Roles of all query heads.
 
     Attributes:
-        sink: "bias" if the model has a bias key or sink logit, else the first position.
-        width: dimension V of a head's values and output in the first attention layer; other layers may have another.
+        sink: "bias" if the model has a bias key or sink logit, otherwise "first position".
+        width: dimension V of the head outputs in the first attention layer; it may differ in other layers.
         heads: role of every query head.
-        counts: number of heads of each kind; kinds without heads are left out.
+        counts: number of heads of each kind; kinds without heads are omitted.
     """
 
     name = "heads"
@@ -106,7 +106,7 @@ class Heads(AssessPart):
             PlotAxis(
                 "|v| of the sink over that of the other keys",
                 "value_norm",
-                "value's norm, times the others'",
+                "value norm relative to the other keys",
                 scale="log" if all(head.value_norm > 0 for head in self.heads) else "linear",
                 format="~g",
             ),
@@ -124,7 +124,7 @@ class Heads(AssessPart):
 
 
 def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
-    """Classify every query head by the role of the sink in it.
+    """Classify every query head by the role of its sink.
 
     Raises:
         InputError: if the attention weights cannot be edited (`LayerCall.scores`).
@@ -170,8 +170,10 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
 
 
 def _sums(layer: LayerCall, scores_BHLL: Tensor, bias_BHL: Tensor | None, out_BHLV: Tensor) -> list[Tensor]:
-    """Sum statistics over sequences, (H,) each: share of attention on the sink, norms of the sink's value, of the other
-    values, of the sink's contribution and of the output; last the Gram matrices (H, V, V) of the outputs.
+    """Sum statistics of heads over sequences.
+
+    (H,) each: share of attention on the sink, norms of the sink's value, the other values, the sink's contribution and
+    the output. Last: Gram matrices (H, V, V) of the outputs.
     """
     v_BHLV = layer.value_BGSV.repeat_interleave(scores_BHLL.shape[1] // layer.value_BGSV.shape[1], 1).float()
     if bias_BHL is None:
@@ -195,7 +197,7 @@ def _sums(layer: LayerCall, scores_BHLL: Tensor, bias_BHL: Tensor | None, out_BH
 
 
 def effective_rank(gram_VV: Tensor) -> float:
-    """Compute exp of the entropy of the normalised eigenvalues of a Gram matrix; 0 for a zero matrix."""
+    """Compute the exponential of the entropy of a Gram matrix's normalised eigenvalues; 0 for a zero matrix."""
     values = torch.linalg.eigvalsh(gram_VV).clamp(min=0)
     total = values.sum()
     if total <= 0:
@@ -205,7 +207,7 @@ def effective_rank(gram_VV: Tensor) -> float:
 
 
 def kind_of(share: float, value_norm: float, output_share: float, rank_share: float) -> HeadKind:
-    """Classify a head by the thresholds in this module; `rank_share` is its effective rank over its dimension."""
+    """Classify a head by the thresholds in this module; `rank_share` is its effective rank divided by V."""
     if share <= SHARE:
         return "no sink"
     if value_norm <= NEGLIGIBLE:

@@ -1,18 +1,18 @@
 """Key ablations (part `carries`): the loss with the sink's value, key, attention or logit removed or changed.
 
     value zeroed   o_t - sum over selected s of A_ts v_s
-    hidden         the selected keys are masked; a normalised row is normalised over the other keys
+    hidden         the selected keys are masked; rows that sum to one are normalised over the other keys
     spread         A_ts of the selected keys is divided equally among the other keys of the row (cf. 2410.10781)
-    shifted        z_ts + d for the selected keys, before the similarity; d = -inf hides them
+    shifted        z_ts + d for the selected keys, before the similarity; d = -inf is `hidden`
 
 The keys selected for each query:
 
-    bias     the bias key or sink logit of the model, with its own value (zero in most)
+    bias     the bias key or sink logit of the model, with its own value (usually zero)
     sink     the first n keys (a learned sink token is the first), for the queries after them
     recent   the n keys immediately before the query's own
     random   n random keys before the query's own, drawn by layer, head and query
 
-The last two are controls, and exclude the first n keys. Early queries have fewer than n such keys, or none.
+`recent` and `random` are controls, and exclude the first n keys. Early queries have fewer than n such keys, or none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,13 +35,13 @@ from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
-LAYERS_KEPT, KEYS_KEPT = 64, 2**19  # cached random keys: number of layers, and of keys per layer
+LAYERS_KEPT, KEYS_KEPT = 64, 2**19  # limits of the cache of random keys: layers, and keys per layer
 SHIFTS = (-8.0, -4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 8.0)
 Keys = Literal["bias", "sink", "recent", "random"]
 
 
 class Shift(Effect):
-    """Loss when the keys' logits are shifted by `by`; None (minus infinity) is the loss with the keys hidden."""
+    """Loss with `by` added to the logits of the keys; None (minus infinity) is the loss with the keys hidden."""
 
     by: float | None
 
@@ -50,8 +50,8 @@ class AblatedKeys(ReadDocument):
     """Losses with the sink, or an equal number of control keys, ablated.
 
     Attributes:
-        share: share of attention on the ablated keys, 0 to 1, mean over layers, heads and the queries that have such
-            keys; for a bias, over all queries of the layers with a bias.
+        share: share of attention on the ablated keys, 0 to 1, mean over layers, heads and queries with such keys; for a
+            bias, over all queries of the layers with a bias.
         value_zeroed, hidden, spread: loss with each of the three ablations.
         shifted: loss for each shift of the logits, in ascending order from minus infinity.
     """
@@ -99,7 +99,7 @@ class KeyAblations(AssessPart):
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
-        """Answers are bias and sink hidden, spread and their value zeroed, and the control keys hidden."""
+        """The answers are all ablations of the bias and the sink, and the control keys hidden."""
         yield self.unchanged_row()
         first = "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys"
         names = {"bias": "learned bias", "sink": first}
@@ -124,8 +124,8 @@ class KeyAblations(AssessPart):
         return PartFigure(
             "Ablation of the sink",
             f"Loss added to {self.unchanged.loss:.3f} by shifting the logits of the sink's "
-            f"{self.counted(self.sink_keys, 'key')}, from nearly hidden to strong, and of as many recent and random "
-            "keys.",
+            f"{self.counted(self.sink_keys, 'key')}, and of the same number of recent and random keys as controls; "
+            "a negative shift reduces the attention to the keys.",
             rows,
             PlotAxis("Shift of the logits", "x", "shift", format="+~g"),
         )
@@ -133,10 +133,10 @@ class KeyAblations(AssessPart):
 
 @dataclass(frozen=True)
 class SelectedKeys:
-    """Rule that selects the keys to ablate for every query, and the ablations, as attention edits or outputs.
+    """Selection of the keys to ablate for every query, with the ablations as attention edits or compute functions.
 
     Attributes:
-        keys: which keys are selected (see the module).
+        keys: set of keys (see the module docstring).
         count: number n of selected keys.
         seed: random seed for random keys.
     """
@@ -163,7 +163,7 @@ class SelectedKeys:
         return chosen_HLL.scatter_(-1, chosen_HLN, True).logical_and_(candidates_LL)
 
     def hidden(self, layer: LayerCall) -> LayerCall:
-        """Return the call with the selected keys masked; for the bias, without bias key, sink logit and their value."""
+        """Return the call with the selected keys masked; for the bias, without bias key, sink logit and bias value."""
         if self.keys == "bias":
             return layer.changed(key_HD=None, logit_H=None, value_HV=None)
         return layer.masked(Dense(~self.matrix(layer)[None], later=True))
@@ -180,7 +180,7 @@ class SelectedKeys:
         return layer.changed(position=compose(layer.call.position, Score(added, (matrix_HLL,))))
 
     def value_zeroed(self, layer: LayerCall) -> Tensor:
-        """Return the layer's output with the values of the selected keys set to zero, all weights unchanged."""
+        """Return the layer's output with the values of the selected keys zeroed and the attention weights unchanged."""
         scores_BHLL, bias_BHL = layer.scores()
         if self.keys == "bias":
             layer = layer.changed(value_HV=None)
@@ -203,7 +203,7 @@ class SelectedKeys:
 def _drawn(heads: int, L: int, count: int, seed: int) -> Tensor:
     """Draw `count` random keys for every query, after the first `count` keys and before the query: (H, L, count).
 
-    Early queries have fewer such keys; their rows also contain keys outside of this range.
+    Early queries have fewer such keys; their rows also contain other keys, which the caller removes.
     """
     q_L1, k_L = torch.arange(L)[:, None], torch.arange(L)
     rank_HLL = torch.rand(heads, L, L, generator=torch.Generator().manual_seed(seed))
@@ -230,7 +230,7 @@ def ablate_keys(
 
     Args:
         sink_keys: number n of first keys that form the sink, a learned sink token included.
-        shifts: numbers added to the logits of the selected keys.
+        shifts: numbers added to the logits of the selected keys, one forward pass each.
 
     Raises:
         InputError: if the attention weights cannot be edited (`LayerCall.scores`).

@@ -1,20 +1,20 @@
 """KV cache quantisation: the loss when keys and values are rounded to few bits, with and without the sink positions.
 
-Numbers x that share a scale are rounded as in KIVI (2402.02750; jy-yuan/KIVI 876b4d2, quant/new_pack.py):
+Values x that share a scale are rounded as in KIVI (2402.02750; jy-yuan/KIVI 876b4d2, quant/new_pack.py):
 
     m = min x,  s = (max x - min x) / (2^bits - 1),  q(x) = m + s round((x - m) / s)
 
     keys     per channel: 32 successive tokens of one channel of a KV head, after RoPE
     values   per token: 32 successive channels of one token of a KV head
 
-A last group may be shorter. Every key and value that a query reads is rounded, also its own, unless `residual` is set.
-Three bits are not in the public code; the formula is the same.
+The last group may be shorter. Without `residual`, every key and value is rounded, including the query's own. The public
+code does not support 3 bits; the formula is the same.
 
-`residual` R, a multiple of 32, keeps recent positions in full precision, as KIVI's cache does token by token
-(models/llama_kivi.py). Positions count from 0, a query reads the cache with its own key and value added:
+`residual` R, a multiple of 32, keeps recent positions in full precision, as KIVI's cache does during decoding
+(models/llama_kivi.py). For query t and key s, counted from 0, with the query's own key and value in the cache:
 
-    keys     full for s >= R floor(t / R): R keys are rounded together once there are R of them, after the last is read
-    values   full for t - s <= R: values are rounded one at a time, each when R later values are in the cache
+    keys     full precision for s >= R floor(t / R): each block of R keys is rounded after the query of its last key
+    values   full precision for t - s <= R: each value is rounded after query s + R
 
 Spared positions stay in full precision and are excluded from the scales: no position; the first n; or outlier tokens
 detected by PrefixQuant's rule (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py, with block outputs):
@@ -62,8 +62,8 @@ from sinklab.schema import ReadDocument
 
 BITS = (8, 4, 3, 2)
 HEAD_BITS = 2
-OUTLIER = 64  # times the median over tokens of the largest activation
-EXEMPT = 10  # one KV head in ten stays in full precision
+OUTLIER = 64  # ratio of M_t to the median of M_s above which a token is an outlier
+EXEMPT = 10  # one KV head in ten is exempt from rounding
 
 
 class CacheRounding(ReadDocument):
@@ -92,9 +92,9 @@ class KVCache(AssessPart):
         head_bits: number of bits in `heads`, `without_exempt` and `without_random`.
         residual: number R of recent positions in full precision; 0 rounds all positions.
         heads: loss and KL divergence when each KV head alone is rounded, on other sequences.
-        exempt: the tenth of the KV heads (layer, head) with the highest KL divergence when rounded alone, at least one.
-        without_exempt, without_random: loss with all KV heads rounded to `head_bits` except the exempt heads, or except
-            as many random heads.
+        exempt: the tenth (at least one) of the KV heads (layer, head) with the highest KL divergence in `heads`.
+        without_exempt, without_random: loss with all KV heads rounded to `head_bits` except the exempt heads, or as
+            many random heads.
     """
 
     name = "kv_cache"
@@ -135,7 +135,7 @@ class KVCache(AssessPart):
         config: Any = adapter.module.config
         text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         if getattr(text, "latent", None) or getattr(text, LATENT_WIDTH, None):
-            return "its cache holds one latent for all heads, not keys and values"
+            return "the KV cache contains latent vectors (MLA) instead of keys and values"
         return refused(adapter, compute=RoundedCache(HEAD_BITS, residual=settings.residual).output)
 
     @classmethod
@@ -152,8 +152,8 @@ class KVCache(AssessPart):
             bits, due = f"{one.bits} bits", f"due to the sink {one.due_to_sink:+.4f}"
             numbers = [f"cache_{one.bits}_bits_added", "cache_added"][: 2 if one.bits == fewest else 1]
             yield self.row(bits, one.everything, due, answer=f"keys and values in {bits}", numbers=numbers)
-            yield self.row(f"{bits}, {spared} spared", one.first_spared)
-            yield self.row(f"{bits}, outliers spared", one.found_spared)
+            yield self.row(f"{bits}, {spared} in full precision", one.first_spared)
+            yield self.row(f"{bits}, outliers in full precision", one.found_spared)
             if one.bits == fewest:
                 answer, words = f"part of the loss in {bits} due to the sink", f"with a cache in {bits}"
                 yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["cache_due_to_sink"])
@@ -165,8 +165,8 @@ class KVCache(AssessPart):
         found = sum(map(len, self.found))
         named = ", ".join(f"{layer}.{head}" for layer, head in self.exempt[:8])
         return (
-            f"kv_cache: {found} outlier tokens in {self.counted(len(self.found), 'sequence')}; the KV heads "
-            f"(layer.head) that cost most in {self.head_bits} bits: {named}{self._recent}"
+            f"kv_cache: {found} outlier tokens in {self.counted(len(self.found), 'sequence')}; the costliest KV heads "
+            f"(layer.head) in {self.head_bits} bits: {named}{self._recent}"
         )
 
     @property
@@ -178,23 +178,23 @@ class KVCache(AssessPart):
             self.point(effect, series, one.bits)
             for one in self.settings
             for series, effect in (
-                ("every position", one.everything),
-                ("first spared", one.first_spared),
-                ("outliers spared", one.found_spared),
+                ("all positions rounded", one.everything),
+                ("first in full precision", one.first_spared),
+                ("outliers in full precision", one.found_spared),
             )
         ]
         return PartFigure(
             "Rounding the KV cache",
             f"Loss added to {self.unchanged.loss:.3f} by rounding keys per channel and values per token, in groups of "
-            f"{CACHE_GROUP} (KIVI, 2402.02750): at every position, without the first "
-            f"{self.counted(self.sink_positions, 'position')}, and without outlier tokens (2410.05265){self._recent}.",
+            f"{CACHE_GROUP} (KIVI, 2402.02750): at all positions, at all but the first "
+            f"{self.counted(self.sink_positions, 'position')}, at all but outlier tokens (2410.05265){self._recent}.",
             rows,
             PlotAxis("Bits", "x", "bits", order=sorted({one.bits for one in self.settings})),
         )
 
 
 def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
-    """Round x to `bits` bits in groups along an axis; `spared` entries (bool) stay exact and outside the scales."""
+    """Round x to `bits` bits in groups along an axis; entries in the boolean mask `spared` are excluded."""
     x_XI, spared_XI = x.movedim(axis, -1), spared.expand_as(x).movedim(axis, -1)
     width = x_XI.shape[-1]
     padding = (0, -width % CACHE_GROUP)
@@ -212,8 +212,8 @@ class RoundedCache:
     """Attention edit that rounds keys and values to `bits` bits.
 
     Attributes:
-        spared_S: boolean mask of positions in full precision, learned leading tokens included; None spares none.
-        heads: KV heads that are rounded; None rounds all.
+        spared_S: boolean mask of positions in full precision, learned leading tokens included; None for no position.
+        heads: KV heads that are rounded; None for all.
         residual: number R of recent positions in full precision, used by `output` only.
     """
 
@@ -238,19 +238,17 @@ class RoundedCache:
     def output(self, layer: LayerCall) -> Tensor:
         """Compute the attention output with the rounded cache: (B, H, T, V).
 
-        With a residual, it is computed in blocks of R queries, which read the same keys.
+        With a residual, it is computed in blocks of R queries, which have the same rounded keys.
 
         Raises:
-            InputError: with a residual, if queries see later keys, or if scores cannot be edited (`LayerCall.scores`).
+            InputError: with a residual, if queries attend to later keys or `LayerCall.scores` does not apply.
         """
         whole, R = self(layer), self.residual
         if not R or whole is layer:
             return whole.output()
         mask, T, device = layer.call.mask, layer.length, layer.call.q_BHTD.device
         if not mask.causal:
-            raise InputError(
-                "its queries attend to later keys, so there are no most recent keys to keep: leave --residual out"
-            )
+            raise InputError("queries attend to later keys, so the most recent keys are undefined: omit --residual")
         outs = []
         for start in range(0, T, R):
             stop = min(start + R, T)
@@ -278,8 +276,8 @@ def assess_kv_cache(
     """Measure the loss with the KV cache rounded to 8, 4, 3 and 2 bits, and with one KV head rounded at a time.
 
     Args:
-        others_MT: sequences for the rounding of single KV heads.
-        sink_tokens: number of first tokens spared in `first_spared`, in addition to learned leading tokens.
+        others_MT: sequences on which single KV heads are rounded.
+        sink_tokens: number of first tokens in full precision in `first_spared`, in addition to learned leading tokens.
         seed: random seed of the heads in `without_random`.
         residual: number R of recent positions in full precision; 0 rounds all positions.
 
@@ -329,7 +327,7 @@ def assess_kv_cache(
 
 
 def joined(read: Sequence[ByPosition]) -> ByPosition:
-    """Concatenate the losses and KL divergences of sequences of equal length that were read separately."""
+    """Concatenate the losses and KL divergences of sequences of equal length that were evaluated separately."""
     unchanged = [one.unchanged_NP for one in read if one.unchanged_NP is not None]
     return ByPosition(
         read[0].first,
@@ -340,7 +338,7 @@ def joined(read: Sequence[ByPosition]) -> ByPosition:
 
 
 def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
-    """Return a boolean mask (N, S) of the outlier tokens, learned leading tokens included (PrefixQuant's rule)."""
+    """Return a boolean mask (N, S) of the outlier tokens by PrefixQuant's rule, learned leading tokens included."""
     found = []
     with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_BSC: x_BSC.abs().amax(-1)) as largest:
         for tokens_1T in tokens_NT.split(1):

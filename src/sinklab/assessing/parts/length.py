@@ -23,8 +23,8 @@ class Bucket(ReadDocument):
     """Losses of the targets at positions start .. stop - 1.
 
     Attributes:
-        whole: loss with the text read in one piece.
-        within: loss of the same targets, read in windows of the context; the reference for the KL of `whole`.
+        whole: loss with whole sequences; its KL divergence is from the model in windows of the context.
+        within: loss of the same targets in windows of the context.
     """
 
     start: int
@@ -34,7 +34,7 @@ class Bucket(ReadDocument):
 
     @property
     def positions(self) -> str:
-        """Range of positions as text, such as `1,025 to 1,280`."""
+        """Range of positions, formatted as `1,025 to 1,280`."""
         return f"{self.start:,} to {self.stop - 1:,}"
 
 
@@ -61,8 +61,8 @@ class LossByLength(AssessPart):
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
         if adapter.ends is None and cls.name not in settings.parts and (settings.long_length or 0) > LONGEST_UNASKED:
             return (
-                f"beyond its context of {adapter.context:,} tokens it would read {settings.long_length:,} tokens at "
-                f"once, which takes long: pass --parts {cls.name} to include it"
+                f"with a context of {adapter.context:,} tokens, the part evaluates {settings.long_length:,} tokens at "
+                f"once, which is slow: pass --parts {cls.name} to include it"
             )
         return adapter.ends
 
@@ -79,16 +79,16 @@ class LossByLength(AssessPart):
             within = f"within the context {one.within.loss:.4f}" if beyond else ""
             row = PartRow(f"positions {one.positions}", one.whole, added, within)
             if beyond and one is self.buckets[-1]:
-                row = replace(row, answer=f"{row.what} read at once", numbers=["beyond_context_added"])
+                row = replace(row, answer=f"{row.what}, whole sequences", numbers=["beyond_context_added"])
             yield row
 
     def figure(self) -> PartFigure:
-        rows = [self.point(one.whole, "read at once", one.positions, one.whole.loss) for one in self.buckets]
+        rows = [self.point(one.whole, "whole sequences", one.positions, one.whole.loss) for one in self.buckets]
         rows += [self.point(one.within, "within the context", one.positions, one.within.loss) for one in self.buckets]
         return PartFigure(
             "Loss beyond the context",
-            "Loss by position of the same tokens, read in one piece and in windows of the context of "
-            f"{self.context:,}. Both have the same targets in every bucket.",
+            "Loss by position, with whole sequences and with windows of the context of "
+            f"{self.context:,} tokens. Both have the same targets in every bucket.",
             rows,
             PlotAxis("Position of the target", "x", "positions", order=[one.positions for one in self.buckets]),
             PlotAxis("Loss (nats per token)", "y", "loss", zero=False),
@@ -96,11 +96,11 @@ class LossByLength(AssessPart):
 
 
 def assess_length(adapter: Adapter, tokens_NT: Tensor, step: Step) -> LossByLength:
-    """Measure the loss by bucket of positions with the text read in one piece, and within the context."""
+    """Measure the loss by bucket of positions, with whole sequences and with windows of the context."""
     N, T = tokens_NT.shape
     reader = PairedReader(adapter, tokens_NT, step, whole=True)
     whole, within = reader.whole, reader.unchanged
-    assert whole is not None, "asked for"
+    assert whole is not None, "requested above"
     inner = {int(edge * adapter.context) + 1 for edge in EDGES}
     edges = [whole.first, *sorted(edge for edge in inner if whole.first < edge <= T), T + 1]
     buckets = [

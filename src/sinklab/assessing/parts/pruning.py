@@ -2,18 +2,18 @@
 
     share of a head = mean over queries t after the sink of the share of A_t,sink         (as in the part `heads`)
 
-After 2601.06787, which removes the heads with the highest mean attention of all queries to position 0 first, by zeroing
-their slices of the output map (no code was found). That mean is (1 + (T - 1) share) / T where rows sum to one, so the
-order is the same. For a model with a bias key or sink logit, the share on the bias is used.
+After 2601.06787, which first removes the heads with the highest mean attention of all queries to position 0, by zeroing
+their slices of the output projection (no public code was found). That mean is (1 + (T - 1) share) / T if rows sum to
+one, so the order is the same. For a model with a bias key or sink logit, the share on the bias is used.
 
-A removed head's output is zeroed before norms, gates and the output map. Heads are ordered over all layers:
+A removed head's output is zeroed before norms, gates and the output projection. Heads of all layers are ordered:
 
     sink first     descending share
     sink last      ascending share
     random         random heads, mean of several draws
     same layers    random heads, with the same number per layer as `sink first`, mean of several draws
 
-In addition all no-op heads, or all broadcast heads (see `heads`), are removed at once, and as many random heads.
+In addition, all nop heads or all broadcast heads (see `heads`) are removed, with as many random heads as a control.
 """
 
 import random
@@ -45,10 +45,11 @@ class RemovedHeads(Effect):
     """Loss with some heads removed, mean over draws.
 
     Attributes:
-        order: order of removal; or the kind of heads removed, such as "all nop"; or "as many random as nop".
-        share: fraction of heads removed; in `Pruning.orders` before rounding to whole heads.
+        order: order of removal in `Pruning.orders`; set of heads in `Pruning.kinds`, such as "all nop" or "as many
+            random as nop".
+        share: fraction of heads removed; in `Pruning.orders`, the nominal fraction before rounding to whole heads.
         heads: number of heads removed.
-        losses: loss of each draw; one if the heads are not random.
+        losses: loss of each draw; a single one if the heads are not random.
     """
 
     order: str
@@ -63,7 +64,7 @@ class Pruning(AssessPart):
     Attributes:
         total: number of query heads of the model.
         orders: losses by order of removal and fraction of heads.
-        kinds: losses with all no-op or all broadcast heads removed, if any, each with a random control of equal size.
+        kinds: losses with all nop or all broadcast heads removed, if any, each with a random control of equal size.
     """
 
     name = "pruning"
@@ -101,7 +102,7 @@ class Pruning(AssessPart):
         return PartJob(passes * len(tokens_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
-        """Answers are all orders if a tenth of the heads is removed."""
+        """The answers are all orders with a tenth of the heads removed."""
         yield self.unchanged_row()
         names = {SINK_FIRST: ["sink_heads_pruned_added"], RANDOM: ["random_heads_pruned_added"]}
         for one in (*self.orders, *self.kinds):
@@ -119,8 +120,8 @@ class Pruning(AssessPart):
         return PartFigure(
             "Removing heads",
             f"Loss added to {self.unchanged.loss:.3f} when some of {self.total} heads are removed: those with the "
-            f"largest or smallest share of attention on the sink first (2601.06787), or random ones (mean of {DRAWS} "
-            "draws), of all layers or of the same layers.",
+            f"largest or smallest share of attention on the sink (2601.06787), or random heads (mean of {DRAWS} "
+            "draws), from all layers or with the same number per layer.",
             [self.point(one, one.order, 100 * one.share) for one in self.orders],
             PlotAxis("Heads removed (percent)", "x", "percent"),
             series=(SINK_FIRST, SINK_LAST, RANDOM, SAME_LAYERS),
@@ -129,7 +130,7 @@ class Pruning(AssessPart):
 
 @dataclass(frozen=True)
 class WithoutHeads:
-    """Compute function that sets the output of the query heads `heads` to zero."""
+    """Compute function that sets the outputs of the query heads `heads` to zero."""
 
     heads: QueryHeads
 

@@ -1,18 +1,18 @@
-"""Quantisation: the loss after simulated rounding of weights and activations, with and without the sink positions.
+"""Quantisation: the loss under simulated quantisation of weights and activations, with and without the sink positions.
 
-Activations of a sink position can be hundreds of times those of other tokens. Tokens that share a scale with it are
-then rounded to few steps, or to zero. Every setting is therefore measured twice: with all tokens quantised, and with
-the sink positions in full precision and outside the scales.
+Activations at a sink position can be hundreds of times as large as those of other tokens. Tokens that share a scale
+with them are then rounded to few steps, or to zero. Every setting is therefore evaluated twice: with all tokens
+quantised, and with the sink positions in full precision and excluded from the scales.
 
-Numbers are rounded to a grid and remain floats:
+Values are rounded to a grid and remain floating-point numbers:
 
     q(x) = s * clip(round(x / s), -m, m),  s = max |x| / m,  m = 2^(bits - 1) - 1         (symmetric)
 
-The maximum is over the values of one scale: the calibration sequences (static), a sequence (dynamic) or a token for
-activations; an output channel or a group within a row for weights. Only the linear layers of the blocks are quantised.
-Embedding, head, norms and the products inside attention keep their precision; SmoothQuant (2211.10438) quantises the
-products as well. Models with experts are refused: transformers fuses experts into one tensor, whose inner inputs are
-not seen from outside, and single experts read only some of the tokens.
+The maximum is over the values that share a scale. Activations: the calibration sequences (static), a sequence (dynamic)
+or a token. Weights: an output channel, or a group within a row. Only the linear layers of the blocks are quantised.
+Embedding, LM head, norms and the products inside attention are not; SmoothQuant (2211.10438) also quantises these
+products. Mixture-of-experts models are refused: transformers fuses experts into one tensor, so that hooks cannot
+observe the inputs of its second product, and separate experts process only some of the tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,11 +50,11 @@ SETTINGS: dict[Weights, dict[str, Activations]] = {
     },
     "int4 in groups of 32": {"int4 weights": "full"},
 }
-"""Settings by quantisation of the weights: quantisation of the activations by name of the setting."""
+"""Quantisation of weights -> name of the setting -> quantisation of activations."""
 SHARE_A_SCALE = {"dynamic per tensor": (1, 2), "per token": (2,)}
-"""Axes of the activations (B, T, I) over which values share a scale; sequences have their own, whatever the batch."""
+"""Axes of the activations (B, T, I) that share a scale; each sequence of a batch has its own scales."""
 CALIBRATED = 4  # maximum number of calibration sequences
-DESTROYED = 10  # factor above the unchanged loss from which a model counts as destroyed
+DESTROYED = 10  # multiple of the unchanged loss at which a model counts as destroyed
 DEVIATIONS = 6  # standard deviations from the mean beyond which a value is an outlier (2306.12929)
 
 
@@ -67,7 +67,7 @@ class Quantised(ReadDocument):
         everything: loss with all tokens quantised.
         without_sink: loss with the sink positions in full precision and excluded from the scales.
         due_to_sink: loss of `everything` minus loss of `without_sink`.
-        destroyed: whether the loss of `everything` is at least ten times the loss of the unchanged model.
+        destroyed: whether the loss of `everything` is at least ten times that of the unchanged model.
     """
 
     name: str
@@ -80,13 +80,14 @@ class Quantised(ReadDocument):
 
 
 class Outliers(ReadDocument):
-    """Outlier statistics of the residual stream of the first sequence after one block (`layer`, 1-based).
+    """Outlier statistics of the residual stream after one block (`layer`, 1-based), on the first sequence.
 
     Attributes:
         kurtosis: kurtosis over channels, mean over tokens.
         largest: largest absolute activation.
         largest_norm, median_norm: maximum and median l2 norm over tokens.
-        channels: number of channels with a value more than six standard deviations from the mean, both over all values.
+        channels: number of channels with a value more than six standard deviations from the mean; mean and standard
+            deviation are over all values.
     """
 
     layer: int
@@ -101,8 +102,7 @@ class Quantisation(AssessPart):
     """Loss after simulated quantisation, and outlier statistics of each block.
 
     Attributes:
-        sink_positions: number of first positions kept in full precision in `Quantised.without_sink`, learned leading
-            tokens included.
+        sink_positions: number of first positions in full precision in `without_sink`, learned leading tokens included.
         settings: losses of every setting.
         outliers: outlier statistics of every block.
     """
@@ -134,8 +134,8 @@ class Quantisation(AssessPart):
         for block in adapter.blocks:
             for name, weight in block.named_parameters():
                 if weight.ndim > 2 and min(weight.shape[-2:]) > 1:
-                    kinds = "such as experts in one tensor or a convolution over channels"
-                    return f"its blocks have a weight with more than two axes ({name}), {kinds}: it cannot be quantised"
+                    kinds = "such as fused experts or a convolution over channels"
+                    return f"quantisation of weights with more than two axes ({name}), {kinds}, is not supported"
         with watched_maxima(linear_maps(adapter.blocks), 0):
             return refused(adapter)
 
@@ -161,12 +161,12 @@ class Quantisation(AssessPart):
         rows = [
             self.point(effect, series, self.added(effect), one.name)
             for one in self.settings
-            for series, effect in (("everything", one.everything), ("sink positions spared", one.without_sink))
+            for series, effect in (("all tokens", one.everything), ("sink in full precision", one.without_sink))
         ]
         return PartFigure(
             "Quantisation with and without the sink",
-            f"Loss added to {self.unchanged.loss:.3f} by simulated quantisation of everything, and with the first "
-            f"{self.counted(self.sink_positions, 'token')} in full precision and outside the scales.",
+            f"Loss added to {self.unchanged.loss:.3f} by simulated quantisation of all tokens, and with the first "
+            f"{self.counted(self.sink_positions, 'token')} in full precision and excluded from the scales.",
             rows,
             PlotAxis(LOSS_ADDED, "x", "nats per token"),
             PlotAxis("", "y", "setting", order=[one.name for one in self.settings]),
@@ -178,14 +178,14 @@ class Quantisation(AssessPart):
 def assess_quantisation(
     adapter: Adapter, tokens_NT: Tensor, calibration_NT: Tensor, sink_tokens: int, step: Step
 ) -> Quantisation:
-    """Measure the loss for every setting, with the sink positions quantised and in full precision.
+    """Measure the loss for every setting, with and without quantisation of the sink positions.
 
     Args:
-        calibration_NT: further sequences, from which static scales are computed.
+        calibration_NT: separate sequences from which static scales are computed.
         sink_tokens: number of first tokens that form the sink, in addition to learned leading tokens.
 
     Raises:
-        InputError: if a linear layer reads only some of the tokens.
+        InputError: if a linear layer, such as an expert, processes only some of the tokens.
     """
     spared = adapter.leading + sink_tokens
     maps = linear_maps(adapter.blocks)
@@ -222,7 +222,7 @@ def assess_quantisation(
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
-    """Compute outlier statistics of the residual stream of the first sequence, after each block."""
+    """Compute outlier statistics of the residual stream after each block, on the first sequence."""
     with evaluating(adapter.module), residual_stream(adapter.blocks, _outliers) as found:
         adapter.hidden(tokens_NT[:1].to(adapter.device))
     return [Outliers(layer=layer, **one) for layer, one in enumerate(found) if layer]
@@ -242,7 +242,7 @@ def _outliers(x_BTC: Tensor) -> dict[str, Any]:
 
 
 def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
-    """Round x to a symmetric grid of `bits` bits whose largest value is `largest`, which is broadcast to x."""
+    """Round x to a symmetric grid of `bits` bits with maximum `largest`, which is broadcast to x."""
     steps = 2 ** (bits - 1) - 1
     scale = largest / steps
     scale = torch.where(scale > 0, scale, 1)
@@ -250,7 +250,7 @@ def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
 
 
 def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
-    """Return a weight (O, I) rounded per output channel or in groups of a row, of which the last may be shorter."""
+    """Return a weight (O, I) rounded per output channel or in groups of 32 within a row; the last may be shorter."""
     if kind == "int8 per channel":
         return on_grid(weight_OI, INT8, weight_OI.abs().amax(1, keepdim=True))
     width = weight_OI.shape[1]
@@ -264,7 +264,7 @@ class LinearMap:
 
     Attributes:
         transposed: whether the output channels are the columns of the weight, as in GPT-2.
-        block: block that contains the layer, from whose input (B, T) is read.
+        block: transformer block that contains the layer; the shape of its input determines (B, T).
     """
 
     module: nn.Module
@@ -273,7 +273,7 @@ class LinearMap:
 
     @property
     def weight(self) -> Tensor:
-        """View (O, I) of the layer's weight, without gradients."""
+        """View (O, I) of the layer's weight, detached."""
         found: Any = self.module.weight
         return found.data.T if self.transposed else found.data
 
@@ -290,7 +290,7 @@ def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
 
 @contextmanager
 def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
-    """Record the largest |x| of each linear layer's inputs in the `with` block, without `skipped` first positions."""
+    """Record the largest |x| of each linear layer's inputs in the `with` block, after the first `skipped` tokens."""
     found: Maxima = {}
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -305,7 +305,7 @@ def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
 
 @contextmanager
 def quantised_weights(maps: Sequence[LinearMap], weights: Weights) -> Iterator[dict[nn.Module, Tensor]]:
-    """Quantise the weights of the layers in the `with` block; yields copies of the exact weights, restored on exit."""
+    """Quantise the weights of the layers in the `with` block; yields the original weights, restored on exit."""
     exact = {one.module: one.weight.clone() for one in maps}
     try:
         for one in maps:
@@ -323,8 +323,8 @@ def quantised_inputs(
     """Quantise the inputs of the linear layers in the `with` block.
 
     Args:
-        weights: exact weights, applied at the spared positions.
-        maxima: largest |x| of the inputs of every layer, for static scales; may be empty for other activations.
+        weights: unquantised weights, applied at the first `spared` positions.
+        maxima: largest |x| of the inputs of every layer, for static scales; otherwise it may be empty.
         spared: number of first positions in full precision and excluded from dynamic scales.
     """
     exact: dict[nn.Module, Tensor] = {}
@@ -335,7 +335,7 @@ def quantised_inputs(
         x, largest = args[0], maxima.get(module)
         x_BTI = unflattened(x)
         exact[module] = x_BTI[:, :spared]
-        # queries, keys and values often have one input, as have gate and up; in-place changes of x count up `_version`
+        # q, k and v often share an input, as do gate and up: the last result is reused unless x was modified in place
         if last is None or x is not last[0] or x._version != last[1] or (largest is not None and largest != last[2]):
             rounded_BTI = _rounded(x_BTI[:, spared:], activations, largest)
             last = x, x._version, largest, torch.cat((exact[module], rounded_BTI), 1).view_as(x)
@@ -356,9 +356,9 @@ def quantised_inputs(
 
 @contextmanager
 def _unflattening(maps: Sequence[LinearMap]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield a function that reshapes (B T, I) to (B, T, I), as OPT flattens sequences before its feed-forward layers.
+    """Yield a function that reshapes (B T, I) to (B, T, I), because OPT flattens the inputs of its feed-forward layers.
 
-    The function raises InputError if its argument has another number of rows.
+    The function raises InputError if the number of rows is not B T.
     """
     shape = torch.Size((1, 1))
 
@@ -368,7 +368,7 @@ def _unflattening(maps: Sequence[LinearMap]) -> Iterator[Callable[[Tensor], Tens
 
     def unflattened(x: Tensor) -> Tensor:
         if x.ndim == 2 and len(x) != shape.numel():
-            raise InputError("a linear layer of its blocks, such as an expert, reads only some of the tokens")
+            raise InputError("a linear layer of a block, such as an expert, processes only some of the tokens")
         return x.unflatten(0, shape) if x.ndim == 2 else x
 
     with hooked(one.block.register_forward_pre_hook(entering, with_kwargs=True) for one in maps[:1]):
@@ -380,5 +380,5 @@ def _rounded(x_BTI: Tensor, activations: Activations, largest: Tensor | None) ->
         return x_BTI
     if activations in SHARE_A_SCALE:
         largest = x_BTI.abs().amax(SHARE_A_SCALE[activations], keepdim=True)
-    assert largest is not None, "static scales need the maxima of a calibration"
+    assert largest is not None, "static scales require the maxima of a calibration"
     return on_grid(x_BTI, INT8, largest)

@@ -1,15 +1,14 @@
 """Streaming: the loss on long text with a rolling KV cache that keeps or drops the first tokens (2309.17453, table 3).
 
-The rolling cache is a mask and a shift of positions, so that one pass over the text is exact. A cached key was computed
-from the keys in the cache when its own token was read. In each layer this equals a mask that allows query t the keys
-in the cache at t, so the text need not be read token by token. When a query reads it, the cache holds C keys, the
-query's own included: the first n and the latest C - n keys (the public code of StreamingLLM counts the cache before the
-query's own key is added, and so has one more).
+A mask and a shift of positions simulate the rolling cache exactly in a single forward pass. A cached key was computed
+from the keys that were in the cache at the time of its own token; in each layer, this equals a mask that limits query t
+to the keys in the cache at t. A full cache holds C keys, including the query's own: the first n and the latest C - n
+keys. The public code of StreamingLLM does not count the query's own key, so its caches have one key more.
 
-Positions are those in the cache, unless those in the text are requested: the i-th key has position i, the query C - 1
-once the cache is full. Distances to the latest keys are as in the text. The distance to a first key s is
-min(t, C - 1) - s. Queries are shifted only for the first keys, by wider queries and keys:
-[q_t, q_min(t, C-1)] . [k_s, 0] for a late key, [0, k_s] for a first key.
+By default, positions are those in the cache: key i of the cache has position i, and the query has position C - 1 once
+the cache is full. Distances to the latest keys are as in the text; the distance to a first key s is min(t, C - 1) - s.
+To shift queries relative to the first keys only, queries and keys are concatenated:
+[q_t, q_min(t, C-1)] . [k_s, 0] for a recent key, [q_t, q_min(t, C-1)] . [0, k_s] for a first key.
 """
 
 import math
@@ -36,7 +35,7 @@ class CachedReading(Effect):
     """Loss on long text with a rolling cache.
 
     Attributes:
-        cache: number of keys in the cache when a query reads it.
+        cache: number of keys in the cache, including the query's own.
         first: number of first keys kept in the cache.
         perplexity: exp(loss); None if it overflows.
     """
@@ -50,7 +49,7 @@ class Streaming(AssessPart):
     """Loss on long text by size of the rolling cache and number of first keys kept.
 
     Attributes:
-        positions: "cache" or "text": key positions in the rolling cache, or in the text.
+        positions: whether key positions are those in the rolling cache ("cache") or in the text ("text").
         caches: losses by size of the cache and number of first keys kept, which is below the size.
     """
 
@@ -90,9 +89,9 @@ class Streaming(AssessPart):
         return PartJob((1 + readings) * len(tokens_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
-        """Answers are the smallest cache with the fewest and with the most first tokens kept, and their difference.
+        """The answers are the losses of the smallest cache with the fewest and the most first tokens kept.
 
-        The difference is listed if the fewest are 0: it is the loss without the sink.
+        If the fewest are 0 and the most are not, their difference, the loss without the sink, is an answer as well.
         """
         yield self.unchanged_row()
         size = min(one.cache for one in self.caches)
@@ -106,10 +105,10 @@ class Streaming(AssessPart):
             yield self.row(f"cache {one.cache}, first {one.first} kept", one, answer=answer, numbers=numbers)
         if most.first > fewest.first == 0:
             lost = f"in streaming through {size:,} keys"
-            yield PartRow("", None, fewest.loss - most.loss, answer="difference of the two", lost=lost)
+            yield PartRow("", None, fewest.loss - most.loss, answer="difference between the two", lost=lost)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """List also loss and gap of the largest cache by number N of first keys."""
+        """Add the loss and the gap of the largest cache, by number N of first keys kept."""
         yield from super().values()
         size = max(one.cache for one in self.caches)
         largest = {one.first: one.loss for one in self.caches if one.cache == size}
@@ -127,8 +126,8 @@ class Streaming(AssessPart):
         return PartFigure(
             "Streaming through a rolling cache",
             f"Perplexity of {self.sequences} x {self.length:,} tokens with a cache of the first and the most recent "
-            f"tokens, with positions {where} (2309.17453). The dashed line is the unchanged model, which reads the "
-            "text in windows of its context.",
+            f"tokens, with positions {where} (2309.17453). The dashed line is the unchanged model, evaluated in "
+            "windows of its context.",
             rows,
             PlotAxis("Keys in the cache", "x", "keys", order=sorted({one.cache for one in self.caches})),
             PlotAxis("Perplexity", "y", scale="log"),
@@ -139,7 +138,7 @@ class Streaming(AssessPart):
 def assess_streaming(
     adapter: Adapter, tokens_NT: Tensor, sizes: Sequence[int], kept: Sequence[int], positions: Placed, step: Step
 ) -> Streaming:
-    """Measure the loss and perplexity for every cache size and smaller number of first tokens kept.
+    """Measure the loss and perplexity for every cache size and every smaller number of first tokens kept.
 
     Raises:
         InputError: if `positions` is "cache" and an attention operation has no logits q.k, so RoPE cannot be shifted.
@@ -192,13 +191,13 @@ class RollingCache:
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.size:
             raise InputError(
-                f"a cache of {self.size} keys cannot keep the first {self.first}: keep fewer keys, 0 or more"
+                f"a cache of {self.size} keys cannot keep the first {self.first}: set 0 or more, below the cache size"
             )
 
     def __call__(self, layer: LayerCall) -> LayerCall:
         """Return the call with the cache's mask and, if `in_cache`, with positions in the cache.
 
-        Queries are then shifted, relative to the first keys, to their positions in the cache.
+        With positions in the cache, queries are shifted relative to the first keys and a bias key only.
 
         Raises:
             InputError: if RoPE cannot be shifted, because the attention operation has no logits.
@@ -218,19 +217,19 @@ class RollingCache:
         if layer.shift_rope is not None:
             if not layer.operation.has_logits:
                 raise InputError(
-                    f"{layer.operation.kind!r} attention is not a function of the product of query and key, so it "
-                    "cannot use rotary positions in a cache: set --positions text"
+                    f"{layer.operation.kind!r} attention is not a function of the product of query and key, so "
+                    "RoPE cannot use positions in the cache: set --positions text"
                 )
             places_L = torch.arange(layer.length, device=call.q_BHTD.device)
             moved_BHLD = layer.shift_rope(call.q_BHTD, places_L.clamp(max=self.size - 1) - places_L)
             early_L1 = (places_L < self.first)[:, None]
             parts = layer.operation.keys_per_head
             queries = parts * layer.operation.queries_per_head
-            q = _side_by_side(call.q_BHTD, moved_BHLD, queries) * math.sqrt(2)  # scores are over the root of the width
+            q = _side_by_side(call.q_BHTD, moved_BHLD, queries) * math.sqrt(2)  # offsets the scale 1 / sqrt(width)
             k = _side_by_side(call.k_BGTD * ~early_L1, call.k_BGTD * early_L1, parts)
             key_HD = call.key_HD
             if key_HD is not None:
-                key_HD = _side_by_side(torch.zeros_like(key_HD), key_HD, parts)  # it meets unshifted queries
+                key_HD = _side_by_side(torch.zeros_like(key_HD), key_HD, parts)  # for the shifted queries
             call = replace(call, q_BHTD=q, k_BGTD=k, key_HD=key_HD)
         return replace(layer, call=call)
 

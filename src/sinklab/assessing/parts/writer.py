@@ -1,28 +1,28 @@
 """Writer: the block, neuron, expert and single weight that write the massive activation of the first position.
 
-The channel c has the largest |x| of the residual stream at the first position after any block, x averaged over
+Channel c has the largest |x| of the residual stream at the first position over all blocks, where x is the mean over
 sequences. Each block adds to x_c
 
     feed-forward = x_c after the block - x_c after the block with its feed-forward output set to zero
     attention    = x_c after the block - x_c before it - feed-forward              (or another token mixer)
 
 so x_c after block l is x_c of the embedding plus the additions of the blocks up to l. Under a causal mask the first
-position sees only itself, so sequences of one token are sufficient.
+position attends only to itself, so sequences of one token are sufficient.
 
-Within the feed-forward part that adds most up to the block with the largest |x|, neuron j adds
+Within the feed-forward layer that adds most up to the block with the largest |x|, neuron j adds
 
-    a_j W_down[c, j] g,      g = feed-forward / (output of the part in c)
+    a_j W_down[c, j] g,      g = feed-forward / (output of the layer in c)
 
-where g is 1, or the factor that a norm after the part applies to c. The down projection W_down is identified without
-names: the gradient of that output with respect to W_down is non-zero in row c only. a_j is that gradient, which
-includes the routing weight within an expert. The addition of an expert is the sum over its neurons.
+where g is 1, or the factor that a norm after the layer applies to c. The down projection W_down is identified by its
+gradient, not by name: the gradient of that output with respect to W_down is non-zero in row c only. a_j is entry j of
+this row, and includes the routing weight of an expert. The addition of an expert is the sum over its neurons.
 
-The single weight W_down[c, j]: j is chosen among the 8 neurons with the largest additions so that |x_c| after that
-block is smallest without it (later blocks often subtract x_c again in any case). `super_weight` is True if the
-public code of super weights selects the same weight (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py): c the
-largest |output| of the down projection, j its largest |input|. In addition the neuron, the expert (super experts,
-2507.23279, are removed by zeroing their down projection) and the part's output at the first position (2510.06477,
-section 3.3) are zeroed, and as a control the largest weight of the down projection to another channel.
+The single weight is W_down[c, j] of the neuron, among the 8 with the largest additions, whose removal leaves the
+smallest |x_c| after that block (later blocks often subtract x_c in any case). `super_weight` is True if the public
+code of super weights (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py) selects the same weight: c is the
+largest |output| of the down projection, and j its largest |input|. Also zeroed are the neuron, the expert (its down
+projection, as for super experts, 2507.23279), the layer's output at the first position (2510.06477, section 3.3) and, as a
+control, the largest weight of the down projection to another channel.
 """
 
 import re
@@ -62,11 +62,11 @@ class BlockWrites(ReadDocument):
 
 
 class NeuronWrites(ReadDocument):
-    """Addition of one neuron of the feed-forward part to channel c at the first position, mean over sequences.
+    """Addition of one neuron of the feed-forward layer to channel c at the first position, mean over sequences.
 
     Attributes:
-        name: parameter name of the down projection W_down within the feed-forward part.
-        expert: 0-based index of the expert in W_down; None without a leading expert axis.
+        name: parameter name of the down projection W_down within the feed-forward layer.
+        expert: 0-based index of the expert in W_down; None if W_down has no expert axis.
         neuron: 0-based index j of the neuron.
         activation: activation a_j of the neuron.
         weight: W_down[c, j].
@@ -93,13 +93,13 @@ class ZeroedWriter(Effect):
     """Loss and activations with a weight, neuron, expert or feed-forward output zeroed, or with nothing zeroed.
 
     Attributes:
-        what: description of the zeroed weights or output, or "nothing zeroed".
+        what: name of the ablation, or "nothing zeroed".
         channel: |x_c| at the first position after the block where it is largest in the unchanged model, mean over
             sequences.
         largest: largest |x| over channels and blocks at the first position, mean over sequences.
         elsewhere: largest |x| over channels, blocks and all other positions, mean over sequences.
-        sink: percent of (sequence, layer, head) in which the importance of the first position, or of a learned leading
-            token, is above 0.3.
+        sink: percentage of (sequence, layer, head) triples in which the importance of the first position, or of learned
+            leading tokens, is above 0.3.
     """
 
     what: str
@@ -119,11 +119,11 @@ class Writer(AssessPart):
         median: median |x| after `block`, at the first position.
         embedding: x_c before the first block.
         blocks: additions to x_c by block.
-        layer, sublayer: layer and sublayer with the largest addition up to `block`, in the direction of `value`.
-        ffn_layer: layer of the feed-forward part with the largest addition up to `block`.
-        experts: experts of this feed-forward part that add to x_c, largest addition first; empty without experts.
-        neurons: the (up to 8) neurons of this feed-forward part with the largest additions.
-        weight: neuron whose weight W_down[c, j] is the single weight.
+        layer, sublayer: block and sublayer with the largest addition up to `block`, in the direction of `value`.
+        ffn_layer: block of the feed-forward layer with the largest addition up to `block`.
+        experts: experts of this feed-forward layer that add to x_c, largest addition first; empty without experts.
+        neurons: up to 8 neurons of this feed-forward layer with the largest additions, largest first.
+        weight: neuron of the single weight W_down[c, j].
         super_weight: whether the rule of the public super-weight code selects the same weight; None with experts or
             several down projections.
         zeroed: losses with nothing zeroed, then with each writer and the control zeroed.
@@ -160,13 +160,13 @@ class Writer(AssessPart):
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
         config: Any = adapter.module.config
         if adapter.post_norms or getattr(config, "do_layer_norm_before", True) is False:
-            return "its norms follow the sublayers and scale the residual stream, so it is not a sum of additions"
+            return "norms after the sublayers scale the residual stream, so it is not the sum of sublayer outputs"
         for layer, block in enumerate(adapter.blocks, 1):
             part = feed_forward(block)
             if part is None:
-                return f"no feed-forward part was found in block {layer}"
+                return f"no feed-forward layer was found in block {layer}"
             if not all(weight.is_floating_point() for weight in part.parameters()):
-                return "its weights are quantised, so a single weight cannot be zeroed"
+                return "the weights are quantised, so a single weight cannot be zeroed"
         return None
 
     @classmethod
@@ -175,7 +175,7 @@ class Writer(AssessPart):
         return PartJob(7 * len(tokens_NT), partial(assess_writer, text.model.adapter, tokens_NT))
 
     def rows(self) -> Iterator[PartRow]:
-        """Answers are all ablations."""
+        """The answers are all ablations."""
         for number, one in enumerate(self.zeroed):
             more = f"channel {self.channel}: {one.channel:,.0f}, all: {one.largest:,.0f}, sink {one.sink:.1f} %"
             numbers = ["single_weight_added"] if one.what == WEIGHT else []
@@ -192,8 +192,8 @@ class Writer(AssessPart):
     def figure(self) -> PartFigure:
         return PartFigure(
             "Sublayers that write the massive activation",
-            f"Additions of each block's attention and feed-forward part to channel {self.channel} at the first "
-            f"position, which is {self.value:,.4g} after block {self.block} (the median of |x| there is "
+            f"Additions of each block's attention and feed-forward layer to channel {self.channel} at the first "
+            f"position, which is {self.value:,.4g} after block {self.block} (median |x|: "
             f"{self.median:.3g}).",
             [
                 {"series": series, "x": one.layer, "y": adds}
@@ -207,7 +207,7 @@ class Writer(AssessPart):
 
 
 def feed_forward(block: nn.Module) -> nn.Module | None:
-    """Return the block's last child module with weight matrices that does not mix positions; None if not found."""
+    """Return the block's last child module that has weight matrices and does not mix positions; None if not found."""
     found = [
         child
         for name, child in block.named_children()
@@ -227,7 +227,7 @@ def silenced(part: nn.Module, positions: int | None = None) -> Iterator[None]:
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         out = hidden_states(output)
         zeros = torch.zeros_like(out)
-        if positions is not None:  # some feed-forward layers receive all sequences flattened into one axis
+        if positions is not None:  # the feed-forward layers of some models receive flattened sequences
             zeros = out.reshape(-1, positions, out.shape[-1]).clone()
             zeros[:, 0] = 0
             zeros = zeros.view_as(out)
@@ -239,7 +239,7 @@ def silenced(part: nn.Module, positions: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def zeroed_entries(weight: Tensor, index: tuple[Any, ...]) -> Iterator[None]:
-    """Set the entries `weight[index]` to zero in the `with` block; on exit they are restored exactly."""
+    """Set the entries `weight[index]` to zero in the `with` block, and restore them on exit."""
     with torch.no_grad():
         before = weight[index].clone()
         weight[index] = 0
@@ -252,11 +252,11 @@ def zeroed_entries(weight: Tensor, index: tuple[Any, ...]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DownMap:
-    """A down projection: weights of a feed-forward part that write to the residual stream.
+    """A down projection: a weight matrix of a feed-forward layer that writes to the residual stream.
 
     Attributes:
-        name: parameter name within the feed-forward part.
-        weight: weight of shape (I, E) or (E, I); with experts, after a leading expert axis.
+        name: parameter name within the feed-forward layer.
+        weight: weight of shape (I, E) or (E, I), with a leading axis for experts, if any.
         axis: axis of the E channels.
         activation: activation a_j of each neuron, (I,) or (experts, I).
     """
@@ -268,12 +268,12 @@ class DownMap:
 
     @property
     def by_channel(self) -> Tensor:
-        """View of the weight by channel, whose entries have the shape of `activation`: (E, I) or (E, experts, I)."""
+        """View of the weight with the channel axis first: (E, I) or (E, experts, I)."""
         return self.weight.detach().movedim(self.axis, 0)
 
 
 def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int) -> tuple[list[DownMap], Tensor]:
-    """Return the down projections of a feed-forward part, and its output (E,) at the first position, mean over N."""
+    """Return the down projections of a feed-forward layer, and its output (E,) at the first position, mean over N."""
     outputs: list[Tensor] = []
     weights = {name: weight for name, weight in part.named_parameters() if weight.ndim > 1}
     asked = [weight.requires_grad for weight in weights.values()]
@@ -301,13 +301,13 @@ def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int
 
 
 def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
-    """Measure what writes the largest activation of the first position, and the loss with these writers zeroed.
+    """Find the writers of the largest activation of the first position, and measure the loss with each of them zeroed.
 
     Raises:
-        InputError: if no weight is found that writes it.
+        InputError: if no weight that writes this activation is found.
     """
     tokens_N1, S = tokens_NT[:, :1], adapter.leading + tokens_NT.shape[1]
-    parts = [part for block in adapter.blocks if (part := feed_forward(block)) is not None]  # all, as else refused
+    parts = [part for block in adapter.blocks if (part := feed_forward(block)) is not None]  # one per block
     x_ME = _first_position(adapter, tokens_N1).mean(1)
     block, channel = divmod(int(x_ME[1:].abs().argmax()), x_ME.shape[1])
     block, value = block + 1, float(x_ME[block + 1, channel])
@@ -330,8 +330,8 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
     maps, out_E = down_maps(adapter, part, tokens_N1, channel)
     if not maps or not out_E[channel]:
         raise InputError(
-            f"no weight was found by which the feed-forward part of block {ffn_layer}, which adds most, writes channel "
-            f"{channel} of the first position: its gradients, or its output there, are zero"
+            f"no weight was found that writes channel {channel} of the first position in block {ffn_layer}, whose "
+            "feed-forward layer adds most to it: the gradients or the output of the layer are zero"
         )
     behind = sign * added / float(out_E[channel])
     by_name = {one.name: one for one in maps}
@@ -392,7 +392,7 @@ def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:
 def _neurons_and_experts(
     maps: Sequence[DownMap], channel: int, behind: float, sign: int
 ) -> tuple[list[NeuronWrites], list[ExpertWrites]]:
-    """Return the neurons of all down projections with the largest additions, and all experts, largest first."""
+    """Return the neurons with the largest additions, and all experts with non-zero additions, largest first."""
     neurons, experts = [], []
     for one in maps:
         writes = (one.activation * one.by_channel[channel]).float()
@@ -422,7 +422,7 @@ def _neurons_and_experts(
 def _zeroed(
     reader: PairedReader, block: int, channel: int, what: str, change: AbstractContextManager[None]
 ) -> ZeroedWriter:
-    """Measure the loss, the residual stream and the sink at the first position within the context manager `change`."""
+    """Measure the loss, the residual stream and the sink at the first position within the context `change`."""
     written: list[Tensor] = []
     largest: list[Tensor] = []
     above: list[Tensor] = []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
-    """Print two lines per experiment: number of cells and time per scale; its question or title, cut to the width."""
+    """Print two lines per experiment: number of cells and time per scale; question or title, truncated to the width."""
     scales: list[Scale] = [scale for scale in SCALES if any(scale in one.scales for one in found)]
     jobs = jobs_here()
     rows = [("", "cells", *scales)]
@@ -43,7 +43,7 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
         console.print(question, soft_wrap=True)
     console.print()
     _print_estimates(found, jobs, console)
-    said = "Experiments without times measure existing models. Show one in full: sinklab experiments ID"
+    said = "Experiments without times measure existing models. Details of an experiment: sinklab experiments ID"
     console.print(said, highlight=False)
 
 
@@ -76,7 +76,7 @@ def _time_here(one: ListedExperiment, scale: Scale, jobs: int, said: Callable[[f
 
 
 def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Console) -> None:
-    """Print how the times were estimated, once for all scales with the same kind of estimate."""
+    """Print how the times were estimated, in one line for all scales with the same kind of estimate."""
     ways: dict[str, list[str]] = {}
     for scale in SCALES:
         for cost in [one.scales[scale] for one in found if scale in one.scales][:1]:
@@ -86,7 +86,7 @@ def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Cons
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
-    """Print for each part of the paper (table, proposition, ..) its statement, our claims, and what is not encoded."""
+    """Print each part of the paper (table, proposition, ..) with its statement, our claims, and what is not encoded."""
     for name, part in parts.items():
         console.print(Text.assemble((printable(name), "bold"), f": {printable(part.says)}"))
         claims = ", ".join(one.removeprefix(f"{name}.") for one in part.claims)
@@ -99,10 +99,10 @@ def hours_line(ahead: Preview) -> str:
     """Return a sentence with the number of unfinished runs and their expected duration, if it can be estimated."""
     if not ahead.missing:
         return f"all {ahead.runs} runs are done"
-    trained = f"{ahead.missing} of {ahead.runs} runs are to be trained"
+    trained = f"{ahead.missing} of {ahead.runs} runs will be trained"
     if ahead.hours is None:
-        how_long = "" if ahead.estimated else "; the time per run is unknown until the first has finished"
-        return f"{trained} by {ahead.engine}, as many at a time as it allows{how_long}"
+        how_long = "" if ahead.estimated else "; the time per run is unknown until the first run has finished"
+        return f"{trained} by {ahead.engine}, which limits the number of concurrent runs{how_long}"
     return f"{trained}, {ahead.jobs} at a time: {duration(ahead.hours * 3600)} ({ahead.estimated})"
 
 
@@ -111,14 +111,14 @@ def print_preview(ahead: Preview, console: Console) -> None:
     rows = [
         (
             cell.name,
-            (", ".join(f"{key}={value}" for key, value in cell.change.items()) or "nothing")
-            + (f" (the runs of {cell.same_as})" if cell.same_as else ""),
+            (", ".join(f"{key}={value}" for key, value in cell.change.items()) or "none")
+            + (f" (same runs as {cell.same_as})" if cell.same_as else ""),
             f"{cell.done} of {cell.seeds}",
             None if cell.hours is None else duration(cell.hours * 3600),
         )
         for cell in ahead.cells
     ]
-    columns = [*names("cell", "changes"), TableColumn("done"), TableColumn("a run takes")]
+    columns = [*names("cell", "changes"), TableColumn("done"), TableColumn("time per run")]
     print_table(Table("", columns, rows), console)
     console.print(hours_line(ahead), highlight=False, soft_wrap=True)
 
@@ -150,9 +150,9 @@ def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
     for one in found:
         notes = [one.explanation.removesuffix(".")]
         if not one.is_kind:
-            notes += [f"values: {one.values}", f"default: {one.default}" if one.default else "must be given"]
+            notes += [f"values: {one.values}", f"default: {one.default}" if one.default else "required"]
         if one.neutral:
-            notes.append(f"changes nothing: {one.neutral}")
+            notes.append(f"neutral: {one.neutral}")
         name = f"{one.key}={one.kind}" if one.is_kind else f"  {one.key} ({one.kind})" if one.kind else one.key
         rows.append((name, "; ".join(filter(None, notes))))
     print_table(Table("", names("key", "effect"), rows), console)
@@ -166,8 +166,8 @@ def print_plan(plan: "TrainingPlan", console: Console) -> None:
     rows = {
         "parameters": f"{plan.parameters:,}",
         "steps": f"{plan.steps:,}",
-        "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} a step",
-        "FLOPs": f"{plan.flops_per_step:.3g} a step, {per_token:.3g} a token",
+        "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} per step",
+        "FLOPs": f"{plan.flops_per_step:.3g} per step, {per_token:.3g} per token",
         **{f"  {name}": f"{part / plan.flops.total:.0%}" for name, part in asdict(plan.flops).items()},
         "memory per process": f"{megabytes(plan.memory.total)} MB",
         **{f"  {name}": f"{megabytes(size)} MB" for name, size in asdict(plan.memory).items()},
@@ -179,13 +179,13 @@ def print_plan(plan: "TrainingPlan", console: Console) -> None:
 
 
 def print_estimate(found: "Estimate", console: Console) -> None:
-    """Print an estimate of the data that `sinklab data prepare` would read and write."""
+    """Print the estimated bytes and tokens that `sinklab data prepare` would read and write."""
     from sinklab.data.texts import known_sum
 
-    columns = [*names("domain"), *numbers(",d", "bytes of text files", "tokens in them", "tokens taken")]
+    columns = [*names("domain"), *numbers(",d", "bytes of text", "available tokens", "selected tokens")]
     rows = [(amount.name, amount.bytes, amount.tokens, amount.taken) for amount in found.amounts]
     sizes, tokens = [amount.bytes for amount in found.amounts], [amount.tokens for amount in found.amounts]
     rows.append(("all", known_sum(sizes), known_sum(tokens), found.tokens))
     written = "an unknown number of" if found.shard_bytes is None else f"{found.shard_bytes:,}"
-    notes = [f"shards: {written} bytes. All numbers are estimates; nothing was written. An en dash: unknown."]
+    notes = [f"shards: {written} bytes. All numbers are estimates; nothing was written. An en dash means unknown."]
     print_table(Table("", columns, rows, notes), console)

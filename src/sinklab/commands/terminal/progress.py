@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from sinklab.jobs.progress import JobEvent
 
 SPEAKS_EVERY = 10.0  # minimum seconds between progress lines without a terminal
-BEATS_EVERY = 1.0  # seconds between two checks whether a progress line is due
+BEATS_EVERY = 1.0  # seconds between checks for a due progress line
 
-MANY = 8  # with more runs, only active runs have a line
-LOOKS_EVERY = 1.0  # seconds between two estimates of the time left during updates
+MANY = 8  # with more runs, only active runs are displayed
+LOOKS_EVERY = 1.0  # minimum seconds between estimates of the remaining time
 SPEED_OVER = 600.0  # seconds over which the speed is averaged, evaluations included
-STALLED = 0.02  # minimum share of time spent waiting for data that is shown
+STALLED = 0.02  # minimum share of time spent waiting for data to be displayed
 YEAR = 365.25 * 86400  # seconds
 DAYS_WITH_HOURS = 10  # durations of more days are shown without hours
 
@@ -78,8 +78,8 @@ def short_duration(seconds: float) -> str:
 class Board:
     """Context with a live display: bars in a terminal; otherwise progress lines, at most one per SPEAKS_EVERY seconds.
 
-    Without a terminal, a thread prints the current phase if there was no event for that long, as when opening a large
-    model or drawing a report.
+    Without a terminal, a thread prints the current phase if there was no event for that long, for example while a large
+    model is loaded or a report is rendered.
 
     Args:
         phase: name of the first phase of the work.
@@ -109,16 +109,16 @@ class Board:
 
     @property
     def due(self) -> bool:
-        """True if a progress line may be printed: SPEAKS_EVERY seconds after the last line, and never in a terminal."""
+        """True if a progress line is due: SPEAKS_EVERY seconds after the last line, and never in a terminal."""
         return not self.console.is_terminal and self.clock() - self._said >= SPEAKS_EVERY
 
     def begin(self, phase: str) -> None:
-        """Set the current phase of the work; a new phase restarts the clock. Prints nothing."""
+        """Set the current phase without printing. A new phase resets the duration."""
         if phase != self._phase:
             self._phase, self._place, self._since = phase, phase, self.clock()
 
     def say(self, what: str) -> None:
-        """Print a line at once, whether or not a line is due, in a terminal as well."""
+        """Print a line immediately, even if none is due, also in a terminal."""
         self._said = self.clock()
         self.console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
 
@@ -144,7 +144,7 @@ class Board:
 
 
 class RunBoard(Board):
-    """Live display of a line per run (steps, losses, sink rate) and the time left; with many runs, active runs only.
+    """Live display of a line per run (steps, loss, sink rate) and the remaining time; with many runs, active runs only.
 
     Without a terminal, a line is printed per evaluation, and at most every SPEAKS_EVERY seconds in between. Failures
     are printed at once.
@@ -175,7 +175,7 @@ class RunBoard(Board):
         now, latest = self.clock(), event.kind
         if event.kind in ("ready", "step", "row"):
             self.steps[event.run] = event.step
-            if event.kind == "ready" and event.step:  # steps of an earlier call do not count for the speed
+            if event.kind == "ready" and event.step:  # steps before the resume are excluded from the speed
                 self.progress.reset(self.whole, completed=sum(self.steps.values()))
         else:
             self.ended += 1
@@ -210,7 +210,7 @@ class RunBoard(Board):
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Return validation loss, sink rates and speed of one evaluation (a line of metrics.jsonl) as a short text."""
+    """Format validation loss, sink rates and speed of one evaluation (a line of metrics.jsonl) for display."""
     parts = [
         f"loss {row['valid_loss']:.3f}",
         f"Sink_1 {row['sink_rate'][0]:.1f} %" + in_brackets(elsewhere_text(row["sink_rate"])),
@@ -224,12 +224,12 @@ def describe(row: dict[str, Any]) -> str:
     if row.get("mfu"):
         parts.append(f"{row['mfu']:.0%} of peak")
     if (row.get("stall_share") or 0) >= STALLED:
-        parts.append(f"waited for data {row['stall_share']:.0%}")
+        parts.append(f"data stall {row['stall_share']:.0%}")
     return "  ".join(parts)
 
 
 class DataBoard(Board):
-    """A progress bar over the bytes of text in each stage of data preparation, with the tokens written per second."""
+    """Progress bar for each stage of data preparation, in bytes of text, with the tokens written per second."""
 
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         name, rate = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[rate]}")
@@ -240,7 +240,7 @@ class DataBoard(Board):
         self._rate = ""
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Show the progress of a stage in bytes; passed to `prepare` as its callback `progress`."""
+        """Display the progress of a stage in bytes; the callback `progress` of `prepare`."""
         name = {"tokenizer": "training the tokenizer", "tokens": "preparing tokens"}.get(stage, stage)
         if stage not in self._tasks:
             self._tasks[stage] = self.progress.add_task(name, total=total, rate="")
@@ -251,7 +251,7 @@ class DataBoard(Board):
         self.reached(name, done / 1e6, total and total / 1e6, self._rate, unit="MB")
 
     def counted(self, tokens: int) -> None:
-        """Update the tokens per second from the number written so far; passed to `prepare` as callback `counted`."""
+        """Update the tokens per second from the number written so far; the callback `counted` of `prepare`."""
         now = self.clock()
         if self._start is None:
             self._start = now, tokens
@@ -260,12 +260,12 @@ class DataBoard(Board):
 
 
 class JobProgress(Board):
-    """Display of a job's events: a bar for the current step, a bar for all steps if their number is known, and lines.
+    """Display of a job's events: a bar for the current step, one for all steps if their number is known, and log lines.
 
     Args:
         what: plural noun for the steps, such as "domains".
         steps: number of steps; None shows no overall bar.
-        phase: phase before the first event, such as "opening MODEL".
+        phase: name of the phase before the first event, such as "loading MODEL".
         clock: clock in seconds.
     """
 
@@ -285,12 +285,12 @@ class JobProgress(Board):
         self._step = self.progress.add_task(escape(printable(phase)), total=None)
 
     def begin(self, phase: str, total: int | None = None, done: float = 0) -> None:
-        """Begin a phase of `total` units and show its name; in a phase without events, also its duration so far."""
+        """Set the current phase, of which `done` of `total` units are finished, and display it as the step's bar."""
         self.progress.reset(self._step, description=escape(printable(phase)), total=total, completed=int(done))
         super().begin(phase)
 
     def __call__(self, event: "JobEvent") -> None:
-        """Update bars and lines with an event of the job."""
+        """Display an event of the job."""
         match event.kind:
             case "started":
                 self.begin(event.step, event.total, event.done)

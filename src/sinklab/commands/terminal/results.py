@@ -71,7 +71,7 @@ def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
 
 
 def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> None:
-    """Print numbers (next to the paper's, if any), notes, warnings and verdicts of the experiments with these ids."""
+    """Print results (next to the paper's, if any), notes, warnings and verdicts of the experiments with these ids."""
     for name in wanted:
         experiment = summary.experiments[name]
         cells = summary.cells_of(name)
@@ -94,7 +94,7 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
 
 
 def print_assessment(assessment: "Assessment", console: Console, full: bool = False) -> None:
-    """Print the conclusion of an assessment and the answers of its parts, and with `full` every intervention."""
+    """Print the conclusion of an assessment and the result of each part; with `full`, also of every intervention."""
     print_title(f"{assessment.model}: {assessment.layers} layers, context {assessment.context:,}", console)
     console.print(" ".join(assessment.answer()), markup=False, highlight=False)
     print_table(result_tables.answers_table(assessment), console)
@@ -126,7 +126,7 @@ def print_survey(
 
 
 def print_comparison(comparison: "Comparison", console: Console) -> None:
-    """Print each model's answer, then a line per quantity with a column per model and its difference from the first."""
+    """Print each model's conclusion, a line per quantity with values and differences from the first, and notes."""
     first = next(iter(comparison.measured.values()))
     print_title(
         f"Comparison: {first.sequences} sequences of {first.length} tokens, {first.inputs}, eps {first.eps:g}", console
@@ -157,21 +157,21 @@ def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
         for size in found
     ]
     rows.append([f"{len(found)} models", "", sum(size.disk_gb for size in found), "", "", "", ""])
-    notes = ["* counted from the local configuration"] if any(size.counted == "config" for size in found) else []
+    notes = ["* computed from the local configuration"] if any(size.counted == "config" for size in found) else []
     title = f"Size on disk and in memory in GB (10^9 bytes); the peak is approximate, in dtype {dtype}"
     print_table(Table(title, columns, rows, notes), console)
 
 
 def print_parity(parity: "Parity", console: Console) -> None:
-    """Print a line per attention backend with its differences from eager attention, and remarks (why unavailable)."""
+    """Print a line per attention backend with its differences from eager attention, or why it is unavailable."""
     print_title(
         f"{parity.model}: {parity.sequences} sequences of {parity.length} tokens, {parity.dtype} on {parity.device}",
         console,
         [
             f"transformers {parity.transformers}, torch {parity.torch}",
-            f"{parity.default} by default",
+            f"default backend {parity.default}",
             "learned sink logits" if parity.has_sinks else "no sink logits",
-            f"logits agree up to {parity.tolerance:.1e}",
+            f"tolerance of the logits {parity.tolerance:.1e}",
         ],
     )
     table = table_of(
@@ -204,13 +204,13 @@ def print_scores(scores: "DownstreamScores", console: Console) -> None:
     for name, task in scores.tasks.items():
         notes = []
         if task.left_out:
-            notes.append(f"{task.left_out:,} items were excluded, as an answer is longer than the model's context")
+            notes.append(f"{task.left_out:,} items were excluded, because an answer exceeds the model's context")
         if task.cut:
             notes.append(
-                f"{task.cut:,} items have prompts beyond the model's context, which were truncated at the start"
+                f"{task.cut:,} items have prompts that exceed the model's context and were truncated on the left"
             )
         if task.sink is None:
-            notes.append("the items are too short to measure the sink on; pass --text FILE")
+            notes.append("the items are too short to measure the sink; pass --text FILE")
         else:
             where = "its items" if task.sink.text == "task" else task.sink.text
             notes.append(
@@ -221,14 +221,14 @@ def print_scores(scores: "DownstreamScores", console: Console) -> None:
 
 
 def _score(metric: str, score: "TaskMetric") -> tuple[str, str | None]:
-    """Return value and standard error of a metric as text (None without an error), fractions in percent."""
+    """Return value and standard error (None if unknown) of a metric as text; fractions are in percent."""
     times, unit, form = (100, " %", ".1f") if metric.startswith(SHARES) else (1, "", ".4f")
     stderr = None if score.stderr is None else f"{times * score.stderr:{form}}{unit}"
     return f"{times * score.value:{form}}{unit}", stderr
 
 
 def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
-    """Print the last evaluation of a finished run, if any, the run directory, and commands to try next."""
+    """Print the last evaluation of a finished run, if any, the run directory, and suggested commands."""
     if history := read_history(directory / "metrics.jsonl"):
         last = history[-1]
         found = {
@@ -237,7 +237,7 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
             "Sink_1": (next(iter(last.sink_rate), None), ".1f", " % of heads"),
             "highest elsewhere": (elsewhere_text(last.sink_rate) or None, "", ""),
             "on the bias": (last.sink_rate_bias, ".1f", " % of heads"),
-            "norm ratio": (last.largest_norm_ratio, ".1f", ", largest block"),
+            "norm ratio": (last.largest_norm_ratio, ".1f", ", maximum over blocks"),
         }
         rows = [
             (name, value if isinstance(value, str) else number_text(value, form) + unit)
@@ -265,23 +265,21 @@ def print_replay(found: "Replay", console: Console) -> None:
     console.print(f"first non-finite tensor: {found.first_not_finite or 'none'}", highlight=False)
     ranked = sorted(found.grad_norms.items(), key=lambda item: (item[1] == item[1], -item[1]))
     columns = [*names("parameter"), TableColumn("gradient norm", form=".4g")]
-    print_table(
-        Table(f"the {GRADIENTS} largest gradients, non-finite ones first", columns, ranked[:GRADIENTS]), console
-    )
+    print_table(Table(f"the {GRADIENTS} largest gradients, non-finite first", columns, ranked[:GRADIENTS]), console)
 
 
 def print_checks(checks: "Sequence[Verified]", console: Console) -> None:
-    """Print the outcome of every check of packed results, with up to PROBLEMS of its problems and notes each."""
+    """Print the outcome of each check of packed results, with at most PROBLEMS problems and PROBLEMS notes."""
     for check in checks:
         wrong = len(check.problems)
         problems = f"{wrong} problems" if wrong else "no problem"
-        more = ["and more: see --json"] if wrong > PROBLEMS else []
+        more = ["more problems: see --json"] if wrong > PROBLEMS else []
         lines = [*check.problems[:PROBLEMS], *more, *check.notes[:PROBLEMS]]
         console.print("\n  ".join([f"{check.name}: {check.checked} checked, {problems}", *lines]), **PLAIN)
 
 
 def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
-    """Print a line per training run: state, step, sink rate, loss, seed, and changed recipe keys or why it failed."""
+    """Print a line per training run: state, step, sink rate, loss, seed, and changed recipe keys or error."""
     table = table_of(
         "Runs",
         runs,

@@ -1,8 +1,8 @@
 """Tables and notes in a terminal of any width.
 
-Numbers are never wrapped or truncated: text wraps, and columns that do not fit are printed below, with the row names
-repeated. (Rich alone would break 92.47 into 92.4 and 7.) A word longer than its column, such as a recipe key, is
-broken after punctuation.
+Text is wrapped; numbers are not (Rich alone would break 92.47 into 92.4 and 7). Columns that do not fit are printed
+below, with the row names repeated. A word longer than its column, such as a recipe key, is broken after punctuation if
+possible.
 """
 
 import re
@@ -17,7 +17,7 @@ from rich.text import Text
 from sinklab.tables import Table
 
 NARROWEST_NAME = 18  # minimum width in characters of a column of wrapped text
-BETWEEN, EDGES = 3, 1  # characters of padding and borders: per column, and of the whole table
+BETWEEN, EDGES = 3, 1  # characters of padding and borders, per column and per table
 TONES = {
     "reproduced": "bold green",
     "direction only": "bold cyan",
@@ -31,7 +31,7 @@ TONES = {
 
 
 def printable(text: str) -> str:
-    """Replace non-printable characters, line feeds included, by `�`, so that a name cannot control the terminal."""
+    """Replace non-printable characters, including line feeds, by `�`, against control sequences in names."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
@@ -58,7 +58,7 @@ def print_notes(notes: Iterable[str], console: Console) -> None:
 
 
 def print_title(title: str, console: Console, below: Sequence[str] = ()) -> None:
-    """Print a title above tables, with the texts of `below`, separated by commas, on the next line."""
+    """Print a title, and on the next line the texts of `below`, separated by commas."""
     console.print(Text(printable(title), style="bold"))
     if below:
         console.print(Text(printable(", ".join(below)), style="dim"))
@@ -75,7 +75,7 @@ def _wanted(table: Table) -> list[int]:
 
 
 def _widths(table: Table, columns: Sequence[int], width: int, wanted: Sequence[int]) -> dict[int, int]:
-    """Return the width of each column of text: full width for short columns, equal shares of the rest for long ones."""
+    """Return the width of each text column: full width for short columns, equal shares of the rest for long ones."""
     texts = sorted((at for at in columns if table.columns[at].text), key=wanted.__getitem__)
     left = width - EDGES - BETWEEN * len(columns) - sum(wanted[at] for at in columns if at not in texts)
     found: dict[int, int] = {}

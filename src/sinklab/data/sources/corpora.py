@@ -1,13 +1,13 @@
 """Documents of a source, fingerprints of texts, and corpora of the Python installation.
 
-`Fingerprint` identifies a text by the SHA-256 of all documents in order. `identity` identifies a source: files by
-paths, sizes and times or by their contents, corpora by file names, sizes and Python version, other sources by name.
+`Fingerprint` hashes a text: all documents in order. `identity` hashes a source: files by path, size and modification
+time (or by contents), corpora by file name, size and Python version, other sources by name.
 
-Two corpora consist of files of the Python installation. `stdlib`: sources (with tests, if installed) and documentation
-of the standard library, that is, the language reference in `pydoc` and .rst and .txt files. `site-packages`: sources,
-stubs and notes of the installed packages. Files are ordered by the SHA-256 of their relative path, so the order is the
-same on every machine, and a size limit selects an even sample. Duplicates, empty files and files that are not UTF-8 are
-skipped.
+Two corpora consist of files of the Python installation. `stdlib` has the source files of the standard library (with
+tests, if installed), the language reference in `pydoc`, and .rst and .txt files. `site-packages` has source files, type
+stubs, .md, .rst and .txt files of the installed packages. Files are ordered by the SHA-256 of their relative paths, so
+the order is the same on every machine, and a size limit selects a pseudorandom sample. Duplicates, empty or unreadable
+files and files that are not UTF-8 are skipped.
 """
 
 import hashlib
@@ -69,12 +69,12 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
     """Yield the non-empty documents of a source in a fixed order.
 
     Args:
-        source: see `DataConfig.source`; prepared directories are not allowed.
-        limit_bytes: maximum amount of UTF-8 text; the last document is cut there. Default: no limit.
+        source: see `DataConfig.source`, except a directory of prepared data.
+        limit_bytes: maximum number of bytes of UTF-8 text; the last document is truncated. Default: no limit.
         render: function that renders `messages` as text.
 
     Raises:
-        InputError: if the source is missing, empty or malformed (the message names file and line).
+        InputError: if the source is missing, empty or malformed; the message names the file and, for .jsonl, the line.
     """
     if names := installed_names(source):
         texts = installed_documents(names)
@@ -91,14 +91,14 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
         found = True
         yield text
     if not found:
-        raise InputError(f"source {source} contains no text: it has no document that is not empty")
+        raise InputError(f"source {source} contains no text: no document is non-empty")
 
 
 def total_bytes(source: str) -> int | None:
-    """Estimate a source's amount of text in bytes from file sizes; None for hub and synthetic sources.
+    """Estimate the amount of text of a source in bytes from file sizes; None for hub and synthetic sources.
 
     Raises:
-        InputError: if there are no such files.
+        InputError: if the source does not exist or has no files.
     """
     if names := installed_names(source):
         return sum(entry.size for entry in entries(names))
@@ -108,16 +108,16 @@ def total_bytes(source: str) -> int | None:
 
 
 def identity(source: str, contents: bool = False) -> str:
-    """Hash a source; the SHA-256 changes if the text may have changed.
+    """Return a SHA-256 of a source that changes if the text may have changed.
 
-    For `hf:` sources only the name is hashed: changes on the hub are not detected.
+    For `hf:` sources only the name is hashed, so changes on the hub are not detected.
 
     Args:
-        contents: hash the contents of files, so that a copy has the same hash; default: paths, sizes and times, which
-            takes no time for a large corpus.
+        contents: hash file contents, so that a copy of the files has the same hash. Default: hash paths, sizes and
+            modification times, which is fast for a large corpus.
 
     Raises:
-        InputError: if there is no such source, or a file cannot be read.
+        InputError: if the source does not exist, or a file cannot be read.
     """
     if names := installed_names(source):
         listing = [[entry.name, entry.size] for entry in entries(names)]
@@ -141,7 +141,7 @@ def identity(source: str, contents: bool = False) -> str:
 
 
 def cut(documents: Iterable[tuple[str, str]], limit_bytes: int) -> Iterator[tuple[str, str]]:
-    """Yield named documents up to `limit_bytes` of UTF-8 text in total; the last document is cut there."""
+    """Yield named documents up to `limit_bytes` of UTF-8 text in total; the last document is truncated."""
     left = limit_bytes
     for name, text in documents:
         encoded = text.encode()
@@ -156,7 +156,7 @@ def cut(documents: Iterable[tuple[str, str]], limit_bytes: int) -> Iterator[tupl
 
 @dataclass(frozen=True)
 class InstalledText:
-    """A document of an installed corpus: a file, or a topic of pydoc's reference.
+    """Document of an installed corpus: a file, or a topic of the language reference in `pydoc`.
 
     Attributes:
         name: corpus and relative path, or topic.
@@ -180,7 +180,7 @@ def entries(names: list[str]) -> list[InstalledText]:
     """List all documents of the named corpora, in a fixed order.
 
     Raises:
-        InputError: if this Python has no such files (a zipped or stripped installation).
+        InputError: if the Python installation has no such files (for example, because it is zipped or stripped).
     """
     found = {entry.name: entry for name in names for entry in _below(name)}
     if not found:
@@ -192,7 +192,7 @@ def entries(names: list[str]) -> list[InstalledText]:
 
 
 def installed_documents(names: list[str]) -> Iterator[str]:
-    """Yield the texts of the named corpora, without duplicates, empty and unreadable files, and files not in UTF-8."""
+    """Yield the texts of the named corpora; duplicates and files that are empty or not readable UTF-8 are skipped."""
     seen: set[bytes] = set()
     for entry in entries(names):
         try:

@@ -19,11 +19,11 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
 
     Args:
         render: function that renders `messages` as text.
-        files: files of the dataset to read, whatever the split; default: the whole split.
+        files: files of the dataset to read instead of the split; default: all files of the split.
 
     Raises:
-        InputError: if the name has another form, `datasets` is not installed, the dataset cannot be fetched, or a row
-            has neither text nor messages.
+        InputError: if the source is malformed, `datasets` is not installed, the dataset cannot be fetched, or a row has
+            neither text nor messages.
     """
     name, config, split = _parts(source)
     try:
@@ -51,10 +51,10 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
 def hub_files(source: str) -> list[str]:
     """List the .txt and .jsonl files (also .gz, .zst) of a dataset on the hub or in a local folder, sorted.
 
-    If folders are named like the split, only the files in them are listed.
+    If files are in folders with the name of the split, only these files are listed.
 
     Raises:
-        InputError: if the dataset cannot be listed, or has no such file.
+        InputError: if the source is malformed, the dataset cannot be listed, or it has no such file.
     """
     name, _, split = _parts(source)
     folder = expanded(name)
@@ -79,6 +79,6 @@ def hub_files(source: str) -> list[str]:
 def _parts(source: str) -> tuple[str, str | None, str]:
     parts = source.removeprefix(PREFIX).split(":")
     if not parts[0] or len(parts) > 3:
-        raise InputError(f"source {source!r}: use hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+        raise InputError(f"invalid source {source!r}: use hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
     name, config, split = (*parts, "", "")[:3]
     return name, config or None, split or "train"

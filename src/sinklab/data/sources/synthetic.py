@@ -9,12 +9,13 @@ bigram_backcopy (2410.13835): a Markov chain over symbols in which the token aft
 head that copies at triggers is a no-op at other tokens, where it attends to BOS.
 
 trigger_average (2603.11487): symbols are uniform. A symbol has a trigger with probability 0.2, unless it is the first
-or follows a trigger (t5 is symbol 5 with a trigger, s5 without). The symbol after a trigger is that of a uniformly
-chosen token before the trigger. As a distribution over the next token this is the paper's task: the average of the
-preceding one-hot vectors at a trigger, a constant elsewhere. The paper regresses vectors; next-token prediction allows
-the same training loop, loss and metric.
-The trigger is a property of a symbol, not a separate token, because softmax could use tokens without a symbol, which
-would not contribute to an average, as a sink instead of BOS.
+or follows a trigger (t5 is symbol 5 with a trigger, s5 without). The symbol after a trigger is that of a token
+drawn uniformly from those before the trigger. The distribution of the next token equals the target of the paper: the
+average of the preceding one-hot vectors at a trigger, a constant elsewhere. The paper regresses vectors; next-token
+prediction allows the same training loop, loss and metric.
+
+The trigger is a property of a symbol, not a separate token: a token without a symbol would not contribute to the
+average, so heads could use it as a sink instead of BOS.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ VERSION = 1  # version of the generators; increase it if the text of a source ch
 
 @dataclass(frozen=True)
 class Task:
-    """The vocabulary and generator of a synthetic task.
+    """Vocabulary and generator of a synthetic task.
 
     Attributes:
         triggers, symbols: number of trigger and symbol words.
@@ -48,7 +49,7 @@ class Task:
 
     @property
     def words(self) -> list[str]:
-        """All words of the vocabulary but EOS and BOS: triggers, then symbols."""
+        """Words of the vocabulary without EOS and BOS: triggers, then symbols."""
         return [f"t{i}" for i in range(self.triggers)] + [f"s{i}" for i in range(self.symbols)]
 
 
@@ -113,7 +114,7 @@ def parse(source: str) -> SyntheticTask | None:
     """Parse the name of a synthetic source; None for any other source.
 
     Raises:
-        InputError: if the task or a key is unknown, or a value is not a whole number or too small.
+        InputError: if the task or a key is unknown, or a value is not a whole number or is too small.
     """
     if not source.startswith(PREFIX):
         return None
@@ -126,7 +127,7 @@ def parse(source: str) -> SyntheticTask | None:
         key, _, value = option.partition("=")
         if key not in least or not value.isdecimal() or int(value) < least[key]:
             wanted = ", ".join(f"{key}=N with N at least {low}" for key, low in least.items())
-            raise InputError(f"source {source}: {option!r} is not one of {wanted}")
+            raise InputError(f"source {source}: invalid option {option!r}: use {wanted}")
         values[key] = int(value)
     return SyntheticTask(name, **values)
 

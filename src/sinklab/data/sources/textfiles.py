@@ -1,8 +1,8 @@
-"""Read the documents of .txt and .jsonl files as a stream. Errors name the file and the line.
+"""Streaming readers of .txt and .jsonl files. Errors name the file and, for a row of .jsonl, the line.
 
-- .jsonl: each row is a document: its `text`, or its rendered `messages` (role and content), by default one per line.
-- .txt: a line `<|endoftext|>` ends a document. A file without such a line is split at blank lines after 8,192
-  characters, at the latest after 65,536, so that a book can be split into training and validation.
+- .jsonl: a document per row: its `text`, or its `messages` (role and content), rendered by default as one line each.
+- .txt: a line `<|endoftext|>` ends a document. A file without such a line is split at the first blank line after 8,192
+  characters, or at any line after 65,536, so that a book can be split into training and validation.
 
 Rows and pieces without text are skipped.
 """
@@ -26,10 +26,7 @@ _LONGEST = 8 * _PIECE  # characters after which the end of any line ends it; max
 
 
 def expanded(name: str) -> Path:
-    """Return the path of a name that may begin with `~` or `~USER`; unchanged if there is no such home directory.
-
-    `Path.expanduser` would raise a RuntimeError.
-    """
+    """Expand `~` or `~USER` at the start of a path; unlike `Path.expanduser`, keep a path with an unknown USER."""
     return Path(os.path.expanduser(name))
 
 
@@ -37,7 +34,7 @@ def text_files(path: Path) -> list[Path]:
     """Return the file at `path`, or the .txt and .jsonl files below the folder at `path`, sorted.
 
     Raises:
-        InputError: if there is no such path, or no file with these suffixes.
+        InputError: if the path does not exist, or is not or does not contain a .txt or .jsonl file.
     """
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
@@ -66,7 +63,7 @@ def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[
         render: function that renders `messages` as text.
 
     Raises:
-        InputError: if the file cannot be read, is not UTF-8, or a row is malformed (also by `render`).
+        InputError: if the file cannot be read, is not UTF-8, or a row is malformed; `render` may also raise it.
     """
     with _readable(path) as file:
         jsonl = path.suffix.lower() == ".jsonl"
@@ -77,10 +74,10 @@ def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[
 
 
 def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the pieces of a .txt file, each with True if it ends a document.
+    """Yield the pieces of a .txt file, each with a flag that is True at the end of a document.
 
-    A piece ends a document if a separator or the end of the file follows it. Text before the first separator is split
-    as if there were none, so that a long file is read no further than needed. Empty pieces are included.
+    A document ends at a separator or at the end of the file. Text before the first separator is split like a file
+    without separators, so that a long file is read only as needed. Empty pieces are included.
 
     Raises:
         InputError: if the file cannot be read, or is not UTF-8.
@@ -112,7 +109,7 @@ def row_text(row: Any, where: str, render: Render = plain_conversation) -> str:
     elif isinstance(row, dict) and isinstance(row.get("messages"), list):
         text = render([_message(message, where) for message in row["messages"]], where)
     else:
-        raise InputError(f'{where}: a row needs "text" (a string) or "messages" (a list of role and content)')
+        raise InputError(f'{where}: a row needs "text" (a string) or "messages" (objects with role and content)')
     return text.encode("utf-8", errors="replace").decode("utf-8")  # JSON strings may contain lone surrogates
 
 
@@ -123,7 +120,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def read_conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
-    """Yield the conversations of a .jsonl file, each with a text that names its file and line.
+    """Yield the conversations of a .jsonl file, each with its location ("FILE, line N") for error messages.
 
     Raises:
         InputError: if the file does not exist or is not .jsonl, cannot be read, is not UTF-8, or a row is not a
@@ -131,17 +128,17 @@ def read_conversations(path: Path) -> Iterator[tuple[list[Message], str]]:
     """
     if path.suffix.lower() != ".jsonl" or not path.is_file():
         raise InputError(
-            f'{path} does not exist or is not a .jsonl file: pass one whose rows have "messages" (role and content)'
+            f'{path} does not exist or is not a .jsonl file: pass a .jsonl file whose rows have "messages"'
         )
     with _readable(path) as file:
         for row, where in _rows(file, path):
             if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
-                raise InputError(f'{where}: a row needs "messages", a list of role and content')
+                raise InputError(f'{where}: a row needs "messages", a list of objects with role and content')
             yield [_message(message, where) for message in row["messages"]], where
 
 
 def _rows(file: TextIO, path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield each row of a .jsonl file, parsed, with a text that names its file and line."""
+    """Yield the parsed rows of a .jsonl file, each with its location ("FILE, line N"); blank lines are skipped."""
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue

@@ -1,5 +1,5 @@
-// Sorts a leaderboard by the column whose heading is pressed, and the other way round when it is pressed again; shows
-// only rows whose name has what is typed above it.
+// Sortable leaderboard: a click on a column heading sorts by the column, and a second click reverses the order. A search
+// field filters the rows by name.
 function sort(table, column, rising) {
   const value = (row) => {
     const cell = row.cells[column];
@@ -8,7 +8,7 @@ function sort(table, column, rising) {
   const body = table.tBodies[0];
   const rows = [...body.rows].map((row) => ({ row, value: value(row) }));
   rows.sort((a, b) => {
-    if (a.value === null || b.value === null) return (a.value === null) - (b.value === null); // missing comes last
+    if (a.value === null || b.value === null) return (a.value === null) - (b.value === null); // missing values are last
     const order = column === 0 ? a.value.localeCompare(b.value) : a.value - b.value;
     return rising ? order : -order;
   });
@@ -26,7 +26,7 @@ for (const table of document.querySelectorAll("table.board")) {
     });
   });
   const filter = table.closest("section").querySelector(".filter");
-  filter.hidden = false; // without scripts it would do nothing
+  filter.hidden = false; // hidden in the HTML, because it needs this script
   filter.querySelector("input").addEventListener("input", (event) => {
     const wanted = event.target.value.trim().toLowerCase();
     for (const row of table.tBodies[0].rows) row.hidden = !row.cells[0].textContent.toLowerCase().includes(wanted);

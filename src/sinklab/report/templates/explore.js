@@ -1,5 +1,5 @@
-// The heads of a measurement to look around in: a grid of layers and heads, the attention map of the chosen head, its
-// importance by position, its first key against the others, and the tokens coloured by a query.
+// Attention explorer of a measurement: a grid of layers and heads, the attention map of the selected head, its importance
+// by position, its attention to the first and to the other keys, and the tokens coloured by the attention of a query.
 const LOW_TO_HIGH = ["440154", "482475", "414487", "355f8d", "2a788e", "21918c", "22a884", "44bf70", "7ad151", "bddf26", "fde725"]
   .map((hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)));
 
@@ -47,7 +47,7 @@ async function explorer(section, data, place) {
   const shares = (at, from) => Array.from(maps.subarray((at * size + from) * size, (at * size + from + 1) * size), (n) => (n / 255) ** 2);
   const scale = Math.max(data.eps, ...data.first.flat());
 
-  // The grid, the last layer on top as in the other charts.
+  // The grid of heads, with the last layer at the top as in the other heatmaps.
   grid.style.setProperty("--rows", data.layers);
   for (let layer = data.layers; layer >= 1; layer--) {
     const line = element("div", { role: "row" }, element("span", { role: "rowheader", "aria-label": `layer ${layer}` }, String(layer)));
@@ -55,7 +55,7 @@ async function explorer(section, data, place) {
       const value = data.first[layer - 1][head - 1];
       const at = index.get(`${layer}.${head}`);
       const label = `layer ${layer}, head ${head}: importance of the first token ${value.toFixed(2)}`;
-      const cell = element("button", { type: "button", role: "gridcell", tabindex: "-1", "aria-label": at === undefined ? label + ", map not kept" : label, title: label });
+      const cell = element("button", { type: "button", role: "gridcell", tabindex: "-1", "aria-label": at === undefined ? label + ", map not stored" : label, title: label });
       cell.style.background = `rgb(${viridis(value / scale)})`;
       if (at === undefined) cell.disabled = true;
       else cell.dataset.at = at;
@@ -100,7 +100,7 @@ async function explorer(section, data, place) {
     const pixels = new ImageData(size, size);
     for (let at = 0; at < size * size; at++) {
       const seen = at % size <= Math.floor(at / size) || maps[chosen * size * size + at];
-      const colour = viridis(maps[chosen * size * size + at] / 255); // of the root: small shares differ in colour
+      const colour = viridis(maps[chosen * size * size + at] / 255); // square root of the attention, to resolve small values
       pixels.data.set([...colour, seen ? 255 : 0], 4 * at);
     }
     canvas.getContext("2d").putImageData(pixels, 0, 0);
@@ -131,7 +131,7 @@ async function explorer(section, data, place) {
     showQuery();
   }
 
-  // The address holds the place; nothing is added to the history of the browser.
+  // Stores the selection in the URL without adding an entry to the browser history.
   function choose(at, from, focus) {
     [chosen, query] = [at, from];
     showHead();
@@ -174,7 +174,7 @@ async function explorer(section, data, place) {
   });
   window.addEventListener("hashchange", follow);
 
-  // A click on a head in the chart of all heads leads here.
+  // A click on a head in the heatmap of all heads selects it in the first explorer.
   document.addEventListener("click", (event) => {
     const mark = event.target.closest("[id^=chart-importance-heads-0] .role-mark [aria-label]");
     const found = mark && mark.getAttribute("aria-label").match(/^layer: (\d+); head: (\d+)/);

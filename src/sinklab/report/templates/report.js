@@ -1,13 +1,13 @@
-// Draws the charts of the page: those near the window at once, the others when the reader comes near or unfolds them,
-// the unfolded ones for print. A link to what is folded away unfolds it.
-// Says on <body> when those that are near have been drawn, for tests and for printing scripts.
+// Draws the charts of the page lazily: when they are near the viewport, when their <details> is opened, or before
+// printing. A link to an element inside a closed <details> opens it.
+// Sets data-charts on <body> after the first charts have been drawn, for tests and for printing scripts.
 const { config, specs } = JSON.parse(document.getElementById("charts").textContent);
 const NEAR = "1200px";
-const FEW = 40; // charts that are drawn at once wherever they stand, unless they are folded away and have no width
+const FEW = 40; // up to this number, all charts outside a closed <details> are drawn at once
 
 const options = {
   renderer: "svg",
-  ast: true, // expressions are interpreted: the content policy forbids eval
+  ast: true, // interpret expressions, because the content security policy forbids eval
   config,
   actions: { export: { svg: true, png: true }, source: false, compiled: false, editor: false },
 };
@@ -23,16 +23,16 @@ window.addEventListener("error", (event) => complain(document.querySelector("mai
 document.addEventListener("securitypolicyviolation", (event) =>
   complain(document.querySelector("main"), "refused by the content policy: " + event.violatedDirective));
 
-// A table that is wider than its place says so: on a telephone no scroll bar shows it.
+// Marks tables wider than their container, because phones show no scroll bar.
 const places = [...document.querySelectorAll(".scroll")];
 const mark = () => places.forEach((place) => place.classList.toggle("wider", place.scrollWidth > place.clientWidth + 1));
 mark();
 window.addEventListener("resize", mark);
-document.addEventListener("toggle", mark, true); // what was folded away had no width
+document.addEventListener("toggle", mark, true); // a table in a closed <details> has no width
 
 const waiting = new Map(Object.entries(specs).map(([key, spec]) => [document.getElementById("chart-" + key), { key, spec }]));
 
-// A legend has as many columns as the chart has room for: the page gives those of a chart of 640 pixels.
+// Scales the number of legend columns to the width of the chart; the specification is for 640 pixels.
 function fitted(spec, width) {
   if (Array.isArray(spec)) return spec.map((one) => fitted(one, width));
   if (spec === null || typeof spec !== "object") return spec;
@@ -41,8 +41,8 @@ function fitted(spec, width) {
   return made;
 }
 
-// The marks of a chart are read out with the rounded numbers of their tooltips. One of them is reached with the tab
-// key, the others with the arrow keys, nearest first; Enter follows the link of a point.
+// Accessibility: the aria-label of a mark is the text of its tooltip. The Tab key focuses the first mark of a chart, an
+// arrow key the nearest mark in its direction, and Enter follows the link of a point.
 const said = (mark) => Object.entries(mark.__data__.tooltip).map(([name, value]) => name + ": " + value).join("; ");
 const readable = (place) =>
   [...place.querySelectorAll(".role-mark [aria-label]")].filter((mark) => mark.__data__ && typeof mark.__data__.tooltip === "object" && mark.__data__.tooltip !== null);
@@ -86,7 +86,7 @@ function reachable(place) {
     if (!next) return;
     point(mark, ["pointerout", "mouseout"]);
     mark.tabIndex = -1;
-    label(); // a redrawn mark has the label of the library
+    label(); // redrawing resets the label to that of Vega
     next.tabIndex = 0;
     next.focus();
   });
@@ -114,7 +114,7 @@ function unfold() {
 window.addEventListener("hashchange", unfold);
 unfold();
 
-// Print shows what is unfolded. It waits for nothing but promises that need no event: drawing is made of such alone.
+// Draws the remaining visible charts before printing, which waits for promises but not for events; drawing needs none.
 const visible = (place) => !place.closest("details:not([open])");
 window.addEventListener("beforeprint", () => [...waiting.keys()].filter(visible).forEach(draw));
 

@@ -1,12 +1,12 @@
-"""Checkpoints: a folder per step, written under a temporary name, checksummed and renamed when complete.
+"""Checkpoints: one folder per step, written under a temporary name, checksummed, and renamed when complete.
 
-    shard-*.safetensors    weights and optimiser, a file per process, readable by any number of processes
+    shard-*.safetensors    weights and optimiser state, one file per process, readable by any number of processes
                            (tensor_store.py)
-    state.json             `TrainState`, the run's hash, and the shape of every tensor
-    SHA256SUMS             checksums of the other files, as `sha256sum --check` reads them; written last
+    state.json             `TrainState`, the run hash, and the shape of every tensor
+    SHA256SUMS             checksums of the other files in the format of `sha256sum --check`; written last
 
-`find_checkpoint` skips an invalid checkpoint (disk error, incomplete copy, stray file, another run or model) with a
-warning and returns the newest valid one before it.
+`find_checkpoint` returns the newest valid checkpoint. Invalid ones (disk error, incomplete copy, additional shard,
+another run or model) are skipped with a warning.
 """
 
 import json
@@ -37,7 +37,7 @@ class TrainState:
     """Training state other than weights and optimiser state.
 
     Attributes:
-        step: number of updates done; also the index of the next batch.
+        step: number of completed updates; also the index of the next batch.
         loss_sum, loss_count: sum and number of the training losses (cross-entropy, nats per token) since the last
             evaluation at a multiple of `eval_every`.
         grad_norm: gradient norm of the last update, before clipping.
@@ -63,14 +63,14 @@ def save_checkpoint(
 
     Args:
         keep: number of checkpoints to keep, the new one included.
-        previous: newest valid checkpoint so far; other checkpoints after it are damaged and are removed. None: unknown,
+        previous: newest valid checkpoint so far; later checkpoints are invalid and are removed. None: unknown, so all
             earlier checkpoints count as valid.
 
     Returns:
         The folder of the new checkpoint.
 
     Raises:
-        SinklabError: if the disk is full, or the folder is not writable or not shared by all processes; earlier
+        SinklabError: if the disk is full, or the folder is not writable or not shared by all processes. Earlier
             checkpoints are kept.
     """
     target = folder / f"step_{state.step:08d}"
@@ -91,11 +91,11 @@ def save_checkpoint(
         if world.is_first:
             shutil.rmtree(aside, ignore_errors=True)
         failed = SinklabError(
-            f"cannot save the checkpoint of step {state.step} in {folder}: {error}. Earlier checkpoints are untouched; "
-            f"{'free some space' if is_full(error) else 'make it writable for all processes'}, then run the same "
-            "command again to continue from the newest."
+            f"cannot save the checkpoint of step {state.step} in {folder}: {error}. Earlier checkpoints are unchanged. "
+            f"{'Free disk space' if is_full(error) else 'Make the folder writable for all processes'}, then run the "
+            "same command again to resume from the newest checkpoint."
         )
-        # An OSError of one process is a SinklabError on the others.
+        # `together` raises the OSError of one process as a SinklabError on the others.
         raise (world.shared_error(failed) if isinstance(error, SinklabError) else failed) from error
     if world.is_first:
         checkpoints = _checkpoints(folder)
@@ -106,7 +106,7 @@ def save_checkpoint(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the checkpoints that a killed process was writing or deleting. The caller must hold the run's lock."""
+    """Remove partial checkpoints of a killed process, which was writing or deleting them. Requires the run's lock."""
     for leftover in folder.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -114,10 +114,10 @@ def remove_leftovers(folder: Path) -> None:
 def find_checkpoint(
     folder: Path, model: nn.Module, hashes: tuple[str, ...] | None = None, at_most: int | None = None
 ) -> Path | None:
-    """Return the folder of the newest valid checkpoint for `model`; None without any. Invalid ones are logged.
+    """Return the folder of the newest valid checkpoint for `model`; None if there are none. Invalid ones are logged.
 
     Args:
-        hashes: hashes of the runs that the checkpoint may belong to, first that of the run itself; default: any run.
+        hashes: accepted run hashes, that of the current run first; default: any run.
         at_most: highest step to consider; default: no limit.
 
     Raises:
@@ -133,14 +133,14 @@ def find_checkpoint(
             reason = f"is not readable ({error or type(error).__name__})"
         if reason is None:
             return checkpoint
-        if not checkpoint.is_dir():  # removed by the training process after a newer save
+        if not checkpoint.is_dir():  # the training process has removed it after a newer save
             return find_checkpoint(folder, model, hashes, at_most)
         damaged.append(f"{checkpoint} {reason}")
-        log.warning("checkpoint %s: it is skipped", damaged[-1])
+        log.warning("checkpoint %s: skipping it", damaged[-1])
     if damaged:
         raise SinklabError(
-            f"none of these checkpoints in {folder} is valid: {'; '.join(damaged)}. "
-            "Restore one of them, or delete them to begin at step 0."
+            f"none of the checkpoints in {folder} is valid: {'; '.join(damaged)}. "
+            "Restore a checkpoint, or delete all of them to start at step 0."
         )
     return None
 
@@ -152,15 +152,15 @@ def take_newest(
     hashes: tuple[str, ...] | None = None,
     at_most: int | None = None,
 ) -> tuple[Path, T] | None:
-    """Find the newest valid checkpoint and load it with `load`; None if there is no checkpoint.
+    """Find the newest valid checkpoint and call `load` on it.
 
-    For callers without the run's lock: if training removes the checkpoint before it is loaded, the search is repeated.
+    For callers without the run's lock: the search is repeated if training removes the checkpoint before it is loaded.
 
     Returns:
-        The checkpoint's path and the result of `load`.
+        The checkpoint's path and the result of `load`; None if there is no checkpoint.
 
     Raises:
-        SinklabError, OSError: as `find_checkpoint` and `load`, unless the checkpoint was removed meanwhile.
+        SinklabError, OSError: as `find_checkpoint` and `load`, unless the checkpoint has been removed.
     """
     while (checkpoint := find_checkpoint(folder, model, hashes, at_most)) is not None:
         try:
@@ -172,7 +172,7 @@ def take_newest(
 
 
 def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> TrainState:
-    """Load the weights of a valid checkpoint in place, and return its training state. Called by all processes.
+    """Load the weights of a valid checkpoint into `model` and return its training state. Called by all processes.
 
     Raises:
         SinklabError: if a tensor cannot be read.
@@ -187,7 +187,7 @@ def load_checkpoint(
 ) -> TrainState:
     """Restore weights and optimiser state exactly, and return the training state. Called by all processes.
 
-    `optimizer` must not have any state yet.
+    `optimizer` must not have any state.
 
     Raises:
         SinklabError: if a tensor cannot be read.
@@ -205,9 +205,9 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
     try:
         stored = tensor_store.stored_shapes(aside)
     except (ValueError, SafetensorError) as error:
-        raise SinklabError(f"{error}: a file is damaged, or processes see different folders") from error
+        raise SinklabError(f"{error}: a file is corrupt, or the processes see different folders") from error
     if stored != {name: tuple(shape) for name, shape in document["tensors"].items()}:
-        raise SinklabError("it lacks tensors that other processes have written: they see different folders")
+        raise SinklabError("tensors of other processes are missing: the processes see different folders")
     (aside / STATE).write_text(json.dumps(document, indent=1), encoding="utf-8")
     sums = "".join(f"{sha256_of(path)}  {path.name}\n" for path in sorted(aside.iterdir()))
     (aside / SUMS).write_text(sums, encoding="utf-8")
@@ -220,7 +220,7 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename, then delete a checkpoint, so that a killed process leaves no incomplete one under a valid name."""
+    """Rename, then delete a checkpoint, so that a killed process leaves no incomplete checkpoint."""
     aside = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.replace(aside)
@@ -228,7 +228,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return all folders named like a checkpoint (step_N), oldest first."""
+    """Return all folders with the name of a checkpoint (step_N), oldest first."""
     for _ in range(3):  # a listing during a rename may miss both the old and the new name
         if found := sorted(path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()):
             return found
@@ -249,20 +249,20 @@ def _flush(path: Path) -> None:
 
 
 def _defect(checkpoint: Path, model: nn.Module, hashes: tuple[str, ...] | None) -> str | None:
-    """Describe the first defect of a checkpoint, such as "has lost state.json"; None if the checkpoint is valid."""
+    """Return a description of the first defect of a checkpoint, such as "lacks state.json"; None if it is valid."""
     if not (checkpoint / SUMS).is_file():
         return f"has no {SUMS}"
     lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
     sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     present = {path.name for path in checkpoint.iterdir()} - {SUMS}
     if STATE not in sums:
-        return f"has no {STATE} among its checksums"
+        return f"has no checksum of {STATE}"
     if missing := sorted(sums.keys() - present):
-        return f"has lost {missing[0]}"
+        return f"lacks {missing[0]}"
     if strange := sorted(name for name in present - sums.keys() if name.endswith(tensor_store.SUFFIX)):
-        return f"has {strange[0]}, which is not part of it"
+        return f"has {strange[0]}, which has no checksum"
     if changed := [name for name, digest in sums.items() if sha256_of(checkpoint / name) != digest]:
-        return f"has a damaged {changed[0]} (its checksum is not the one recorded)"
+        return f"has a corrupt {changed[0]} (checksum mismatch)"
     document = read_state(checkpoint)
     state = TrainState(**document["state"])
     if hashes is not None and document["run_hash"] not in hashes:
@@ -276,9 +276,7 @@ def _defect(checkpoint: Path, model: nn.Module, hashes: tuple[str, ...] | None) 
     for have, expected in ((found, recorded), (weights, wanted)):
         for name in sorted(have.keys() | expected.keys()):
             if have.get(name) != expected.get(name):
-                return (
-                    f"has the tensor {name} of shape {have.get(name, 'none')} instead of {expected.get(name, 'none')}"
-                )
+                return f"has shape {have.get(name, 'none')} for tensor {name}, expected {expected.get(name, 'none')}"
     return None
 
 

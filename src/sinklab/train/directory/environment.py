@@ -1,4 +1,4 @@
-"""env.json of a run directory: the run's hash and data, package versions and machine."""
+"""env.json of a run directory: run hash, data, package versions and machine."""
 
 import json
 import platform
@@ -27,8 +27,8 @@ def read_environment(directory: Path) -> dict[str, Any]:
     """Return the content of a run directory's env.json; an empty dict if the file is missing.
 
     Raises:
-        InputError: if this cannot be a run directory (below a file, no permission, too long a name).
-        SinklabError: if env.json is damaged.
+        InputError: if the path cannot be accessed: its parent is a file, access is denied, or its name is too long.
+        SinklabError: if env.json is not valid JSON or contains no run hash.
     """
     path = directory / ENVIRONMENT
     try:
@@ -41,30 +41,30 @@ def read_environment(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{directory} cannot be a run directory: {error.strerror}. Choose another --out") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        why = cause(error) if isinstance(error, ValueError) else "it does not contain the hash of a run"
+        why = cause(error) if isinstance(error, ValueError) else "it does not contain a run hash"
         raise SinklabError(f"{path} cannot be read ({why}): restore it, or choose another --out") from error
 
 
 def recorded_hash(directory: Path) -> str | None:
-    """Return the hash of a directory's run; None without an env.json. Raises as `read_environment`."""
+    """Return the run hash of a directory; None if env.json is missing. Raises as `read_environment`."""
     return read_environment(directory).get("hash")
 
 
 def recorded_hashes(directory: Path) -> tuple[str, ...]:
-    """Return the hash of a directory's run and those of the shorter runs that it extends; raises as `read_environment`.
+    """Return the run hash of a directory, then those of the shorter runs that the run extends.
 
-    Without an env.json there are none.
+    The tuple is empty if env.json is missing. Raises as `read_environment`.
     """
     found = read_environment(directory)
     return tuple(run["hash"] for run in (found, *found.get("continues", ())) if run)
 
 
 def difference(path: Path, recipe: Recipe) -> str:
-    """Describe the first three settings in which `recipe` differs from the recipe file at `path`, in brackets.
+    """Describe the first three differences of `recipe` from the recipe file at `path`, in parentheses.
 
-    Keys that the data fingerprint covers (`DATA_ORIGIN`) are named last; keys that do not change the result are left
-    out. Without a differing key, other possible causes of a different hash are named. Empty if the file is not a valid
-    recipe.
+    Keys that the data fingerprint covers (`DATA_ORIGIN`) are last, and keys that do not change the result are omitted.
+    If no key differs, the description names other possible causes of a different run hash. It is empty if the file is
+    not a valid recipe.
     """
     try:
         there = load_recipe(str(path))
@@ -73,8 +73,8 @@ def difference(path: Path, recipe: Recipe) -> str:
     old, new = (leaves(one.model_dump(mode="json")) for one in (there, recipe))
     changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and not _is_below(key, INDIFFERENT)]
     differing = sorted(changed, key=lambda key: _is_below(key, ORIGIN))
-    shown = ", ".join(f"{key} is {old.get(key)} there and {new.get(key)} here" for key in differing[:3])
-    return f" ({shown})" if shown else " (the text, the tokenizer or the version of sinklab differs)"
+    shown = ", ".join(f"{key} is {new.get(key)}, not {old.get(key)}" for key in differing[:3])
+    return f" ({shown})" if shown else " (the text, the tokenizer or the sinklab version differs)"
 
 
 def _is_below(key: str, parts: Collection[str]) -> bool:
@@ -102,7 +102,7 @@ def environment(recipe: Recipe) -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Run git in the package's folder and return its output; None if that is no checkout, or without git."""
+    """Run git in the package's folder and return its output; None if git fails or is not installed."""
     try:
         package = Path(sinklab.__file__).parent
         result = subprocess.run(["git", "-C", package, *arguments], capture_output=True, text=True, check=True)

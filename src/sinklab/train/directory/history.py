@@ -14,15 +14,15 @@ from sinklab.schema import Ratio, ReadDocument
 
 
 class Evaluation(ReadDocument):
-    """One evaluation of a run. Values that were not recorded, do not apply or are not finite are None or empty.
+    """One evaluation of a run. Values that are not recorded, not applicable or not finite are None or empty.
 
     Attributes:
-        step: number of updates so far.
+        step: number of completed updates.
         tokens: number of training tokens so far.
         train_loss: mean cross-entropy over the updates since the previous evaluation, nats per token.
         valid_loss: cross-entropy on held-out documents, nats per token.
         valid_added_losses: weighted value of each auxiliary loss (`losses` of a recipe) on the same documents, by name.
-        sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples.
+        sink_rate: Sink_k for k = 1, 2, .., in percent of (sequence, layer, head) triples.
         sink_rate_visible: `sink_rate` with alpha averaged over the queries that can see the key; None if equal to
             `sink_rate`.
         sink_rate_bias: sink rate of an added bias, sink logit or sink token, percent.
@@ -32,19 +32,19 @@ class Evaluation(ReadDocument):
         sink_rate_bias_eps: `sink_rate_bias` by threshold; None if `sink_rate_bias` is None.
         sink_rate_window_start: sink rate of the first key of a sliding window that excludes position 1, percent; None
             without such windows.
-        norm_ratio_before_norm: `hidden_norm_ratio` of the input of each norm of a post-norm model, two per block; else
-            None.
-        norm_ratio_sink_token: norm of the first sink token over the mean norm of the tokens, at the places of
-            `hidden_norm_ratio`; None without sink tokens.
+        norm_ratio_before_norm: norm ratio of the input of each norm in a post-norm model, two per block; None for other
+            models.
+        norm_ratio_sink_token: norm of the first sink token divided by the mean norm of the tokens, in the same layers
+            as `hidden_norm_ratio`; None without sink tokens.
         importance_first_heads: alpha of the first position, mean over sequences, by attention layer and head (0..1).
-        hidden_norm_ratio: |h_1| over the mean |h_t| of the other positions, before the first block and after every
-            block; infinite (null in the file) if only the first is not 0.
+        hidden_norm_ratio: |h_1| divided by the mean |h_t| of the other positions, before the first block and after
+            every block; infinite (null in the file) if the mean is 0 and |h_1| is not.
         lr: learning rate of the next update.
         grad_norm: gradient norm of the last update, before clipping.
-        tokens_per_second: training throughput of all processes since the previous evaluation, or since the run was
-            resumed; None without updates since then.
-        mfu: model FLOPs utilisation (0..1) over the same updates; None if the peak FLOP/s is unknown.
-        stall_share: share of that time in which rank 0 waited for batches (0..1).
+        tokens_per_second: training throughput of all processes since the previous evaluation or the start of this
+            process; None without updates since then.
+        mfu: model FLOPs utilisation (0..1) in the same period; None if the peak FLOP/s is unknown.
+        stall_share: fraction of the same period in which rank 0 waited for batches (0..1).
     """
 
     model_config = ConfigDict(strict=True)
@@ -74,7 +74,7 @@ class Evaluation(ReadDocument):
 
     @property
     def rate_layers(self) -> list[float | None]:
-        """Highest `sink_rate_heads` of each attention layer, percent; None for a layer without known rates."""
+        """Maximum of `sink_rate_heads` in each attention layer, percent; None for a layer without known rates."""
         return [highest_known(rates) for rates in self.sink_rate_heads or ()]
 
     @property
@@ -89,7 +89,7 @@ def highest_known(values: Sequence[float | None]) -> float | None:
 
 
 def rewrite_metrics(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replace the evaluations in metrics.jsonl by `rows` if they differ; a missing file is not created.
+    """Replace the content of metrics.jsonl by `rows` if it differs. A missing file is not created.
 
     Raises:
         SinklabError: if the file cannot be written.
@@ -100,20 +100,20 @@ def rewrite_metrics(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the evaluations of a run as dicts, in file order; a missing file has none.
+    """Read the evaluations of a run as dicts, in file order. The list is empty if the file is missing.
 
-    An incomplete last line is left out.
+    An incomplete last line is skipped.
 
     Raises:
-        SinklabError: if the file cannot be read, or a line is not an object with a step.
+        SinklabError: if the file cannot be read, or a line is not a JSON object with an integer step.
     """
     return list(_rows(path).values())
 
 
 def read_history(path: Path) -> list[Evaluation]:
-    """Read the evaluations of a run, ordered by step; of two evaluations of a step, the later one is used.
+    """Read the evaluations of a run, ordered by step. If a step occurs twice, the later line is used.
 
-    A missing file has none, and an incomplete last line is left out.
+    The list is empty if the file is missing. An incomplete last line is skipped.
 
     Raises:
         InputError: if the file cannot be read or a line is invalid.
@@ -143,24 +143,24 @@ def _rows(path: Path) -> dict[int, dict[str, Any]]:
         try:
             row = parse_json(line) if line.strip() else None
         except ValueError as error:
-            if number == len(lines) and line.strip("\0")[:1] in ("{", ""):  # torn, or a block of zeros after a crash
+            if number == len(lines) and line.strip("\0")[:1] in ("{", ""):  # truncated, or zeros after a crash
                 break
             raise _damaged(path, number, error) from error
         if row is not None:
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise _damaged(path, number, ValueError("expected an object with a whole number as its step"))
+                raise _damaged(path, number, ValueError("expected an object with an integer step"))
             rows[number] = row
     return rows
 
 
 def _damaged(path: Path, number: int, error: ValueError) -> SinklabError:
     return SinklabError(
-        f"{path}, line {number}, is damaged ({cause(error)}): restore the file, or remove it to continue without it"
+        f"{path}, line {number}, is invalid ({cause(error)}): restore the file, or delete it to continue without it"
     )
 
 
 def seconds_spent(history: Sequence[Evaluation]) -> float:
-    """Estimate the training time in seconds from tokens and throughput; intervals without a throughput count as 0."""
+    """Estimate the training time in seconds from tokens and throughput. Intervals without throughput are excluded."""
     seconds, before = 0.0, 0.0
     for one in history:
         tokens = before if one.tokens is None else one.tokens
@@ -171,7 +171,7 @@ def seconds_spent(history: Sequence[Evaluation]) -> float:
 
 
 def finite(value: Any) -> Any:
-    """Return a nested value with NaN and infinities, which JSON lacks, replaced by None."""
+    """Replace NaN and infinity, which JSON does not support, by None in a nested value."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -16,7 +16,7 @@ from sinklab.files import is_at
 
 LOCK = "lock"
 TRIES = 4
-SHOWS_WITHIN_S = 60  # network file systems may cache the absence of a file for this long
+SHOWS_WITHIN_S = 60  # network file systems may cache for this long that a file does not exist
 
 
 class HeldError(SinklabError):
@@ -24,7 +24,7 @@ class HeldError(SinklabError):
 
 
 def lock_run(directory: Path) -> IO[str]:
-    """Lock the run directory until the returned file is closed; a missing directory is created.
+    """Lock the run directory until the returned file is closed. A missing directory is created.
 
     Raises:
         HeldError: if another process holds the lock.
@@ -37,11 +37,11 @@ def lock_run(directory: Path) -> IO[str]:
 def one_writer(path: Path | None) -> Iterator[None]:
     """Lock the document at `path` against other writers in the `with` block.
 
-    At the end the lock file is removed, and the directory if it was created here and is empty. The lock does not
-    prevent training in the same directory.
+    At the end the lock file is removed, and so is the directory if this call created it and it is empty. The lock does
+    not prevent training in the same directory.
 
     Args:
-        path: document to be written; None for no lock.
+        path: document to be written; None: no lock.
 
     Raises:
         HeldError: if another process is writing the document.
@@ -62,17 +62,17 @@ def one_writer(path: Path | None) -> Iterator[None]:
 
 
 def is_written(path: Path) -> bool:
-    """Return True if a process holds the document's lock (`one_writer`); locks of other machines may be invisible."""
+    """Return True if a process holds the lock of `one_writer`; locks held on other machines may be undetectable."""
     return _is_locked(path.with_name(f"{path.stem}.{LOCK}"))
 
 
 def is_held(directory: Path) -> bool:
-    """Return True if a process holds the run directory's lock; locks of other machines may be invisible."""
+    """Return True if a process holds the lock of `lock_run`; locks held on other machines may be undetectable."""
     return _is_locked(directory / LOCK)
 
 
 def holder(directory: Path, name: str = LOCK) -> str:
-    """Return process and host that hold or last held the lock file `name` in a directory; empty if unknown."""
+    """Return the process and host that hold or last held the lock file `name`, as recorded in it; empty if unknown."""
     try:
         with (directory / name).open(encoding="utf-8") as file:
             return file.readline(200).strip()
@@ -81,7 +81,7 @@ def holder(directory: Path, name: str = LOCK) -> str:
 
 
 def sees(directory: Path, expected: str) -> bool:
-    """Wait up to 60 s until the lock file, perhaps written on another machine, names `expected`; False if not."""
+    """Wait up to 60 s, for network file systems, until the lock file contains `expected`; return True if it does."""
     end = time.monotonic() + SHOWS_WITHIN_S
     while holder(directory) != expected and time.monotonic() < end:
         time.sleep(0.2)
@@ -89,7 +89,7 @@ def sees(directory: Path, expected: str) -> bool:
 
 
 def leave(directory: Path, is_new: bool) -> None:
-    """Remove the caller's lock file if the directory has no other entry, and then the directory if `is_new`."""
+    """Remove the caller's lock file if the directory has no other files; then remove the directory if `is_new`."""
     with contextlib.suppress(OSError):  # the directory may have been removed
         if [path.name for path in directory.iterdir()] == [LOCK]:
             (directory / LOCK).unlink()
@@ -114,7 +114,7 @@ def _lock(path: Path, use: str, remedy: str) -> IO[str]:
     """Lock the file at `path`, write process and host into it, and return the open file."""
     import fcntl
 
-    for attempt in range(TRIES):  # `_is_locked` locks briefly; the file may be removed before it is locked
+    for attempt in range(TRIES):  # `_is_locked` locks briefly, and the file may be removed before the lock
         time.sleep(0.02 * (attempt > 0))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,13 +129,12 @@ def _lock(path: Path, use: str, remedy: str) -> IO[str]:
         except OSError as error:
             file.close()
             raise SinklabError(
-                f"cannot lock {path}: {error.strerror or error}. Choose an --out on a file system that supports file "
-                "locks."
+                f"cannot lock {path}: {error.strerror or error}. Choose an --out on a file system that supports flock."
             ) from error
         if not is_at(file, path):
             file.close()
             continue
-        with contextlib.suppress(OSError):  # a full disk does not prevent the lock
+        with contextlib.suppress(OSError):  # the lock is held even if the disk is full
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             os.fsync(file.fileno())  # needed for other machines on a network file system

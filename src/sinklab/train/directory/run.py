@@ -1,19 +1,19 @@
-"""Run directories: self-contained, named by the hash of recipe and data, resumable.
+"""Run directories: self-contained, resumable, named by the hash of recipe and data.
 
-env.json           the run's hash, its data, versions, device
-recipe.yaml        the resolved recipe, defaults included
-tokenizer.json, tokenizer_config.json    the tokenizer of the run's text
-metrics.jsonl      one object per evaluation
-checkpoints/       step_N folders
-failed.json        step and message of an error that ended the last call; absent after a call without one
+env.json           run hash, data, versions, device
+recipe.yaml        resolved recipe, defaults included
+tokenizer.json, tokenizer_config.json    tokenizer of the run's data
+metrics.jsonl      one JSON object per evaluation
+checkpoints/       one folder step_N per checkpoint
+failed.json        step and message of the error that ended the last training process, if any
 lock               lock file of the training process
-measurement.json, measurement.npz    measurement of the finished run
+measurement.json, measurement.npz    measurement of the completed run
 
-Extension: the number of steps is part of the run's hash, because the learning rate may depend on it. A run with more
-`train.steps` can continue a shorter one if both have the same learning rate at all steps so far (a flat schedule; wsd
-before its decay; any during its warm-up): the shorter run is then exactly the beginning of the longer one. The
-directory becomes the longer run's: in env.json, `hash` is the longer run's, and `continues` lists hash and steps of the
-earlier ones.
+Extension: the number of steps is part of the run hash, because the learning rate may depend on it. A run with more
+`train.steps` can extend a shorter run if both have the same learning rate at all steps so far: with a flat schedule, a
+wsd schedule before its decay, or any schedule during warm-up. The steps of the shorter run are then also those of the
+longer one, and the longer run takes over the directory: in env.json, `hash` is the hash of the longer run, and
+`continues` lists hash and number of steps of the shorter ones.
 """
 
 import shutil
@@ -56,9 +56,9 @@ class Run:
         directory: run directory.
         recipe: resolved recipe, with the vocabulary size set.
         dataset: tokenized dataset.
-        hash: hash of recipe and data; identifies the run.
+        hash: run hash, of recipe and data.
         earlier: hashes of the shorter runs that this run extends.
-        shorter: number of steps of a shorter run in the directory that this run will extend; None without one.
+        shorter: number of steps of the shorter run in the directory, if this run will extend it; else None.
     """
 
     directory: Path
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """Hashes of the runs whose checkpoints this run can continue."""
+        """Hashes of the runs from whose checkpoints this run can resume."""
         return (self.hash, *self.earlier)
 
     @property
@@ -86,7 +86,7 @@ class Run:
         return self.directory / "failed.json"
 
     def loader(self, split: Literal["train", "valid"]) -> Loader:
-        """Return the loader of training or validation tokens, with the data interventions; raises as `Loader`."""
+        """Return the loader of training or validation tokens, with data interventions; raises as `Loader`."""
         recipe = self.recipe
         return Loader.of(
             self.dataset,
@@ -99,16 +99,16 @@ class Run:
 
 
 def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
-    """Return the recipe with the values that data and device determine.
+    """Return the recipe with values filled in from data and device.
 
-    These are the vocabulary size if unset, the EOS id of document masks, and the precision if auto.
+    These are the vocabulary size if it is unset, the EOS id of document masks, and the precision if it is "auto".
 
     Raises:
         InputError: if the model's vocabulary is smaller than the tokenizer's, or the device is not usable.
     """
     size, attention = recipe.model.vocab_size, recipe.model.attention
     if size is not None and size < dataset.vocab_size:
-        raise InputError(f"model.vocab_size {size} is smaller than the tokenizer's {dataset.vocab_size}: leave it out")
+        raise InputError(f"model.vocab_size {size} is smaller than the tokenizer's {dataset.vocab_size}: remove it")
     pattern = recipe.model.pattern
     if attention.mask.kind == "document":
         mask = attention.mask.model_copy(update={"eos_id": dataset.eos_id})
@@ -124,46 +124,46 @@ def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
 
 
 def resolved_precision(name: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
-    """Return the precision to use on a device; "auto" becomes "fp32" or "bf16"."""
+    """Return the precision on a device: "auto" is resolved to "bf16" if supported natively, else to "fp32"."""
     if name == "auto":
         return "bf16" if multiplies_natively(torch.bfloat16, device) else "fp32"
     return name
 
 
 def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """Open the run of a recipe on data: new, existing, or extending a shorter one. Writes nothing (see `establish`).
+    """Open a new or existing run, or one that extends a shorter run. Nothing is written (see `establish`).
 
     Args:
         out: run directory; default: `runs/NAME-HASH`.
 
     Raises:
-        InputError: if the directory cannot be a run directory, contains another run that this run does not extend, or
-            has a run's files without env.json; or if `resolve` refuses the recipe.
-        SinklabError: if env.json cannot be read or is damaged.
+        InputError: as `resolve`; also if the directory cannot be accessed, contains another run that this run cannot
+            extend, or contains files of a run without env.json.
+        SinklabError: if env.json is damaged.
     """
     recipe = resolve(recipe, dataset)
     run_hash = recipe.content_hash(dataset.fingerprint)
     run = Run(out or DEFAULT_ROOT / f"{recipe.name}-{run_hash}", recipe, dataset, run_hash)
     found, *earlier = recorded_hashes(run.directory) or (None,)
     if found is None and (strange := [name for name in OWN if (run.directory / name).exists()]):
-        raise InputError(f"{run.directory} has {strange[0]} but no env.json of a run: choose another --out")
+        raise InputError(f"{run.directory} has {strange[0]} but no env.json: choose another --out")
     if found in (None, run_hash):
         return replace(run, earlier=tuple(earlier))
     shorter = shorter_run(run.directory, recipe, dataset.fingerprint, found)
     if shorter is None:
         raise InputError(
-            f"{run.directory} contains run {found}, and this recipe on this data is run {run_hash}"
+            f"{run.directory} contains run {found}, but recipe and data have the hash {run_hash}"
             f"{difference(run.directory / RECIPE, recipe)}: choose another --out"
         )
     return replace(run, earlier=(found, *earlier), shorter=shorter)
 
 
 def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """Open the run of a recipe on data if it has been started; see `open_run`.
+    """Open an existing run; see `open_run`.
 
     Raises:
-        InputError: if no run was started there, or as `open_run`.
-        SinklabError: if env.json cannot be read or is damaged.
+        InputError: if the directory contains no run; also as `open_run`.
+        SinklabError: if env.json is damaged.
     """
     run = open_run(recipe, dataset, out)
     if recorded_hash(run.directory) is None:
@@ -172,13 +172,13 @@ def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None)
 
 
 def establish(run: Run, compiles_loss: bool = False) -> None:
-    """Write env.json, recipe.yaml and the tokenizer's files if they are missing; the caller must hold the lock.
+    """Write env.json, recipe.yaml and the tokenizer files if they are missing. The caller must hold the lock.
 
-    env.json is written first: it marks the directory as this run's. The next call adds any missing files. A shorter
-    run's directory becomes that of this run.
+    env.json is written first, so that the directory belongs to this run. After an interruption, the next call writes
+    the missing files. The directory of a shorter run becomes that of this run.
 
     Args:
-        compiles_loss: whether the training loss is compiled; env.json then says so, because rounding depends on it.
+        compiles_loss: True if the training loss is compiled; recorded in env.json, because it affects rounding.
 
     Raises:
         InputError: if another run was started in the directory since `open_run`.
@@ -201,7 +201,7 @@ def establish(run: Run, compiles_loss: bool = False) -> None:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A model and its run, loaded from a checkpoint."""
+    """Model of a run, loaded from a checkpoint, with the run's recipe and tokenizer."""
 
     model: Transformer
     recipe: Recipe
@@ -213,11 +213,11 @@ def load_run(directory: Path, step: int | None = None) -> TrainedRun:
     """Load the model of a run directory from a checkpoint, in evaluation mode. The run may be in progress.
 
     Args:
-        step: step of the checkpoint; default: the newest valid one.
+        step: step of the checkpoint; default: the newest valid checkpoint.
 
     Raises:
-        InputError: if the directory has no valid recipe.yaml of a run, no checkpoint, or no valid one of that step.
-        SinklabError: if none of the checkpoints (up to `step`) is valid, or env.json cannot be read or is damaged.
+        InputError: if the directory has no valid recipe.yaml of a run, no checkpoint, or no valid checkpoint of `step`.
+        SinklabError: if there are checkpoints (up to `step`) but none is valid, or env.json is damaged.
     """
     if not (directory / RECIPE).is_file():
         raise InputError(f"{directory} is not a run directory: it has no {RECIPE}")
@@ -230,17 +230,17 @@ def load_run(directory: Path, step: int | None = None) -> TrainedRun:
     hashes = recorded_hashes(directory) or None
     found = take_newest(directory / "checkpoints", model, lambda path: load_weights(path, model), hashes, at_most=step)
     if step is not None and (found is None or found[1].step != step):
-        raise InputError(f"{directory} has no valid checkpoint of step {step:,}: choose a step with a checkpoint")
+        raise InputError(f"{directory} has no valid checkpoint of step {step:,}: choose another step")
     if found is None:
-        raise InputError(f"{directory} has no checkpoint yet: train it with `sinklab train` first")
+        raise InputError(f"{directory} has no checkpoint: train it with `sinklab train` first")
     return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", found[1].step)
 
 
 def validation_tokens(directory: Path) -> TokenFile:
-    """Open the validation tokens of a run; the data is prepared again if it is not in the cache.
+    """Open the validation tokens of a run. The data is prepared again if it is not in the cache.
 
     Raises:
-        InputError: if the text cannot be read, or text or recipe have changed since the run was trained.
+        InputError: if the text cannot be read, or the text or the recipe has changed since the run was trained.
         SinklabError: if env.json or prepared data is damaged, or the data cannot be written.
     """
     recipe = load_recipe(str(directory / RECIPE))
@@ -248,25 +248,25 @@ def validation_tokens(directory: Path) -> TokenFile:
     if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
         raise InputError(
             f"the text of {directory} ({recipe.data.source}) or its recipe has changed since the run was trained: "
-            "pass a text instead"
+            "specify another text"
         )
     return dataset.valid
 
 
 MEASURED = ("measurement.json", "measurement.npz", "record.json")
-"""Files with the final results of a run; removed when a longer run extends it."""
+"""Files with the final results of a run. They are removed when a longer run extends it."""
 
 
 def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int | None:
-    """Return the number of steps of a directory's run if `recipe` is the same run with more steps, else None.
+    """Return the number of steps of the run in a directory if `recipe` differs from it only by more steps, else None.
 
     Args:
         recipe: resolved recipe.
         data: fingerprint of the recipe's data.
-        found: hash of the directory's run.
+        found: hash of the run in the directory.
 
     Raises:
-        InputError: if the longer run has a different learning rate at a step that is already done.
+        InputError: if the longer run has another learning rate at a step that is already completed.
     """
     steps, longer = _steps(directory), recipe.train.steps
     if steps is None or steps >= longer:
@@ -275,19 +275,19 @@ def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int |
     if shorter.content_hash(data) != found:
         return None
     reached = max(steps_saved(directory / "checkpoints"), default=0)
-    for step in range(min(reached + 1, steps)):  # metrics contain the learning rate of the next update
+    for step in range(min(reached + 1, steps)):  # an evaluation records the learning rate of the next update
         peak, schedule = recipe.optim.lr, recipe.schedule
         if learning_rate(step, steps, peak, schedule) != learning_rate(step, longer, peak, schedule):
             raise InputError(
-                f"{directory} contains a run of {steps} steps, which has reached step {reached}; from step {step + 1} "
-                f"on its learning rate differs from that of {longer} steps (schedule.shape {schedule.shape}), so it "
-                "cannot be extended. Choose another --out, or schedule.shape flat for runs to be extended"
+                f"{directory} contains a run of {steps} steps, which has reached step {reached}. It cannot be "
+                f"extended to {longer} steps, because the learning rate differs from step {step + 1} on "
+                f"(schedule.shape {schedule.shape}). Choose another --out; schedule.shape flat allows extending a run"
             )
     return steps
 
 
 def _extend(run: Run) -> None:
-    """Turn the directory of a shorter run into that of the longer run. May be repeated after an interruption."""
+    """Convert the directory of a shorter run to that of the longer run. May be repeated after an interruption."""
     found, steps = read_environment(run.directory), _steps(run.directory)
     if found["hash"] != run.hash:
         earlier = [*found.get("continues", ()), {"hash": found["hash"], "steps": steps}]
@@ -299,7 +299,7 @@ def _extend(run: Run) -> None:
 
 
 def _steps(directory: Path) -> int | None:
-    """Read `train.steps` of a directory's recipe; None if it cannot be read."""
+    """Return `train.steps` of the recipe in a directory; None if it cannot be read."""
     try:
         return load_recipe(str(directory / RECIPE)).train.steps
     except InputError:

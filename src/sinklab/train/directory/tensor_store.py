@@ -1,12 +1,12 @@
-"""Read and write a checkpoint's tensors as safetensors files through torch.distributed.checkpoint.
+"""Reading and writing of a checkpoint's tensors as safetensors files, with torch.distributed.checkpoint.
 
 Each process writes its own shards; the file header stores each shard's offset in the full tensor. Any number of
-processes can read them again. Nothing is pickled.
+processes can read the files. Nothing is pickled.
 
-Names: `model/WEIGHT` and `optimizer/WEIGHT/KEY`.
+Stored names of tensors: `model/WEIGHT` and `optimizer/WEIGHT/KEY`.
 
-torch.distributed.checkpoint is imported lazily: its import takes half as long as that of torch, and many commands only
-list checkpoints.
+torch.distributed.checkpoint is imported lazily, because its import takes half as long as that of torch, and many
+commands only list checkpoints.
 """
 
 import warnings
@@ -39,13 +39,13 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
-    """Write tensors by their stored names as safetensors files into an existing folder.
+    """Write tensors, by stored name, as safetensors files into an existing folder.
 
     Args:
         together: True if all processes call this function, False if one process writes alone.
 
     Raises:
-        SinklabError: if a process could not write.
+        SinklabError: if writing fails on any process.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -56,14 +56,14 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> None:
-    """Read the stored tensors named in `into` (sharded tensors: this process's shards) in place.
+    """Read stored tensors into the tensors of `into`, or into this process's shards of them.
 
     Args:
         into: tensors to overwrite, by stored name.
         together: True if all processes call this function, False if one process reads alone.
 
     Raises:
-        SinklabError: if a process could not read.
+        SinklabError: if reading fails on any process.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -86,18 +86,19 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     for name, entry in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-            raise ValueError(f"the shards of {name} do not make up a tensor of shape {tuple(entry.size)}")
+            raise ValueError(f"the shards of {name} do not cover its shape {tuple(entry.size)}")
         shapes[name] = tuple(entry.size)
     return shapes
 
 
 def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> None:
-    """Create the state tensors of a new optimiser by an update with learning rate and gradients 0.
+    """Create the state tensors of a new optimiser by an update with zero learning rate and gradients.
 
-    The optimiser chooses their dtypes, devices and shards; the weights do not change. The values are meaningless.
+    The optimiser determines dtype, device and sharding of its state. The weights do not change. The values of the state
+    are placeholders.
 
     Args:
-        stored: stored names of the state tensors; only their parameters are updated.
+        stored: stored names of the state tensors; state is created only for their parameters.
     """
     for name, parameter in model.named_parameters():
         kept = any(key.startswith(f"{OPTIMIZER}{name}/") for key in stored)
@@ -113,13 +114,13 @@ def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, s
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """Raise torch's exception as a SinklabError, and silence its warning about a single process."""
+    """Convert CheckpointException to SinklabError, and suppress the warning that torch.distributed is disabled."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
-    except CheckpointException as error:  # derives from BaseException
+    except CheckpointException as error:  # a BaseException
         reasons = (f"process {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
         raise SinklabError("; ".join(reasons)) from error
