@@ -154,7 +154,7 @@ def test_a_later_key_changes_the_hash_only_beyond_its_neutral_value(changed: str
         ("seed=100000000000000000000", "seed: 100000000000000000000 is out of range: integers must be greater than -2"),
         ("model.attention.mask={kind: window, width: 100000000000000000000}", "width: 1.* is out of range"),
         ("data.fixed_token={positions: [1, 100000000000000000000]}", "positions: 1.* is out of range"),
-        ("data.random_tokens={start: 0, end: 1000000000000000}", "position 0 holds BOS"),
+        ("data.random_tokens={start: 0, end: 1000000000000000}", "position 0 is BOS"),
         ("name=2001-99-99", "the value is not valid YAML"),
         ("name=" + 5000 * "[", "the value is not valid YAML"),
         ("seed=" + 5000 * "9", "the value is not valid YAML"),

@@ -200,7 +200,7 @@ def test_a_full_disk_does_not_prevent_the_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"), [("vanished", "is missing"), ("altered", "is corrupted"), ("cut", "bytes where")]
+    ("damage", "says"), [("vanished", "is missing"), ("altered", "is corrupted"), ("cut", "bytes, expected")]
 )
 def test_a_damaged_shard_is_named(damage: str, says: str, dataset: TokenDataset, tmp_path: Path) -> None:
     folder = tmp_path / "data"

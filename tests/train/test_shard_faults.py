@@ -100,7 +100,7 @@ def train_damaged(world: World, data: Path, out: Path, damage: Callable[[Path], 
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"), [(cut, "was truncated while in use"), (change, "is corrupted: its checksum is not")]
+    ("damage", "says"), [(cut, "was truncated while in use"), (change, "is corrupted: its SHA-256 differs")]
 )
 def test_a_run_with_damaged_text_stops_and_continues_when_it_is_restored(
     damage: Callable[[Path], None], says: str, tokens: Path, data: Path, tmp_path: Path

@@ -21,8 +21,8 @@ The single weight is W_down[c, j] of the neuron, among the 8 with the largest ad
 smallest |x_c| after that block (later blocks often subtract x_c in any case). `super_weight` is True if the public
 code of super weights (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py) selects the same weight: c is the
 largest |output| of the down projection, and j its largest |input|. Also zeroed are the neuron, the expert (its down
-projection, as for super experts, 2507.23279), the layer's output at the first position (2510.06477, section 3.3) and, as a
-control, the largest weight of the down projection to another channel.
+projection, as for super experts, 2507.23279), the layer's output at the first position (2510.06477, section 3.3) and,
+as a control, the largest weight of the down projection to another channel.
 """
 
 import re

@@ -275,8 +275,12 @@ def _defect(checkpoint: Path, model: nn.Module, hashes: tuple[str, ...] | None) 
     wanted = {name: tuple(tensor.shape) for name, tensor in tensor_store.model_tensors(model).items()}
     for have, expected in ((found, recorded), (weights, wanted)):
         for name in sorted(have.keys() | expected.keys()):
-            if have.get(name) != expected.get(name):
-                return f"has shape {have.get(name, 'none')} for tensor {name}, expected {expected.get(name, 'none')}"
+            if name not in have:
+                return f"lacks tensor {name}"
+            if name not in expected:
+                return f"has the unexpected tensor {name}"
+            if have[name] != expected[name]:
+                return f"has shape {have[name]} for tensor {name}, expected {expected[name]}"
     return None
 
 
