@@ -156,7 +156,7 @@ def test_with_damaged_checkpoints_only_training_is_refused(two: Path) -> None:
     for checkpoint in two.iterdir():
         flip(shard(checkpoint))
     with pytest.raises(
-        SinklabError, match=r"none of these checkpoints in .* is valid.*step_00000008.*step_00000004.*delete"
+        SinklabError, match=r"none of the checkpoints in .* is valid.*step_00000008.*step_00000004.*delete"
     ):
         find_checkpoint(two, trained()[0], ("run",))
 

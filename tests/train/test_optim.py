@@ -104,7 +104,7 @@ def test_a_learning_rate_applies_to_both_parts_of_muon() -> None:
 
 def test_a_pytorch_without_muon_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(SinklabError, match=r"needs torch\.optim\.Muon.*adamw or sgd"):
+    with pytest.raises(SinklabError, match=r"requires torch\.optim\.Muon.*adamw or sgd"):
         MuonAndAdamW(Transformer(recipe({"name": "muon"}).model), Muon())
 
 
