@@ -176,7 +176,7 @@ def test_a_residual_that_cannot_be_is_refused() -> None:
     with pytest.raises(InputError, match="--residual 20: Input should be a multiple of 32"):
         AssessOptions(residual=20)
     model = SimpleNamespace(adapter=small(), name="one")
-    with pytest.raises(InputError, match="--residual 32: the sequences have 32 tokens, so that no key would be"):
+    with pytest.raises(InputError, match="--residual 32: the sequences have only 32 tokens, so no key would be"):
         settings_for(model, recent)  # type: ignore[arg-type]
 
 

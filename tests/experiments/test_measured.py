@@ -306,7 +306,7 @@ OVER_DOMAINS = {"is": "alike_over_domains", "value": "sink_1", "cell": "natural"
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"claims": [{"id": "a", "text": "..", "check": BOUND}]}, "cell 'no', which does not exist"),
+        ({"claims": [{"id": "a", "text": "..", "check": BOUND}]}, "unknown cell 'no'"),
         (
             {"claims": [{"id": "a", "text": "..", "check": OVER_DOMAINS}]},
             "compares domains, but the experiment does not set `each`",
@@ -338,3 +338,9 @@ def test_draws_that_may_share_pieces_of_the_text_are_not_taken_for_disjoint_ones
     request.write_text(json.dumps({**asked, "drawn_text": True}), encoding="utf-8")  # as it was kept earlier
     with pytest.raises(InputError, match=r"other settings \(drawn_text is True, requested disjoint\)"):
         measure_experiment(made({"natural": {}}), [gpt2], text, 2, out=tmp_path)
+
+
+def test_a_model_may_be_given_with_its_revision(text: Path) -> None:
+    experiment = made({"text": {}, "random": {"inputs": "random"}})
+    passes = passes_of(experiment, subjects_of(experiment, ("org/x@main",), text))
+    assert [str(one.model(0)) for one in passes] == ["org/x@main"] * 2

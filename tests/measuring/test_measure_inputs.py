@@ -77,7 +77,9 @@ def test_a_text_with_few_pieces_is_shared_out_over_five_draws(tmp_path: Path) ->
     draws = [drawn_text(text, _letters, sequences=9, length=3, draw=draw) for draw in range(5)]
     assert [len(draw) for draw in draws] == [2] * 5
     assert len({"".join(map(chr, row)) for draw in draws for row in draw}) == 10
-    with pytest.raises(InputError, match=r"11 sequences of .*, enough for 5 draws of 2: use --seeds 5 at most"):
+    with pytest.raises(
+        InputError, match=r"11 sequences of .*, enough for 5 draws of 2: use a longer text or at most 5"
+    ):
         drawn_text(text, _letters, sequences=9, length=3, draw=5)
     two = _jsonl(tmp_path / "two.jsonl", "abc", "def")
     assert sorted(drawn_text(two, _letters, sequences=9, length=3, draw=draw)[0][0] for draw in (0, 1)) == [97, 100]

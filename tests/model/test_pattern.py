@@ -230,7 +230,7 @@ def test_no_proposition_covers_layers_that_differ() -> None:
         ),
         (
             {"pattern": {"every": 2, "bias": "sink_logit"}, "attention": {"operation": "identity"}},
-            "the layers of pattern: bias sink_logit acts on logits",
+            "pattern gives its layers an invalid config: bias sink_logit acts on logits",
         ),
         ({"position": {"kind": "rotary", "share": 0.3}}, "of the 8 channels of a key is 2.4, and rotary rotates pairs"),
         (
@@ -239,7 +239,7 @@ def test_no_proposition_covers_layers_that_differ() -> None:
         ),
         (
             {"pattern": {"every": 2, "position": {"kind": "rotary", "share": 0.1}}},
-            "the layers of pattern: position.share 0.1 of the 8 channels",
+            "pattern gives its layers an invalid config: position.share 0.1 of the 8 channels",
         ),
     ],
 )

@@ -1,6 +1,7 @@
-"""Cost and benefit of an attention sink: the loss added by ablating it, and the loss that it adds under quantisation.
+"""Benefit and cost of an attention sink: the loss added by removing it, and the loss that it adds under quantisation.
 
-Each part (part.py, parts/) evaluates the model with edited attention calls (models/intercept.py), weights or
-activations. Most parts compare loss and KL divergence with the unchanged model (reading.py).
+Most parts (part.py, parts/) evaluate the model with edited attention calls (models/intercept.py), weights or
+activations, and compare loss and KL divergence with the unchanged model (reading.py). `heads` and `length` measure the
+unchanged model.
 Formulas: docs/assess.md.
 """

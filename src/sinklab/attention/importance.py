@@ -26,7 +26,7 @@ class ColumnSums:
 
     Attributes:
         keys_BHS: attention to each key k, summed over counted queries t >= k; float32 (float64 for float64 input).
-        bias_BH: attention to a bias key, to a sink logit or to the rest of stick-breaking, summed over all counted
+        bias_BH: attention to a bias key, to a sink logit or to the stick-breaking remainder, summed over all counted
             queries; None if there are none of these.
         earlier_BHS: attention to each key k, summed over counted queries t < k; None under a causal mask.
     """
@@ -46,8 +46,8 @@ class Importance:
 
     Attributes:
         positions_BHT: alpha of the T real positions.
-        bias_BH: sum of the alphas of the bias key, sink logit, sink token, registers and rest (stick-breaking) that the
-            layer has; None if it has none.
+        bias_BH: sum of the alphas of the bias key, sink logit, sink token, registers and stick-breaking remainder
+            that the layer has; None if it has none.
         row_sums_BH: mean of sum_s A_ts over the real queries t; None if the operation's rows sum to one.
         seen_by_BGT: number of queries that may see each position, on the CPU. B and G are the batch and head axes of
             the mask, which may have size 1.
@@ -71,7 +71,7 @@ class Rows:
         block: index ranges of the queries and keys.
         weights_BHQS: attention weights, or proxy scores if the scores of a row do not sum to one; 0 at masked keys;
             float32 (float64 for float64 input).
-        bias_BHQ: attention to a bias key, to a sink logit or to the rest of stick-breaking; None if there are none of
+        bias_BHQ: attention to a bias key, to a sink logit or to the stick-breaking remainder; None if there are none of
             these.
     """
 

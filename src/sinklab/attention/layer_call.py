@@ -68,7 +68,10 @@ class LayerCall:
 
     @property
     def prefers_one_pass(self) -> bool:
-        """True if `attend_and_sum` is faster: for unedited calls of Hugging Face models, not on CUDA, no gradients."""
+        """True if `attend_and_sum` replaces the library's kernel and a separate computation of the column sums.
+
+        This is the case for unedited calls of Hugging Face models if gradients are disabled, except on CUDA.
+        """
         return self.library is not None and not torch.is_grad_enabled() and not self.call.q_BHTD.is_cuda
 
     def output(self) -> Tensor:

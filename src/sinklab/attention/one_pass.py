@@ -1,9 +1,10 @@
 """Attention output and column sums in one pass over blocks of scores.
 
 PyTorch's fused kernels do not return the attention weights, so a separate computation of the sums repeats q.k and exp.
-Here the scores of a block of queries, which fits in the CPU cache, are normalised in place and used for both output and
-column sums. benchmarks/measure.py compares the cost with the fused kernel alone. Rejected alternatives: a second exp
-with the kernel's `lse`, and a matrix product with ones for the sums. Neither was faster on the tested machine.
+Here the scores of a block of queries, which usually fits in the CPU cache (`BLOCK_SCORES`), are normalised in place and
+used for both output and column sums. benchmarks/measure.py compares a measurement with a forward pass of the model.
+Rejected alternatives: a second exp with the kernel's `lse`, and a matrix product with ones for the sums. Neither was
+faster on the tested machine.
 
 B batch, H query heads, G KV heads, T queries, S keys, D key dimension, V value dimension; no gradients.
 """

@@ -2,7 +2,7 @@
 
 Part boundaries depend only on the text, so interruptions do not change the result. One part is held in memory at a
 time. On resume, the token ids (checksum) and the text (fingerprint) of every journal entry are verified, and everything
-after the first mismatch is encoded again.
+from the first mismatching part on is encoded again.
 """
 
 import hashlib

@@ -238,8 +238,13 @@ def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]
                 cells={subject.cell_name(cell): request for cell, request in cells.items()},
                 fewer=experiment.each == "domain",
             )
-    order = [ModelChoice(model) for subject in subjects for model in subject.models.values()]
-    return sorted(found.values(), key=lambda one: order.index(one.model(0)) if order else 0)
+    given = [model for subject in subjects for model in subject.models.values()]
+
+    def place(one: Pass) -> int:
+        cell = next(iter(one.cells.values()))
+        return next((at for at, model in enumerate(given) if model_choice(model, cell) == one.model(0)), len(given))
+
+    return sorted(found.values(), key=place)
 
 
 def enumerated(names: Sequence[str]) -> str:

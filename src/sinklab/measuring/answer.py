@@ -29,12 +29,12 @@ def answer(m: Measurement) -> list[str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A candidate position of a sink.
+    """A candidate sink: a position, or the attention to a bias, sink logit, learned tokens or remainder.
 
     Attributes:
-        name: name of the position in the sentence.
+        name: how the summary refers to it, such as `BOS` or `position 5`.
         rate: percentage of (sequence, layer, head) triples with an importance above the threshold.
-        above_LH: whether the importance of the position, mean over sequences, is above the threshold.
+        above_LH: whether its importance, mean over sequences, is above the threshold.
         overall: sink rate from means over all queries; None unless `rate` is from means over the queries that see the
             position.
         always: whether a position that is not the strongest sink is listed even if its rate is below NOISE.

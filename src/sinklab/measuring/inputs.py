@@ -115,7 +115,7 @@ def drawn_text(
     if draw >= draws:
         raise InputError(
             f"{text} gives {len(pool)} sequences of {cutter.body} tokens, enough for {draws} draws of {each}: "
-            f"use --seeds {draws} at most, or, if the text is short, a longer one"
+            f"use a longer text or at most {draws} draws (--seeds {draws})"
         )
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0)).tolist()
     return [pool[index] for index in order[draw * each : (draw + 1) * each]]

@@ -74,10 +74,10 @@ def joined(views: Iterable[View | None]) -> View | None:
 
 
 def visibility_note(views: Sequence[View | None]) -> str | None:
-    """Build the note that names the layers whose mask is not causal; None if all masks are causal.
+    """Build the note on the layers whose mask differs from the full causal mask; None if there are none.
 
     Args:
-        views: view of each layer, in order; None for a causal mask.
+        views: view of each layer, in order; None for the full causal mask.
     """
     layers: dict[View, list[int]] = {}
     for number, view in enumerate(views, start=1):

@@ -111,8 +111,8 @@ class Attention(nn.Module):
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
         """Return the attention core's arguments after q, k and v: document IDs, gates, padding; no trailing Nones.
 
-        The gates are cumulative log forget gates of all positions, or logits of a weight per query. New forget gates
-        are appended to `past`.
+        The gates are the cumulative log forget gates of all positions, or, for differential attention V2, the logits
+        of lambda, one per query and head. New forget gates are appended to `past`.
         """
         gate = self.weight_gate if self.forget_gate is None else self.forget_gate
         gates_BLH = None if gate is None else gate(x_BLE)

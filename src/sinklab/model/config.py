@@ -235,7 +235,7 @@ class ModelConfig(Part):
             ModelConfig.model_validate(self.of_layer(layers[0]).model_dump())
         except ValidationError as error:
             reasons = [item["msg"].removeprefix("Value error, ") for item in error.errors()]
-            raise ValueError(f"the layers of pattern: {'; '.join(reasons)}") from error
+            raise ValueError(f"pattern gives its layers an invalid config: {'; '.join(reasons)}") from error
 
     def _check_mixer(self) -> None:
         if not isinstance(self.mixer, DeltaMixer):

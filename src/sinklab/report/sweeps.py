@@ -205,10 +205,10 @@ def value_text(value: object) -> str:
 
 
 def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
-    """Return rate and position of the highest sink of a cell as text, such as `76.8 % at position 2`.
+    """Return a cell's highest sink rate and its position as text, such as `76.8 % at position 2`.
 
-    The text is empty if the highest sink is at the first token, below 1 % or unknown, or if the quantity `name` is not
-    `sink_1`.
+    The text is empty if this position is the first token, if the rate is below 1 % or unknown, or if the quantity
+    `name` is not `sink_1`.
     """
     return elsewhere_text(cell.sink_rate) if name == "sink_1" else ""
 

@@ -71,7 +71,10 @@ def compile_blocks(model: Transformer, choice: Compile, device: torch.device) ->
 
 
 def compiles_loss(choice: Compile, device: torch.device, world: World) -> bool:
-    """Return True if the whole training loss is compiled: with `loss`, on one CPU process that can compile."""
+    """Return True if the whole training loss is compiled.
+
+    This requires `choice` "loss", a single process on a CPU, and a working torch.compile (`can_compile`).
+    """
     return choice == "loss" and device.type == "cpu" and world.size == 1 and can_compile()
 
 

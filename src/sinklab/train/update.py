@@ -61,8 +61,8 @@ class Updater:
         self.batches = Prefetcher(lambda index: loader.batch(index, rows), self.device, self.recipe.train.steps)
         with _Looking(look):
             model = Transformer(self.recipe.model, self.recipe.seed)
-        if self.recipe.model.init_from is not None:
-            begin(model, load_start(self.recipe.model.init_from), run.dataset.tokenizer_path)
+        if (init_from := self.recipe.model.init_from) is not None:
+            world.together(lambda: begin(model, load_start(init_from), run.dataset.tokenizer_path))
         self.model = model.to(self.device)
         recompute_blocks(self.model, self.recipe.train.recompute)
         with self.autocast():  # FSDP needs a forward pass

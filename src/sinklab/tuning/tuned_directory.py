@@ -127,12 +127,14 @@ def load_tuning(path: Path) -> Tuning:
     """Read the sft.json at `path`.
 
     Raises:
-        InputError: if the file is missing or damaged.
+        InputError: if the file is missing, cannot be read or is damaged.
     """
     try:
         return Tuning.model_validate(parse_json(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
-        raise InputError(f"{path} is damaged ({error}): choose another --out, or move it away") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): restore it, or move its directory away") from error
+    except (ValueError, ValidationError) as error:
+        raise InputError(f"{path} is damaged ({error}): restore it, or move its directory away") from error
 
 
 def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:

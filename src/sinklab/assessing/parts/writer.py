@@ -17,8 +17,11 @@ where g is 1, or the factor that a norm after the layer applies to c. The down p
 gradient, not by name: the gradient of that output with respect to W_down is non-zero in row c only. a_j is entry j of
 this row, and includes the routing weight of an expert. The addition of an expert is the sum over its neurons.
 
-The single weight is W_down[c, j] of the neuron, among the 8 with the largest additions, whose removal leaves the
-smallest |x_c| after that block (later blocks often subtract x_c in any case). `super_weight` is True if the public
+The first position is that of the first learned token, if the model has any.
+
+The single weight is the W_down[c, j], among those of the 8 neurons with the largest additions, that leaves the smallest
+|x_c| after the block with the largest |x| when this weight alone is set to zero. (Later blocks often subtract x_c in
+any case.) `super_weight` is True if the public
 code of super weights (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py) selects the same weight: c is the
 largest |output| of the down projection, and j its largest |input|. Also zeroed are the neuron, the expert (its down
 projection, as for super experts, 2507.23279), the layer's output at the first position (2510.06477, section 3.3) and,

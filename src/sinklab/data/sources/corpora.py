@@ -110,11 +110,12 @@ def total_bytes(source: str) -> int | None:
 def identity(source: str, contents: bool = False) -> str:
     """Return a SHA-256 of a source that changes if the text may have changed.
 
-    For `hf:` sources only the name is hashed, so changes on the hub are not detected.
+    For `hf:` sources only the name is hashed, so changes on the hub are not detected. For installed sources, the
+    Python version and the names and sizes of the documents are hashed, so a change that keeps the size is not detected.
 
     Args:
-        contents: hash file contents, so that a copy of the files has the same hash. Default: hash paths, sizes and
-            modification times, which is fast for a large corpus.
+        contents: hash the contents of files, so that a copy of the files has the same hash. Default: hash their paths,
+            sizes and modification times, which is fast for a large corpus. Other sources ignore this argument.
 
     Raises:
         InputError: if the source does not exist, or a file cannot be read.

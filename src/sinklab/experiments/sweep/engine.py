@@ -54,7 +54,9 @@ class PlannedRun:
         return build_recipe(yaml.safe_load(self.recipe), origin=self.name)
 
     def recorded(self) -> "Event | None":
-        """Return the last event of the run by its record.json; None if it has no record.
+        """Return the run's final event, as recorded in record.json.
+
+        None if there is no record, or if it belongs to a run with another hash.
 
         Raises:
             InputError: if the record cannot be read or is damaged.

@@ -60,10 +60,10 @@ def shipped_pilots() -> Pilots:
 
 
 def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
-    """Return a sentence with the effect that five seeds detect with 80 % power.
+    """Return a sentence that states the minimum detectable effect of five seeds at 80 % power.
 
-    The text is empty for checks other than `within`, `greater`, `less`, `equal`, `alike`, `rising` and `falling`, and
-    if there are no pilot runs of the quantity at the scale. For `all`, it contains the sentences of the parts.
+    For `all`, the sentences of its checks are joined. The sentence is empty for checks other than `within`, `greater`,
+    `less`, `equal`, `alike`, `rising` and `falling`, and if the scale has no pilot runs of the quantity.
 
     Args:
         pilots: spreads of pilot runs; default: the shipped pilots.json.

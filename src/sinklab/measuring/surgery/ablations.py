@@ -2,13 +2,13 @@
 
     mask_first:N   no query after the N-th sees the first N keys                      (surgery.masked_first_keys)
     no_bos         the sequences without their leading special tokens
-    zero_massive   the channel of the activation with the largest ratio to the median is set to zero at its position,
-                   after the first block where this entry is the largest, and after every later block (surgery.zeroed)
-    zero_massive:LAYER   the same channel is set to zero after this block only
+    zero_massive   the hidden-state entry (position, channel) with the largest ratio to the median is set to zero after
+                   the first block in which it is the largest entry, and after every later block (surgery.zeroed)
+    zero_massive:LAYER   the same entry is set to zero after this block only
 
-The losses without and with the ablation are over the same targets: those predicted by a query with hidden keys
-(mask_first), those present in both versions of the sequence (no_bos), or all targets. A later block may rewrite a
-channel that is zeroed once, as in Sun et al. (2402.17762, section 3): layer 12 of SmolLM2-135M-Instruct rewrites the
+The losses without and with the ablation are over the same targets: those predicted by a query from which keys are
+hidden (mask_first), those present in both versions of the sequence (no_bos), or all targets. A later block may rewrite
+an entry that is zeroed once, as in Sun et al. (2402.17762, section 3): layer 12 of SmolLM2-135M-Instruct rewrites the
 channel zeroed after layer 2. The result therefore contains the largest remaining activation.
 """
 

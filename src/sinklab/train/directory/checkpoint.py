@@ -249,7 +249,10 @@ def _flush(path: Path) -> None:
 
 
 def _defect(checkpoint: Path, model: nn.Module, hashes: tuple[str, ...] | None) -> str | None:
-    """Return a description of the first defect of a checkpoint, such as "lacks state.json"; None if it is valid."""
+    """Return a description of the first defect of a checkpoint, such as "lacks state.json"; None if it is valid.
+
+    Files that cannot be read or parsed raise the errors of their readers.
+    """
     if not (checkpoint / SUMS).is_file():
         return f"has no {SUMS}"
     lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
