@@ -35,6 +35,11 @@ def counted(number: int, noun: str) -> str:
     return f"{word} {noun}{'' if number == 1 else 's'}"
 
 
+def plural(count: int, noun: str) -> str:
+    """Format a count with its noun: `1 seed`, `3 seeds`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class TableCell:
     """A table value with annotations.

@@ -139,7 +139,7 @@ def test_a_step_is_replayed_and_reported(run: Run, text: Path, tmp_path: Path) -
     run("train", "tiny", *settings(text), "--out", "one")
     status, out, err = run("train", "tiny", *settings(text), "--out", "one", "--replay", 6)
     assert status == 0, err
-    assert "step 6 from one/checkpoints/step_00000004, 1 updates repeated" in out
+    assert "step 6 from one/checkpoints/step_00000004, 1 update repeated" in out
     assert "first non-finite tensor: none" in out
     status, out, err = run("train", "tiny", *settings(text), "--out", "one", "--replay", 9, "--json")
     assert (status, out) == (2, "")

@@ -94,7 +94,7 @@ def test_conversations_are_cut_and_those_without_an_answer_before_that_left_out(
     assert note.startswith("2 conversations, 0 of them truncated to 48 tokens, 1 excluded")
     longer = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2 " * 99}]}]
     chats, note = read_chats(write_chats(tmp_path / "long.jsonl", longer), ChatTemplate(tokenizer), length=48, seed=0)
-    assert (len(chats[0].ids), note) == (48, "1 conversations, 1 of them truncated to 48 tokens")
+    assert (len(chats[0].ids), note) == (48, "1 conversation, 1 of them truncated to 48 tokens")
 
 
 def test_the_seed_decides_the_order(tokenizer, tmp_path: Path) -> None:

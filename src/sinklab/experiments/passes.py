@@ -7,12 +7,12 @@ from pathlib import Path
 
 from sinklab.errors import InputError
 from sinklab.experiments.definition import CellTask, Experiment, MeasuredCell
-from sinklab.experiments.verdicts.wording import plural
 from sinklab.measuring.options import Options, Study
 from sinklab.models.huggingface.loading import Loading
 from sinklab.survey.compare import labels
 from sinklab.survey.measure_many import domain_files
 from sinklab.survey.request import Request
+from sinklab.tables import plural
 
 PARAMETERS = re.compile(r"(?<![\d.a-z])(\d+(?:\.\d+)?)([MB])(?![a-z\d])", re.I)
 """Pattern of parameter counts; the first match in a model's name is used, such as 1.4B in OSP-1.4B-100B-Adam."""

@@ -27,6 +27,7 @@ from sinklab.data.sources.textfiles import Message, read_conversations
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import default_prefix
 from sinklab.models.huggingface.rendering import MARK, Rendered, render_chat
+from sinklab.tables import plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -186,7 +187,9 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> tu
     if not chats:
         raise InputError(f"{path} contains no conversation: pass a .jsonl file with rows that have `messages`")
     taught = [one for one in chats if any(one.is_trained[1:length])]
-    note = f"{len(chats):,} conversations, {sum(len(one.ids) > length for one in taught):,} of them truncated to "
+    note = (
+        f"{plural(len(chats), 'conversation')}, {sum(len(one.ids) > length for one in taught):,} of them truncated to "
+    )
     note += f"{length:,} tokens"
     if silent := len(chats) - len(taught):
         note += f", {silent:,} excluded because no assistant tokens remain"

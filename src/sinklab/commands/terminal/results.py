@@ -22,7 +22,7 @@ from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData
 from sinklab.report.sweeps import claims_table, experiment_table, grid_tables, paper_models
 from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
-from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers, table_of
+from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers, plural, table_of
 from sinklab.train.directory.history import read_history
 
 if TYPE_CHECKING:
@@ -204,11 +204,10 @@ def print_scores(scores: "DownstreamScores", console: Console) -> None:
     for name, task in scores.tasks.items():
         notes = []
         if task.left_out:
-            notes.append(f"{task.left_out:,} items were excluded, because an answer exceeds the model's context")
+            notes.append(f"{plural(task.left_out, 'item')} excluded, because an answer exceeds the model's context")
         if task.cut:
-            notes.append(
-                f"{task.cut:,} items have prompts that exceed the model's context and were truncated on the left"
-            )
+            cut = plural(task.cut, "prompt")
+            notes.append(f"{cut} truncated on the left, because the item exceeds the model's context")
         if task.sink is None:
             notes.append("the items are too short to measure the sink; pass --text FILE")
         else:
@@ -260,7 +259,9 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
 def print_replay(found: "Replay", console: Console) -> None:
     """Print loss and gradient norm of a replayed step, its first non-finite tensor, and the largest gradients."""
     begin = "the initial weights" if found.checkpoint is None else str(found.checkpoint)
-    console.print(f"step {found.step} from {begin}, {found.repeated} updates repeated", highlight=False, soft_wrap=True)
+    console.print(
+        f"step {found.step} from {begin}, {plural(found.repeated, 'update')} repeated", highlight=False, soft_wrap=True
+    )
     console.print(f"loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}", highlight=False)
     console.print(f"first non-finite tensor: {found.first_not_finite or 'none'}", highlight=False)
     ranked = sorted(found.grad_norms.items(), key=lambda item: (item[1] == item[1], -item[1]))
@@ -272,9 +273,9 @@ def print_checks(checks: "Sequence[Verified]", console: Console) -> None:
     """Print the outcome of each check of packed results, with at most PROBLEMS problems and PROBLEMS notes."""
     for check in checks:
         wrong = len(check.problems)
-        problems = f"{wrong} problems" if wrong else "no problem"
-        more = ["more problems: see --json"] if wrong > PROBLEMS else []
-        lines = [*check.problems[:PROBLEMS], *more, *check.notes[:PROBLEMS]]
+        problems = plural(wrong, "problem") if wrong else "no problem"
+        lines = [*check.problems[:PROBLEMS], *check.notes[:PROBLEMS]]
+        lines += ["more: see --json"] if max(wrong, len(check.notes)) > PROBLEMS else []
         console.print("\n  ".join([f"{check.name}: {check.checked} checked, {problems}", *lines]), **PLAIN)
 
 

@@ -16,8 +16,8 @@ from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.experiments.sweep.packed import CHECKSUMS, read_checksums, unpack
 from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_manifests, summary_of
 from sinklab.experiments.sweep.worker import train_cell
-from sinklab.experiments.verdicts.wording import plural
 from sinklab.files import parse_json, sha256_of
+from sinklab.tables import plural
 from sinklab.train.directory.environment import read_environment, recorded_hash
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.recipe import load_recipe

@@ -31,7 +31,8 @@ from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, seed_by_seed
 from sinklab.experiments.verdicts.five_seeds import detectable
 from sinklab.experiments.verdicts.kinds import Finding, Runs, put_to
-from sinklab.experiments.verdicts.wording import number, plural, unit
+from sinklab.experiments.verdicts.wording import number, unit
+from sinklab.tables import plural
 
 GROWN = 2.0
 """Minimum growth of the norm ratio in training, as a factor, for `asks_massive` claims to be judged."""

@@ -23,7 +23,8 @@ from sinklab.experiments.documents import ReplicateKind
 from sinklab.experiments.quantities import AT_EPS, NO_SINK, RunNumbers, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, pairs_against, seed_by_seed, separated, share_interval
-from sinklab.experiments.verdicts.wording import bounds, difference, each_seed, number, plural, step_unit, unit
+from sinklab.experiments.verdicts.wording import bounds, difference, each_seed, number, step_unit, unit
+from sinklab.tables import plural
 
 T = TypeVar("T")
 

@@ -58,8 +58,3 @@ def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:
     said = [f"at least {at_least:g}"] if at_least is not None else []
     said += [f"at most {at_most:g}"] if at_most is not None else []
     return f"{' and '.join(said)}{unit(of)}"
-
-
-def plural(count: int, noun: str) -> str:
-    """Format a count with its noun: `1 seed`, `3 seeds`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
