@@ -80,7 +80,7 @@ def test_an_answered_task_is_not_asked_again_where_the_measurement_was_cut(folde
 
 @pytest.mark.parametrize(
     ("experiment", "said"),
-    [("table_1", "table_1 uses none: remove it"), ("table_4", "table_4 has neither: remove it")],
+    [("table_1", "table_1 has none: remove it"), ("table_4", "table_4 has neither: remove it")],
 )
 def test_items_are_refused_where_nothing_is_asked(experiment: str, said: str, run: Run) -> None:
     model = () if experiment == "table_4" else ("--model", tiny_model(Path("gpt2")))

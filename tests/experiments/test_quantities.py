@@ -26,7 +26,7 @@ def test_rates_of_positions_in_the_middle_are_added_up() -> None:
     assert run_of(FIRST).value("sink_1_or_bias") == 1.0
     assert run_of(FIRST.model_copy(update={"sink_rate_bias": 60.0})).value("sink_1_or_bias") == 61.0
     assert quantity("sink_2_to_5").unit == "%"
-    with pytest.raises(ValueError, match="no quantity 'sink_5_to_2'"):
+    with pytest.raises(ValueError, match="unknown quantity 'sink_5_to_2'"):
         quantity("sink_5_to_2")
 
 

@@ -88,7 +88,7 @@ def test_a_dry_run_lists_sizes_and_makes_nothing(run: Run, models: Path, tmp_pat
         (["measure", "x", "--family", "gpt2"], "pass a MODEL or --family, not both"),
         (["measure", "--family", "bert", "--dry-run"], "unknown family 'bert'; choose from: gpt2"),
         (["measure", "--family", "gpt2"], "natural inputs need a text"),
-        (["measure", "--family", "gpt2", "--by-domain"], "remove --family"),
+        (["measure", "--family", "gpt2", "--by-domain"], "instead of --family"),
         (["measure", "--family", "gpt2", "--dry-run", "--models-dir", "no"], "--models-dir no is not a directory"),
         (["measure", "x", "--dry-run"], "--dry-run requires --family"),
         (["measure", "x", "--by-domain"], "needs --text FOLDER"),
