@@ -107,15 +107,25 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Loader that refuses a repeated key of a mapping, of which PyYAML would use the last value."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if repeated := sorted({key for key in keys if keys.count(key) > 1 and key != "<<"}):
+            raise yaml.constructor.ConstructorError(None, None, f"the key {repeated[0]} is repeated", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def parse_yaml(text: str) -> Any:
     """Parse untrusted text like `yaml.safe_load`.
 
     Raises:
-        ValueError: if the text is not YAML, is nested too deeply, or has more than `MOST_VALUES` values, as with
-            recursive aliases.
+        ValueError: if the text is not YAML, repeats a key, is nested too deeply, or has more than `MOST_VALUES` values,
+            as with recursive aliases.
     """
     try:
-        document = yaml.safe_load(text)
+        document = yaml.load(text, _UniqueKeys)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except yaml.YAMLError as error:

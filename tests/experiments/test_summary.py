@@ -3,11 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from made_runs import cell_of, cells_of, experiment_of, reading, run_of
 
 from sinklab.experiments.definition import Experiment
-from sinklab.experiments.documents import CellRun, Summary
+from sinklab.experiments.documents import CellRun, JudgedClaim, Summary, chance_of_claims
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.shipped import load_experiment
 from sinklab.experiments.summary import at_scale, summarise
@@ -88,3 +89,30 @@ def test_one_experiment_names_the_summary_and_it_is_read_as_it_was_written(tmp_p
     document = json.loads((tmp_path / "summary.json").read_text())
     assert document["schema"] == 3
     assert Summary.model_validate(document) == summary
+
+
+def test_chance_would_reproduce_one_of_32_claims_that_are_judged_seed_by_seed() -> None:
+    def claims(number: int, **others: Any) -> list[JudgedClaim]:
+        asked = {"analysis": "confirmatory", "rule": "seed by seed", "verdict": "inconclusive", **others}
+        return [JudgedClaim(**asked) for _ in range(number)]
+
+    others = [
+        *claims(9, analysis="exploratory"),
+        *claims(9, rule="no overlap"),
+        *claims(9, verdict="not run"),
+        *claims(9, same_as="figure_4.default_has_a_sink"),
+    ]
+    assert "48 of the confirmatory claims" in chance_of_claims([*claims(48), *others])
+    assert chance_of_claims([*claims(48), *others]).endswith("would reproduce 1.5.")
+    assert chance_of_claims(others) == ""
+
+
+def test_a_comparison_of_cells_is_counted_by_overlap_and_all_else_by_seed() -> None:
+    bound = {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 1}
+    for check, rule in (
+        (LESS, "no overlap"),
+        (bound, "seed by seed"),
+        ({"is": "all", "of": [bound, LESS]}, "no overlap"),
+    ):
+        summary = summarise([at_scale(experiment_of(check, cells=list(SINKS)), "tiny")], cells_of("sink_1", SINKS))
+        assert [claim.rule for claim in summary.claims] == [rule]

@@ -204,3 +204,17 @@ def test_packed_results_are_continued(packed: Path, run: Run) -> None:
     assert status == 0, err
     assert (json.loads(out)["runs"], json.loads(out)["missing"]) == (9, 3)
     assert not Path("elsewhere").exists()
+
+
+@pytest.mark.parametrize("name", ["tiny", "exploratory", "continued"])
+def test_committed_results_pass(name: str) -> None:
+    folder = Path(__file__).parents[2] / "results" / name
+    assert problems(verify_packed(folder)) == ""
+
+
+def test_the_power_of_pilots_is_no_part_of_a_verdict(packed: Path) -> None:
+    summary = json.loads((packed / "summary.json").read_text())
+    summary["claims"][0]["finds"] = "Five seeds find 3 points."
+    (packed / "summary.json").write_text(json.dumps(summary))
+    write_checksums(packed)
+    assert problems(verify_packed(packed)) == ""

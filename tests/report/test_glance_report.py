@@ -35,13 +35,13 @@ def line(sweep_folder: Path, says: str) -> Any:
     return found
 
 
-def test_the_twenty_statements_follow_their_picture_with_what_the_paper_says(html: str) -> None:
+def test_the_twenty_statements_come_first_with_what_the_paper_says(html: str) -> None:
     text = Page(html).text
     places = [text.index(f"{place} {one.says} {one.paper}") for place, one in enumerate(statements(), 1)]
     assert places == sorted(places)
     picture = text.rindex("verdicts do not depend on this value")
     later = [text.rindex(said) for said in ("Show only cells whose name", "Not run:")]
-    assert [picture, *places, *later] == sorted([picture, *places, *later])
+    assert [*places, picture, *later] == sorted([*places, picture, *later])
 
 
 def test_a_line_has_every_seed_of_the_cells_of_its_claims_and_their_verdicts(sweep_folder: Path, html: str) -> None:

@@ -217,6 +217,12 @@ def test_a_section_of_a_recipe_file_is_not_a_value_or_empty(text: str, tmp_path:
         load_recipe(str(tmp_path / "mine.yaml"), ["model.layers=2", "optim.lr=0.1", "model.attention.mask.width=8"])
 
 
+def test_a_repeated_key_of_a_recipe_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model: {layers: 2}\nseed: 1\nmodel: {width: 32}")
+    with pytest.raises(InputError, match=r"mine\.yaml is not valid YAML: the key model is repeated"):
+        load_recipe(str(tmp_path / "mine.yaml"))
+
+
 def test_an_optional_section_may_be_null() -> None:
     recipe = load_recipe("tiny", ["data.random_tokens=null", "data.random_tokens={start: 1, end: 3}"])
     assert recipe.data.random_tokens is not None

@@ -280,6 +280,11 @@ def parts_of(check: Check) -> tuple[Check, ...]:
     return check.of if isinstance(check, All) else (check,)
 
 
+def counted_by(check: Check) -> str:
+    """Return the count that decides a check: `no overlap` if it compares two cells, else `seed by seed`."""
+    return "no overlap" if any(isinstance(part, Differs) for part in parts_of(check)) else "seed by seed"
+
+
 def quantities_of(check: Check) -> tuple[str, ...]:
     """Return the names of the quantities that a check uses, the main one first; empty for `diverges` and `trains`."""
     match check:

@@ -249,6 +249,7 @@ class JudgedClaim(ReadDocument):
             numbers, the smallest number.
         replicate: unit that `seeds` counts: seed, draw or model.
         models: number of existing models in the verdict; 1 for trained cells.
+        rule: count that decides the claim, `seed by seed` or `no overlap` (docs/verdicts.md); empty without a check.
         at_eps: verdicts at thresholds of the sink rate other than the recipe's, by threshold; empty if the sink rates
             were not recorded at these thresholds or do not decide the claim alone.
         finds: sentence with the effect size that five seeds detect with 80 % power, from pilot runs; empty if there are
@@ -274,6 +275,7 @@ class JudgedClaim(ReadDocument):
     seeds: int = 0
     replicate: ReplicateKind = "seed"
     models: int = 1
+    rule: str = ""
     at_eps: dict[str, str] = Field(default_factory=dict)
     finds: str = ""
     elsewhere: str = ""
@@ -415,6 +417,24 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
         kind: {one: verdicts.count(one) for one in dict.fromkeys([*VERDICTS, *verdicts]) if one in verdicts}
         for kind, verdicts in found.items()
     }
+
+
+def chance_of_claims(claims: Sequence[JudgedClaim]) -> str:
+    """Return a sentence with the number of confirmatory claims that chance would reproduce; empty if there are none.
+
+    It is 1/32 of the claims that five seeds decide seed by seed, if half of all seeds satisfy each claim.
+    """
+    number = sum(
+        claim.rule == "seed by seed" and claim.analysis == ANALYSES[0] and claim.verdict in JUDGED and not claim.same_as
+        for claim in claims
+    )
+    if not number:
+        return ""
+    decided = f"{number} of the confirmatory claims are" if number > 1 else "One of the confirmatory claims is"
+    return (
+        f"{decided} judged seed by seed: if half of all seeds satisfied each of them, chance would reproduce "
+        f"{number / 32:.1f}."
+    )
 
 
 def read_record(directory: Path) -> RunRecord | None:

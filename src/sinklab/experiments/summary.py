@@ -84,7 +84,7 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
 def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
     """Copy verdict and evidence to each reference (`same_as`) from the claim that it names, if `claims` has it."""
     known = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
-    copied = {"verdict", "evidence", "seeds", "at_eps", "analysis", "stated", "finds", "elsewhere", "replicate"}
+    copied = {"verdict", "evidence", "seeds", "at_eps", "analysis", "stated", "finds", "elsewhere", "replicate", "rule"}
     return [
         claim.model_copy(update={name: getattr(other, name) for name in copied})
         if (other := known.get(claim.same_as)) is not None

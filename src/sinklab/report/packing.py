@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sinklab.errors import InputError
-from sinklab.experiments.documents import SUMMARY, CellRun, Summary, read_record, verdict_counts
+from sinklab.experiments.documents import SUMMARY, CellRun, Summary, chance_of_claims, read_record, verdict_counts
 from sinklab.experiments.sweep.packed import (
     METRICS,
     PACKED_FILES,
@@ -198,7 +198,7 @@ def readme(summary: Summary) -> str:
     for kind, found in verdict_counts(summary.claims).items():
         verdicts = ", ".join(f"{number} {escaped(verdict)}" for verdict, number in found.items())
         lines.append(f"{f'{escaped(kind)} claims'.strip().capitalize()}: {verdicts}.")
-    lines.append("")
+    lines += [chance, ""] if (chance := chance_of_claims(summary.claims)) else [""]
     if table := _glance(summary):
         lines += [f"## {table.title}", "", markdown(table), ""]
     rows = [

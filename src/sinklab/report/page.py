@@ -29,7 +29,7 @@ from markupsafe import Markup
 import sinklab
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import SCALES
-from sinklab.experiments.documents import verdict_counts
+from sinklab.experiments.documents import JudgedClaim, chance_of_claims, verdict_counts
 from sinklab.files import cache_folder, write_text, written_aside
 from sinklab.measuring.answer import answer
 from sinklab.outputs import CHART, CHART_MARK, REPORT, REPORT_MARK, check_file
@@ -118,8 +118,8 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
     leading = drawn[:1] if not data.sweeps else []
     groups, explored = grouped(experiments), explorers(data)
     contents = [
-        *_anchors(compared),
         *([("glance", "The paper at a glance")] if lines else []),
+        *_anchors(compared),
         *_anchors([table for table, _ in boards]),
         *_anchors(groups),
         *_anchors(leading),
@@ -319,12 +319,17 @@ def _title(data: ReportData) -> str:
     return ", ".join(dict.fromkeys(titles))
 
 
-def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]]]]:
-    """Count the claims by scale, kind of analysis and verdict; scales whose claims are all references are omitted."""
+def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]], str]]:
+    """Count the claims by scale, kind of analysis and verdict, with a sentence on chance (`chance_of_claims`).
+
+    Scales whose claims are all references are omitted.
+    """
     claims = [*data.claims, *(claim for sweep in data.sweeps for claim in sweep.summary.claims if claim.experiment)]
-    scales = dict.fromkeys(claim.scale for claim in claims)
-    counts = {scale: verdict_counts([claim for claim in claims if claim.scale == scale]) for scale in scales}
-    return [(scale, found) for scale, found in counts.items() if found]
+    by_scale: dict[str, list[JudgedClaim]] = {}
+    for claim in claims:
+        by_scale.setdefault(claim.scale, []).append(claim)
+    counts = [(scale, verdict_counts(of), chance_of_claims(of)) for scale, of in by_scale.items()]
+    return [(scale, found, chance) for scale, found, chance in counts if found]
 
 
 def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, object]:

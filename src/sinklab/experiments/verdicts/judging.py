@@ -20,6 +20,7 @@ from sinklab.experiments.claims import (
     StandsAt,
     Undecidable,
     Within,
+    counted_by,
     parts_of,
     quantities_of,
 )
@@ -75,7 +76,8 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
         else:
             claim, published = one, experiment.published if scale in PAPER_SCALES else None
             judged = _not_asked(claim, experiment.massive_cell(claim), own) or judge_claim(claim, Runs(own), published)
-            judged = judged.model_copy(update={"finds": detectable(claim.check, scale) if claim.check else ""})
+            piloted = claim.check if (scale, scale) in experiment.base.items() else None  # the recipe of the pilots
+            judged = judged.model_copy(update={"finds": detectable(piloted, scale) if piloted else ""})
         day = claim.stated or experiment.stated
         origin = {
             "experiment": experiment.id,
@@ -114,7 +116,8 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
 def _blank(claim: Claim) -> JudgedClaim:
     main = next(iter(quantities_of(claim.check) if claim.check else ()), "")
     cells = list(claim.cells)
-    return JudgedClaim(id=claim.id, text=claim.text, cells=cells, quantity=main, same_as=claim.same_as or "")
+    rule = counted_by(claim.check) if claim.check else ""
+    return JudgedClaim(id=claim.id, text=claim.text, cells=cells, quantity=main, rule=rule, same_as=claim.same_as or "")
 
 
 def _judged(check: Check, runs: Runs, published: Published | None = None) -> tuple[Verdict, str, int]:
