@@ -19,7 +19,7 @@ from sinklab.assessing.parts.eviction import Eviction
 from sinklab.assessing.parts.heads import Heads
 from sinklab.assessing.parts.key_ablations import KeyAblations
 from sinklab.assessing.parts.kv_cache import KVCache
-from sinklab.assessing.parts.pruning import Pruning
+from sinklab.assessing.parts.pruning import Pruning, RemovedHeads
 from sinklab.assessing.parts.quantisation import STATIC, Quantisation
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.parts.writer import WEIGHT, Writer
@@ -83,11 +83,20 @@ def quantisation_rows(part: Quantisation) -> Rows:
 
 def cache_rows(part: KVCache) -> Rows:
     fewest = min(part.settings, key=lambda one: one.bits)
-    name = f"KV cache in {fewest.bits} bits"
+    name, by_head = f"KV cache in {fewest.bits} bits", f"KV cache in {part.head_bits} bits"
+    costliest = max(part.heads, key=lambda one: one.kl)
     return {
         name: added(part, fewest.everything),
         f"{name}, first key spared": added(part, fewest.first_spared),
         f"{name}, outlier tokens spared": added(part, fewest.found_spared),
+        f"{by_head}, costliest tenth of the KV heads exempt": added(part, part.without_exempt),
+        f"{by_head}, as many random KV heads exempt": added(part, part.without_random),
+        f"costliest tenth of the KV heads in {part.head_bits} bits": (
+            f"{', '.join(f'{layer}.{head}' for layer, head in part.exempt)} (of {len(part.heads)})"
+        ),
+        f"largest divergence with one KV head in {part.head_bits} bits": (
+            f"{costliest.kl:.3f} ({costliest.layer}.{costliest.head})"
+        ),
     }
 
 
@@ -112,7 +121,15 @@ def eviction_rows(part: Eviction) -> Rows:
 
 
 def pruning_rows(part: Pruning) -> Rows:
-    return {f"a tenth of the heads removed: {one.order}": added(part, one) for one in part.orders if one.share == 0.1}
+    def with_draws(one: RemovedHeads) -> str:
+        if len(one.losses) == 1:
+            return added(part, one)
+        draws = [loss - part.unchanged.loss for loss in one.losses]
+        return f"{added(part, one)} ({min(draws):+.2f} to {max(draws):+.2f})"
+
+    tenth = {f"a tenth of the heads removed: {one.order}": with_draws(one) for one in part.orders if one.share == 0.1}
+    kinds = {f"heads removed: {one.order}": f"{one.heads} heads: {with_draws(one)}" for one in part.kinds}
+    return tenth | kinds
 
 
 def budget_rows(part: Budgets) -> Rows:
@@ -125,8 +142,11 @@ def budget_rows(part: Budgets) -> Rows:
 
 def writer_rows(part: Writer) -> Rows:
     zeroed = {one.what: one for one in part.zeroed}
+    rule = {True: "same weight", False: "another weight", None: NONE}
     return {
         "massive activation written by": f"{part.sublayer} of layer {part.layer}",
+        "single weight that writes most": f"[{part.channel}, {part.weight.neuron}] of layer {part.ffn_layer}",
+        "selected by the rule of super weights": rule[part.super_weight],
         "single weight that writes most zeroed": added(part, zeroed[WEIGHT]),
         "that layer's feed-forward zeroed at position 1": added(part, zeroed["feed-forward at the first position"]),
     }

@@ -80,6 +80,19 @@ def test_the_answer_has_the_loss_without_the_sink_then_the_loss_that_it_causes()
     ]
 
 
+def test_standard_errors_of_a_part_are_a_range_or_one_number() -> None:
+    document = assessment("model")
+    for part, key, errors in (
+        ("streaming", "caches", (0.0451, 0.1, 0.1, 0.73)),
+        ("eviction", "policies", (0.19, 0.191)),
+    ):
+        for effect, error in zip(document[part][key], errors, strict=False):
+            effect["error"] = error
+    found = Assessment.model_validate(document)
+    assert found.errors() == ["Standard errors of the added losses (nats): streaming 0.045 to 0.73, eviction 0.19."]
+    assert Assessment.model_validate(assessment("model")).errors() == []
+
+
 def test_every_part_answers_the_question_that_the_documentation_has() -> None:
     found = Assessment.model_validate(assessment("model"))
     page = (Path(__file__).parents[2] / "docs" / "assess.md").read_text(encoding="utf-8")

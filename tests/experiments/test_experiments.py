@@ -93,6 +93,7 @@ def test_an_experiment_that_is_named_is_listed_in_full(run: Run, tmp_path: Path)
         assert experiment.question in out
         assert ", ".join(experiment.cells) in out
         assert all(f"- {claim.text}" in out for claim in experiment.claims)
+        assert f"claims, stated {experiment.stated}:" in out
     assert "table_4" not in out
     status, document, _ = run("experiments", "table_2", "--json")
     (listed,) = json.loads(document)
@@ -120,6 +121,30 @@ def test_a_file_that_says_something_impossible_is_refused(run: Run, change: tupl
     assert (status, out) == (2, "")
     assert said in " ".join(err.split())
     assert not Path("runs").exists()
+
+
+def test_claims_are_listed_by_the_date_on_which_they_were_stated(run: Run) -> None:
+    check = "check: {is: trains, cell: softmax}"
+    claims = f"""  - {{id: learns, text: "First", stated: 2026-11-23, {check}}}
+  - {{id: later, text: "Second", stated: 2026-11-25, {check}}}
+  - {{id: too, text: "Third", stated: 2026-11-23, {check}}}
+  - {{id: undated, text: "Fourth", {check}}}
+"""
+    Path("mine.yaml").write_text(EXPERIMENT.partition("claims:\n")[0] + f"claims:\n{claims}")
+    status, out, err = run("experiments", "mine.yaml")
+    assert status == 0, err
+    listed = re.findall(r"\d claims?.*:$|(?<=^ - )\w+", out, re.MULTILINE)
+    assert listed == [
+        "2 claims, stated 2026-11-23:",
+        "First",
+        "Third",
+        "1 claim, stated 2026-11-25:",
+        "Second",
+        "1 claim:",
+        "Fourth",
+    ]
+    status, document, _ = run("experiments", "mine.yaml", "--json")
+    assert json.loads(document)[0]["claim_dates"] == ["2026-11-23", "2026-11-25", "2026-11-23", ""]
 
 
 def test_an_unknown_experiment_is_refused_and_the_nearest_are_offered() -> None:

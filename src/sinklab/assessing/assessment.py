@@ -97,13 +97,16 @@ class Assessment(VersionedDocument):
         return [remark for part in self.results.values() if (remark := part.remark())]
 
     def errors(self) -> list[str]:
-        """Return a list with one note on the range of each part's standard errors; empty without standard errors."""
+        """Return a list with one note on each part's standard errors, as a range or a single number.
+
+        The list is empty without standard errors.
+        """
         errors = {
             name: found
             for name, part in self.results.items()
             if (found := [one.error for row in part.rows() if (one := row.effect) and one.error is not None])
         }
-        ranges = ", ".join(f"{name} {min(found):.2g} to {max(found):.2g}" for name, found in errors.items())
+        ranges = ", ".join(f"{name} {_range(found)}" for name, found in errors.items())
         return [f"Standard errors of the added losses (nats): {ranges}."] if ranges else []
 
     def numbers(self) -> dict[str, float]:
@@ -120,6 +123,11 @@ def _nats(found: Sequence[tuple[float, str]]) -> str:
     """Format added losses, for example `+0.095 nats per token with the first key hidden, +0.082 in streaming`."""
     first, *others = (f"{added:+.3f}{{}} {words}" for added, words in found)
     return ", ".join([first.format(" nats per token"), *(one.format("") for one in others)])
+
+
+def _range(found: Sequence[float]) -> str:
+    """Format smallest and largest value, `0.045 to 0.73`, or `0.19` if both round to the same two digits."""
+    return " to ".join(dict.fromkeys(f"{bound:.2g}" for bound in (min(found), max(found))))
 
 
 def load_assessment(path: Path) -> Assessment:

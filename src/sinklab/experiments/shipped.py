@@ -121,6 +121,7 @@ class ListedExperiment:
         seeds: default number of seeds per cell; 0 for experiments on existing models.
         scales: cost by scale; empty for experiments on existing models.
         cell_names, claim_texts: names of these cells, and texts of these claims.
+        claim_dates: dates on which these claims were stated, YYYY-MM-DD; empty strings if unknown.
     """
 
     id: str
@@ -133,6 +134,7 @@ class ListedExperiment:
     scales: Mapping[Scale, ScaleCost]
     cell_names: Sequence[str]
     claim_texts: Sequence[str]
+    claim_dates: Sequence[str]
 
     def document(self) -> dict[str, Any]:
         """Return the entry as a JSON-serializable dict."""
@@ -159,6 +161,7 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
             scales={scale: _cost(one, scale, paces) for scale in one.base},
             cell_names=list(one.cells),
             claim_texts=[claim.text for claim in one.claims],
+            claim_dates=[str(claim.stated or one.stated or "") for claim in one.claims],
         )
         for one in [load_experiment(name) for name in names or experiment_ids()]
     ]

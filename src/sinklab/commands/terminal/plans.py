@@ -15,7 +15,7 @@ from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.paper import Covered
 from sinklab.experiments.shipped import ListedExperiment, jobs_here
 from sinklab.experiments.sweep.preview import Preview
-from sinklab.tables import NOTHING, Table, TableColumn, names, numbers
+from sinklab.tables import NOTHING, Table, TableColumn, names, numbers, plural
 
 if TYPE_CHECKING:
     from sinklab.data.texts import Estimate
@@ -48,19 +48,14 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
 
 
 def print_experiment(one: ListedExperiment, plan: str, console: Console) -> None:
-    """Print one experiment in full: question, cells, claims, time per scale, and the command that prints its plan."""
+    """Print one experiment in full: question, cells, dated claims, time per scale, and the command of its plan."""
     console.print(Text(printable(f"{one.id}: {one.title}"), style="bold"))
     for text in filter(None, (one.question, one.source and f"After {one.source}")):
         console.print(Text(printable(text)))
     console.print()
     console.print(Text(printable(f"{len(one.cell_names)} cells: {', '.join(one.cell_names)}")))
     console.print()
-    console.print(f"{len(one.claim_texts)} claims{':' * bool(one.claim_texts)}", highlight=False)
-    listed = RichTable.grid(padding=(0, 1))
-    for text in one.claim_texts:
-        listed.add_row(" -", Text(printable(text)))
-    console.print(listed)
-    console.print()
+    _print_claims(one, console)
     jobs = jobs_here()
     for scale, cost in one.scales.items():
         runs = f"{cost.cells} cells of {one.seeds} seed{'s' * (one.seeds != 1)}, {cost.claims} claims"
@@ -68,6 +63,20 @@ def print_experiment(one: ListedExperiment, plan: str, console: Console) -> None
     _print_estimates([one], jobs, console)
     console.print(Text(printable(f"Plan of each cell: {plan}")), soft_wrap=True)
     console.print()
+
+
+def _print_claims(one: ListedExperiment, console: Console) -> None:
+    """Print the texts of the claims, under one heading for each date on which claims were stated."""
+    by_date: dict[str, list[str]] = {}
+    for text, stated in zip(one.claim_texts, one.claim_dates, strict=True):
+        by_date.setdefault(stated, []).append(text)
+    for stated, texts in by_date.items():
+        console.print(f"{plural(len(texts), 'claim')}{stated and f', stated {stated}'}:", highlight=False)
+        listed = RichTable.grid(padding=(0, 1))
+        for text in texts:
+            listed.add_row(" -", Text(printable(text)))
+        console.print(listed)
+        console.print()
 
 
 def _time_here(one: ListedExperiment, scale: Scale, jobs: int, said: Callable[[float], str] = duration) -> str:
