@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
@@ -23,10 +23,11 @@ from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery import masked_first_keys, replaced_position, swapped_positions, zeroed
-from sinklab.measuring.surgery.changes import learned_positions
+from sinklab.measuring.surgery.changes import learned_positions, residual_blocks
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import adapt
+from sinklab.models.hooks import residual_stream
 
 N = 3
 LEARNED = ["gpt2", "opt", "gpt-neo, window 5"]
@@ -155,6 +156,21 @@ def test_a_zeroed_channel_is_zero_there_and_the_rest_of_the_model_goes_on_from_i
         model.model.layers = blocks
     torch.testing.assert_close(logits, expected)
     assert not torch.allclose(logits, found.logits)
+
+
+@pytest.mark.parametrize("zeroed_first", [True, False])
+def test_other_hooks_read_the_zero_in_either_order(zeroed_first: bool) -> None:
+    model, tokens = pair_of("llama")[0], family_tokens()
+    reading = residual_stream(residual_blocks(model), lambda hidden_BTC: hidden_BTC[:, 1, 5].clone())
+    with torch.no_grad(), ExitStack() as stack:
+        if zeroed_first:
+            stack.enter_context(zeroed(model, layer=1, position=2, dimension=5))
+        found = stack.enter_context(reading)
+        if not zeroed_first:
+            stack.enter_context(zeroed(model, layer=1, position=2, dimension=5))
+        model(tokens)
+    assert bool(found[0].all())
+    assert not found[1].any()
 
 
 def test_a_zeroed_channel_of_our_model_stands_behind_the_sink_token() -> None:

@@ -1,7 +1,7 @@
 """Hugging Face architectures: attribute names of their modules and config fields, and exceptions by model type.
 
 Nearly all model types use the names below. If a model type uses another name for the same thing, the name is added to
-the tuple. A model type that behaves differently has a row in `FAMILIES`. No other file compares architecture names.
+the tuple. A model type that behaves differently has a row in `FAMILIES`. No other file compares model types.
 """
 
 from dataclasses import dataclass

@@ -93,7 +93,8 @@ def zeroed(
 ) -> Iterator[None]:
     """Set one channel of the residual stream to zero at one position of every sequence, after one block or several.
 
-    Sequences that end before the position are unchanged.
+    Sequences that end before the position are unchanged. Other hooks of a block read its output with the zero,
+    independent of the order in which they were registered.
 
     Args:
         layer: number of the block, 1-based.
@@ -128,7 +129,10 @@ def zeroed(
         return (hidden_BTC, *output[1:]) if isinstance(output, tuple) else hidden_BTC
 
     chosen = blocks[layer - 1 : last_layer]
-    with first_columns(model) as columns, hooked(block.register_forward_hook(leaving) for block in chosen):
+    with (
+        first_columns(model) as columns,
+        hooked(block.register_forward_hook(leaving, prepend=True) for block in chosen),
+    ):
         yield
 
 
