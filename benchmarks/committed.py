@@ -59,8 +59,9 @@ def readme_with(text: str, table: str) -> str:
 
 
 def committed_summaries() -> list[Summary]:
-    """The summaries of the folders of `results/` that are named for a scale, smallest scale first."""
-    return [summary_in(ROOT / "results" / name) for name in SCALES if (ROOT / "results" / name / SUMMARY).exists()]
+    """The summaries of the folders of `results/` that are named for a scale and have verdicts, smallest scale first."""
+    folders = [ROOT / "results" / name for name in SCALES if (ROOT / "results" / name / SUMMARY).exists()]
+    return [summary for summary in map(summary_in, folders) if committed_verdicts(summary)]
 
 
 def main() -> None:
