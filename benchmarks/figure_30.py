@@ -2,17 +2,15 @@
 
     python -m benchmarks.figure_30 results/sft --runs results/exploratory
 
-Each folder holds what `sinklab sft runs/tiny/CELL-HASH` wrote, under the run's name. Intervals are those of Student's t
-for the mean over seeds, at 95 %.
+Each folder holds what `sinklab sft runs/tiny/CELL-HASH` wrote, under the run's name. Values over seeds are the median
+with the smallest and the largest.
 """
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
-
-from scipy.stats import t
+from statistics import fmean, median
 
 from sinklab.experiments.sweep.packed import RUNS, is_packed, read_packed
 from sinklab.files import parse_yaml
@@ -72,12 +70,9 @@ def read_tuned(folder: Path, seeds: Mapping[str, int]) -> Tuned:
     return Tuned(folder.name.rpartition("-")[0], seed, tuning.base, tuning.chat, norms)
 
 
-def interval(values: Sequence[float]) -> str:
-    """Mean and 95 % interval."""
-    mean, half = fmean(values), 0.0
-    if len(values) > 1:
-        half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
-    return f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
+def spread(values: Sequence[float]) -> str:
+    """Median with the smallest and the largest value, as docs/verdicts.md shows seeds."""
+    return f"{median(values):+.2f} [{min(values):+.2f}, {max(values):+.2f}]"
 
 
 def main() -> None:
@@ -100,7 +95,7 @@ def main() -> None:
     for name, measure in MEASURES.items():
         softmax, sigmoid = ([measure(of[cell, seed]) for seed in seeds] for cell in ("softmax", "sigmoid"))
         apart = [after - before for before, after in zip(softmax, sigmoid, strict=True)]
-        print(f"| {name} | {interval(softmax)} | {interval(sigmoid)} | {interval(apart)} |")
+        print(f"| {name} | {spread(softmax)} | {spread(sigmoid)} | {spread(apart)} |")
 
 
 if __name__ == "__main__":
