@@ -126,7 +126,7 @@ class Quantity:
 
     @property
     def is_sink_rate(self) -> bool:
-        """Whether this is a percentage of triples, pairs or sequences with a sink, recorded at every evaluation."""
+        """True if the quantity is a sink rate, in percent, that is recorded at every evaluation."""
         return self.unit == "%" and self.name.startswith("sink_") and self.name != "sink_growth"
 
 

@@ -131,7 +131,7 @@ def resolved_precision(name: Literal["auto", "fp32", "bf16"], device: torch.devi
 
 
 def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """Open a new or existing run, or one that extends a shorter run. Nothing is written (see `establish`).
+    """Open a run: new, existing, or extending a shorter one. This writes no files (see `establish`).
 
     Args:
         out: run directory; default: `runs/NAME-HASH`.
