@@ -291,16 +291,17 @@ def test_the_remaining_activation_has_the_position_of_its_token_behind_learned_o
     attention = {"bias": {"kind": "sink_token", "count": count}}
     model = Transformer(ModelConfig.model_validate({**SIZES, "layers": 2, "attention": attention}), seed=3)
 
-    def put(column: int, value: float) -> Any:
-        def leaving(_: Any, __: Any, hidden_BTC: torch.Tensor) -> torch.Tensor:
-            hidden_BTC[:, column, 5] = value
-            return hidden_BTC
+    block = model.blocks[1]
+    forward = block.forward
 
-        return leaving
+    def with_two_massive_activations(*inputs: Any, **named: Any) -> torch.Tensor:
+        hidden_BTC = forward(*inputs, **named)
+        hidden_BTC[:, 0, 5] = 9000.0  # at the first learned token
+        hidden_BTC[:, count + 1, 5] = -4000.0  # at the second token of the sequence
+        return hidden_BTC
 
-    model.blocks[1].register_forward_hook(put(count + 1, -4000.0))  # at the second token
-    with model.blocks[1].register_forward_hook(put(0, 9000.0)):  # at the first learned one
-        removed, once = sinklab.measure(model, own_tokens(), ablate=["zero_massive", "zero_massive:1"]).ablations or []
+    block.forward = with_two_massive_activations
+    removed, once = sinklab.measure(model, own_tokens(), ablate=["zero_massive", "zero_massive:1"]).ablations or []
     learned = "the learned sink token" if count == 1 else "register 1 of 3"
     assert removed.what.startswith(f"dimension 5 at {learned} is zeroed")
     assert "-4,000.0 (dimension 5 at position 2 after layer 2" in removed.sentences[1]
