@@ -49,7 +49,7 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
 def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return float32 if the device is a CPU that emulates `dtype`, else `dtype`.
 
-    Emulated bfloat16 takes five times as long as float32.
+    Emulated bfloat16 is much slower than float32: 5 times in matrix products with AVX-512, 50 times with AVX2 only.
     """
     emulated = device.type == "cpu" and dtype in INSTRUCTIONS and not multiplies_natively(dtype, device)
     return torch.float32 if emulated else dtype

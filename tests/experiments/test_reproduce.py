@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import Run
 from sweeps import EXPERIMENT, write_experiment
 
@@ -130,6 +131,23 @@ def test_a_dry_run_says_what_is_to_be_done_and_writes_nothing(run: Run) -> None:
     assert [cell["done"] for cell in ahead["cells"]] == [1, 1, 1]
     assert ahead["hours"] > 0
     assert ahead["estimated"] == "estimated from the finished runs in the directory of the sweep"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_runs_in_emulated_bf16_are_preceded_by_a_warning(
+    run: Run, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native}, raising=False)
+    base = Path("small.yaml")
+    base.write_text(base.read_text().replace("fp32", "bf16"))
+    for dry in (["--dry-run"], []):
+        status, _, err = run("reproduce", "mine.yaml", *OPTIONS, "--seeds", 1, *dry)
+        assert status == 0
+        assert err.count("this CPU has no instructions for it: training takes many times as long") == (not native)
+    status, _, err = run("train", base, "--set", "data.source=text.jsonl", "--out", "run")
+    assert status == 0, err
+    assert ("this CPU has no instructions for it" in err) == (not native)
 
 
 @pytest.mark.parametrize("engine", ["slurm", "ray"])

@@ -32,7 +32,15 @@ from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
 from sinklab.experiments.sweep.packed import take_up, unpack
-from sinklab.experiments.sweep.plan import PlannedSweep, Question, cells_of, data_key, place_sweep, plan_sweep
+from sinklab.experiments.sweep.plan import (
+    PlannedSweep,
+    Question,
+    SweepPlan,
+    cells_of,
+    data_key,
+    place_sweep,
+    plan_sweep,
+)
 from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview
 from sinklab.jobs.progress import Observer
 from sinklab.models.huggingface.loading import Loading
@@ -41,6 +49,7 @@ from sinklab.report import write_report
 from sinklab.signals import INTERRUPTED, PreemptedError
 from sinklab.survey.compare import labels
 from sinklab.train.directory.lock import HeldError, is_written
+from sinklab.train.directory.run import emulation_warning
 from sinklab.tuning.sft_dataset import TuneSources
 from sinklab.tuning.tune import check_extra, check_tuned, tune
 
@@ -64,6 +73,7 @@ def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Pr
     out, overlay = settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
     plan = plan_sweep(questions, overlay)
+    _warn_of_emulation(plan, settings)
     with TemporaryDirectory() as folder:
         if settings.packed is not None:
             unpack(settings.packed, Path(folder))
@@ -131,6 +141,7 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
     before = store.read_manifests(out)
     plan = plan_sweep(questions, overlay)
     engine = open_engine(settings.engine, _jobs(settings, len(plan.order)), out, settings.engine_options)
+    _warn_of_emulation(plan, settings)
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
     with DataBoard(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
@@ -178,6 +189,13 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
         console.print(f"failed: {run}: {message}", **PLAIN)
     if failed:
         raise typer.Exit(1)
+
+
+def _warn_of_emulation(plan: SweepPlan, settings: ReproduceSettings) -> None:
+    """Print the warning of a sweep that trains on this machine, if a cell has one (`emulation_warning`)."""
+    recipes = [cell.recipe for cell in plan.cells.values()] if settings.engine == EngineName.local else []
+    for warning in sorted({emulation_warning(recipe) for recipe in recipes} - {""}):
+        stderr().print(warning, **PLAIN)
 
 
 def _jobs(settings: ReproduceSettings, runs: int) -> int:

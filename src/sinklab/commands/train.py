@@ -15,7 +15,7 @@ from sinklab.device import keep_freed_memory
 from sinklab.errors import InputError, StoppedError
 from sinklab.experiments.sweep.engine import Event
 from sinklab.signals import stop_on_signals
-from sinklab.train.directory.run import Run, existing_run, open_run
+from sinklab.train.directory.run import Run, emulation_warning, existing_run, open_run
 from sinklab.train.loop import RunOutcome, StepReport, Trainer
 from sinklab.train.planning import TrainingPlan, check_fits, memory_line, plan_of, sized
 from sinklab.train.recipe import Recipe, load_recipe
@@ -85,6 +85,8 @@ def _trained(
     longer = "" if run.shorter is None else f", which continues the run of {run.shorter} steps"
     console.print(f"run {run.hash} in {run.directory}{longer}", **PLAIN)
     console.print(memory_line(run.recipe, world.device(run.recipe.train.device), world.size), **PLAIN)
+    if warning := emulation_warning(run.recipe):
+        console.print(warning, **PLAIN)
     following: list[Tracker] = []
     with RunBoard(console, {name: steps}) as board:
 

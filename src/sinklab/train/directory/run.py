@@ -26,7 +26,7 @@ import torch
 from sinklab.data.loader import Loader
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset, TokenFile
-from sinklab.device import multiplies_natively, pick_device
+from sinklab.device import float32_if_emulated, multiplies_natively, pick_device
 from sinklab.errors import InputError
 from sinklab.files import write_json, write_text, written_aside
 from sinklab.model.transformer import Transformer
@@ -128,6 +128,21 @@ def resolved_precision(name: Literal["auto", "fp32", "bf16"], device: torch.devi
     if name == "auto":
         return "bf16" if multiplies_natively(torch.bfloat16, device) else "fp32"
     return name
+
+
+def emulation_warning(recipe: Recipe) -> str:
+    """Return a warning if the recipe trains in bf16 on a CPU that emulates it, else an empty string.
+
+    Raises:
+        InputError: if the recipe's device is not usable.
+    """
+    emulated = float32_if_emulated(torch.bfloat16, pick_device(recipe.train.device)) is torch.float32
+    if recipe.train.precision != "bf16" or not emulated:
+        return ""
+    return (
+        "warning: train.precision is bf16, and this CPU has no instructions for it: training takes many times as long "
+        "as in fp32 (use a CPU with AVX512-BF16 or AMX, a GPU, or train.precision=fp32, which is another run)"
+    )
 
 
 def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
