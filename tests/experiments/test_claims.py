@@ -121,14 +121,17 @@ def test_claims_that_were_stated_after_their_runs_began_are_listed(tmp_path: Pat
         {**CLAIM, "id": "earlier", "stated": "2026-11-22"},
         {**CLAIM, "id": "of_softmax", "check": {"is": "absent", "cell": "softmax"}, "stated": "2026-11-24"},
         {**CLAIM, "id": "referring", "same_as": "mine.none"},
+        {**CLAIM, "id": "changed", "stated": "2026-11-20", "changed": "2026-11-23: Another margin."},
+        {**CLAIM, "id": "changed_before", "stated": "2026-11-20", "changed": "2026-11-22: Another margin."},
     ]
     runs = {path.name: path for path in tmp_path.iterdir()}
     confirmatory = made(claims=claims, stated="2026-11-23", evidence="confirmatory")
     late = "mine.none was stated on 2026-11-23, and 1 run of its cells began before, the first on 2026-11-22"
     found = check_dates([manifest(confirmatory, 0, 1, 2)], runs)
-    assert (found.problems, found.notes, found.checked) == ([late], [], 3)
+    changed = "mine.changed was changed on 2026-11-23, and the first run of its cells began on 2026-11-22"
+    assert (found.problems, found.notes, found.checked) == ([late], [changed], 5)
     exploratory = made(claims=claims, stated="2026-11-23", evidence="exploratory")
-    assert check_dates([manifest(exploratory, 0, 1, 2)], runs).notes == [late]
+    assert check_dates([manifest(exploratory, 0, 1, 2)], runs).notes == [late, changed]
     assert check_dates([manifest(made(), 0)], runs).checked == 0  # a claim without a day
 
 

@@ -241,8 +241,8 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
 def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:
     """Check that every claim was stated no later than the day (UTC) on which the first run of its cells began.
 
-    A later confirmatory claim is a problem, a later exploratory claim a note. References, claims without a date and
-    runs without a start time are not checked.
+    A later confirmatory claim is a problem. A later exploratory claim is a note, as is a later change of a claim, which
+    is shown with it. References, claims without a date and runs without a start time are not checked.
 
     Args:
         runs: run directories by hash.
@@ -266,5 +266,10 @@ def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) ->
                 found.append(
                     f"{one.experiment.id}.{claim.id} was stated on {stated}, and {plural(len(earlier), 'run')} of its "
                     f"cells began before, the first on {earlier[0]}"
+                )
+            if claim.changed and claim.changed[:10] > min(days):
+                check.notes.append(
+                    f"{one.experiment.id}.{claim.id} was changed on {claim.changed[:10]}, and the first run of its "
+                    f"cells began on {min(days)}"
                 )
     return check
