@@ -172,7 +172,7 @@ def assessments() -> Commands:
         "validated": ["assess", "train/k_biases", *few, "--sink-tokens", "2", "--seed", "3"],
         "in_text": ["assess", "train/softmax", *natural, "--parts", "streaming", "--positions", "text"],
         "bfloat16": ["assess", STORIES, *natural, "--dtype", "bfloat16", "--parts", "quantisation,eviction"],
-        "random_keys": ["assess", "models/gpt_oss", *natural, "--parts", "carries,heads", "--sink-tokens", "2"],
+        "random_keys": ["assess", "models/gpt_oss", *natural, "--parts", "key_ablations,heads", "--sink-tokens", "2"],
         "stories": ["assess", STORIES, *natural, "--parts", "streaming,quantisation,heads"],
     }
     return {f"assess/{name}": [*rest, "--out", f"assess/{name}"] for name, rest in commands.items()}

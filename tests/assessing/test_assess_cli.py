@@ -76,7 +76,7 @@ def test_the_answer_has_the_loss_without_the_sink_then_the_loss_that_it_causes()
     assert small.startswith("Hardly any loss without the sink: ")
     neither = found.model_copy(update={"results": {"heads": found.results["heads"]}})
     assert neither.answer() == [
-        "The loss without the sink was not assessed: pass --parts carries, or streaming with --keep 0 and 4."
+        "The loss without the sink was not assessed: pass --parts streaming with --keep 0 and 4, or key_ablations."
     ]
 
 
@@ -297,7 +297,7 @@ def test_a_part_that_the_attention_does_not_allow_is_skipped_and_said(run: Run, 
     directory, text = _differential(tmp_path)
     status, out, err = run("assess", directory, "--text", text, *SMALL, "--json")
     assert status == 0, err
-    assert set(json.loads(out)["skipped"]) == {"carries", "heads"}
+    assert set(json.loads(out)["skipped"]) == {"key_ablations", "heads"}
     status, _, err = on_one_line(run)("assess", directory, "--text", text, *SMALL, "--parts", "heads")
     assert status == 2
     assert "the part `heads` cannot be run: " in err

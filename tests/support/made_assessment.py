@@ -72,7 +72,7 @@ def assessment(model: str, cost: float = 0.5, **changes: Any) -> dict[str, Any]:
                 {"start": 65, "stop": 129, "whole": effect(3 + 3 * cost), "within": effect()},
             ],
         },
-        "carries": {
+        "key_ablations": {
             **read,
             "sink_keys": 1,
             "keys": [

@@ -85,7 +85,8 @@ class Assessment(VersionedDocument):
         answers = [one for _, one in self.answers()]
         lost = [(one.added, one.lost) for one in answers if one.lost and one.added is not None]
         gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
-        said = ["The loss without the sink was not assessed: pass --parts carries, or streaming with --keep 0 and 4."]
+        parts = ", or ".join(part.loss_without_sink for part in PARTS.values() if part.loss_without_sink)
+        said = [f"The loss without the sink was not assessed: pass --parts {parts}."]
         if lost:
             most = max(added for added, _ in lost)
             size = next((words for least, words in LOSSES if most >= least), "Hardly any loss")

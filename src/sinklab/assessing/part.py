@@ -191,12 +191,14 @@ class AssessPart(ReadDocument, ABC):
     """A part of an assessment; an instance is its result.
 
     Attributes:
-        name: name of the part in `--parts`, assessment.json and experiments.
+        name: name of the part in `--parts`, assessment.json and experiments, and of its file.
         rank: position of the part in the order of execution and display.
         question: question that the part answers.
         long_text: whether the part needs a long text. --quick omits it, and if the text is too short, it is skipped
             unless `--parts` names it. For other parts, a text that is too short is an error.
         on_request: whether the part runs only if `--parts` names it, because it is slow.
+        loss_without_sink: value of `--parts`, with further options, for the loss without the sink (rows with `lost`);
+            empty if the part does not measure it.
         numbers: scalar results of the part.
         sequences, length: number of sequences N and tokens per sequence T.
         unchanged: loss of the unchanged model on the same text, in windows of its context.
@@ -207,6 +209,7 @@ class AssessPart(ReadDocument, ABC):
     question: ClassVar[str]
     long_text: ClassVar[bool] = False
     on_request: ClassVar[bool] = False
+    loss_without_sink: ClassVar[str] = ""
     numbers: ClassVar[tuple[PartNumber, ...]] = ()
 
     sequences: int

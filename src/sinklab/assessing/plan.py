@@ -1,6 +1,8 @@
 """Settings of an assessment, and the sequence lengths, cache sizes and budgets derived from them for one model."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -17,6 +19,8 @@ CacheSize = Annotated[int, Field(ge=2)]
 LONGEST = 2**13  # maximum tokens per sequence of the length part, or 5/4 of the context if that is more
 KEPT = (0, 1, 2, 4)
 CACHE_GROUP = 32  # size of a quantisation group of the KV cache, in tokens or channels
+PART_FILES = ", ".join(file.name for file in iter_modules([str(Path(__file__).parent / "parts")]))
+"""Names of the parts, from their files: importing the parts would load torch for `--help`."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,7 @@ class AssessOptions(CommandSettings, frozen=True):
     parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all", metavar="NAMES")] = Field(
         default=(),
         exclude=True,
-        description="Comma-separated list of streaming, quantisation, eviction, length, carries, heads, writer (all: "
-        "these seven), and the slower kv_cache, pruning, budgets.",
+        description=f"Comma-separated list of {PART_FILES}; all: those that are not slow (docs/assess.md).",
     )
     quick: bool = Field(
         default=False,

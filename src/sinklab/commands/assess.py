@@ -29,10 +29,10 @@ def assess(
     full: Annotated[bool, option(OUTPUT, "Also print loss and KL divergence of every intervention.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Assess the cost and benefit of a sink: streaming, quantisation, eviction, length, key ablations, heads, writer.
+    """Assess the cost and benefit of a sink, in parts such as streaming, quantisation and key ablations.
 
-    KV cache quantisation, head pruning and per-head budgets are run only if listed in --parts. Each loss is reported
-    with the KL divergence from the unchanged model. The formulas are in docs/assess.md.
+    Slow parts, such as KV cache quantisation, head pruning and per-head budgets, are run only if listed in --parts.
+    Each loss is reported with the KL divergence from the unchanged model. The formulas are in docs/assess.md.
 
     Example: sinklab assess runs/tiny-0 --text stories.txt --parts streaming,quantisation --out runs/tiny-0/assess
     """

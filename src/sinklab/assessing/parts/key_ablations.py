@@ -1,4 +1,4 @@
-"""Key ablations (part `carries`): the loss with the sink's value, key, attention or logit removed or changed.
+"""Key ablations: the loss with the sink's value, key, attention or logit removed or changed.
 
     value zeroed   o_t - sum over selected s of A_ts v_s
     hidden         the selected keys are masked; rows that sum to one are normalised over the other keys
@@ -72,9 +72,10 @@ class KeyAblations(AssessPart):
         keys: losses by set of keys: the bias if the model has one, sink, recent, random.
     """
 
-    name = "carries"
+    name = "key_ablations"
     rank = 5
     question = "Does the model need its attention to the sink?"
+    loss_without_sink = "key_ablations"
     numbers = (
         PartNumber(
             "sink_hidden_added",

@@ -56,6 +56,7 @@ class Streaming(AssessPart):
     name = "streaming"
     rank = 1
     question = "Can the model stream without the sink?"
+    loss_without_sink = "streaming with --keep 0 and 4"
     numbers = (
         PartNumber("streamed_loss_N", "Loss streamed with the first N kept"),
         PartNumber("streamed_gap_N", "Loss streamed with the first N kept, above most kept"),
