@@ -229,6 +229,22 @@ def test_a_dry_run_writes_nothing_and_is_close_to_the_result(
     assert (found.tokens, found.shard_bytes) == (4_000, 8_000)
 
 
+@pytest.mark.parametrize("mix", [WeightedMix(weights={"law": 5, "code": 1}), UniformMix()])
+def test_the_estimate_under_a_limit_on_bytes_counts_eos_and_the_rate_of_each_domain(
+    mix: WeightedMix | UniformMix, bpe: str, tmp_path: Path
+):
+    folder = tmp_path / "corpus"
+    write_rows(folder / "law.jsonl", [f"the law says it's {i % 9}" for i in range(6_000)])
+    write_rows(folder / "code.jsonl", [chr(0x4E00 + i) * 40 for i in range(600)])
+    found = estimate(settings_of(str(folder), bpe, mix=mix, text_limit_bytes=100_000))
+    data = prepare(str(folder), bpe, tmp_path / "out", mix=mix, text_limit_bytes=100_000)
+    assert found.tokens == pytest.approx(len(data.train) + len(data.valid), rel=0.05)
+    shares = data.manifest.shares or {}
+    assert sum(amount.taken or 0 for amount in found.amounts) == found.tokens
+    for amount in found.amounts:
+        assert amount.taken == pytest.approx(shares[amount.name].tokens, rel=0.2)
+
+
 def test_the_size_of_a_synthetic_source_is_estimated_without_the_hub():
     source = "synthetic:bigram_backcopy:length=32,documents=8"
     assert estimate(settings_of(source, "words", token_limit=100)).shard_bytes == 200

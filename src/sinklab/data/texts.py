@@ -71,8 +71,11 @@ class Stream:
             for file in self.files:
                 yield from read_documents(expanded(self.source) / file)
 
-    def tokens_per_byte(self, tokenizer: Tokenizer) -> float:
+    def tokens_per_byte(self, tokenizer: Tokenizer, eos: bool = False) -> float:
         """Estimate the tokens per byte of this stream from a sample at its start.
+
+        Args:
+            eos: also count the EOS of every document.
 
         Raises:
             InputError: if the stream contains no text or cannot be read.
@@ -87,7 +90,7 @@ class Stream:
         if not sample:
             raise InputError(f"{self.name or self.source} contains no text: no document is non-empty")
         _, lengths = tokenizer.encode_flat(sample)
-        return int(lengths.sum()) / sum(len(text.encode()) for text in sample)
+        return (int(lengths.sum()) + len(sample) * eos) / sum(len(text.encode()) for text in sample)
 
 
 def streams(source: str, mix: Mix) -> list[Stream]:
@@ -250,8 +253,8 @@ class Amount:
         name: name of the domain, file or source.
         bytes: size of the files, including non-text data (without a mix at most `text_limit_bytes`); None for
             sources that are not local files.
-        tokens: number of tokens, estimated from `bytes` and a sample; an overestimate for files with non-text data;
-            None if `bytes` is None.
+        tokens: number of tokens, EOS included, estimated from `bytes` and a sample; an overestimate for files with
+            non-text data; None if `bytes` is None.
         taken: number of tokens that would be prepared; None if unknown.
     """
 
@@ -293,29 +296,44 @@ def estimate(settings: Settings) -> Estimate:
         )
     tokenizer = _given_tokenizer(settings)
     text = RequestedText(settings)
-    rates = [stream.tokens_per_byte(tokenizer) for stream in text.streams]
+    rates = [stream.tokens_per_byte(tokenizer, eos=True) for stream in text.streams]
     sizes = [stream.size for stream in text.streams] if settings.mix else [text.total_bytes]
     tokens = [None if size is None else int(size * rate) for size, rate in zip(sizes, rates, strict=True)]
-    taken = _taken([stream.weight for stream in text.streams], tokens, settings.token_limit)
+    taken = _taken(text.streams, tokens, rates, settings)
     rows = zip(text.streams, sizes, tokens, taken, strict=True)
     amounts = [Amount(stream.name or settings.source, *numbers) for stream, *numbers in rows]
     total = known_sum(taken)
-    if settings.text_limit_bytes is not None and total is not None:
-        total = min(total, int(settings.text_limit_bytes * sum(rates) / len(rates)))
     width = DTYPES[dtype_for(tokenizer.vocab_size)].itemsize
     return Estimate(amounts, total, None if total is None else total * width)
 
 
-def _taken(weights: list[float | None], tokens: list[int | None], limit: int | None) -> list[int | None]:
-    """Return the tokens taken from each domain: by weight until a domain is exhausted; without weights, by size."""
-    given = [weight for weight in weights if weight is not None]
-    if len(given) < len(weights):
-        whole = known_sum(tokens)
-        if limit is None or (whole is not None and whole <= limit):
-            return tokens
-        return [limit] if len(tokens) == 1 else [None if t is None or not whole else t * limit // whole for t in tokens]
-    known = [count for count in tokens if count is not None]
-    if len(known) == len(tokens):
-        least = min(count * sum(given) / weight for count, weight in zip(known, given, strict=True))
-        limit = int(least) if limit is None else min(limit, int(least))
-    return [None if limit is None else int(limit * weight / sum(given)) for weight in given]
+def _taken(streams: list[Stream], tokens: list[int | None], rates: list[float], settings: Settings) -> list[int | None]:
+    """Return the tokens taken from each domain or file; None if unknown.
+
+    Domains are read in proportion to their weights until one is exhausted, files at equal rates until all are, and both
+    until a limit is reached.
+
+    Args:
+        tokens: available tokens; None if unknown.
+        rates: tokens per byte.
+    """
+    weights = [stream.weight or 1.0 for stream in streams]
+    ends = [math.inf if count is None else count / weight for count, weight in zip(tokens, weights, strict=True)]
+
+    def reached(limit: int, costs: list[float]) -> float:
+        """Return the x at which sum(cost * weight * min(x, end)) is the limit; infinite if it is never reached."""
+        at, left = 0.0, float(limit)
+        for end in sorted(ends):
+            slope = sum(cost * weight for cost, weight, own in zip(costs, weights, ends, strict=True) if own >= end)
+            if slope * (end - at) >= left:
+                return at + left / slope
+            at, left = end, left - slope * (end - at)
+        return math.inf
+
+    stops = [max(ends) if streams[0].weight is None else min(ends)]
+    if settings.token_limit is not None:
+        stops.append(reached(settings.token_limit, [1.0] * len(rates)))
+    if settings.text_limit_bytes is not None:
+        stops.append(reached(settings.text_limit_bytes, [1 / rate for rate in rates]))
+    read = [weight * min(*stops, end) for weight, end in zip(weights, ends, strict=True)]
+    return [None if math.isinf(count) else round(count) for count in read]
