@@ -99,6 +99,14 @@ def colour_scales(spec: object) -> Iterator[tuple[list[str], list[str]]]:
             yield from colour_scales(part)
 
 
+@pytest.mark.parametrize("replicate", ["seed", "draw", "model"])
+def test_the_replicates_at_which_an_event_did_not_occur_are_named_in_the_tooltip(replicate: str) -> None:
+    middles = [{"cell": "softmax", "never_reached": 2, "beyond": 9.0}]
+    axis = PlotAxis("Step", "value")
+    drawn = charts.dots({"softmax": "softmax"}, [], middles, [], axis, 0, replicate=replicate)
+    assert f"{replicate}s without the event" in json.dumps(drawn.to_dict())
+
+
 def test_positions_and_layers_are_counted_from_one(drawn: dict[str, Figure]) -> None:
     heatmap = drawn["importance-heads"].charts[0].to_dict()
     rows = heatmap["data"]["values"]

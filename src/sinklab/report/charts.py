@@ -238,7 +238,7 @@ def dots(
         decimals: number of decimals of the median in the tooltips; values of single seeds have one more.
         varied: title of the x axis if the cells are ordered from left to right, with connected medians; None to draw
             each cell as a row.
-        replicate: noun for a point in its tooltip: seed, draw or model.
+        replicate: noun for a point in the tooltips: seed, draw or model.
         label_width: width in pixels at which the name of a cell is wrapped.
     """
     upright = varied is not None
@@ -281,7 +281,7 @@ def dots(
     if "beyond" in known:
         shape = "triangle-up" if upright else "triangle-right"
         arrow = middle.mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
-        tooltip = said(("never_reached", "seeds without the event", "d"))
+        tooltip = said(("never_reached", f"{replicate}s without the event", "d"))
         layers.append(placed(arrow.transform_filter("isValid(datum.beyond)"), "beyond", tooltip=tooltip))
     if paper:
         diamond = alt.Chart(_PAPER).mark_point(shape="diamond", color=PAPER, **_OPEN)
