@@ -177,7 +177,8 @@ def test_a_residual_that_cannot_be_is_refused() -> None:
         AssessOptions(residual=20)
     model = SimpleNamespace(adapter=small(), name="one")
     with pytest.raises(InputError, match="--residual 32: the sequences have only 32 tokens, so no key would be"):
-        settings_for(model, recent)  # type: ignore[arg-type]
+        settings_for(model, recent.model_copy(update={"parts": ("kv_cache",)}))  # type: ignore[arg-type]
+    assert settings_for(model, recent).residual == 32  # type: ignore[arg-type]  # no part uses it
 
 
 def with_a_loud_first_token(tokens: torch.Tensor) -> Any:

@@ -174,7 +174,7 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
         raise InputError(
             f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, at most a quarter of the tokens per sequence"
         )
-    if options.residual >= length:
+    if "kv_cache" in options.parts and options.residual >= length:
         raise InputError(
             f"--residual {options.residual}: the sequences have only {length} tokens, so no key would be quantised: "
             f"set --residual below {length}, or a larger --length"
