@@ -55,7 +55,8 @@ class Batches:
                 raise
             if self._stop - self._start == 1:
                 raise SinklabError(
-                    "out of memory with one sequence at a time: use shorter sequences (--length), or --dtype bfloat16"
+                    "out of memory with one sequence at a time: use shorter sequences (--length; --sink-length of sft; "
+                    "metric.length of a recipe), or bfloat16 (--dtype bfloat16; train.precision: bf16 of a recipe)"
                 ) from error
             self._size = (self._stop - self._start) // 2
             if torch.cuda.is_available():
