@@ -111,10 +111,13 @@ Ratio = Annotated[
 """A ratio of at least 0. It is infinite (null in JSON) if the denominator is 0. NaN is an error."""
 
 
-def leaves(values: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """Flatten nested mappings to values by dotted key, such as `model.width`. Empty mappings are left out."""
+def leaves(values: Mapping[str, object], path: str = "", *, empty: bool = False) -> dict[str, object]:
+    """Flatten nested mappings to values by dotted key, such as `model.width`. Empty mappings are kept if `empty`."""
     found: dict[str, object] = {}
     for key, value in values.items():
         below = f"{path}.{key}" if path else str(key)
-        found |= leaves(value, below) if isinstance(value, Mapping) else {below: value}
+        if isinstance(value, Mapping) and (value or not empty):
+            found |= leaves(value, below, empty=empty)
+        else:
+            found[below] = value
     return found

@@ -40,6 +40,9 @@ def test_what_a_cell_changes_is_said_as_in_its_overlays(run: Run) -> None:
     changes = {name: dict(cell.change) for name, cell in cells.items()}
     assert changes["softmax"] == {}
     assert changes["decayed"] == {"model.attention.bias.kind": "k", "optim.weight_decay": 0.5}
+    lossy = own().model_copy(update={"cells": {"tweo": [{"losses": {"tweo": {}}}]}})
+    (cell,) = cells_of(Question(lossy, "tiny", 1), {}).values()
+    assert cell.change == {"losses.tweo.weight": 0.01, "losses.tweo.tau": 3.0, "losses.tweo.p": 4.0}
 
 
 def test_seeds_come_one_after_the_other_within_an_experiment_and_experiments_by_their_rank(run: Run) -> None:

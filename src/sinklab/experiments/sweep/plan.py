@@ -173,9 +173,12 @@ def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]
     """Return the recipe keys (dotted) that overlays have changed from the base, with their values in `recipe`.
 
     If an overlay sets a union to the name of a kind, the value is that name; default values of the kind are not listed.
+    If it sets a section to {}, as in `losses: {tweo: {}}`, all changed keys of the section are listed.
     """
     before, after = (leaves(one.model_dump(mode="json")) for one in (base, recipe))
-    said = {key for overlay in overlays for key in leaves(overlay)}
+    given = {key: value for overlay in overlays for key, value in leaves(overlay, empty=True).items()}
+    opened = tuple(f"{key}." for key, value in given.items() if value == {})
+    said = {*given, *(key for key in after if key.startswith(opened))}
     changed: dict[str, object] = {}
     for key in sorted(said):
         full = next((name for name in (key, *(f"{key}.{kind}" for kind in KINDS)) if name in after), None)
