@@ -35,7 +35,7 @@ from benchmarks.timing import RESULTS, environment, in_turn, over_rounds
 from sinklab.assessing.assess_model import open_separable
 from sinklab.assessing.part import AssessPart, AssessText
 from sinklab.assessing.parts import PARTS, USUAL
-from sinklab.assessing.plan import AssessOptions, AssessSettings, settings_for
+from sinklab.assessing.settings import AssessOptions, AssessSettings, settings_for
 from sinklab.files import write_json
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import hooked

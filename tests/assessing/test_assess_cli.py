@@ -19,7 +19,7 @@ from sinklab.assessing.assess_model import assess, load_assessment
 from sinklab.assessing.assessment import Assessment
 from sinklab.assessing.parts import PARTS, USUAL
 from sinklab.assessing.parts.streaming import Streaming
-from sinklab.assessing.plan import AssessOptions, settings_for
+from sinklab.assessing.settings import AssessOptions, settings_for
 from sinklab.jobs.progress import JobEvent, Observer, ignore
 from sinklab.opening import open_model
 from sinklab.train.directory.lock import HeldError

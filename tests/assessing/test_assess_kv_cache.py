@@ -12,8 +12,8 @@ from families import family_tokens, pair_of
 
 from sinklab.assessing.parts import PARTS, USUAL, kv_cache
 from sinklab.assessing.parts.kv_cache import KVCache, RoundedCache, assess_kv_cache, outlier_tokens, rounded
-from sinklab.assessing.plan import AssessOptions, settings_for
 from sinklab.assessing.reading import PairedReader, changed_attention, key_heads
+from sinklab.assessing.settings import AssessOptions, settings_for
 from sinklab.errors import InputError
 from sinklab.models.adapter import adapt
 from sinklab.models.hooks import evaluating

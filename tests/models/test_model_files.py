@@ -11,7 +11,7 @@ from stops import Stops
 from tiny_models import text_file, tiny_model
 
 from sinklab.assessing.assess_model import assess
-from sinklab.assessing.plan import AssessOptions
+from sinklab.assessing.settings import AssessOptions
 from sinklab.errors import InputError
 from sinklab.opening import model_files
 from sinklab.survey.measure_many import measure_domains

@@ -9,7 +9,7 @@ from pathlib import Path
 from sinklab.assessing.assessment import ASSESSMENT, HELD_OUT, Assessment, load_assessment
 from sinklab.assessing.part import AssessText, PartJob
 from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL, known_part
-from sinklab.assessing.plan import AssessOptions, AssessSettings, settings_for
+from sinklab.assessing.settings import AssessOptions, AssessSettings, settings_for
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError
 from sinklab.files import parse_json

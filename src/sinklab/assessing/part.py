@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from sinklab.assessing.plan import AssessSettings
+from sinklab.assessing.settings import AssessSettings
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter

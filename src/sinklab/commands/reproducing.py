@@ -13,7 +13,7 @@ from rich.console import Console
 
 from sinklab.assessing.assess_model import assess
 from sinklab.assessing.assessment import load_assessment
-from sinklab.assessing.plan import AssessOptions
+from sinklab.assessing.settings import AssessOptions
 from sinklab.commands.ending import PLAIN, stderr
 from sinklab.commands.options import ReproduceSettings, print_result
 from sinklab.commands.terminal.plans import print_passes

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.streaming import Kept, RollingCache
-from sinklab.assessing.plan import KEPT, AssessSettings
 from sinklab.assessing.reading import (
     HeadCost,
     KeyHeads,
@@ -42,6 +41,7 @@ from sinklab.assessing.reading import (
     mean_effect,
     refused,
 )
+from sinklab.assessing.settings import KEPT, AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.models.adapter import Adapter

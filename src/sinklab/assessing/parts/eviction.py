@@ -21,8 +21,8 @@ from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.streaming import RollingCache
-from sinklab.assessing.plan import KEPT, AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.settings import KEPT, AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.models.adapter import Adapter

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, PartFigure, PartJob, PartRow
-from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis

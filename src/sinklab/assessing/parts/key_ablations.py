@@ -25,8 +25,8 @@ from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.heads import Heads
-from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, probe
+from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.attention.operations.call import Call

@@ -39,7 +39,6 @@ from pydantic import Field
 from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.plan import CACHE_GROUP, AssessSettings
 from sinklab.assessing.reading import (
     LOG_PROBABILITIES_KEPT,
     ByPosition,
@@ -51,6 +50,7 @@ from sinklab.assessing.reading import (
     key_heads,
     refused,
 )
+from sinklab.assessing.settings import CACHE_GROUP, AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.errors import InputError

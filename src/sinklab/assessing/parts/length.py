@@ -8,8 +8,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step
+from sinklab.assessing.settings import AssessSettings
 from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.heads import HeadRole, Heads, assess_heads
-from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, mean_effect
+from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis

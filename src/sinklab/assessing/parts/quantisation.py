@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinklab.assessing.part import LOSS_ADDED, AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.settings import AssessSettings
 from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import kurtosis
 from sinklab.models.adapter import Adapter

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.plan import AssessSettings, Placed
 from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.settings import AssessSettings, Placed
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score

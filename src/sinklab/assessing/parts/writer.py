@@ -39,8 +39,8 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.plan import AssessSettings
 from sinklab.assessing.reading import PairedReader, Step, first_importance
+from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
