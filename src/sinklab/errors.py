@@ -7,11 +7,11 @@ class SinklabError(Exception):
     """Base class of errors that end a command (exit status 1). The message says what happened and what to do.
 
     Attributes:
-        said_elsewhere: True if another process of the command prints the error, so that this one does not.
+        printed_elsewhere: True if another process of the command prints the error, so that this one does not.
     """
 
     exit_status = 1
-    said_elsewhere = False
+    printed_elsewhere = False
 
 
 class InputError(SinklabError, ValueError):

@@ -10,7 +10,7 @@ from sinklab.data.prepare import prepared
 from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.measured import MeasuredResults, measure_experiment
-from sinklab.experiments.passes import ModelChoice, download_of, of_given_models, passes_of, subjects_of
+from sinklab.experiments.passes import ModelChoice, download_of, passes_of, subjects_of, with_models
 from sinklab.experiments.shipped import load_experiment
 from sinklab.export.directory import export_run
 from sinklab.survey.measure_one import measure_model
@@ -93,11 +93,11 @@ def test_fewer_replicates_are_the_first_models_and_more_models_keep_theirs(serie
 
 def test_a_shipped_experiment_can_be_asked_about_a_series_of_ones_own(series: Path) -> None:
     own = tuple(str(series / f"seed{seed}") for seed in range(SEEDS))
-    experiment = of_given_models(of_series(Path("elsewhere")), own)
+    experiment = with_models(of_series(Path("elsewhere")), own)
     (start, end) = passes_of(experiment, subjects_of(experiment, own, series / "text.jsonl"))
     assert [str(model) for model in end.models.values()] == [f"{seed}/step12" for seed in own]
     assert [str(model) for model in start.models.values()] == [f"{seed}/step1" for seed in own]
-    asked = of_given_models(load_experiment("polypythias"), own)
+    asked = with_models(load_experiment("polypythias"), own)
     with pytest.raises(InputError, match="seed0 has no folder step1000"):
         passes_of(asked, subjects_of(asked, own, series / "text.jsonl"))
 
@@ -154,6 +154,6 @@ def test_a_model_with_the_revision_of_the_cell_and_without_one_is_named_twice() 
 
 def test_models_that_an_experiment_does_not_take_are_refused() -> None:
     with pytest.raises(InputError, match="has a fixed list of models: remove --model a"):
-        of_given_models(load_experiment("outlier_safe"), ("a", "b"))
+        with_models(load_experiment("outlier_safe"), ("a", "b"))
     with pytest.raises(InputError, match="pass at least two --model"):
-        of_given_models(load_experiment("polypythias"), ("a",))
+        with_models(load_experiment("polypythias"), ("a",))

@@ -14,7 +14,7 @@ from sweep_fixtures import make_sweep
 from sinklab.commands.terminal.progress import describe
 from sinklab.commands.terminal.results import print_report, print_runs, print_summary
 from sinklab.experiments.documents import CellSummary, Summary
-from sinklab.measuring.statistics.highest import highest_rate, sink_elsewhere
+from sinklab.measuring.statistics.highest import highest_rate, later_sink
 from sinklab.report.collect import ListedRun, collect
 from sinklab.report.leaderboard import leaderboard
 from sinklab.report.sections import experiment_sections
@@ -48,8 +48,8 @@ def test_the_highest_is_of_the_positions_that_many_queries_see() -> None:
     assert highest_rate([5.0]) == (1, 5.0)
     assert highest_rate([]) is None
     assert highest_rate([None, None, 3.0, 0.0]) is None
-    assert sink_elsewhere([80.0, 76.8, 0.0, 0.0]) is None
-    assert sink_elsewhere([0.1, 0.9, 0.0, 0.0]) is None  # noise is no sink
+    assert later_sink([80.0, 76.8, 0.0, 0.0]) is None
+    assert later_sink([0.1, 0.9, 0.0, 0.0]) is None  # noise is no sink
 
 
 def test_the_tables_of_experiments_say_where_the_sink_is_beside_the_first_tokens(sweep_folder: Path) -> None:

@@ -179,8 +179,8 @@ def test_a_checkpoint_without_tensors_of_other_processes_is_refused(
 ) -> None:
     whole = tensor_store.write_tensors
 
-    def half(folder: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
-        whole(folder, dict(list(tensors.items())[::2]), together)  # as if the others wrote on a disk of their own
+    def half(folder: Path, tensors: Mapping[str, Tensor], distributed: bool) -> None:
+        whole(folder, dict(list(tensors.items())[::2]), distributed)  # as if the others wrote on a disk of their own
 
     model, optimizer = trained()
     save_checkpoint(tmp_path, model, optimizer, TrainState(4), "run", keep=1)
@@ -195,7 +195,7 @@ def test_a_checkpoint_without_tensors_of_other_processes_is_refused(
 def test_a_checkpoint_without_the_middle_of_a_tensor_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def outer(folder: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
+    def outer(folder: Path, tensors: Mapping[str, Tensor], distributed: bool) -> None:
         """The parts of the first and the third of three processes."""
         for number, row in enumerate((0, 2)):
             places = json.dumps({"model/x": {"saved_offsets": [row, 0]}})

@@ -49,7 +49,7 @@ def _status(app: typer.Typer) -> int:
     try:
         status = app(standalone_mode=False)
     except SinklabError as error:
-        if not error.said_elsewhere:
+        if not error.printed_elsewhere:
             _say_error(str(error))
         return error.exit_status
     except typer.Exit as leaving:

@@ -26,7 +26,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import SUMMARY, record_of
 from sinklab.experiments.measured import MeasuredResults, downstream_tasks, measure_experiment
-from sinklab.experiments.passes import Pass, of_given_models, passes_of, subjects_of
+from sinklab.experiments.passes import Pass, passes_of, subjects_of, with_models
 from sinklab.experiments.sweep import store
 from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
@@ -356,5 +356,5 @@ def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> d
     Raises:
         InputError: if a model or text is missing or cannot be used.
     """
-    chosen = [of_given_models(one, settings.models) for one in experiments]
+    chosen = [with_models(one, settings.models) for one in experiments]
     return {one.id: passes_of(one, subjects_of(one, settings.models, settings.text)) for one in chosen}

@@ -53,14 +53,14 @@ def train_command(
     with joined_world() as world:
         if not world.is_first:
             console.quiet = True
-        world.together(lambda: require(trackers))
-        loaded = world.together(lambda: _recipe(recipe, overrides, world))
+        world.on_all_ranks(lambda: require(trackers))
+        loaded = world.on_all_ranks(lambda: _recipe(recipe, overrides, world))
         if not anyway:
             device, prepare = loaded.train.device, lambda: _data(loaded, console)  # if the vocabulary size is unknown
-            world.together(lambda: check_fits(sized(loaded, world.device(device), prepare), world))
-        dataset = world.together(lambda: _data(loaded, console))
+            world.on_all_ranks(lambda: check_fits(sized(loaded, world.device(device), prepare), world))
+        dataset = world.on_all_ranks(lambda: _data(loaded, console))
         with stop_on_signals() as should_stop:
-            run = world.together(lambda: open_run(loaded, dataset, out))
+            run = world.on_all_ranks(lambda: open_run(loaded, dataset, out))
             try:
                 outcome = _trained(run, world, console, should_stop, trackers)
             except StoppedError:  # before the model was built
@@ -87,22 +87,22 @@ def _trained(
     console.print(memory_line(run.recipe, world.device(run.recipe.train.device), world.size), **PLAIN)
     if warning := emulation_warning(run.recipe):
         console.print(warning, **PLAIN)
-    following: list[Tracker] = []
+    active: list[Tracker] = []
     with RunBoard(console, {name: steps}) as board:
 
         def watch(progress: StepReport) -> None:
             board.watch(Event(name, "step" if progress.row is None else "row", progress.step, progress.row))
             if progress.row is not None:
-                for tracker in following:
+                for tracker in active:
                     tracker.row(progress.row)
 
         trainer = Trainer(run, watch, should_stop, world)
         board.watch(Event(name, "ready", trainer.state.step))
         was_done = trainer.state.step == steps
         with tracked(trackers if world.is_first else (), run, trainer.state.step) as opened:
-            following += opened
+            active += opened
             outcome = trainer.train()
-            without = [tracker for tracker in following if tracker.is_new or not was_done]
+            without = [tracker for tracker in active if tracker.is_new or not was_done]
             if outcome.status == "done" and without:
                 _show_charts(run.directory, without)
     return outcome
@@ -128,8 +128,8 @@ def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, b
         InputError: if the recipe, device or text cannot be used, or the batch size is not a multiple of the world size.
     """
     with joined_world() as world:
-        loaded = world.together(lambda: _recipe(recipe, overrides, world))
-        plan = world.together(lambda: plan_of(loaded, world.device(loaded.train.device), world.size))
+        loaded = world.on_all_ranks(lambda: _recipe(recipe, overrides, world))
+        plan = world.on_all_ranks(lambda: plan_of(loaded, world.device(loaded.train.device), world.size))
         return plan, world.is_first
 
 

@@ -218,12 +218,12 @@ def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress
     size = trained_size(settings.tokenizer)
     if size is not None:
         return train_bpe(_sample(text, progress), size, folder)
-    tokenizer = _given_tokenizer(settings)
+    tokenizer = _existing_tokenizer(settings)
     tokenizer.save(folder)
     return tokenizer
 
 
-def _given_tokenizer(settings: Settings) -> Tokenizer:
+def _existing_tokenizer(settings: Settings) -> Tokenizer:
     """Load the tokenizer named in the settings, or build the tokenizer of a synthetic source."""
     request = parse(settings.source)
     return load_tokenizer(settings.tokenizer) if request is None else word_tokenizer(request)
@@ -294,7 +294,7 @@ def estimate(settings: Settings) -> Estimate:
             f"tokenizer {settings.tokenizer} is trained on the text, so the number of tokens cannot be estimated: "
             "use the tokenizer of a model, or a folder with tokenizer.json"
         )
-    tokenizer = _given_tokenizer(settings)
+    tokenizer = _existing_tokenizer(settings)
     text = RequestedText(settings)
     rates = [stream.tokens_per_byte(tokenizer, eos=True) for stream in text.streams]
     sizes = [stream.size for stream in text.streams] if settings.mix else [text.total_bytes]

@@ -24,7 +24,7 @@ from sinklab.experiments.claims import AlikeOverDomains, AlikeOverSizes, Claim, 
 from sinklab.experiments.definition import Experiment, MeasuredCell
 from sinklab.experiments.documents import SUMMARY, CellRun, ExperimentSummary, Summary
 from sinklab.experiments.paper import published_tables
-from sinklab.experiments.passes import ModelChoice, Pass, Subject, enumerated, of_given_models, passes_of, subjects_of
+from sinklab.experiments.passes import ModelChoice, Pass, Subject, enumerated, passes_of, subjects_of, with_models
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, measured_numbers, named_values
 from sinklab.experiments.summary import summarise
@@ -57,7 +57,7 @@ class MeasuredResults:
     """Results so far of an experiment on existing models.
 
     Attributes:
-        experiment: the experiment, in which values of --model have replaced `models` of the cells (`of_given_models`).
+        experiment: the experiment, in which values of --model have replaced `models` of the cells (`with_models`).
         subjects: domains or models for which every cell is measured.
         passes: forward passes, each for one or several cells.
         draws: number of draws of sequences; if models are the replicates, maximum number of models.
@@ -150,14 +150,14 @@ def measure_experiment(
             `chosen_tasks`.
 
     Raises:
-        InputError: before any measurement, see `of_given_models`, `subjects_of`, `passes_of` and `chosen_task`; also if
+        InputError: before any measurement, see `with_models`, `subjects_of`, `passes_of` and `chosen_task`; also if
             a model or its config cannot be found, the text or the first unfinished model is unusable, this model is
             incompatible with the settings of its passes, or `out` has files not written by sinklab or measurements that
             are damaged or have other settings. The failure of a later model is recorded in the results instead.
         HeldError: if another process is writing the same summary.json.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
     """
-    experiment = of_given_models(experiment, models)
+    experiment = with_models(experiment, models)
     subjects = subjects_of(experiment, models, text)
     passes = passes_of(experiment, subjects)
     asked = {one.folder(number): (one, number) for one in passes for number in one.replicates(draws)}

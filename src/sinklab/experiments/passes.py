@@ -155,7 +155,7 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
     Raises:
         InputError: if models are missing, repeated or too many, or the text is missing, or has no file for a domain.
     """
-    _check_given(experiment, models, text)
+    _check_inputs(experiment, models, text)
     if _named(experiment):
         return [Subject("", {}, text)]
     if experiment.each == "domain":
@@ -171,7 +171,7 @@ def _named(experiment: Experiment) -> tuple[str, ...]:
     return tuple(dict.fromkeys(model for cell in experiment.requests.values() for model in cell.models))
 
 
-def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment:
+def with_models(experiment: Experiment, models: Sequence[str]) -> Experiment:
     """Return a copy of the experiment in which `models` replaces the models of its cells.
 
     The experiment is returned unchanged if `models` is empty or the cells do not set `models`.
@@ -191,7 +191,7 @@ def of_given_models(experiment: Experiment, models: Sequence[str]) -> Experiment
     return experiment.model_copy(update={"cells": cells})
 
 
-def _check_given(experiment: Experiment, models: Sequence[str], text: Path | None) -> None:
+def _check_inputs(experiment: Experiment, models: Sequence[str], text: Path | None) -> None:
     cells, of_each = experiment.requests.values(), experiment.each == "model"
     pair = not of_each and any(cell.model == "chat" for cell in cells)
     if not _named(experiment):

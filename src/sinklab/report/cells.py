@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklab.experiments.documents import CellSummary
-from sinklab.measuring.statistics.highest import sink_elsewhere
+from sinklab.measuring.statistics.highest import later_sink
 from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
 from sinklab.survey.suites import (
     CheckpointsDocument,
@@ -97,13 +97,13 @@ class CellRow:
         return Spread.of(one.sink_rate_bias for one in self.latest)
 
     @property
-    def sink_elsewhere(self) -> tuple[int, float] | None:
+    def later_sink(self) -> tuple[int, float] | None:
         """Position (1-based) and mean rate over runs, in percent, of the highest sink.
 
         None if the highest sink is at the first token, is below 1 % or is unknown.
         """
         rates = [one.sink_rate for one in self.latest if one.sink_rate]  # averaged at positions that all runs have
-        return sink_elsewhere([statistics.fmean(rate or 0.0 for rate in at) for at in zip(*rates, strict=False)])
+        return later_sink([statistics.fmean(rate or 0.0 for rate in at) for at in zip(*rates, strict=False)])
 
 
 def cell_rows(data: ReportData) -> list[CellRow]:
@@ -175,7 +175,7 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
         published = member.published if member else None
         difference = None if member is None or published is None else member.sink_1 - published
         name = TableCell(row.cell, saved.checkpoint if saved and saved.checkpoint != row.cell else "")
-        elsewhere = f"{row.sink_elsewhere[1]:.1f} at {row.sink_elsewhere[0]}" if row.sink_elsewhere else None
+        elsewhere = f"{row.later_sink[1]:.1f} at {row.later_sink[0]}" if row.later_sink else None
         importance = Spread.of(one.uniform_ratio[0] for one in measured)
         sequences = ", ".join(sorted({str(one.sequences) for one in measured})) if by_domain else ""
         at_thresholds = {

@@ -18,7 +18,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, CellSummary, JudgedClaim, Summary
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import parse_json, parse_yaml
-from sinklab.measuring.statistics.highest import elsewhere_text
+from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.report.data import ReportData, ReportedRun, Suite, grouped, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep
 from sinklab.schema import ReadDocument, leaves
@@ -340,7 +340,7 @@ def _listed(path: Path, recipes: Mapping[Path, Mapping[str, Any]]) -> ListedRun:
         valid_loss=last.valid_loss,
         differs=tuple(changes),
         why=why,
-        sink_elsewhere=elsewhere_text(last.sink_rate),
+        sink_elsewhere=later_sink_text(last.sink_rate),
     )
 
 

@@ -44,7 +44,7 @@ def figures(data: ReportData) -> list[Figure]:
 
 
 def _sink_by_step(data: ReportData) -> Figure | None:
-    elsewhere = sorted({row.sink_elsewhere[0] for row in cell_rows(data) if row.sink_elsewhere})
+    elsewhere = sorted({row.later_sink[0] for row in cell_rows(data) if row.later_sink})
     rows: list[dict[str, Any]] = []
     for position in [1, *elsewhere][:3]:
         where = "first token" if position == 1 else f"position {position}"

@@ -14,7 +14,7 @@ from sinklab.experiments.documents import CellSummary
 from sinklab.plots import PlotAxis
 from sinklab.report.charts import Figure, scatter
 from sinklab.report.sweep_figures import with_ends
-from sinklab.report.sweeps import Sweep, sink_elsewhere_text
+from sinklab.report.sweeps import Sweep, later_sink_of
 from sinklab.tables import SINK_1, Table, TableCell, TableColumn, counted
 
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
@@ -201,7 +201,7 @@ def _of_quantity(cell: CellSummary, quantity: str) -> SeedScore | None:
     if estimate is None or estimate.median is None:
         return None
     seeds = tuple(value for _, value in cell.by_seed(quantity))
-    return SeedScore(estimate.median, seeds, sink_elsewhere_text(cell, quantity))
+    return SeedScore(estimate.median, seeds, later_sink_of(cell, quantity))
 
 
 def _of_runs(values: Iterable[float | None]) -> SeedScore | None:

@@ -23,7 +23,7 @@ from sinklab.measuring.explored import Explored
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics import plot_specs
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.plot_specs import BucketLines, Heatmap, Shown
+from sinklab.measuring.statistics.plot_specs import BucketLines, Heatmap, PlotSpec
 from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
 from sinklab.plots import PlotAxis
 from sinklab.report import charts, theme
@@ -227,16 +227,16 @@ def details_figures(data: ReportData) -> list[Figure]:
 
     The order is `FIRST`, then the other figures in the order of the statistics, then `LAST`.
     """
-    declared: dict[str, list[tuple[str, Shown]]] = {}
+    specs: dict[str, list[tuple[str, PlotSpec]]] = {}
     for name, statistic in STATISTICS.items():
-        for shown in statistic.figures:
-            declared.setdefault(shown.key, []).append((name, shown))
-    drawn = {key: figure for key, parts in declared.items() if (figure := _figure(data, parts))}
+        for spec in statistic.figures:
+            specs.setdefault(spec.key, []).append((name, spec))
+    drawn = {key: figure for key, parts in specs.items() if (figure := _figure(data, parts))}
     if "angles-cosine" in drawn:
         table = layers_table([(data.label(run), one) for run, one, _ in data.detailed])
         drawn["angles-cosine"] = replace(drawn["angles-cosine"], table=table)
     if table := secondary_table([(data.label(run), one) for run, one, _ in data.detailed]):
-        shown = plot_specs.HeadMap(
+        spec = plot_specs.HeadMap(
             "secondary",
             "Sinks other than the first token",
             f"Percentage of sequences in which the importance of a position after the first {FIRST_FEW}, up to T / 2, "
@@ -246,35 +246,35 @@ def details_figures(data: ReportData) -> list[Figure]:
             f"{STANDS_OUT:g} times that of the others.",
             "percent of sequences",
         )
-        drawn["secondary"] = replace(_heatmaps(data, "secondary", shown), table=table)
+        drawn["secondary"] = replace(_heatmaps(data, "secondary", spec), table=table)
     between = [key for key in drawn if key not in FIRST + LAST]
     return [drawn[key] for key in (*FIRST, *between, *LAST) if key in drawn]
 
 
-def _figure(data: ReportData, parts: list[tuple[str, Shown]]) -> Figure | None:
+def _figure(data: ReportData, parts: list[tuple[str, PlotSpec]]) -> Figure | None:
     """Draw the figure of the statistics that share a figure key; None if there is nothing to draw.
 
     Args:
         parts: (name of the statistic, declaration of the figure) pairs.
     """
-    name, shown = parts[0]
+    name, spec = parts[0]
     found = _found(data, name)
     if not any(_found(data, one) for one, _ in parts):
         return None
-    match shown:
+    match spec:
         case Heatmap():
-            return _heatmaps(data, name, shown)
+            return _heatmaps(data, name, spec)
         case plot_specs.BlockLines():
             of_layers = STATISTICS[name].axes == "LHT"
             arrays = ((run.cell, array.mean(1) if of_layers else array) for run, _, _, array in found)
             rows = _first_and_rest(arrays, first_layer=int(of_layers))
-            chart = _layer_lines(rows, data.cells, "Layer" if of_layers else AFTER_BLOCK, shown.what)
-            return Figure(shown.key, shown.title, shown.caption, [chart]) if rows else None
+            chart = _layer_lines(rows, data.cells, "Layer" if of_layers else AFTER_BLOCK, spec.what)
+            return Figure(spec.key, spec.title, spec.caption, [chart]) if rows else None
         case plot_specs.SequenceLines():
             rates = [(run.cell, 100 * (one.importance_first > one.eps).mean((0, 2))) for run, one, _, _ in found]
             ratios = [(run.cell, one.hidden_norm_ratio or ()) for run, one, *_ in found]
             panels = [
-                (shown.what, AFTER_BLOCK, [(run.cell, array_M) for run, _, _, array_M in found]),
+                (spec.what, AFTER_BLOCK, [(run.cell, array_M) for run, _, _, array_M in found]),
                 ("Norm ratio of the first token", AFTER_BLOCK, ratios),
                 (f"{SINK_1} of the layer (percent of heads)", "Layer", rates),
             ]
@@ -290,7 +290,7 @@ def _figure(data: ReportData, parts: list[tuple[str, Shown]]) -> Figure | None:
                     ),
                 )
                 drawn += [_layer_lines(rows, data.cells, at, title, title)] if rows else []
-            return Figure(shown.key, shown.title, shown.caption, drawn, small=True)
+            return Figure(spec.key, spec.title, spec.caption, drawn, small=True)
         case _:
             return _buckets(data, [(one, part) for one, part in parts if isinstance(part, BucketLines)])
 
@@ -301,12 +301,12 @@ def _found(data: ReportData, name: str) -> list[tuple[ReportedRun, Measurement, 
     return [one for one in found if one[-1] is not None and one[-1].size]
 
 
-def _heatmaps(data: ReportData, name: str, shown: Heatmap) -> Figure:
+def _heatmaps(data: ReportData, name: str, spec: Heatmap) -> Figure:
     """Draw a statistic as a heatmap per run, or per chosen head of a run; heatmaps by position are means over heads."""
-    found, caption = _found(data, name), shown.caption
+    found, caption = _found(data, name), spec.caption
     lengths = sorted({measured.length for _, measured, _ in data.detailed})
     sides, height = (charts.LAYERS, charts.HEADS), None
-    match shown:
+    match spec:
         case plot_specs.MatrixMap():
             how = "; maps of long sequences are averaged over blocks of positions, and the axes number these blocks."
             caption += how if lengths[-1] > MAP_CELLS else "."
@@ -323,28 +323,28 @@ def _heatmaps(data: ReportData, name: str, shown: Heatmap) -> Figure:
             maps = [(data.label(run), array[:, :SHOWN_POSITIONS]) for run, array in means]
         case _:
             maps = [(data.label(run), array[..., 0] if array.ndim == 3 else array) for run, _, _, array in found]
-    if isinstance(shown, plot_specs.HeadMap) and shown.uniform:
-        uniform = ", ".join(f"{shown.uniform(length):.2f} for T = {length}" for length in lengths)
+    if isinstance(spec, plot_specs.HeadMap) and spec.uniform:
+        uniform = ", ".join(f"{spec.uniform(length):.2f} for T = {length}" for length in lengths)
         caption += f" Uniform attention over all tokens up to the query gives {uniform}."
-    scale = charts.scale_over(shown.what, [matrix for _, matrix in maps], shown.diverging)
-    return charts.heatmaps(shown.key, shown.title, caption, maps, scale, *sides, height=height)
+    scale = charts.scale_over(spec.what, [matrix for _, matrix in maps], spec.diverging)
+    return charts.heatmaps(spec.key, spec.title, caption, maps, scale, *sides, height=height)
 
 
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]]) -> Figure:
     """Draw statistics by bucket of distances or query positions, with a line per cell and statistic, and a table."""
     rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
-    shown = parts[0][1]
-    drawn = [row for row in rows if not shown.logarithmic or row["value"] > 0]
-    x = PlotAxis(shown.x_title, "bucket", order=_bucket_order(drawn))
-    scale = "log" if shown.logarithmic else "linear"
-    y = PlotAxis(shown.y_title, "value", "value", scale=scale, format="~g", precision=".4f")
+    spec = parts[0][1]
+    drawn = [row for row in rows if not spec.logarithmic or row["value"] > 0]
+    x = PlotAxis(spec.x_title, "bucket", order=_bucket_order(drawn))
+    scale = "log" if spec.logarithmic else "linear"
+    y = PlotAxis(spec.y_title, "value", "value", scale=scale, format="~g", precision=".4f")
     dashes = [part.series for _, part in parts]
     chart = charts.lines(drawn, x, y, order=data.cells, dash="where", dashes=dashes, height=charts.SHORT)
     series = list(dict.fromkeys((row["cell"], row["where"]) for row in rows))
     values = {(row["cell"], row["where"], row["bucket"]): row["value"] for row in rows}
-    columns = [*names(shown.bucket), *(TableColumn(cell, where, ".4f") for cell, where in series)]
+    columns = [*names(spec.bucket), *(TableColumn(cell, where, ".4f") for cell, where in series)]
     numbers = [[bucket, *(values.get((*one, bucket)) for one in series)] for bucket in _bucket_order(rows)]
-    return Figure(shown.key, shown.title, shown.caption, [chart], table=Table("", columns, numbers))
+    return Figure(spec.key, spec.title, spec.caption, [chart], table=Table("", columns, numbers))
 
 
 def _bucket_order(rows: ChartRows) -> list[str]:

@@ -363,11 +363,11 @@ def templates() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"verdict_class": verdict_class, "shown": shown}
+    environment.filters |= {"verdict_class": verdict_class, "html_text": html_text}
     return environment
 
 
-def shown(text: str) -> Markup:
+def html_text(text: str) -> Markup:
     """Escape a text for HTML, with a subscript in `Sink_1` and optional line breaks (`<wbr>`) after `_` and `/`."""
     plain = text.replace("Sink_1", SINK_1)
     return Markup("<wbr>").join(BREAKS.split(plain))

@@ -24,7 +24,7 @@ from sinklab.experiments.documents import (
 from sinklab.experiments.quantities import Quantity, quantity
 from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
 from sinklab.files import parse_yaml
-from sinklab.measuring.statistics.highest import elsewhere_text
+from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.tables import Table, TableCell, TableColumn, Value, counted, names, number_text
 from sinklab.train.directory.environment import read_environment
 from sinklab.train.directory.history import Evaluation, read_history
@@ -204,13 +204,13 @@ def value_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
-def sink_elsewhere_text(cell: CellSummary, name: str) -> str:
+def later_sink_of(cell: CellSummary, name: str) -> str:
     """Return a cell's highest sink rate and its position as text, such as `76.8 % at position 2`.
 
     The text is empty if this position is the first token, if the rate is below 1 % or unknown, or if the quantity
     `name` is not `sink_1`.
     """
-    return elsewhere_text(cell.sink_rate) if name == "sink_1" else ""
+    return later_sink_text(cell.sink_rate) if name == "sink_1" else ""
 
 
 def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> Table:
@@ -238,7 +238,7 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
         failed = f"({cell.count('failed')} failed)" if cell.count("failed") else ""
         row: list[Value] = [name, TableCell(str(done) if done == planned else f"{done} of {planned}", failed)]
         for one in shown:
-            row.append(_estimate(cell, one, sink_elsewhere_text(cell, one.name)))
+            row.append(_estimate(cell, one, later_sink_of(cell, one.name)))
             if one.name in in_paper:
                 not_trained = one.name not in paper[name] and paper[name].get("trains") == 0.0
                 row.append(DID_NOT_TRAIN if not_trained else paper[name].get(one.name))

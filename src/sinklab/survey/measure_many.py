@@ -21,7 +21,7 @@ from sinklab.files import parse_json, write_json
 from sinklab.jobs.ledger import AnyDocument, JobStep, Ledger, check_request, run_steps, unsaved
 from sinklab.jobs.progress import Observer, StepProgress, ignore
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
+from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, name_in_results
 from sinklab.opening import Model, model_files, open_model
@@ -159,7 +159,7 @@ def measure_all(
 
 def summary_line(measurement: Measurement) -> str:
     """Return the main numbers of a measurement as one line of text."""
-    parts = [f"Sink_1 {measurement.sink_rate[0]:.2f} %" + in_brackets(elsewhere_text(measurement.sink_rate))]
+    parts = [f"Sink_1 {measurement.sink_rate[0]:.2f} %" + in_brackets(later_sink_text(measurement.sink_rate))]
     if measurement.loss is not None:
         parts.append(f"loss {measurement.loss:.4f}")
     return ", ".join([*parts, f"{measurement.sequences} sequences"])

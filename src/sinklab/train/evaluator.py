@@ -39,7 +39,7 @@ class Evaluator:
 
     def __init__(self, run: Run, updater: Updater, look: Callable[[], None] = lambda: None) -> None:
         self.recipe, self.updater, self.look = run.recipe, updater, look
-        self.batches = updater.world.together(lambda: _batches(run))
+        self.batches = updater.world.on_all_ranks(lambda: _batches(run))
 
     @torch.no_grad()
     def losses(self) -> tuple[float, dict[str, float]]:
@@ -101,8 +101,8 @@ def _batches(run: Run) -> list[Tensor]:
     count = min(max(run.recipe.train.eval_sequences, metric.sequences), valid.chunks)
     tokens_NT = torch.cat([valid.batch(i) for i in range(-(-count // valid.batch_size))])[:count]
     run.dataset.valid.check_unchanged()
-    together = min(run.recipe.train.micro_batch or valid.batch_size, max(1, LOSS_TOKENS // valid.context))
-    return list(tokens_NT.split(together))
+    size = min(run.recipe.train.micro_batch or valid.batch_size, max(1, LOSS_TOKENS // valid.context))
+    return list(tokens_NT.split(size))
 
 
 def first_position(rates: Mapping[str, Sequence[float]] | None) -> dict[str, float] | None:

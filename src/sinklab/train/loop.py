@@ -248,7 +248,8 @@ class Trainer:
         if self._checkpoint is not None and step_of(self._checkpoint) == self.state.step:
             return  # a valid checkpoint is not overwritten
         with self._settled():
-            self.world.together(self.run.dataset.train.check_unchanged)  # never save weights trained on changed text
+            # never save weights trained on changed text
+            self.world.on_all_ranks(self.run.dataset.train.check_unchanged)
             self._checkpoint = save_checkpoint(
                 self.run.checkpoints,
                 self.model,

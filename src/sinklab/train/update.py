@@ -57,12 +57,12 @@ class Updater:
     def __init__(self, run: Run, world: World = ALONE, look: Callable[[], None] = lambda: None) -> None:
         self.recipe, self.world = run.recipe, world
         self.device = world.device(self.recipe.train.device)
-        rows, loader = world.together(lambda: (world.rows(self.recipe.train.batch_size), run.loader("train")))
+        rows, loader = world.on_all_ranks(lambda: (world.rows(self.recipe.train.batch_size), run.loader("train")))
         self.batches = Prefetcher(lambda index: loader.batch(index, rows), self.device, self.recipe.train.steps)
         with _Looking(look):
             model = Transformer(self.recipe.model, self.recipe.seed)
         if (init_from := self.recipe.model.init_from) is not None:
-            world.together(lambda: begin(model, load_start(init_from), run.dataset.tokenizer_path))
+            world.on_all_ranks(lambda: begin(model, load_start(init_from), run.dataset.tokenizer_path))
         self.model = model.to(self.device)
         recompute_blocks(self.model, self.recipe.train.recompute)
         with self.autocast():  # FSDP needs a forward pass

@@ -90,22 +90,24 @@ class World:
         return flag if self.size == 1 else bool(self.sum_on_device(torch.tensor(int(flag))))
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0 and return its result, which must be picklable, on all processes; raises as `together`.
+        """Call `make` on rank 0 and return its result, which must be picklable, on all processes.
+
+        Raises as `on_all_ranks`.
 
         Args:
             make: function without collectives.
         """
-        answer: list[Any] = [self.together(make if self.is_first else lambda: None)]
+        answer: list[Any] = [self.on_all_ranks(make if self.is_first else lambda: None)]
         if self.size > 1:
             dist.broadcast_object_list(answer)
         return answer[0]
 
     def shared_error(self, error: E) -> E:
         """Mark an error that every process raises, so that only rank 0 prints it, and return it."""
-        error.said_elsewhere = not self.is_first
+        error.printed_elsewhere = not self.is_first
         return error
 
-    def together(self, work: Callable[[], T]) -> T:
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
         """Call `work` on every process and return the local result; an exception of any process is raised on all.
 
         Args:
@@ -134,8 +136,8 @@ class World:
         raise self.shared_error(error) if isinstance(error, SinklabError) else error
 
     def only_first(self, work: Callable[[], object]) -> None:
-        """Call `work` on rank 0 only; raises as `together`."""
-        self.together(work if self.is_first else lambda: None)
+        """Call `work` on rank 0 only; raises as `on_all_ranks`."""
+        self.on_all_ranks(work if self.is_first else lambda: None)
 
 
 ALONE = World()

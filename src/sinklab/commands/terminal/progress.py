@@ -21,7 +21,7 @@ from rich.progress import (
 
 from sinklab.commands.ending import PLAIN
 from sinklab.commands.terminal.tables import printable
-from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
+from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 
 if TYPE_CHECKING:
     from sinklab.experiments.sweep.engine import Event
@@ -213,7 +213,7 @@ def describe(row: dict[str, Any]) -> str:
     """Format validation loss, sink rates and speed of one evaluation (a line of metrics.jsonl) for display."""
     parts = [
         f"loss {row['valid_loss']:.3f}",
-        f"Sink_1 {row['sink_rate'][0]:.1f} %" + in_brackets(elsewhere_text(row["sink_rate"])),
+        f"Sink_1 {row['sink_rate'][0]:.1f} %" + in_brackets(later_sink_text(row["sink_rate"])),
     ]
     if row.get("sink_rate_visible"):
         parts.append(f"over visible queries {row['sink_rate_visible'][0]:.1f} %")

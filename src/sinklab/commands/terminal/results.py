@@ -15,7 +15,7 @@ from sinklab.commands.terminal.tables import TONES, print_notes, print_table, pr
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.measuring.answer import answer
-from sinklab.measuring.statistics.highest import elsewhere_text, in_brackets
+from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 from sinklab.report import result_tables
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
@@ -234,7 +234,7 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
             "tokens": (last.tokens, ",", ""),
             "validation loss": (last.valid_loss, ".3f", " nats / token"),
             "Sink_1": (next(iter(last.sink_rate), None), ".1f", " % of heads"),
-            "highest elsewhere": (elsewhere_text(last.sink_rate) or None, "", ""),
+            "highest elsewhere": (later_sink_text(last.sink_rate) or None, "", ""),
             "on the bias": (last.sink_rate_bias, ".1f", " % of heads"),
             "norm ratio": (last.largest_norm_ratio, ".1f", ", maximum over blocks"),
         }
@@ -311,7 +311,7 @@ def print_tuning(tuning: "Tuning", console: Console) -> None:
     rows = [
         (
             name,
-            TableCell(side.sink_rate[0], in_brackets(elsewhere_text(side.sink_rate)).strip()),
+            TableCell(side.sink_rate[0], in_brackets(later_sink_text(side.sink_rate)).strip()),
             side.sink_rate_bias,
             max(side.hidden_norm_ratio) if side.hidden_norm_ratio else None,
             side.valid_loss,

@@ -109,8 +109,8 @@ def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
 
 def _opened(planned: PlannedRun, recipe: Recipe, world: World) -> Run:
     """Prepare the data, open the run directory, and check that the run has the planned hash."""
-    dataset = world.together(lambda: prepared(recipe.data))
-    run = world.together(lambda: open_run(recipe, dataset, planned.directory))
+    dataset = world.on_all_ranks(lambda: prepared(recipe.data))
+    run = world.on_all_ranks(lambda: open_run(recipe, dataset, planned.directory))
     if run.hash != planned.hash:
         raise world.shared_error(
             InputError(

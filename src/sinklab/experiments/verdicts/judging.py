@@ -75,7 +75,8 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
             claim, judged = one, judge_claim(one, Runs(own, noun=experiment.replicate))
         else:
             claim, published = one, experiment.published if scale in PAPER_SCALES else None
-            judged = _not_asked(claim, experiment.massive_cell(claim), own) or judge_claim(claim, Runs(own), published)
+            unmet = _unmet_condition(claim, experiment.massive_cell(claim), own)
+            judged = unmet or judge_claim(claim, Runs(own), published)
             piloted = claim.check if (scale, scale) in experiment.base.items() else None  # the recipe of the pilots
             judged = judged.model_copy(update={"finds": detectable(piloted, scale) if piloted else ""})
         day = claim.stated or experiment.stated
@@ -179,7 +180,7 @@ def _waits_for(check: Check, runs: Runs) -> str:
     return " ".join(said)
 
 
-def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
+def _unmet_condition(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
     """Return the claim, unjudged and with the reason, if training is not known to double a cell's norm ratio.
 
     Return None if training is known to double it, if there is no such condition, or for an unresolved reference.
@@ -201,7 +202,7 @@ def _not_asked(claim: Claim, baseline: str | None, results: Mapping[str, CellRes
         return None
     said = (
         f"The claim requires that training at least doubles the norm ratio of {baseline}. "
-        f"{runs.shown({baseline: growth.values()}, 'norm_growth')} "
+        f"{runs.values_text({baseline: growth.values()}, 'norm_growth')} "
         f"The value is at least {GROWN:g} at {runs.counted(held)}."
     )
     verdict = "not asked" if len(held) >= FEWEST else "no verdict"

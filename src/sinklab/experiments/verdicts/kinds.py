@@ -107,7 +107,7 @@ class Runs:
         low, high = share_interval(kept, n)
         return f"{kept} of {n} {self.noun}s (95 % CI: {100 * low:.0f} to {100 * high:.0f} % of all {self.noun}s)"
 
-    def shown(self, values: Mapping[str, Iterable[float]], name: str) -> str:
+    def values_text(self, values: Mapping[str, Iterable[float]], name: str) -> str:
         """Return a sentence with the values of all seeds by cell: `Sink_1 by seed: softmax 12.1, 15.3, 9.8 %.`"""
         of = quantity(name)
         return f"{of.label} by {self.noun}: {'; '.join(each_seed(cell, one, of) for cell, one in values.items())}."
@@ -146,7 +146,7 @@ def _within(check: Within, runs: Runs) -> Finding:
     found = runs.values(check.cells, check.value, check.at_step)[check.cell].values()
     held = [_keeps(value, check.at_least, check.at_most) for value in found]
     limits = bounds(check.at_least, check.at_most, quantity(check.value))
-    said = f"{runs.shown({check.cell: found}, check.value)} The value is {limits} at {runs.counted(held)}."
+    said = f"{runs.values_text({check.cell: found}, check.value)} The value is {limits} at {runs.counted(held)}."
     return Finding(seed_by_seed(held), said, len(held))
 
 
@@ -154,7 +154,7 @@ def _within(check: Within, runs: Runs) -> Finding:
 def _absent(check: SinkAbsent, runs: Runs) -> Finding:
     found = runs.values(check.cells, check.value, check.at_step)[check.cell].values()
     held, said = _no_sink(check, runs)
-    return Finding(seed_by_seed(held), f"{runs.shown({check.cell: found}, check.value)} {said}", len(held))
+    return Finding(seed_by_seed(held), f"{runs.values_text({check.cell: found}, check.value)} {said}", len(held))
 
 
 def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
@@ -179,7 +179,7 @@ def _differs(check: Differs, runs: Runs) -> Finding:
         return f"In {pairs_against(high, below)} of {len(a) * len(b)} pairs of {runs.noun}s, {opposed}."
 
     said = [
-        runs.shown({check.cell: a, check.than: b}, check.value),
+        runs.values_text({check.cell: a, check.than: b}, check.value),
         opposing(low),
         difference([cell[seed] - than[seed] for seed in cell if seed in than], of, runs.noun),
     ]
@@ -208,7 +208,7 @@ def _paired(check: Equal | Alike | Monotone, runs: Runs) -> tuple[Values, list[i
         _UnmeasuredError: if a cell has no value, or no seed has values in all cells.
     """
     values = runs.values(check.cells, check.value, check.at_step)
-    each = runs.shown({cell: by_cell.values() for cell, by_cell in values.items()}, check.value)
+    each = runs.values_text({cell: by_cell.values() for cell, by_cell in values.items()}, check.value)
     shared = sorted(set.intersection(*map(set, values.values())))
     if not shared:
         raise _UnmeasuredError(f"{each} No {runs.noun} has values of all cells.")
@@ -276,7 +276,7 @@ def _stands_at(check: StandsAt, runs: Runs) -> Finding:
             ahead.append(rates[run.seed] > max(others, default=0.0))
     large = [rate >= check.at_least for rate in rates.values()]
     said = (
-        f"{runs.shown({check.cell: rates.values()}, name)} The rate at position {check.position} is the highest "
+        f"{runs.values_text({check.cell: rates.values()}, name)} The rate at position {check.position} is the highest "
         f"of all positions at {runs.counted(ahead)}, and at least {check.at_least:g} % at {runs.counted(large)}."
     )
     return Finding(seed_by_seed(ahead), said, len(ahead), seed_by_seed(large) is True)
@@ -296,7 +296,7 @@ def _appears(check: Appears, runs: Runs) -> Finding:
         for before, after in zip(rates[0], rates[-1], strict=True)
     ]
     shown = " ".join(
-        f"At the last evaluation up to step {step:,}, {runs.shown({check.cell: values}, 'sink_1')}"
+        f"At the last evaluation up to step {step:,}, {runs.values_text({check.cell: values}, 'sink_1')}"
         for step, values in zip(steps, rates, strict=True)
     )
     when = "between these steps" if check.after is not None else "by this step"

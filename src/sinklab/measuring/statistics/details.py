@@ -491,5 +491,5 @@ class Details(WithArrays):
                 yield statistic, array
 
 
-STATISTICS = {name: declared for name, declared in Details.declared() if isinstance(declared, Statistic)}
+STATISTICS = {name: axes for name, axes in Details.array_axes() if isinstance(axes, Statistic)}
 """The statistics of `--details` by field name of `Details`."""

@@ -25,15 +25,15 @@ def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
     return None if best is None else (best, known[best])
 
 
-def sink_elsewhere(rates: Sequence[float | None]) -> tuple[int, float] | None:
+def later_sink(rates: Sequence[float | None]) -> tuple[int, float] | None:
     """Return the result of `highest_rate` if the position is not 1 and the rate at least 1 percent, else None."""
     found = highest_rate(rates)
     return found if found and found[0] > 1 and found[1] >= NOISE else None
 
 
-def elsewhere_text(rates: Sequence[float | None]) -> str:
-    """Return a text such as `76.8 % at position 2`, shown with Sink_1; empty if `sink_elsewhere` returns None."""
-    found = sink_elsewhere(rates)
+def later_sink_text(rates: Sequence[float | None]) -> str:
+    """Return a text such as `76.8 % at position 2`, shown with Sink_1; empty if `later_sink` returns None."""
+    found = later_sink(rates)
     return f"{found[1]:.1f} % at position {found[0]}" if found else ""
 
 

@@ -22,7 +22,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Shown:
+class PlotSpec:
     """A report figure that shows a statistic of all measurements.
 
     Attributes:
@@ -37,7 +37,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Heatmap(Shown):
+class Heatmap(PlotSpec):
     """A heatmap of a statistic, with one colour scale.
 
     Attributes:
@@ -71,7 +71,7 @@ class MatrixMap(Heatmap):
 
 
 @dataclass(frozen=True)
-class BucketLines(Shown):
+class BucketLines(PlotSpec):
     """Line chart of an attention share by distance (LHD) or query (LHQ) bucket, mean over layers and heads.
 
     Attributes:
@@ -89,7 +89,7 @@ class BucketLines(Shown):
 
 
 @dataclass(frozen=True)
-class SequenceLines(Shown):
+class SequenceLines(PlotSpec):
     """Line chart of a per-sequence statistic by block (M), next to the first token's norm ratio and the sink rate.
 
     Attributes:
@@ -100,7 +100,7 @@ class SequenceLines(Shown):
 
 
 @dataclass(frozen=True)
-class BlockLines(Shown):
+class BlockLines(PlotSpec):
     """Line chart of a statistic at the first token and its mean over later tokens.
 
     The statistic is given before the first block and after each, shape (blocks + 1, tokens), or in each attention

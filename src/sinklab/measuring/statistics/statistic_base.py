@@ -27,7 +27,7 @@ from sinklab.attention.importance import Rows
 from sinklab.attention.masks import Mask
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
-from sinklab.measuring.statistics.plot_specs import Column, Shown
+from sinklab.measuring.statistics.plot_specs import Column, PlotSpec
 from sinklab.models.hooks import token_norms
 from sinklab.schema import Part
 
@@ -61,7 +61,7 @@ class WithArrays(Part):
     prefix: ClassVar[str] = ""
 
     @classmethod
-    def declared(cls) -> Iterator[tuple[str, Axes]]:
+    def array_axes(cls) -> Iterator[tuple[str, Axes]]:
         """Yield the name and axes of every array."""
         for name, field in cls.model_fields.items():
             yield from ((name, one) for one in field.metadata if isinstance(one, Axes))
@@ -69,11 +69,11 @@ class WithArrays(Part):
     @classmethod
     def found_in(cls, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the arrays of this part among the arrays of a file, by field name."""
-        return {name: arrays[cls.prefix + name] for name, _ in cls.declared() if cls.prefix + name in arrays}
+        return {name: arrays[cls.prefix + name] for name, _ in cls.array_axes() if cls.prefix + name in arrays}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of this part that are not None, by their names in measurement.npz."""
-        found = {self.prefix + name: getattr(self, name) for name, _ in self.declared()}
+        found = {self.prefix + name: getattr(self, name) for name, _ in self.array_axes()}
         return {name: array for name, array in found.items() if array is not None}
 
     def check_arrays(self, **sizes: int) -> None:
@@ -86,7 +86,7 @@ class WithArrays(Part):
             ValueError: if an array has a wrong shape, contains NaN, or is infinite although `Axes.infinite` is False.
         """
         arrays = self.arrays()
-        for name, one in self.declared():
+        for name, one in self.array_axes():
             if (array := arrays.get(self.prefix + name)) is None:
                 continue
             if array.ndim == len(one.axes):
@@ -243,7 +243,7 @@ class Statistic(Axes):
     angles: ClassVar[bool] = False
     fields: ClassVar[tuple[str, ...]] = ()
     column: ClassVar[Column | None] = None
-    figures: ClassVar[tuple[Shown, ...]] = ()
+    figures: ClassVar[tuple[PlotSpec, ...]] = ()
 
     def __init__(self) -> None:
         super().__init__(self.axes)

@@ -85,7 +85,7 @@ def save_checkpoint(
     try:
         world.only_first(lambda: shutil.rmtree(aside, ignore_errors=True))
         world.only_first(lambda: aside.mkdir(parents=True))
-        tensor_store.write_tensors(aside, tensors, together=world.size > 1)
+        tensor_store.write_tensors(aside, tensors, distributed=world.size > 1)
         world.only_first(lambda: _complete(aside, target, document))
     except (OSError, SinklabError) as error:
         if world.is_first:
@@ -95,7 +95,7 @@ def save_checkpoint(
             f"{'Free disk space' if is_full(error) else 'Make the folder writable for all processes'}, then run the "
             "same command again to resume from the newest checkpoint."
         )
-        # `together` raises the OSError of one process as a SinklabError on the others.
+        # `on_all_ranks` raises the OSError of one process as a SinklabError on the others.
         raise (world.shared_error(failed) if isinstance(error, SinklabError) else failed) from error
     if world.is_first:
         checkpoints = _checkpoints(folder)
@@ -178,7 +178,7 @@ def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> Tr
         SinklabError: if a tensor cannot be read.
         OSError: if state.json cannot be read.
     """
-    tensor_store.read_tensors(checkpoint, tensor_store.model_tensors(model), together=world.size > 1)
+    tensor_store.read_tensors(checkpoint, tensor_store.model_tensors(model), distributed=world.size > 1)
     return TrainState(**read_state(checkpoint)["state"])
 
 
@@ -196,7 +196,8 @@ def load_checkpoint(
     stored = [name for name in read_state(checkpoint)["tensors"] if name.startswith(tensor_store.OPTIMIZER)]
     if stored:
         tensor_store.create_optimizer_state(model, optimizer, stored)
-        tensor_store.read_tensors(checkpoint, tensor_store.optimizer_tensors(model, optimizer), together=world.size > 1)
+        tensors = tensor_store.optimizer_tensors(model, optimizer)
+        tensor_store.read_tensors(checkpoint, tensors, distributed=world.size > 1)
     return load_weights(checkpoint, model, world)
 
 

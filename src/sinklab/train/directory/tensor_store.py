@@ -38,11 +38,11 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], distributed: bool) -> None:
     """Write tensors, by stored name, as safetensors files into an existing folder.
 
     Args:
-        together: True if all processes call this function, False if one process writes alone.
+        distributed: True if all processes call this function, False if one process writes alone.
 
     Raises:
         SinklabError: if writing fails on any process.
@@ -52,15 +52,15 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], together: bool) -
 
     with _reported():
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        save(dict(tensors), storage_writer=writer, no_dist=not together)
+        save(dict(tensors), storage_writer=writer, no_dist=not distributed)
 
 
-def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> None:
+def read_tensors(folder: Path, into: Mapping[str, Tensor], distributed: bool) -> None:
     """Read stored tensors into the tensors of `into`, or into this process's shards of them.
 
     Args:
         into: tensors to overwrite, by stored name.
-        together: True if all processes call this function, False if one process reads alone.
+        distributed: True if all processes call this function, False if one process reads alone.
 
     Raises:
         SinklabError: if reading fails on any process.
@@ -69,7 +69,7 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor], together: bool) -> No
     from torch.distributed.checkpoint.state_dict_loader import load
 
     with _reported():
-        load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not together)
+        load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not distributed)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
