@@ -2,8 +2,8 @@
 
     python -m benchmarks.model_pages results/models/SmolLM2-135M-Instruct results/models/gemma-3-270m
 
-Prints Markdown. A folder has measurement.json (natural text), and may have measurements in `no_bos/`, `random/` and
-`repeat/`, and assessments of the same sequences in `assess/` and `assess_heads/`. Losses are nats per token; "±" is the
+Prints Markdown. A folder has measurement.json (natural text), and may have measurements in `no_bos/`, `random/`,
+`repeat/` and `gradients/`, and assessments of the same sequences in `assess/` and `assess_heads/`. Losses are nats per token; "±" is the
 standard error that the assessment has.
 """
 
@@ -11,6 +11,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 
 from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
 from sinklab.assessing.part import AssessPart, Effect
@@ -52,6 +53,11 @@ def measured_rows(folder: Path) -> Rows:
         "bits per byte": NONE if text.bits_per_byte is None else f"{text.bits_per_byte:.3f}",
         "loss without BOS": f"{others['no_bos'].loss:.3f}" if "no_bos" in others else NONE,
     }
+    if (folder / "gradients").is_dir():
+        ratios = Measurement.load(folder / "gradients").gradient_norm_ratio or []
+        found["gradient norm of the first position over others (median layer, largest)"] = (
+            f"{median(ratios):.1f}, {max(ratios):.1f}"
+        )
     if text.massive_activations:
         top = text.massive_activations[0]
         found["largest multiple of the median (massive activation)"] = (
