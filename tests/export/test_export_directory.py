@@ -79,7 +79,7 @@ def test_the_model_card_has_the_evaluation_and_the_way_to_load(
     card = (export_run(with_bos[0], tmp_path / "llama").directory / "README.md").read_text()
     last = json.loads((with_bos[0] / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"| {last['valid_loss']:.4f} |" in card
-    assert "Sink_1, percent of heads (eps 0.3, 4 sequences of 8 tokens)" in card
+    assert r"| Sink\_1, percent of heads (eps 0.3, 4 sequences of 8 tokens) |" in card
     assert "LlamaForCausalLM" in card
     assert "trust_remote_code" not in card
     assert "kind: softmax" in card

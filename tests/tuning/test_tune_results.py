@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from sinklab.tuning.tuned_directory import METRICS, SFT, UPDATES, TuneEvaluation, TuneUpdate, load_tuning, read_rows
+from sinklab.tuning.tuned_directory import (
+    METRICS,
+    SFT,
+    UPDATES,
+    TuneEvaluation,
+    TuneUpdate,
+    load_tuning,
+    read_rows,
+    write_model,
+)
 
 FOLDER = Path(__file__).parents[2] / "results" / "sft"
 TUNED = sorted(path.parent for path in FOLDER.glob("*/sft.json"))
@@ -26,3 +35,14 @@ def test_the_loss_fell_and_every_gradient_was_finite(folder: Path) -> None:
     assert all(math.isfinite(row.grad_norm) for row in updates)
     assert tuning.grad_norm_max == max(row.grad_norm for row in updates)
     assert (evaluations[0], evaluations[-1]) == (tuning.base, tuning.chat)
+
+
+def test_a_chat_template_with_bars_is_one_cell_of_the_model_card(tmp_path: Path) -> None:
+    tuning = load_tuning(TUNED[0] / SFT)
+    asked = tuning.asked.model_copy(update={"chat_template": "{{ messages | length }}"})
+    (tmp_path / "checkpoint").mkdir()
+    write_model(tmp_path / "checkpoint", tmp_path / "model", tuning.model_copy(update={"asked": asked}), is_ours=False)
+    card = (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
+    assert r"| chat\_template | {{ messages \| length }} |" in card
+    assert tuning.chat is not None
+    assert f"| chat | {tuning.chat.valid_loss:.4f} | {tuning.chat.sink_rate[0]:.2f} |" in card

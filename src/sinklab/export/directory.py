@@ -22,6 +22,7 @@ from sinklab.errors import InputError, SinklabError, cause
 from sinklab.export.bundle import bundled
 from sinklab.export.forms import CODE, Form, form_of
 from sinklab.files import beside, is_full, write_json, write_text
+from sinklab.tables import Table, markdown, names
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.directory.run import TrainedRun, load_run
 from sinklab.train.recipe import Recipe
@@ -192,8 +193,8 @@ def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: 
             "norm ratio of the first position, largest over blocks": (last.largest_norm_ratio, ".2f"),
             "tokens trained on": (last.tokens, ",.0f"),
         }
-        lines = [f"| {name} | {value:{spec}} |" for name, (value, spec) in rows.items() if value is not None]
-        parts.append(f"## At step {last.step:,}\n\n| | |\n|---|---|\n" + "\n".join(lines))
+        cells = [(name, f"{value:{spec}}") for name, (value, spec) in rows.items() if value is not None]
+        parts.append(f"## At step {last.step:,}\n\n{markdown(Table('', names('', ''), cells))}")
     own, needed = "", ""
     if not form.is_foreign:
         own = f" `{CODE}.py` is sinklab's own code in one file; it needs torch, transformers and pydantic."

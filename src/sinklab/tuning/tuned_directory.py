@@ -16,6 +16,7 @@ from sinklab.errors import InputError
 from sinklab.export.directory import atomic_directory, card_head, write_code
 from sinklab.files import parse_json, write_text
 from sinklab.schema import Ratio, ReadDocument, VersionedDocument
+from sinklab.tables import Table, markdown, names, numbers
 from sinklab.tuning.settings import TuneManifest
 
 SFT, METRICS, UPDATES = "sft.json", "metrics.jsonl", "updates.jsonl"
@@ -201,12 +202,12 @@ def write_model(checkpoint: Path, directory: Path, tuning: Tuning, is_ours: bool
 def _card(tuning: Tuning) -> str:
     """Build README.md of the tuned model: loss and Sink_1 before and after tuning, and the settings."""
     asked = tuning.asked.model_dump(exclude={"files", "data", "sink_tokens"})
-    settings = [f"| {name} | {value} |" for name, value in asked.items() if "\n" not in str(value)]
-    sides = [f"| {name} | {side.valid_loss:.4f} | {side.sink_rate[0]:.2f} |" for name, side in tuning.sides().items()]
+    settings = [(name, str(value)) for name, value in asked.items() if "\n" not in str(value)]
+    columns = [*names(""), *numbers(".4f", "held-out loss, nats per token"), *numbers(".2f", "Sink_1, percent")]
+    sides = [(name, side.valid_loss, side.sink_rate[0]) for name, side in tuning.sides().items()]
     return (
         f"{card_head('sft')}\n# {Path(tuning.model).name}, tuned on conversations\n\n"
         f"{tuning.architecture} of {tuning.parameters:,} parameters, tuned by sinklab {sinklab.__version__} on the "
         f"assistant's tokens of {tuning.conversations:,} conversations.\n\n"
-        "| | held-out loss, nats per token | Sink_1, percent |\n|---|---|---|\n"
-        + "\n".join([*sides, "\n## Settings\n", "| | |", "|---|---|", *settings, ""])
+        f"{markdown(Table('', columns, sides))}\n\n## Settings\n\n{markdown(Table('', names('', ''), settings))}\n"
     )
