@@ -321,6 +321,10 @@ HUGE = "99999999999999999999999"
             ["data", "prepare", "text.jsonl", "--tokenizer", "train:300", "--limit-tokens", HUGE],
             "less than or equal to 9223372036854775807",
         ),
+        (
+            ["data", "prepare", "text.jsonl", "--tokenizer", "train:300", "--valid-fraction", "0.9"],
+            "--valid-fraction 0.9: Input should be less than or equal to 0.5",
+        ),
         (["data", "prepare", "text.jsonl", "--tokenizer", f"train:{HUGE}"], "and at most 16777216"),
         (["data", "prepare", "text.jsonl", "--tokenizer", "train:99999999"], "and at most 16777216"),
     ],

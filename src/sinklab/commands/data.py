@@ -1,62 +1,101 @@
 """`sinklab data prepare`: write token shards from text, or estimate their size."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic import Field
 
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, option, print_result
 from sinklab.errors import InputError
-from sinklab.settings import ADVANCED, INPUT, LARGEST, OUTPUT
+from sinklab.settings import ADVANCED, INPUT, LARGEST, OUTPUT, CommandSettings, Flag, Seed
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
     from sinklab.data.config import Mix
 
 
+class PrepareSettings(CommandSettings, frozen=True):
+    """Settings of `sinklab data prepare`; those of text, tokenizer and limits are named as in `DataConfig`.
+
+    Attributes:
+        mix_kind: kind of the mix; None reads the files sequentially.
+        weights: YAML file with the weights of a mix; None for the paper's.
+        absent, seed: as in `WeightedMix`.
+    """
+
+    panel = INPUT
+
+    tokenizer: str = Field(description="Hugging Face name or path, train:SIZE, or words for synthetic:NAME.")
+    valid_fraction: float = Field(
+        default=0.02, gt=0, le=0.5, description="Fraction of the documents held out for validation, at most 0.5."
+    )
+    text_limit_bytes: Annotated[int | None, Flag("--limit-bytes")] = Field(
+        default=None, ge=1, le=LARGEST, description="Read at most this many bytes of text."
+    )
+    token_limit: Annotated[int | None, Flag("--limit-tokens")] = Field(
+        default=None, ge=2, le=LARGEST, description="Write at most this many training and validation tokens."
+    )
+    mix_kind: Annotated[Literal["weights", "files"] | None, Flag("--mix", metavar="KIND")] = Field(
+        default=None,
+        exclude=True,
+        description="Interleave domains by weight (weights), or all files at equal rates (files); default: sequential.",
+    )
+    weights: Path | None = Field(
+        default=None,
+        exclude=True,
+        description="With --mix weights: YAML file of domain: weight; default: the paper's 17 domains.",
+    )
+    absent: Annotated[Literal["refuse", "renormalise"], Flag(metavar="HOW")] = Field(
+        default="refuse",
+        exclude=True,
+        description="With --mix weights, for domains without files: refuse, or renormalise the other weights.",
+    )
+    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
+        default=0, exclude=True, description="With --mix: random seed for the order of domains or files."
+    )
+
+    @property
+    def mix(self) -> "Mix | None":
+        """Data mix that the options specify; None without --mix.
+
+        Raises:
+            InputError: if an option belongs to another kind of mix, or the weights file cannot be read or is invalid.
+        """
+        from sinklab.data.config import UniformMix, WeightedMix
+        from sinklab.files import parse_yaml
+
+        kind, weights = self.mix_kind, self.weights
+        if kind != "weights" and (weights is not None or self.absent != "refuse"):
+            raise InputError("--weights and --absent require --mix weights: add --mix weights, or remove them")
+        if kind is None:
+            return None
+        if kind == "files":
+            return UniformMix(seed=self.seed)
+        values: dict[str, Any] = {"seed": self.seed, "absent": self.absent}
+        try:
+            if weights is not None:
+                values["weights"] = parse_yaml(weights.read_text(encoding="utf-8"))
+            return WeightedMix.model_validate(values)
+        except OSError as error:
+            raise InputError(f"cannot read {weights}: {error.strerror}") from error
+        except ValueError as error:
+            raise InputError(f"{weights}: expected lines `domain: weight` with positive weights: {error}") from error
+
+
 @with_options
 def prepare(
+    *,
     source: Annotated[
         str,
         typer.Argument(
             help="stdlib, site-packages, a .txt or .jsonl file, a folder of them, hf:NAME or synthetic:NAME."
         ),
     ],
-    tokenizer: Annotated[str, option(INPUT, "Hugging Face name or path, train:SIZE, or words for synthetic:NAME.")],
+    options: PrepareSettings,
     out: Annotated[Path, option(OUTPUT, "Directory for the token shards.")],
-    valid_fraction: Annotated[
-        float, option(INPUT, "Fraction of the documents held out for validation, at most 0.5.")
-    ] = 0.02,
-    limit_bytes: Annotated[
-        int | None, option(INPUT, "Read at most this many bytes of text.", min=1, max=LARGEST)
-    ] = None,
-    limit_tokens: Annotated[
-        int | None, option(INPUT, "Write at most this many training and validation tokens.", min=2, max=LARGEST)
-    ] = None,
-    mix: Annotated[
-        Literal["weights", "files"] | None,
-        option(
-            INPUT,
-            "Interleave domains by weight (weights), or all files at equal rates (files); default: sequential.",
-            metavar="KIND",
-        ),
-    ] = None,
-    weights: Annotated[
-        Path | None, option(INPUT, "With --mix weights: YAML file of domain: weight; default: the paper's 17 domains.")
-    ] = None,
-    absent: Annotated[
-        Literal["refuse", "renormalise"],
-        option(
-            INPUT,
-            "With --mix weights, for domains without files: refuse, or renormalise the other weights.",
-            metavar="HOW",
-        ),
-    ] = "refuse",
-    seed: Annotated[
-        int, option(ADVANCED, "With --mix: random seed for the order of domains or files.", min=0, max=LARGEST)
-    ] = 0,
     dry_run: Annotated[bool, option(OUTPUT, "Only estimate the number of bytes and tokens.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -72,14 +111,7 @@ def prepare(
     from sinklab.data.prepare import prepare_settings, settings_of
     from sinklab.data.texts import estimate
 
-    settings = settings_of(
-        source,
-        tokenizer,
-        valid_fraction=valid_fraction,
-        text_limit_bytes=limit_bytes,
-        mix=_mix_of(mix, weights, absent, seed),
-        token_limit=limit_tokens,
-    )
+    settings = settings_of(source, mix=options.mix, **options.model_dump())
     if dry_run:
         with JobProgress(stderr(), phase="estimating"):
             found = estimate(settings)
@@ -93,29 +125,3 @@ def prepare(
     print(f"{out}: {len(dataset.train):,} training and {len(dataset.valid):,} validation tokens")
     for name, share in (dataset.manifest.shares or {}).items():
         print(f"  {name}: {share.tokens:,} tokens")
-
-
-def _mix_of(kind: str | None, weights: Path | None, absent: str, seed: int) -> "Mix | None":
-    """Return the data mix that the options specify; None without --mix.
-
-    Raises:
-        InputError: if an option belongs to another kind of mix, or the weights file cannot be read or is invalid.
-    """
-    from sinklab.data.config import UniformMix, WeightedMix
-    from sinklab.files import parse_yaml
-
-    if kind != "weights" and (weights is not None or absent != "refuse"):
-        raise InputError("--weights and --absent require --mix weights: add --mix weights, or remove them")
-    if kind is None:
-        return None
-    if kind == "files":
-        return UniformMix(seed=seed)
-    values = {"seed": seed, "absent": absent}
-    try:
-        if weights is not None:
-            values["weights"] = parse_yaml(weights.read_text(encoding="utf-8"))
-        return WeightedMix.model_validate(values)
-    except OSError as error:
-        raise InputError(f"cannot read {weights}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{weights}: expected lines `domain: weight` with positive weights: {error}") from error
