@@ -1,14 +1,9 @@
-"""Load downstream tasks by name: HellaSwag from a local file, and all tasks of lm-eval."""
+"""Load downstream tasks by name: those of `file_tasks` from a local file, and all tasks of lm-eval."""
 
 import difflib
-import gzip
 import importlib
-import json
 import logging
-import os
-import re
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,106 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.errors import InputError, cause
+from sinklab.evaluating.file_tasks import FILE_TASKS
 from sinklab.extras import install_command
-from sinklab.files import parse_json, sha256_of
-from sinklab.schema import ReadDocument
+from sinklab.files import sha256_of
 
 PACKAGES = ("lm_eval", "accelerate")
 HUB = "hub"
 SCORES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
 """Names of accuracies in experiments, by lm-eval's name of the metric."""
-
-
-class ChoiceItem(ReadDocument):
-    """A multiple-choice item: prompt, endings, and 0-based index of the correct ending."""
-
-    query: str
-    endings: list[str]
-    label: int
-
-
-HELLASWAG = "hellaswag"
-HELLASWAG_FILES = ("hellaswag_val.jsonl.gz", "hellaswag_val.jsonl")
-"""Names of the file in SINKLAB_DATA/eval; if both files exist, the first is used."""
-HELLASWAG_KEYS = '"query" (or "activity_label", "ctx_a" and "ctx_b"), "endings" and "label"'
-
-
-def local_hellaswag() -> Path | None:
-    """Return the path of HellaSwag's file in SINKLAB_DATA/eval; None if it is missing or SINKLAB_DATA is not set."""
-    data = os.environ.get("SINKLAB_DATA")
-    places = [Path(data).expanduser() / "eval" / name for name in HELLASWAG_FILES] if data else []
-    return next((place for place in places if place.is_file()), None)
-
-
-def read_hellaswag(path: Path) -> list[ChoiceItem]:
-    """Read HellaSwag items from a .jsonl or .jsonl.gz file.
-
-    Raises:
-        InputError: if the file cannot be read, has no items, or has a line that is not an item; the message names it.
-    """
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()]
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    if not lines:
-        raise InputError(f"{path} has no items: pass the items of {HELLASWAG}, a .jsonl or .jsonl.gz file")
-    return [_read_item(line, f"{path}, line {number}") for number, line in lines]
-
-
-def load_hellaswag(path: Path) -> "ChosenTask":
-    """Build lm-eval's HellaSwag task with the items of the file at `path`.
-
-    Raises:
-        InputError: see `read_hellaswag`.
-    """
-    items = read_hellaswag(path)
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
-    from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
-
-    rows = [item.model_dump() for item in items]
-    config = {
-        "task": HELLASWAG,
-        "custom_dataset": lambda **_: {"validation": Dataset.from_list(rows)},
-        "validation_split": "validation",
-        "output_type": "multiple_choice",
-        "doc_to_text": "query",
-        "doc_to_choice": "endings",
-        "doc_to_target": "label",
-        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in SCORES],
-        "metadata": {"version": 1.0},
-    }
-    return ChosenTask(HELLASWAG, ConfigurableTask(config=config), path.name, sha256_of(path))
-
-
-def _read_item(line: str, where: str) -> ChoiceItem:
-    try:
-        row = parse_json(line)
-        if not isinstance(row, dict):
-            raise ValueError(f"the line is {json.dumps(row)[:40]}, not an object")
-        item = ChoiceItem.model_validate(row if "query" in row else _with_query(row))
-        if not item.query or not 0 <= item.label < len(item.endings) or not all(item.endings):
-            raise ValueError(
-                f"label {item.label}, counted from 0, is not one of {len(item.endings)} endings, or a text is empty"
-            )
-        return item
-    except (KeyError, ValueError, AttributeError, TypeError) as error:
-        said = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).splitlines()[:3])
-        raise InputError(f"{where}: {said}; a line needs {HELLASWAG_KEYS}") from error
-
-
-def _with_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert an item from HellaSwag's published format (1905.07830) to that of lm-eval, which has a `query`.
-
-    query = clean(activity_label + ": " + ctx_a + " " + capitalised ctx_b)
-    clean: replace " [title]" by ". ", remove other text in brackets, replace two spaces by one
-    """
-
-    def clean(text: str) -> str:
-        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-    query = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
-    return {**row, "query": query, "endings": [clean(ending) for ending in row["endings"]]}
 
 
 @dataclass(frozen=True)
@@ -168,25 +71,29 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
 
     Args:
         names: names of tasks, groups or tags in lm-eval.
-        data: file with the items of HellaSwag; None: the file in SINKLAB_DATA/eval, else the hub.
+        data: file with the items of the one task of `FILE_TASKS` in `names`; None: the file in SINKLAB_DATA/eval, else
+            the hub.
 
     Raises:
-        InputError: see `lm_eval_version` and `read_hellaswag`; also if a name is unknown, a task needs a package that
-            is not installed, items cannot be downloaded, or `data` is set and `names` does not contain hellaswag.
+        InputError: see `lm_eval_version` and `FileTask.read`; also if a name is unknown, a task needs a package that is
+            not installed, items cannot be downloaded, or `data` is set and `names` has no task of `FILE_TASKS`, or
+            several.
     """
     lm_eval_version()
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
 
-    if data is not None and HELLASWAG not in names:
+    own = [task for name, task in FILE_TASKS.items() if name in names]
+    if data is not None and len(own) != 1:
+        how_many = "contains several" if own else "does not contain that task"
         raise InputError(
-            f"--data {data} has the items of {HELLASWAG}, and --tasks {','.join(names)} does not contain that task"
+            f"--data {data} has the items of {' or '.join(FILE_TASKS)}, and --tasks {','.join(names)} {how_many}"
         )
-    file = (data or local_hellaswag()) if HELLASWAG in names else None
+    files = {task.name: file for task in own if (file := data or task.local_file()) is not None}
     found: dict[str, ChosenTask] = {}
     with quiet():
         manager = None
         for name in names:
-            if name == HELLASWAG and file is not None:
+            if name in files:
                 continue
             manager = manager or TaskManager()  # slow, because lm-eval reads thousands of files
             if name not in manager.all_tasks:
@@ -194,11 +101,11 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
                 like = f"; similar names: {', '.join(near)}" if near else ""
                 raise InputError(
                     f"--tasks: lm-eval has no task {name!r}{like}. `lm-eval ls tasks` lists all of them; "
-                    f"{HELLASWAG} with --data FILE needs no network"
+                    f"{' or '.join(FILE_TASKS)} with --data FILE needs no network"
                 )
         for name in dict.fromkeys(names):
-            if name == HELLASWAG and file is not None:
-                found[name] = load_hellaswag(file)
+            if file := files.get(name):
+                found[name] = ChosenTask(name, FILE_TASKS[name].load(file), file.name, sha256_of(file))
             else:
                 found |= _from_hub(manager, name)
     return list(found.values())
@@ -239,11 +146,11 @@ def _from_hub(manager: Any, name: str) -> dict[str, ChosenTask]:
     except ImportError as error:
         raise InputError(f"--tasks {name} needs a package that is not installed: {cause(error)}") from error
     except Exception as error:  # network, hub and format errors share no base class
-        if name == HELLASWAG:
-            file = HELLASWAG_FILES[-1]
+        if name in FILE_TASKS:
+            file = FILE_TASKS[name].files[-1]
             remedy = f"; or use a local file: --data {file}, or SINKLAB_DATA with the file in a folder eval/"
         else:
-            remedy = f"; {HELLASWAG} can be read from a file instead (--data)"
+            remedy = f"; {' or '.join(FILE_TASKS)} can be read from a file instead (--data)"
         raise InputError(
             f"the items of --tasks {name} could not be loaded from the Hugging Face hub ({type(error).__name__}: "
             f"{cause(error)}): check the connection; or download them on another machine, copy its HF_HOME here "
