@@ -3,8 +3,8 @@
     python -m benchmarks.model_pages results/models/SmolLM2-135M-Instruct results/models/gemma-3-270m
 
 Prints Markdown. A folder has measurement.json (natural text), and may have measurements in `no_bos/`, `random/`,
-`repeat/` and `gradients/`, and assessments of the same sequences in `assess/` and `assess_heads/`. Losses are nats per token; "±" is the
-standard error that the assessment has.
+`repeat/` and `gradients/`, and assessments of the same sequences in `assess/` and `assess_heads/`. Losses are nats per
+token; "±" is the standard error that the assessment has.
 """
 
 import argparse
