@@ -16,6 +16,7 @@ from sinklab.commands.from_model import PanelCommand, PlainGroup, with_options
 from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.sft import sft
+from sinklab.commands.terminal.progress import JobProgress
 from sinklab.settings import ADVANCED, INPUT, OUTPUT, TRAINING
 from sinklab.signals import keeping_what_is_finished
 
@@ -125,7 +126,6 @@ def export(
 
     Example: sinklab export runs/k my-model
     """
-    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.export.directory import export_run
 
     with JobProgress(stderr(), phase=f"exporting {run}"):
@@ -176,7 +176,6 @@ def report(
 
     Example: sinklab report runs/lab --format svg
     """
-    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.commands.terminal.results import print_report
     from sinklab.report import write_report
     from sinklab.report.collect import collect
@@ -213,7 +212,6 @@ def verify(
     """
     from dataclasses import asdict
 
-    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.commands.terminal.results import print_checks
     from sinklab.experiments.sweep.verifying import verify_packed
 

@@ -9,7 +9,9 @@ from pydantic import Field
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, option, print_result
+from sinklab.commands.terminal.progress import DataBoard, JobProgress
 from sinklab.errors import InputError
+from sinklab.files import parse_yaml
 from sinklab.settings import ADVANCED, INPUT, LARGEST, OUTPUT, CommandSettings, Flag, Seed
 from sinklab.signals import keeping_what_is_finished
 
@@ -65,7 +67,6 @@ class PrepareSettings(CommandSettings, frozen=True):
             InputError: if an option belongs to another kind of mix, or the weights file cannot be read or is invalid.
         """
         from sinklab.data.config import UniformMix, WeightedMix
-        from sinklab.files import parse_yaml
 
         kind, weights = self.mix_kind, self.weights
         if kind != "weights" and (weights is not None or self.absent != "refuse"):
@@ -107,7 +108,6 @@ def prepare(
     RAYON_NUM_THREADS threads.
     """
     from sinklab.commands.terminal.plans import print_estimate
-    from sinklab.commands.terminal.progress import DataBoard, JobProgress
     from sinklab.data.prepare import prepare_settings, settings_of
     from sinklab.data.texts import estimate
 

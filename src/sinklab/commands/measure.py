@@ -10,6 +10,7 @@ import typer
 from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import Only, with_options
 from sinklab.commands.options import Json, LoadingOptions, option, run_job
+from sinklab.commands.terminal.progress import JobProgress
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.options import Options
 from sinklab.settings import INPUT, MEASURED, OUTPUT
@@ -186,7 +187,6 @@ def parity(
     sinklab's own attention backend is always included. The exit status is 1 if a backend differs from eager attention
     or drops the sink logits; an unavailable backend is not an error.
     """
-    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.commands.terminal.results import print_parity
     from sinklab.survey.backends import Parity, compare_backends
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from sinklab.commands.ending import PLAIN, stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import MOST_SEEDS, RUNS, Json, ReproduceSettings, option, print_result
+from sinklab.commands.terminal.progress import JobProgress
 from sinklab.errors import InputError
 from sinklab.settings import INPUT, OUTPUT, option_name
 from sinklab.signals import keeping_what_is_finished
@@ -147,7 +148,6 @@ def reproduce(
         return
     from sinklab.commands.reproducing import check_chats, look_ahead, train_experiments
     from sinklab.commands.terminal.plans import hours_line, print_preview
-    from sinklab.commands.terminal.progress import JobProgress
     from sinklab.experiments.sweep.plan import Question, scale_of
 
     if settings.data is not None or not settings.dry_run:
