@@ -18,7 +18,10 @@ CLOCK = re.compile(
 DURATION = re.compile(
     r"waited for data \d+%|\b\d[\d,.]*\s?(s|ms|min|MB|GB|tokens/s|h|it/s)\b|\d+:\d\d(:\d\d)?( UTC)?|\d{4}-\d\d-\d\d"
 )
-LEFT_OUT = ("lock", "SHA256SUMS", "checksums.txt", "lab.err", "lab.out", "two_seeds.err", "five_seeds.err")
+LEFT_OUT = (
+    *("lock", "SHA256SUMS", "checksums.txt", "lab.err", "lab.out"),
+    *("two_seeds.err", "five_seeds.err", "grid.err", "tuned.err"),
+)
 """Name a process, or are in an order that is left open."""
 NOT_COMPARED = ("[transformers]", "Loading weights", "training the tokenizer", "preparing tokens")
 PRINTED = (".out", ".err", ".md", ".html", ".svg", ".txt")

@@ -110,6 +110,30 @@ FIVE_SEEDS = (
     .replace("assess: [streaming, quantisation]\n", "")
     .replace(", streaming_added, int8_added", "")
 )
+GRID = """
+id: grid
+title: "Two cells at two decays"
+question: "Which of them has a sink?"
+base: base.yaml
+cells: {softmax: {}, sigmoid: sigmoid}
+changes: {decay: {decay_0.1: {}, decay_0.5: {optim: {weight_decay: 0.5}}}}
+columns: [sink_1, valid_loss]
+seeds: 1
+claims:
+  - {id: bounded, text: "bounded", check: {is: within, cell: softmax+decay_0.5, value: valid_loss, at_most: 5.8}}
+"""
+TUNED = """
+id: tuned
+title: "Tuned on conversations"
+question: "Does tuning change the sink?"
+base: base.yaml
+cells: {softmax: {model: {context: 128}}}
+tune: {lr: 0.001, steps: 4, batch_size: 2, held_out: 4, eval_every: 2, save_every: 2, sequences: 4, sink_length: 16}
+columns: [sft_loss_fall, sft_largest_grad_norm, sft_sink_change]
+seeds: 1
+claims:
+  - {id: learns, text: "it learns", check: {is: within, cell: softmax, value: sft_loss_fall, at_least: 0.0}}
+"""
 MEASURED = """
 id: ways
 title: "Ways to measure"
@@ -147,6 +171,8 @@ def write_texts() -> None:
         "base": EXPERIMENT_BASE,
         "two_seeds": TWO_SEEDS,
         "five_seeds": FIVE_SEEDS,
+        "grid": GRID,
+        "tuned": TUNED,
         "ways": MEASURED,
     }.items():
         Path(f"experiments/{name}.yaml").write_text(text, "utf-8")

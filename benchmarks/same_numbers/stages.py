@@ -29,7 +29,9 @@ BASE: dict[str, Any] = {
 }
 STORIES, FEW = str(DATA / "models" / "TinyStories-656K"), ["--sequences", "24"]
 NATURAL = ["--text", "text/all.jsonl", *FEW]
+ON_REQUEST = "kv_cache,pruning,budgets"
 MEASURED_RUNS = ("softmax", "k_biases", "sigmoid", "sink_token", "window", "prefix", "differential", "elu_kernel")
+GATED_RUNS = ("gate_head", "gate_element", "gate_value", "v_scale")
 ASSESSED_RUNS = (
     *("softmax", "bos", "multi_query", "position_learnable", "position_t5", "position_alibi", "position_relative"),
     *("mla", "mla_compressed", "mla_sink_logit", "linear_hybrid", "gate_head", "exclusive", "value_residual"),
@@ -78,6 +80,8 @@ def measurements() -> Commands:
         "eps": [STORIES, *NATURAL, "--eps", "0.1,0.2", "--eps", "0.4"],
         "lengths": [STORIES, *NATURAL, "--lengths", "16", "--lengths", "32", "--eps", "0.2,0.3"],
         "details": [STORIES, *NATURAL, "--details", "--format", "csv"],
+        "explore": [STORIES, *NATURAL, "--explore"],
+        "gradients": [STORIES, *NATURAL, "--gradients"],
         "map": [STORIES, *NATURAL, "--map", "1.1", "--map", "2.2"],
         "no_loss": [STORIES, *NATURAL, "--no-loss", "--dtype", "float32"],
         "bfloat16": [STORIES, *NATURAL, "--dtype", "bfloat16", "--batch-size", "5"],
@@ -96,6 +100,7 @@ def measurements() -> Commands:
         "details": ["--details", "--map", "1.2"],
         "short": ["--lengths", "7"],
         "perturb": ["--perturb", "4"],
+        "gradients": ["--gradients"],
     }
     for name in FAMILIES:
         for way, how in ways.items():
@@ -142,8 +147,11 @@ def of_runs() -> Commands:
     """Runs measured, exported and replayed."""
     commands: Commands = {}
     short, natural = ["--length", "24"], ["--text", "text/all.jsonl", "--sequences", "12", "--length", "24"]
+    for name in GATED_RUNS:
+        commands[f"of_runs/{name}"] = ["measure", f"train/{name}", *natural, "--details", "--out", f"of_runs/{name}"]
     for name in MEASURED_RUNS:
         run = ["measure", f"train/{name}", *natural]
+        commands[f"of_runs/{name}_gradients"] = [*run, "--gradients", "--json"]
         commands[f"of_runs/{name}"] = [*run, "--details", "--map", "1.1", "--out", f"of_runs/{name}"]
         commands[f"of_runs/{name}_lengths"] = [*run, "--lengths", "7", "--eps", "0.1,0.2"]
         commands[f"of_runs/{name}_perturb"] = [*run, "--perturb", "3", "--ablate", "mask_first:2", "--json"]
@@ -172,6 +180,10 @@ def assessments() -> Commands:
         "validated": ["assess", "train/k_biases", *few, "--sink-tokens", "2", "--seed", "3"],
         "in_text": ["assess", "train/softmax", *natural, "--parts", "streaming", "--positions", "text"],
         "bfloat16": ["assess", STORIES, *natural, "--dtype", "bfloat16", "--parts", "quantisation,eviction"],
+        "quick": ["assess", "train/softmax", "--quick"],
+        "requested": ["assess", "train/softmax", *natural, "--parts", ON_REQUEST],
+        "requested_llama": ["assess", "models/llama", *natural, "--parts", ON_REQUEST],
+        "residual": ["assess", STORIES, *natural, "--length", "48", "--parts", "kv_cache", "--residual", "32"],
         "random_keys": ["assess", "models/gpt_oss", *natural, "--parts", "key_ablations,heads", "--sink-tokens", "2"],
         "stories": ["assess", STORIES, *natural, "--parts", "streaming,quantisation,heads"],
     }
@@ -181,7 +193,7 @@ def assessments() -> Commands:
 def experiments() -> Commands:
     """Small sweeps and measured experiments, and the committed results packed, verified and reported."""
     commands: Commands = {}
-    for name in ("two_seeds", "five_seeds"):
+    for name in ("two_seeds", "five_seeds", "grid"):
         out = f"reproduce/{name}"
         commands[out] = ["reproduce", f"experiments/{name}.yaml", "--jobs", "1", "--out", out, "--json"]
     text, small = ["--text", "text/more.jsonl"], ["--seeds", "2"]
@@ -225,6 +237,8 @@ def last() -> Commands:
     if _installed("sft", "trl", "accelerate"):
         chats = ["--data", "text/chat.jsonl", "--steps", "4", "--batch-size", "2", "--length", "128", "--held-out", "4"]
         chats += ["--eval-every", "2", "--save-every", "2", "--sequences", "4", "--sink-length", "16"]
+        tuned = ["reproduce", "experiments/tuned.yaml", "--data", "text/chat.jsonl", "--jobs", "1"]
+        commands["reproduce/tuned"] = [*tuned, "--out", "reproduce/tuned", "--json"]
         for name in (STORIES, "models/llama"):  # 128 tokens are beyond the context of the second
             place = f"sft/{Path(name).name}"
             commands[place] = ["sft", name, *chats, "--out", place, "--json"]
