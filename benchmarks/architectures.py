@@ -1,4 +1,4 @@
-"""Which architectures of the installed transformers can be measured: a small random model of every causal one.
+"""Measurement of every causal architecture of the installed transformers, on a small random model.
 
     python -m benchmarks.architectures [MODEL_TYPE ...] [--save]
 

@@ -1,4 +1,4 @@
-"""What each part of `sinklab assess` costs beside a bare forward pass over the same tokens.
+"""Cost of each part of `sinklab assess` relative to a bare forward pass over the same tokens.
 
     python -m benchmarks.assess MODEL TEXT [--quick] [--parts streaming,eviction] [--rounds 3] [--save NAME]
 

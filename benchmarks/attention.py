@@ -71,7 +71,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "value_residual_learned": {"value_residual": {"kind": "learned"}},
     "linear": {"mixer": {"kind": "gated_delta"}},
 }
-"""What a recipe can put around the attention core, as the model part of a recipe; the plain layer is `layer`."""
+"""Additions around the attention core, as the model part of a recipe; the plain layer is `layer`."""
 
 
 def forward_and_backward(

@@ -1,4 +1,4 @@
-"""What measuring costs beside a bare forward pass, and beside the procedure released with the paper.
+"""Cost of measuring relative to a bare forward pass, and to the procedure released with the paper.
 
     python -m benchmarks.measure [--lengths 64 512 1024 2048 8192] [--rounds 5] [--models gpt2 llama] [--long] [--save]
 

@@ -1,4 +1,4 @@
-"""How long `sinklab measure` takes before it loads a model, and what `--out` adds, each call in a fresh interpreter.
+"""Time of `sinklab measure` before it loads a model, and added time of `--out`, each call in a fresh interpreter.
 
     python -m benchmarks.start [--rounds 7] [--save]
 

@@ -1,4 +1,4 @@
-"""What a sweep costs beside training: how busy it keeps the cores, and how long a cell takes that is not training.
+"""Overhead of a sweep: use of the cores, and time per cell besides training.
 
     python -m benchmarks.sweep [--steps 150] [--rounds 3] [--save]
 

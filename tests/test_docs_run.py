@@ -43,7 +43,7 @@ INSTEAD = {
     "mine.yaml": "mine.yaml --out runs/mine",  # a pack of runs/tiny lacks sweeps on another text
     "reproduce all --packed": "reproduce table_2 --packed",
 }
-"""What is shown, and what is run."""
+"""Arguments in the docs, and those with which they are run here."""
 
 ADDED = {
     "measure": "--sequences 4 --length 32",

@@ -1,4 +1,4 @@
-"""What measuring costs beside a bare forward pass on a CUDA card, in bfloat16, up to 131,072 tokens.
+"""Cost of measuring relative to a bare forward pass on a CUDA card, in bfloat16, up to 131,072 tokens.
 
     python -m benchmarks.gpu.measure [--lengths 1024 8192 32768 131072] [--rounds 5] [--save]
     python -m benchmarks.gpu.measure --dry-run      a short length on whatever device there is: does it run

@@ -1,4 +1,4 @@
-"""Whether a change of the code changes any number: record what every command gives before and after, and compare.
+"""Detect changed numbers: record the results of every command before and after a change of the code, and compare.
 
     PYTHONPATH=BEFORE/src python -m benchmarks.same_numbers record /tmp/before
     python -m benchmarks.same_numbers record /tmp/after --before /tmp/before

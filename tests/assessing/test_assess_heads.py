@@ -1,4 +1,4 @@
-"""What the heads of Hugging Face models do with their sink, from eager attention matrices and the values they weigh."""
+"""Roles of the sink in heads of Hugging Face models, against eager attention matrices and values."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is done to the sink, to controls, and what heads do with it, against matrices by hand."""
+"""Ablations of the sink and of control keys, and roles of heads, against matrices computed by hand."""
 
 import math
 from functools import partial

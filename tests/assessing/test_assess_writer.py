@@ -1,4 +1,4 @@
-"""Who writes the massive activation, against outputs of the model's own modules and a weight that was planted."""
+"""Writers of the massive activation, against outputs of the model's own modules and a planted weight."""
 
 from typing import Any
 

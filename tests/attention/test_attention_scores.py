@@ -1,4 +1,4 @@
-"""What is added to the scores of attention, or multiplied with them: scalable softmax, shifted sigmoid, forgetting."""
+"""Terms and factors of attention scores: scalable softmax, shifted sigmoid, forgetting."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What an error of another library says, in one line; and whether space would help."""
+"""Errors of other libraries as one line; full disks and exhausted memory are recognised."""
 
 import errno
 import os

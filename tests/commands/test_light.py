@@ -1,4 +1,4 @@
-"""What is imported when: `import sinklab` is light, and training needs nothing that only reports or extras use."""
+"""Imports: `import sinklab` is light, and training needs no libraries of reports and extras."""
 
 import subprocess
 import sys

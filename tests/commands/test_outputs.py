@@ -1,4 +1,4 @@
-"""What commands may write over: files of their own, and nothing else of the user's."""
+"""Commands overwrite only files that sinklab wrote."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""When training will be done: said with and without a terminal, over all runs and their evaluations."""
+"""Remaining time of training, with and without a terminal, over all runs and their evaluations."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""What is read of a finished run, from its directory as it was trained and as it is committed, compressed."""
+"""Numbers of a finished run, read from its directory as trained, and as committed in compressed form."""
 
 import json
 import math

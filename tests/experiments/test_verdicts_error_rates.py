@@ -1,4 +1,4 @@
-"""How often the rule errs, and what it finds: the table of docs/verdicts.md, by simulation with the rule's own code.
+"""Error rates and power of the rule: the table of docs/verdicts.md, by simulation with the rule's own code.
 
 Made-up runs of which the truth is known: five seeds, rates in percent as 16 heads give them, losses in nats. Two cells
 at the same seed share a fifth of their variance, as they do in the runs at width 64.

@@ -1,4 +1,4 @@
-"""What a verdict rests on: how many seeds, whose, at which threshold, and whether the claim is asked at all."""
+"""Basis of a verdict: number of seeds, their cells, threshold, and claims that do not apply."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

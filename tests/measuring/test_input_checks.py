@@ -1,4 +1,4 @@
-"""What is handed over from Python or the command line and cannot be used is answered with a sentence, and early."""
+"""Invalid arguments from Python and the command line are refused with a message, before the model is called."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What cannot be loaded or measured ends in a sentence that says what to do, and pickles are never opened."""
+"""Models that cannot be loaded or measured: the message says what to do, and pickles are never opened."""
 
 import json
 import shutil

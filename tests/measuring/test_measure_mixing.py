@@ -1,4 +1,4 @@
-"""How far a change of one token spreads: against hidden states read by hand, with the first key and without it."""
+"""Spread of a change of one token, with and without the first key, against hidden states computed by hand."""
 
 import hashlib
 import json

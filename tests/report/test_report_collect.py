@@ -1,4 +1,4 @@
-"""What is on disk becomes what is reported: runs, seeds, unfinished work, damaged files."""
+"""Results collected from disk for the report: runs, seeds, unfinished work, damaged files."""
 
 import json
 from pathlib import Path

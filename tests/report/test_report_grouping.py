@@ -12,7 +12,7 @@ from sinklab.report.data import recipe_changes
 from sinklab.train.recipe import Recipe, load_recipe
 
 RESOLVED = ["model.vocab_size=1024"]
-"""What a run fills in."""
+"""Keys that a run sets."""
 
 CHANGED = ["model.layers=2", "model.width=32", "model.heads=2", "model.ffn_width=32"]
 """As many changes as the name of a cell has room for."""

@@ -1,4 +1,4 @@
-"""What a page says of itself in words: its title, its lead, and the note below the leaderboard."""
+"""Text of a page: its title, its lead, and the note below the leaderboard."""
 
 import shutil
 from pathlib import Path

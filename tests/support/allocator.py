@@ -1,4 +1,4 @@
-"""How memory is measured in a process of its own."""
+"""Environment of a process whose peak memory is measured."""
 
 # glibc keeps freed blocks for later; this way it gives them back at once, and the high-water mark is that of what was
 # held at one time.

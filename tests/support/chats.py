@@ -17,7 +17,7 @@ MARKED = (
     "{% else %}{{ m['content'] }}</s>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-"""What the assistant says ends with </s>, and a line after it that is no longer its own."""
+"""A chat template in which the assistant's text ends with </s>, before a line break outside it."""
 
 
 def sheep_chats(path: Path, conversations: int = 40, turns: int = 1) -> Path:

@@ -13,7 +13,7 @@ from sinklab.train.recipe import Recipe, build_recipe
 Choice = dict[str, Any]
 """A kind and its values, as a recipe has them."""
 Cell = dict[str, Any]
-"""What a recipe must have: an `operation` and other choices with their values, a `mask`, a `backend`."""
+"""Values of one recipe: an `operation` and other choices with their values, a `mask`, a `backend`."""
 
 VALUED_KEY = {"kind": "k", "value": {"direction": "first", "norm": 1.5}}
 BIASES = [

@@ -1,4 +1,4 @@
-"""Whether two run directories hold the same run, bit for bit."""
+"""Comparison of two run directories, bit for bit."""
 
 from pathlib import Path
 

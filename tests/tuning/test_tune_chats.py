@@ -1,4 +1,4 @@
-"""How conversations become tokens, labels and held-out sets, and what is refused; none of it needs trl."""
+"""Conversations as tokens, labels and held-out sets, and refused ones; without trl."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def tokenizer(folder: Path) -> hf.PreTrainedTokenizerBase:
 
 
 def trained_text(spoken: TokenizedChat, tokenizer: hf.PreTrainedTokenizerBase) -> list[str]:
-    """What is trained on, each stretch on its own."""
+    """Text of each run of consecutive training tokens."""
     stretches: list[list[int]] = []
     for i, (token, is_trained) in enumerate(zip(spoken.ids, spoken.is_trained, strict=True)):
         if is_trained and (i == 0 or not spoken.is_trained[i - 1]):

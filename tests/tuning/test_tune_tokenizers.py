@@ -1,4 +1,4 @@
-"""What is trained on is what the assistant says, whatever the tokenizer does to characters and at the borders of it."""
+"""Training tokens are those of the assistant's text, also if the tokenizer drops or merges characters at its ends."""
 
 from collections.abc import Callable
 from functools import cache
@@ -108,7 +108,7 @@ def tokenizer(request: pytest.FixtureRequest, data_dir: Path, tmp_path: Path) ->
 
 
 def check_real_conversations(tokenizer: hf.PreTrainedTokenizerBase, data_dir: Path, every: int) -> None:
-    """What is trained on, decoded, is what stands in the file; a decoder may strip the space that it begins with."""
+    """The decoded training tokens equal the text in the file; a decoder may strip its leading space."""
     kept = writable(tokenizer)
     template = ChatTemplate(tokenizer, None if tokenizer.chat_template else UNMARKED)
     ends = "<|im_end|>\n" if "im_end" in str(tokenizer.chat_template) else f"{tokenizer.eos_token}\n"
