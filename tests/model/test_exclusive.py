@@ -7,9 +7,13 @@ import torch
 from closeness import assert_close
 from torch import Tensor
 
+from sinklab.assessing.parts.key_ablations import SelectedKeys
+from sinklab.measuring.surgery import masked_first_keys
 from sinklab.model.init import initialise
 from sinklab.model.transformer import Transformer
 from sinklab.model.values import without_own_value
+from sinklab.models.adapter import adapt
+from sinklab.models.intercept import intercept
 from sinklab.train.recipe import build_recipe
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn_width": 48, "vocab_size": 97, "context": 32}
@@ -111,6 +115,19 @@ def test_the_output_of_a_token_that_sees_only_itself_is_zero_for_any_share(name:
     outputs = head_outputs(model, tokens)
     assert not outputs[:, 0].any()
     assert outputs[:, 1:].any(-1).all()
+
+
+@pytest.mark.parametrize("name", [name for name in ROUNDED if "sink token" not in name])  # which stays visible
+@torch.no_grad()
+def test_a_token_of_which_all_earlier_keys_are_hidden_sees_only_itself(name: str) -> None:
+    model, tokens = normed(**ROUNDED[name]), torch.arange(16).view(2, 8)
+    hidings = (masked_first_keys(model, 1), intercept(adapt(model), edit=SelectedKeys("sink").hidden))
+    for hiding in hidings:
+        with hiding:
+            outputs = head_outputs(model, tokens)
+        assert not outputs[:, :2].any()
+        assert outputs[:, 2:].any(-1).all()
+    assert head_outputs(model, tokens)[:, 1:].any(-1).all()
 
 
 @pytest.mark.parametrize("backend", ["eager", "chunked", "auto"])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinklab.attention.core import AttentionCore
-from sinklab.attention.masks import visible_keys
+from sinklab.attention.masks import Mask, visible_keys
 from sinklab.model.config import ModelConfig
 from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.latent import LatentHeads, LatentProjection
@@ -52,6 +52,9 @@ class Attention(nn.Module):
         config: config of the layer (`ModelConfig.of_layer`).
         term: relative position bias, shared by all layers; None for other positional embeddings.
         layer: layer number, 1-based.
+
+    Attributes:
+        edited_mask: mask of the current call after all edits (models/intercept.py), if `alone` needs it; else None.
     """
 
     def __init__(self, config: ModelConfig, term: DistanceTerm | None, layer: int) -> None:
@@ -61,6 +64,7 @@ class Attention(nn.Module):
         self.queries = self.heads * operation.queries_per_head
         self.summed, self.exclusive = config.head_outputs == "sum", config.exclusive
         self.marks_alone = config.exclusive and may_be_rounding(config.attention)
+        self.edited_mask: Mask | None = None
         projection, value_width = config.projection, config.value_width
         self.qkv = self.latent = None
         if isinstance(projection, LatentProjection):
@@ -133,7 +137,7 @@ class Attention(nn.Module):
         """Return a bool mask, (B or 1, L), of queries that see only one key; None if `output` does not need it."""
         if not self.marks_alone:
             return None
-        mask = self.core.mask_of_batch(places.documents_BL, places.padding_B)
+        mask = self.edited_mask or self.core.mask_of_batch(places.documents_BL, places.padding_B)
         return visible_keys(mask, queries, k_BGSD.device, k_BGSD.shape[2]) == 1
 
     def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:

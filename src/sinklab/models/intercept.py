@@ -10,20 +10,29 @@ calls of Hugging Face models); the attention operation.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import SinklabError
-from sinklab.models.adapter import Adapter
 from sinklab.models.model_lock import probed_alone
 
 Edit = Callable[[LayerCall], LayerCall]
 Compute = Callable[[LayerCall], Tensor]  # (B, H, T, V)
 Observe = Callable[[LayerCall], Tensor | None]  # may return the attention output, if it computes it
+
+
+class Interceptable(Protocol):
+    """Part of `Adapter` that `intercept` uses; it cannot import `Adapter`, whose classes use `intercept`."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def intercepted(self, compute: Compute, edit: Edit = ...) -> AbstractContextManager[None]: ...
 
 
 @dataclass(eq=False)
@@ -49,10 +58,13 @@ class _Handler:
     uses: list[Interception] = field(default_factory=list)
     installed: ExitStack = field(default_factory=ExitStack)
 
-    def __call__(self, layer: LayerCall) -> Tensor:
+    def edited(self, layer: LayerCall) -> LayerCall:
         for use in self.uses:
             if use.edit is not None:
                 layer = use.edit(layer)
+        return layer
+
+    def output(self, layer: LayerCall) -> Tensor:
         compute = next((use.compute for use in self.uses if use.compute is not None), None)
         out: Tensor | None = None
         for use in self.uses:
@@ -78,7 +90,7 @@ _handlers: WeakKeyDictionary[nn.Module, _Handler] = WeakKeyDictionary()
 
 @contextmanager
 def intercept(
-    adapter: Adapter, *, edit: Edit | None = None, compute: Compute | None = None, observe: Observe | None = None
+    adapter: Interceptable, *, edit: Edit | None = None, compute: Compute | None = None, observe: Observe | None = None
 ) -> Iterator[Interception]:
     """Edit, compute or observe every attention call of a model inside the `with` block.
 
@@ -95,7 +107,7 @@ def intercept(
         handler = _handlers.get(adapter.module)
         if handler is None:
             handler = _Handler()
-            handler.installed.enter_context(adapter.intercepted(handler))
+            handler.installed.enter_context(adapter.intercepted(handler.output, handler.edited))
             _handlers[adapter.module] = handler
         if compute is not None and any(other.compute is not None for other in handler.uses):
             raise SinklabError("the attention of this model is already replaced: exit the other `intercept` first")

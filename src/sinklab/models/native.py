@@ -14,6 +14,7 @@ from sinklab.attention.layer_call import LayerCall, ShiftRope
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError
+from sinklab.model.block import Attention
 from sinklab.model.config import ModelConfig
 from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.loss import next_token_loss
@@ -21,6 +22,7 @@ from sinklab.model.position import Absolute, Learnable, Rotary, frequencies, rot
 from sinklab.model.transformer import Transformer
 from sinklab.models.families import family_of
 from sinklab.models.hooks import hooked
+from sinklab.models.intercept import Compute, Edit
 from sinklab.models.layer_kinds import LayerKinds
 from sinklab.models.memory_budget import Sizes
 
@@ -235,20 +237,24 @@ class NativeAdapter:
         )
 
     @contextmanager
-    def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """Compute the output of every attention call in the `with` block with `handler` (see `intercept`)."""
+    def intercepted(self, compute: Compute, edit: Edit = lambda layer: layer) -> Iterator[None]:
+        """Edit every attention call in the `with` block, then compute its output (see `intercept`)."""
         config = self.module.config
 
-        def through(index: int, shift: ShiftRope | None, layer: LayerCall) -> Tensor:
-            return handler(replace(layer, index=index, shift_rope=shift))
+        def through(attention: Attention, index: int, shift: ShiftRope | None, layer: LayerCall) -> Tensor:
+            layer = edit(replace(layer, index=index, shift_rope=shift))
+            attention.edited_mask = layer.call.mask if attention.marks_alone else None
+            return compute(layer)
 
+        attending = [(index, block.attention) for index, block in self._attending()]
         try:
-            for index, (core, layer) in enumerate(zip(self.cores, config.attention_layers, strict=True), 1):
-                core.call_handler = partial(through, index, shift_rope(config.of_layer(layer)))
+            for (index, attention), layer in zip(attending, config.attention_layers, strict=True):
+                shift = shift_rope(config.of_layer(layer))
+                attention.core.call_handler = partial(through, attention, index, shift)
             yield
         finally:
-            for core in self.cores:
-                core.call_handler = None
+            for _, attention in attending:
+                attention.core.call_handler = attention.edited_mask = None
 
 
 def _is_compiled(block: Any) -> bool:

@@ -24,6 +24,7 @@ from sinklab.models.huggingface.gates import GateTrial, gate_places
 from sinklab.models.huggingface.gguf import is_unpacked
 from sinklab.models.huggingface.interface import attention_function, read_call
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
+from sinklab.models.intercept import Compute, Edit
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
 from sinklab.models.native import check_context
 
@@ -333,8 +334,8 @@ class HuggingFaceAdapter:
         )
 
     @contextmanager
-    def intercepted(self, handler: Callable[[LayerCall], Tensor]) -> Iterator[None]:
-        """Compute the output of every attention call in the `with` block with `handler` (see `intercept`)."""
+    def intercepted(self, compute: Compute, edit: Edit = lambda layer: layer) -> Iterator[None]:
+        """Edit every attention call in the `with` block, then compute its output (see `intercept`)."""
         shift, outermost, calls = shift_rope(self.module), None, 0
 
         def entering(module: nn.Module, _: Any) -> None:
@@ -351,7 +352,7 @@ class HuggingFaceAdapter:
             calls += 1
             layer = read_call(module, *args, **options)
             own = None if calls in self._unmoved else shift
-            out_BHTV = handler(dataclasses.replace(layer, index=calls, shift_rope=own))
+            out_BHTV = compute(edit(dataclasses.replace(layer, index=calls, shift_rope=own)))
             return out_BHTV.to(layer.value_BGSV.dtype).transpose(1, 2).contiguous(), None
 
         handles = (
