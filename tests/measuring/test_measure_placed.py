@@ -87,6 +87,8 @@ def test_a_model_without_weights_is_refused() -> None:
         model: Any = hf.AutoModelForCausalLM.from_config(FAMILIES["llama"]())
     with pytest.raises(InputError, match="no weights"):
         sinklab.measure(model, TOKENS)
+    with pytest.raises(InputError, match="no weights"), sinklab.probe(model):
+        pass
 
 
 def test_spreading_a_model_over_devices_needs_accelerate_and_says_so(data_dir: Path) -> None:

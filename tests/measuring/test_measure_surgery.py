@@ -23,7 +23,6 @@ from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery import masked_first_keys, replaced_position, swapped_positions, zeroed
-from sinklab.measuring.surgery.changes import learned_positions, residual_blocks
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import adapt
@@ -129,8 +128,7 @@ def test_blocks_of_a_mask_with_hidden_keys_know_what_they_see(
     rest: masks.Mask, count: int, leading: int, first: int, size: int
 ) -> None:
     keys = 10
-    mask: masks.Mask = masks.HiddenFirst(rest, count)
-    mask = masks.Leading(mask, leading) if leading else mask
+    mask = masks.without_first(masks.Leading(rest, leading) if leading else rest, count)
     end = min(first + size, keys)
     zero, q, k = torch.zeros(1, 1).long(), torch.arange(first, end)[:, None], torch.arange(keys)
     seen = mask.allowed(zero, zero, q, k)
@@ -161,7 +159,7 @@ def test_a_zeroed_channel_is_zero_there_and_the_rest_of_the_model_goes_on_from_i
 @pytest.mark.parametrize("zeroed_first", [True, False])
 def test_other_hooks_read_the_zero_in_either_order(zeroed_first: bool) -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
-    reading = residual_stream(residual_blocks(model), lambda hidden_BTC: hidden_BTC[:, 1, 5].clone())
+    reading = residual_stream(adapt(model).residual_blocks(), lambda hidden_BTC: hidden_BTC[:, 1, 5].clone())
     with torch.no_grad(), ExitStack() as stack:
         if zeroed_first:
             stack.enter_context(zeroed(model, layer=1, position=2, dimension=5))
@@ -250,7 +248,7 @@ def test_a_table_that_is_left_on_disk_is_refused_and_never_left_unchanged() -> N
 
 def test_opt_keeps_two_rows_before_its_first_position() -> None:
     model = pair_of("opt")[0]
-    table = learned_positions(model)
+    table = adapt(model).position_table
     assert table is not None
     assert torch.equal(table[0], model.model.decoder.embed_positions.weight[2])
 

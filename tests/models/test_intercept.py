@@ -9,6 +9,7 @@ import pytest
 import torch
 from assessed import small, some_tokens
 from families import family_tokens, hooks_on, pair_of
+from own_models import own_model, own_tokens
 
 import sinklab
 from sinklab.assessing.parts.streaming import RollingCache
@@ -103,9 +104,9 @@ def test_two_computes_are_refused() -> None:
         pass
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "sink token"])
 def test_an_ablation_and_an_edit_give_the_same_numbers_in_either_order(name: str) -> None:
-    model, tokens = MODELS[name]()
+    model, tokens = (own_model(name), own_tokens()) if name == "sink token" else MODELS[name]()
 
     def measured(edit_first: bool) -> tuple[Any, float | None]:
         with ExitStack() as stack:

@@ -41,8 +41,6 @@ class AttentionCore(nn.Module):
         proxy: True if the operation's scores do not sum to one, so that importance is computed from proxy scores.
         bias: parameters of the attention bias.
         learned: learned parameters of the operation, or None.
-        hidden_first: for each number n in it, keys 1 .. n of the sequence are hidden from all queries after the n-th;
-            empty except in an ablation (measuring/surgery/changes.py).
         call_handler: function that computes the output in place of the core. `intercept` (models/intercept.py) sets
             it; otherwise None.
 
@@ -75,7 +73,6 @@ class AttentionCore(nn.Module):
         self.position = position
         self.by_document = config.mask.kind == "document"
         self.mask = config.mask.build()
-        self.hidden_first: tuple[int, ...] = ()
         self.call_handler: Callable[[LayerCall], Tensor] | None = None
 
     def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *beside: Tensor | None) -> Tensor:
@@ -134,7 +131,7 @@ class AttentionCore(nn.Module):
         return LayerCall(operation, call, v_BGTD, self.leading, padding_B)
 
     def mask_of_batch(self, documents_BL: Tensor | None = None, padding_B: Tensor | None = None) -> masks.Mask:
-        """Build the attention mask of the batch, including hidden keys (ablations), leading tokens and padding.
+        """Build the attention mask of the batch, including leading tokens and padding.
 
         Raises:
             ValueError: if the mask is `document` and no documents are passed.
@@ -145,7 +142,5 @@ class AttentionCore(nn.Module):
                 raise ValueError("attention.mask document: pass documents_BL, the document ID of every position")
             # Without leading tokens all layers share one tensor, so that flex can reuse its block mask.
             mask = masks.Document(documents_BL[:, self.leading :] if self.leading else documents_BL)
-        for count in self.hidden_first:
-            mask = masks.HiddenFirst(mask, count)
         mask = masks.Leading(mask, self.leading) if self.leading else mask
         return mask if padding_B is None else masks.Padded(mask, padding_B)

@@ -396,4 +396,16 @@ def both(one: Mask, other: Mask) -> Mask:
     return other if one.plain and other.causal else Both(one, other)
 
 
+def without_first(mask: Mask, count: int) -> Mask:
+    """Return a mask that also hides the first `count` keys of the sequence from the queries after them.
+
+    The sequence begins after padding and leading tokens.
+    """
+    if isinstance(mask, Leading | Padded):
+        return replace(mask, rest=without_first(mask.rest, count))
+    if isinstance(mask, Both):
+        return replace(mask, one=without_first(mask.one, count))  # `one` has the padding and leading tokens, if any
+    return HiddenFirst(mask, count)
+
+
 CAUSAL = Causal()

@@ -1,14 +1,11 @@
 """Optional parts of a measurement: ablations, spread of a replaced token, check of the paper's propositions."""
 
-from typing import Literal
-
 from pydantic import Field, FiniteFloat
 
 from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.statistics.highest import highest_rate
+from sinklab.model.position import PositionKind
 from sinklab.schema import Part
-
-PositionKind = Literal["none", "relative", "t5", "alibi", "rotary", "absolute", "learnable"]
 
 
 class Ablation(Part):

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from sinklab.attention.scores import Score
 from sinklab.schema import LARGEST, Part
 
+PositionKind = Literal["none", "relative", "t5", "alibi", "rotary", "absolute", "learnable"]
+
 
 class NoPosition(Part):
     """No positional embedding (NoPE)."""
@@ -134,6 +136,14 @@ def alibi_slopes(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(own + between, dtype=dtype)
 
 
+def alibi_terms(heads: int, length: int, steepest: float = 8) -> Tensor:
+    """Return -m_h d for every head and distance d < `length`, (H, length), float64, with m_h = 2^(-steepest h / H).
+
+    If H is not a power of two, the slopes of `alibi_slopes` are raised to the power steepest / 8.
+    """
+    return -(alibi_slopes(heads).double() ** (steepest / 8))[:, None] * torch.arange(length)
+
+
 class DistanceTerm(nn.Module):
     """Relative position bias by head and distance, shared by all layers.
 
@@ -157,6 +167,13 @@ class DistanceTerm(nn.Module):
         if isinstance(self.position, Alibi):
             return alibi_slopes(self.heads)
         return bucket_numbers(self.position.buckets, self.position.max_distance)
+
+    def terms(self, length: int) -> Tensor:
+        """Compute the bias of every head at distances 0 .. length - 1: (H, length)."""
+        if isinstance(self.position, Alibi):
+            return alibi_terms(self.heads, length)
+        bucket_T = self.fixed.cpu()[torch.arange(length).clamp(max=self.position.max_distance)]
+        return bucket_T.expand(self.heads, -1) if self.weight is None else self.weight.detach().cpu()[bucket_T].T
 
     def score(self) -> Score:
         """Return the score function that adds the relative position bias to the logits."""

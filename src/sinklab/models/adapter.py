@@ -36,6 +36,8 @@ Attributes:
     dispatches: whether attention calls can be intercepted (may run the model); otherwise attention is measured from
         the matrices that the model returns.
     context: context length in tokens; 2,048 if the config of a Hugging Face model has none.
+    position_table: learned positional embeddings (positions, C), a view of the weight, without unused rows (the first
+        two in OPT): row 0 is position 1. None if the model has none.
     ends: reason why sequences beyond `context` are impossible; None if they are possible.
 """
 
@@ -46,10 +48,24 @@ def adapt(model: LanguageModel) -> Adapter:
     Raises:
         InputError: if `model` is neither, or its weights are on the meta device.
     """
-    if (own := own_transformer(model)) is not None:
-        return NativeAdapter(own)
+    own = own_transformer(model)
+    adapter = adapt_in_place(model if own is None else own)
+    if own is None and adapter.device.type == "meta":
+        raise InputError("the model has no weights (they are on the meta device): load them first")
+    return adapter
+
+
+def adapt_in_place(model: LanguageModel) -> Adapter:
+    """Return the `Adapter` of the given module, for changes of its weights, hooks or masks.
+
+    Unlike `adapt`, it treats an exported model as a Hugging Face model, and does not require weights.
+
+    Raises:
+        InputError: if `model` is neither a sinklab transformer nor a Hugging Face model.
+    """
+    if isinstance(model, Transformer):
+        return NativeAdapter(model)
     check_causal_lm(model)
-    assert not isinstance(model, Transformer)
     from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
     return HuggingFaceAdapter(model)

@@ -61,6 +61,11 @@ def family_of(model: Any) -> Family:
     return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""), CONVENTIONAL)
 
 
+def steepest_alibi(config: Any) -> int:
+    """Return a, where the last of H ALiBi slopes is 2^-a (H a power of two): 8, except where MPT's config differs."""
+    return getattr(getattr(config, "attn_config", None), "alibi_bias_max", 8)
+
+
 def first_named(config: Any, names: tuple[str, ...]) -> Any:
     """Return the value of the first config field in `names` that exists and is truthy; None if there is none."""
     return next((value for name in names if (value := getattr(config, name, None))), None)

@@ -13,6 +13,8 @@ from sinklab.errors import SinklabError
 
 Progress = Callable[[float, int], None]  # (finished sequences, possibly fractional; total sequences)
 Seen = TypeVar("Seen")
+FirstColumns = Callable[[Tensor], Tensor]
+"""Function from a tensor (B, ...) to the column of each sequence's first real token (B,), on the same device."""
 
 
 @contextmanager

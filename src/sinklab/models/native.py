@@ -9,8 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from sinklab.attention import masks
+from sinklab.attention.config import CausalMask
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.layer_call import LayerCall, ShiftRope
+from sinklab.attention.operations import Softmax
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError
@@ -18,11 +21,11 @@ from sinklab.model.block import Attention
 from sinklab.model.config import ModelConfig
 from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.loss import next_token_loss
-from sinklab.model.position import Absolute, Learnable, Rotary, frequencies, rotate, rotate_first
+from sinklab.model.position import Absolute, Learnable, PositionKind, Rotary, frequencies, rotate, rotate_first
 from sinklab.model.transformer import Transformer
 from sinklab.models.families import family_of
-from sinklab.models.hooks import hooked
-from sinklab.models.intercept import Compute, Edit
+from sinklab.models.hooks import FirstColumns, hooked
+from sinklab.models.intercept import Compute, Edit, intercept
 from sinklab.models.layer_kinds import LayerKinds
 from sinklab.models.memory_budget import Sizes
 
@@ -40,12 +43,6 @@ def check_context(length: int, context: int) -> None:
         )
 
 
-def attention_cores(model: nn.Module) -> list[AttentionCore]:
-    """Return the attention core of every layer that has attention, in layer order."""
-    blocks = cast("Sequence[Any]", model.blocks)
-    return [block.attention.core for block in blocks if hasattr(getattr(block, "attention", None), "core")]
-
-
 class NativeAdapter:
     """`Adapter` of a sinklab transformer; see `Adapter` for the attributes."""
 
@@ -55,7 +52,7 @@ class NativeAdapter:
         config, first = model.config, next(model.parameters())
         self.module, self.device, self.dtype = model, first.device, first.dtype
         self.blocks: Sequence[nn.Module] = list(model.blocks)
-        self.cores = attention_cores(model)
+        self.cores: list[AttentionCore] = [block.attention.core for _, block in self._attending()]
         numbers = range(1, config.layers + 1)
         linear = tuple(number for number in numbers if number not in config.attention_layers)
         self.kinds = LayerKinds(config.layers, config.attention_layers, linear)
@@ -66,6 +63,7 @@ class NativeAdapter:
         self.post_norms: Sequence[nn.Module] = cast("list[nn.Module]", norms)
         self.proxy = any(core.proxy for core in self.cores)
         ends = config.position.kind == "learnable"
+        self.position_table: Tensor | None = model.position_table
         self.ends = f"its learned positional embeddings end at {config.context}" if ends else None
 
     def check_length(self, length: int) -> None:
@@ -163,6 +161,53 @@ class NativeAdapter:
         if all(kind.attention.mask.kind != "prefix" for kind in self.module.config.layer_kinds):
             return None
         return "under its prefix mask queries see later tokens, which a KV cache does not contain"
+
+    def residual_blocks(self) -> Sequence[nn.Module]:
+        """Return `blocks`.
+
+        Raises:
+            SinklabError: if the blocks of a Hugging Face model cannot be found.
+        """
+        return self.blocks
+
+    def position_kind(self) -> PositionKind:
+        """Return the kind of the positional embedding, which determines the proposition of the paper on the model.
+
+        Raises:
+            InputError: if the layers do not all have the same causal softmax attention without biases, sink logits or
+                sink tokens, or the blocks or the positional embedding of a Hugging Face model are not recognised.
+        """
+        config = self.module.config
+        alike, *others = config.layer_kinds
+        attention = alike.attention
+        plain = attention.operation == Softmax() and attention.bias.kind == "none" and attention.mask == CausalMask()
+        if not plain or others or len(config.attention_layers) < config.layers:
+            raise InputError(
+                "the paper's propositions require causal softmax attention without biases or sink tokens, the same in "
+                "every layer"
+            )
+        return alike.position.kind
+
+    def distance_terms(self, length: int) -> Tensor:
+        """Return the relative position bias of every head at distances 0 .. length - 1: (H, length); 0 without one."""
+        distance = self.module.distance
+        return torch.zeros(self.heads, length) if distance is None else distance.terms(length)
+
+    @contextmanager
+    def first_columns(self) -> Iterator[FirstColumns]:
+        """Provide a function that returns the column of each sequence's first real token in the current forward pass.
+
+        Left padding and learned tokens precede this column. In a sinklab transformer, the sequences have no padding.
+
+        Raises:
+            InputError: in a forward pass of a Hugging Face model, if the attention mask is not a padding mask.
+            SinklabError: in a forward pass of a Hugging Face model, if a KV cache with tokens is passed.
+        """
+        yield lambda like: torch.full((len(like),), self.leading, device=like.device)
+
+    def without_first_keys(self, n: int) -> AbstractContextManager[Any]:
+        """Hide keys 1 .. n from every query after the n-th in every attention layer (`masked_first_keys`)."""
+        return intercept(self, edit=lambda layer: layer.changed(mask=masks.without_first(layer.call.mask, n)))
 
     def depends_on_length(self, short: int, long: int) -> bool:
         """Return True if the hidden states of the first `short` tokens are different in a sequence of `long` tokens.

@@ -19,8 +19,7 @@ from sinklab.measuring.huggingface.matrix_records import matrix_records
 from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import Adapter, check_causal_lm
-from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
+from sinklab.models.adapter import Adapter, adapt, check_causal_lm
 from sinklab.models.model_lock import probed_alone
 from sinklab.models.native import NativeAdapter, is_exported
 
@@ -94,7 +93,7 @@ def probe(
             if the attention mask is not a padding mask.
     """
     check_causal_lm(model)
-    adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else HuggingFaceAdapter(model)
+    adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else adapt(model)
     with adapter_records(model, adapter, lengths, details) as watch:
         yield watch
 

@@ -24,7 +24,7 @@ from sinklab.measuring.activations import MassiveActivation, largest_activations
 from sinklab.measuring.findings import Ablation
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import highest_rate
-from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks, zeroed
+from sinklab.measuring.surgery.changes import masked_first_keys, zeroed
 from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.hooks import evaluating
 
@@ -120,7 +120,7 @@ def measure_ablations(
 
 def _largest_by_block(model: LanguageModel, tokens_T: Tensor) -> list[MassiveActivation]:
     adapter = adapt(model)
-    with evaluating(model), largest_activations(residual_blocks(model)) as found:
+    with evaluating(model), largest_activations(adapter.residual_blocks()) as found:
         adapter.run(tokens_T[None].to(adapter.device))
     return [one.model_copy(update={"position": one.position - adapter.leading}) for one in found]
 

@@ -1,90 +1,15 @@
-"""Interventions on a model in a `with` block: hidden keys, zeroed channels, swapped or replaced learned positions.
+"""Interventions on a model in a `with` block: hidden keys, zeroed channels, swapped or replaced learned positions."""
 
-In sinklab transformers, keys are hidden directly in the attention cores; in Hugging Face models, through the attention
-mask. Attention modules of transformers accept `attention_mask`, which is None (causal), boolean or additive, so one
-hook covers all model families. The hooked modules are counted: an attention layer that is not reached is an error.
-"""
-
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from sinklab.attention.real_tokens import real_tokens
-from sinklab.errors import InputError, SinklabError
-from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import LanguageModel
-from sinklab.models.families import family_of
+from sinklab.errors import InputError
+from sinklab.models.adapter import LanguageModel, adapt_in_place
 from sinklab.models.hooks import hidden_states, hooked
-from sinklab.models.huggingface import anatomy
-from sinklab.models.native import attention_cores
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-MASKLESS = ("flash", "flex", "paged")
-"""Substrings of the names of attention implementations that accept no explicit mask."""
-
-FirstColumns = Callable[[Tensor], Tensor]
-"""Function from a tensor (B, ...) to the column of each sequence's first real token (B,), on the same device."""
-
-
-def residual_blocks(model: LanguageModel) -> list[nn.Module]:
-    """Return the decoder blocks, in order.
-
-    Raises:
-        SinklabError: if the model has no module list with one entry per layer.
-    """
-    if isinstance(model, Transformer):
-        return list(model.blocks)
-    blocks = anatomy.decoder_blocks(model)
-    if not blocks:
-        raise SinklabError(
-            f"the blocks of a {model.config.model_type!r} model could not be found: its residual stream cannot be "
-            "read or changed"
-        )
-    return blocks
-
-
-def learned_positions(model: LanguageModel) -> Tensor | None:
-    """Return the learned positional embeddings (positions, C), a view of the weight; None if the model has none.
-
-    Row 0 is position 1; unused rows (the first two in OPT) are excluded.
-    """
-    return model.position_table if isinstance(model, Transformer) else anatomy.learned_positions(model)
-
-
-@contextmanager
-def first_columns(model: LanguageModel) -> Iterator[FirstColumns]:
-    """Provide a function that returns the column of each sequence's first real token in the current forward pass.
-
-    Left padding and learned tokens precede this column.
-
-    Raises:
-        InputError: in a forward pass of a Hugging Face model, if the attention mask is not a padding mask.
-        SinklabError: in a forward pass of a Hugging Face model, if a KV cache with tokens is passed.
-    """
-    if isinstance(model, Transformer):
-        yield lambda like: torch.full((len(like),), model.leading, device=like.device)
-        return
-    first_B, signature = None, inspect.signature(model.forward)
-
-    def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal first_B
-        arguments = signature.bind_partial(*args, **kwargs).arguments
-        cache, mask_BT = arguments.get("past_key_values"), arguments.get("attention_mask")
-        if cache is not None and cache.get_seq_length():
-            raise SinklabError(
-                "an ablated model does not support a KV cache: call it without past_key_values, and generate with "
-                "use_cache=False"
-            )
-        first_B = None if mask_BT is None else real_tokens(mask_BT).index_BR[:, 0]
-
-    with hooked([model.register_forward_pre_hook(entering, with_kwargs=True)]):
-        yield lambda like: like.new_zeros(len(like), dtype=torch.long) if first_B is None else first_B.to(like.device)
 
 
 @contextmanager
@@ -108,14 +33,15 @@ def zeroed(
             the dimension does not exist, or the attention mask is not a padding mask.
         SinklabError: if the blocks cannot be found; in a forward pass, if a KV cache with tokens is passed.
     """
-    blocks = residual_blocks(model)
+    adapter = adapt_in_place(model)
+    blocks = adapter.residual_blocks()
     last_layer = layer if last_layer is None else last_layer
     for number in (layer, last_layer):
         if not 1 <= number <= len(blocks):
             raise InputError(f"layer {number} does not exist: use 1 to {len(blocks)}")
     if last_layer < layer:
         raise InputError(f"layers {layer} to {last_layer} are an empty range: use a last layer of at least {layer}")
-    first = 1 - model.leading if isinstance(model, Transformer) else 1
+    first = 1 - adapter.leading
     if position < first:
         raise InputError(f"position {position} does not exist: positions start at {first}")
 
@@ -130,7 +56,7 @@ def zeroed(
 
     chosen = blocks[layer - 1 : last_layer]
     with (
-        first_columns(model) as columns,
+        adapter.first_columns() as columns,
         hooked(block.register_forward_hook(leaving, prepend=True) for block in chosen),
     ):
         yield
@@ -170,7 +96,7 @@ def check_pair(i: int, j: int) -> None:
 @contextmanager
 def _rewritten_positions(model: LanguageModel, source: dict[int, int]) -> Iterator[None]:
     """Give each position that is a key of `source` the learned embedding of the position that is its value."""
-    table_PC = learned_positions(model)
+    table_PC = adapt_in_place(model).position_table
     if table_PC is None:
         raise InputError(
             "the model has no learned positional embeddings to change, unlike GPT-2, OPT, GPT-Neo, "
@@ -206,84 +132,11 @@ def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
 
     Raises:
         InputError: if n is below 1; in a forward pass, if the attention mask is not a padding mask.
-        SinklabError: if the blocks cannot be found, or the model's attention accepts no explicit mask; in a forward
-            pass, if the keys cannot be hidden in every attention layer, or a KV cache with tokens is passed.
+        SinklabError: if the blocks cannot be found, the model's attention accepts no explicit mask, or another thread
+            probes or intercepts a sinklab transformer; in a forward pass of a Hugging Face model, if the keys cannot be
+            hidden in every attention layer, or a KV cache with tokens is passed.
     """
     if n < 1:
         raise InputError(f"{n} keys to hide: use at least 1")
-    if not isinstance(model, Transformer):
-        with first_columns(model) as columns, hooked(_HiddenKeys(model, n, columns).register()):
-            yield
-        return
-    cores = attention_cores(model)
-    before = [core.hidden_first for core in cores]
-    try:
-        for core in cores:
-            core.hidden_first = (*core.hidden_first, n)
+    with adapt_in_place(model).without_first_keys(n):
         yield
-    finally:
-        for core, hidden in zip(cores, before, strict=True):
-            core.hidden_first = hidden
-
-
-class _HiddenKeys:
-    """Hooks that hide the first n keys, and count the attention layers reached in the current forward pass."""
-
-    def __init__(self, model: "PreTrainedModel", n: int, columns: FirstColumns) -> None:
-        implementation, kinds = str(model.config._attn_implementation), anatomy.layer_kinds(model.config)
-        if any(name in implementation for name in MASKLESS):
-            raise SinklabError(
-                f"the attention implementation {implementation!r} accepts no explicit mask, so no keys can be hidden: "
-                'load the model with attn_implementation="sdpa"'
-            )
-        self._model, self._n, self._columns = model, n, columns
-        self._blocks, self._true_hides = residual_blocks(model), family_of(model).true_hides
-        self._hybrid = bool(kinds.linear) or len(kinds.attention) < kinds.total
-        self._expected, self._reached, self._running = anatomy.attention_layers(model.config), 0, False
-
-    def register(self) -> Iterator[Any]:
-        yield self._blocks[0].register_forward_pre_hook(self._beginning)
-        yield self._model.register_forward_hook(self._ending)
-        for block in self._blocks:
-            parts = [part for part in block.modules() if part is not block]
-            takers = [part for part in parts if "attention_mask" in inspect.signature(part.forward).parameters]
-            for part in takers:
-                if not any(inner is not part and inner in takers for inner in part.modules()):
-                    yield part.register_forward_pre_hook(self._attending, with_kwargs=True)
-
-    def _beginning(self, _: nn.Module, __: tuple[Any, ...]) -> None:
-        self._reached, self._running = 0, True
-
-    def _ending(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
-        if self._running and self._reached != self._expected:
-            raise SinklabError(
-                f"the first keys were hidden in {self._reached} of {self._expected} attention layers of a "
-                f"{self._model.config.model_type!r} model: it does not pass `attention_mask` to each of them once, as "
-                "other Hugging Face models do"
-            )
-        self._running = False
-
-    def _attending(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = list(inspect.signature(module.forward).parameters)
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        states_BTC = next(value for value in arguments.values() if isinstance(value, Tensor))
-        mask = arguments.get("attention_mask")
-        if self._hybrid and not getattr(module, "is_causal", False):
-            return None  # a recurrent layer
-        if mask is not None and not isinstance(mask, Tensor):
-            raise SinklabError(f"{type(module).__name__} uses a {type(mask).__name__} as mask: no key can be hidden")
-        self._reached += 1
-        place_T = torch.arange(states_BTC.shape[1], device=states_BTC.device)
-        first_B1 = self._columns(states_BTC)[:, None]
-        late_BT = place_T >= first_B1 + self._n
-        hidden_B1TT = (late_BT[:, :, None] & ((place_T >= first_B1) & ~late_BT)[:, None, :])[:, None]
-        if mask is None:
-            mask = (place_T <= place_T[:, None]) & ~hidden_B1TT
-        elif mask.dtype != torch.bool:
-            mask = mask.masked_fill(hidden_B1TT, torch.finfo(mask.dtype).min)
-        else:
-            mask = mask | hidden_B1TT if self._true_hides else mask & ~hidden_B1TT
-        place = names.index("attention_mask")
-        if place < len(args):
-            return (*args[:place], mask, *args[place + 1 :]), kwargs
-        return args, kwargs | {"attention_mask": mask}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinklab.errors import InputError
 from sinklab.measuring.findings import Mixing
-from sinklab.measuring.surgery.changes import masked_first_keys, residual_blocks
+from sinklab.measuring.surgery.changes import masked_first_keys
 from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.hooks import evaluating, residual_stream, token_norms
 
@@ -70,7 +70,7 @@ def measure_mixing(
 
     for surgery in (nullcontext(), masked_first_keys(model, 1)):
         total_M = torch.zeros(())
-        with surgery, evaluating(model), residual_stream(residual_blocks(model), change) as found:
+        with surgery, evaluating(model), residual_stream(adapter.residual_blocks(), change) as found:
             for part_B2T in pairs_N2T.split(batch_size or BATCH_SIZE):
                 adapter.run(part_B2T.transpose(0, 1).flatten(0, 1).to(adapter.device))
                 total_M = total_M + torch.stack(found)

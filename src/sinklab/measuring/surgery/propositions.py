@@ -22,23 +22,17 @@ inconclusive.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from sinklab.attention.config import CausalMask
 from sinklab.attention.layer_call import LayerCall
-from sinklab.attention.operations import Softmax
-from sinklab.errors import InputError
-from sinklab.measuring.findings import PositionKind, Propositions
-from sinklab.measuring.surgery.changes import learned_positions, residual_blocks
-from sinklab.model.position import T5, Relative, alibi_slopes, bucket_numbers
-from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import LanguageModel, adapt
-from sinklab.models.families import ROTARY_CLASS, SINK_LOGITS, family_of
+from sinklab.measuring.findings import Propositions
+from sinklab.model.position import PositionKind
+from sinklab.models.adapter import Adapter, LanguageModel, adapt
 from sinklab.models.hooks import evaluating, residual_stream
-from sinklab.models.huggingface.anatomy import attention_layers, decoder_blocks, input_device, quantisation
+from sinklab.models.huggingface.anatomy import quantisation
 from sinklab.models.intercept import intercept
 from sinklab.models.memory_budget import FLOAT, SHARE, free_bytes
 
@@ -62,7 +56,7 @@ class Matrices:
     hidden: list[Tensor]
 
 
-def attention_matrices(model: LanguageModel, tokens_BT: Tensor) -> Matrices:
+def attention_matrices(adapter: Adapter, tokens_BT: Tensor) -> Matrices:
     """Compute whole attention matrices of short sequences (memory O(T^2)); the model is restored afterwards.
 
     If attention calls can be intercepted, the matrix of a layer is its attention output with the identity matrix as
@@ -71,9 +65,8 @@ def attention_matrices(model: LanguageModel, tokens_BT: Tensor) -> Matrices:
     Raises:
         SinklabError: if the blocks of the model cannot be found, or another thread intercepts the model.
     """
-    adapter = adapt(model)
-    options = {} if isinstance(model, Transformer) else {"use_cache": False}
-    options |= {} if adapter.dispatches else {"output_attentions": True}
+    model, blocks = adapter.module, adapter.residual_blocks()
+    tokens_BT = tokens_BT.to(adapter.device)
     attention: list[Tensor] = []
     logit_bounds: list[Tensor] = []
 
@@ -88,15 +81,16 @@ def attention_matrices(model: LanguageModel, tokens_BT: Tensor) -> Matrices:
         logit_bounds.append(products_BH * abs(k_BGTD.shape[-1] ** -0.5 if scale is None else scale))
         return layer.output()
 
-    if adapter.dispatches:
-        reading = intercept(adapter, observe=observe)
-    else:
-        from sinklab.measuring.huggingface.matrix_records import eager_attention
+    with evaluating(model), residual_stream(blocks, lambda hidden_BTC: hidden_BTC) as hidden:
+        if adapter.dispatches:
+            with intercept(adapter, observe=observe):
+                adapter.run(tokens_BT)
+        else:
+            from sinklab.measuring.huggingface.matrix_records import eager_attention
 
-        reading = eager_attention(cast("PreTrainedModel", adapter.module))
-    with evaluating(model), reading, residual_stream(residual_blocks(model), lambda hidden_BTC: hidden_BTC) as hidden:
-        output = model(tokens_BT.to(adapter.device), **options)
-    return Matrices(attention or list(output.attentions), logit_bounds, hidden[1:])
+            with eager_attention(cast("PreTrainedModel", model)):
+                attention.extend(model(tokens_BT, use_cache=False, output_attentions=True).attentions)
+    return Matrices(attention, logit_bounds, hidden[1:])
 
 
 def is_coarse(dtype: torch.dtype) -> bool:
@@ -105,18 +99,18 @@ def is_coarse(dtype: torch.dtype) -> bool:
 
 
 @contextmanager
-def in_float32(model: LanguageModel) -> Iterator[None]:
+def in_float32(adapter: Adapter) -> Iterator[None]:
     """Convert weights and buffers of lower precision to float32 within the `with` block, then restore them.
 
     The model is not converted if it is quantised or has offloaded weights, or if the copies would take more than half
     of the free memory. Its hidden states then have less precision than float32.
     """
+    model = adapter.module
     tensors = (*model.parameters(), *model.buffers())
     coarse = [(tensor, tensor.data) for tensor in tensors if is_coarse(tensor.dtype)]
     copied = sum(before.numel() for _, before in coarse) * FLOAT
     plain = all(type(weight.data) is Tensor and not weight.is_meta for weight in model.parameters())
-    quantised = not isinstance(model, Transformer) and quantisation(model.config)
-    free = free_bytes(input_device(model)) if plain and not quantised else 0
+    free = free_bytes(adapter.device) if plain and not quantisation(cast(Any, model.config)) else 0
     if free is not None and copied > SHARE * free:
         yield
         return
@@ -148,12 +142,13 @@ def check_propositions(model: LanguageModel, tokens: Sequence[int], length: int 
         length: number of repetitions T, at least 2; T x T matrices are kept in memory.
 
     Raises:
-        InputError: if it is not known which proposition covers the model (`position_kind`).
+        InputError: if it is not known which proposition covers the model (`Adapter.position_kind`).
         SinklabError: see `attention_matrices`.
     """
-    kind = position_kind(model)
-    with in_float32(model):
-        seen = attention_matrices(model, torch.tensor(tokens)[:, None].expand(-1, length))
+    adapter = adapt(model)
+    kind = adapter.position_kind()
+    with in_float32(adapter):
+        seen = attention_matrices(adapter, torch.tensor(tokens)[:, None].expand(-1, length))
     dtype = seen.hidden[0].dtype
     tolerance = torch.finfo(dtype).eps ** 0.5
     hidden = max(_spread(h_BTC) for h_BTC in seen.hidden)
@@ -161,7 +156,7 @@ def check_propositions(model: LanguageModel, tokens: Sequence[int], length: int 
     if kind == "rotary":
         slack = _slack(seen)
     else:
-        expected_HTT = softmax_of_distances(_distance_terms(model, kind, seen.attention[0].shape[1], length))
+        expected_HTT = softmax_of_distances(adapter.distance_terms(length))
         deviation = max(float((A.double().cpu() - expected_HTT).abs().max()) for A in seen.attention)
     number = NUMBERS.get(kind)
     within = max(hidden, deviation or 0.0, -(slack or 0.0)) <= tolerance
@@ -180,40 +175,6 @@ def check_propositions(model: LanguageModel, tokens: Sequence[int], length: int 
     )
 
 
-def position_kind(model: LanguageModel) -> PositionKind:
-    """Return the kind of the model's positional embedding.
-
-    Raises:
-        InputError: if the layers do not all have the same causal softmax attention without biases, sink logits or sink
-            tokens, or the blocks or the positional embedding of a Hugging Face model are not recognised.
-    """
-    if isinstance(model, Transformer):
-        alike, *others = model.config.layer_kinds
-        attention = alike.attention
-        everywhere = len(model.config.attention_layers) == model.config.layers and not others
-        plain = attention.operation == Softmax() and attention.bias.kind == "none" and attention.mask == CausalMask()
-        if not plain or not everywhere:
-            raise InputError(
-                "the paper's propositions require causal softmax attention without biases or sink tokens, the same in "
-                "every layer"
-            )
-        return alike.position.kind
-    kind = model.config.model_type
-    if attention_layers(model.config) == len(decoder_blocks(model)):
-        if learned_positions(model) is not None:
-            return "learnable"
-        if family_of(model).alibi:
-            return "alibi"
-        rotary = any(type(part).__name__.endswith(ROTARY_CLASS) for part in model.modules())
-        sink_logits = any(hasattr(part, SINK_LOGITS) for part in model.modules())
-        if rotary and not sink_logits and adapt(model).dispatches:
-            return "rotary"
-    raise InputError(
-        f"it is not known which of the paper's propositions covers a {kind!r} model: the check requires attention "
-        "without sink logits in every layer, and RoPE, ALiBi or learned positions"
-    )
-
-
 def softmax_of_distances(terms_HT: Tensor) -> Tensor:
     """Compute A[t, j] = exp(g(t - j)) / sum over i <= t of exp(g(t - i)), float64: (H, T, T).
 
@@ -225,20 +186,6 @@ def softmax_of_distances(terms_HT: Tensor) -> Tensor:
     distance_TT = place_T[:, None] - place_T
     logits_HTT = terms_HT.double()[:, distance_TT.clamp(min=0)]
     return logits_HTT.masked_fill(distance_TT < 0, -torch.inf).softmax(-1)
-
-
-def _distance_terms(model: LanguageModel, kind: PositionKind, heads: int, length: int) -> Tensor:
-    """Return the bias g for every head and distance (H, T); 0 if the model has no such bias."""
-    distance_T = torch.arange(length)
-    if kind == "alibi":
-        ours = isinstance(model, Transformer)
-        steepest = 8 if ours else getattr(getattr(model.config, "attn_config", None), "alibi_bias_max", 8)
-        return -(alibi_slopes(heads).double() ** (steepest / 8))[:, None] * distance_T
-    if isinstance(model, Transformer) and isinstance(position := model.config.distance, Relative | T5):
-        bucket_T = bucket_numbers(position.buckets, position.max_distance)[distance_T.clamp(max=position.max_distance)]
-        table = model.distance.weight if model.distance is not None else None
-        return bucket_T.expand(heads, -1) if table is None else table.detach().cpu()[bucket_T].T
-    return torch.zeros(heads, length)
 
 
 def _spread(hidden_BTC: Tensor) -> float:

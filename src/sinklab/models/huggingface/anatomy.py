@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import SinklabError
 from sinklab.models.families import LAYER_KINDS, POSITION_TABLES, TOKEN_WISE_LAYERS, first_named
 from sinklab.models.layer_kinds import LayerKinds
 
@@ -114,13 +114,12 @@ def quantisation(config: "PretrainedConfig") -> str | None:
     return str(getattr(method, "value", method))
 
 
-def input_device(model: nn.Module) -> torch.device:
+def input_device(model: "PreTrainedModel") -> torch.device:
     """Return the device for input tokens: that of the embedding, or its execution device if it is offloaded.
 
-    Raises:
-        InputError: if the embedding is on the meta device and is not offloaded.
+    This is the meta device if the model has no weights.
     """
-    embedding: Any = getattr(model, "get_input_embeddings", lambda: model)()  # a sinklab transformer is on one device
+    embedding: Any = model.get_input_embeddings()
     where = next(tensor.device for tensor in (*embedding.parameters(), *model.parameters(), *model.buffers()))
     if where.type != "meta":
         return where
@@ -128,7 +127,7 @@ def input_device(model: nn.Module) -> torch.device:
     for one in getattr(hook, "hooks", (hook,)):
         if getattr(one, "execution_device", None) is not None:
             return torch.device(one.execution_device)
-    raise InputError("the model has no weights (they are on the meta device): load them first")
+    return where
 
 
 def vocabulary_size(model: "PreTrainedModel") -> int:

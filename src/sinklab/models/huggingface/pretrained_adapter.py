@@ -14,14 +14,16 @@ from transformers import PreTrainedModel
 
 from sinklab.attention.layer_call import LayerCall, ShiftRope
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.attention.real_tokens import RealTokens
+from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError, SinklabError, cause
-from sinklab.models.families import ROTARY_EMBEDDING
-from sinklab.models.hooks import evaluating, hooked
+from sinklab.model.position import PositionKind, alibi_terms
+from sinklab.models.families import ROTARY_CLASS, ROTARY_EMBEDDING, SINK_LOGITS, family_of, steepest_alibi
+from sinklab.models.hooks import FirstColumns, evaluating, hooked
 from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.attention_inputs import attention_modules, replaced_inputs
 from sinklab.models.huggingface.gates import GateTrial, gate_places
 from sinklab.models.huggingface.gguf import is_unpacked
+from sinklab.models.huggingface.hidden_keys import HiddenKeys
 from sinklab.models.huggingface.interface import attention_function, read_call
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
 from sinklab.models.intercept import Compute, Edit
@@ -34,11 +36,7 @@ _dispatch: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 
 
 class HuggingFaceAdapter:
-    """`Adapter` of a Hugging Face model. `NativeAdapter` documents the methods in full.
-
-    Raises:
-        InputError: see `anatomy.input_device`.
-    """
+    """`Adapter` of a Hugging Face model. `NativeAdapter` documents the methods in full."""
 
     leading, first_target = 0, 2
     post_norms: Sequence[nn.Module] = ()
@@ -48,7 +46,7 @@ class HuggingFaceAdapter:
         self.module, self.dtype, self.device = model, model.dtype, anatomy.input_device(model)
         self.blocks: Sequence[nn.Module] = anatomy.decoder_blocks(model)
         self.kinds = anatomy.layer_kinds(model.config)
-        table = anatomy.learned_positions(model)
+        self.position_table = table = anatomy.learned_positions(model)
         text = model.config.get_text_config(decoder=True)
         given = len(table) if table is not None else getattr(text, "max_position_embeddings", None)
         self.context = int(given or 2048)
@@ -238,6 +236,84 @@ class HuggingFaceAdapter:
         if (given_RV - expected_RV).abs().max() > 1e-2 * expected_RV.abs().max():
             return "its logits differ if attention is intercepted and the LM head runs separately"
         return None
+
+    def residual_blocks(self) -> Sequence[nn.Module]:
+        """Return `blocks`.
+
+        Raises:
+            SinklabError: if the model has no module list with one entry per layer.
+        """
+        if not self.blocks:
+            raise SinklabError(
+                f"the blocks of a {self.module.config.model_type!r} model could not be found: its residual stream "
+                "cannot be read or changed"
+            )
+        return self.blocks
+
+    def position_kind(self) -> PositionKind:
+        """Return the kind of the positional embedding, which determines the proposition of the paper on the model.
+
+        Raises:
+            InputError: if some layer has no attention or has sink logits, or the blocks or the positional embedding are
+                not recognised.
+        """
+        if self.attention_layers == len(self.blocks):
+            if self.position_table is not None:
+                return "learnable"
+            if family_of(self.module).alibi:
+                return "alibi"
+            rotary = any(type(part).__name__.endswith(ROTARY_CLASS) for part in self.module.modules())
+            sink_logits = any(hasattr(part, SINK_LOGITS) for part in self.module.modules())
+            if rotary and not sink_logits and self.dispatches:
+                return "rotary"
+        raise InputError(
+            f"it is not known which of the paper's propositions covers a {self.module.config.model_type!r} model: the "
+            "check requires attention without sink logits in every layer, and RoPE, ALiBi or learned positions"
+        )
+
+    def distance_terms(self, length: int) -> Tensor:
+        """Return the ALiBi biases of every head at distances 0 .. length - 1: (H, length); 0 without ALiBi."""
+        if not family_of(self.module).alibi:
+            return torch.zeros(self.heads, length)
+        return alibi_terms(self.heads, length, steepest_alibi(self.module.config))
+
+    @contextmanager
+    def first_columns(self) -> Iterator[FirstColumns]:
+        """Provide a function that returns the column of each sequence's first real token in the current forward pass.
+
+        Raises:
+            InputError: in a forward pass, if the attention mask is not a padding mask.
+            SinklabError: in a forward pass, if a KV cache with tokens is passed.
+        """
+        first_B, signature = None, inspect.signature(self.module.forward)
+
+        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal first_B
+            arguments = signature.bind_partial(*args, **kwargs).arguments
+            cache, mask_BT = arguments.get("past_key_values"), arguments.get("attention_mask")
+            if cache is not None and cache.get_seq_length():
+                raise SinklabError(
+                    "an ablated model does not support a KV cache: call it without past_key_values, and generate with "
+                    "use_cache=False"
+                )
+            first_B = None if mask_BT is None else real_tokens(mask_BT).index_BR[:, 0]
+
+        def columns(like: Tensor) -> Tensor:
+            return like.new_zeros(len(like), dtype=torch.long) if first_B is None else first_B.to(like.device)
+
+        with hooked([self.module.register_forward_pre_hook(entering, with_kwargs=True)]):
+            yield columns
+
+    @contextmanager
+    def without_first_keys(self, n: int) -> Iterator[None]:
+        """Hide keys 1 .. n from every query after the n-th in every attention layer.
+
+        Raises:
+            SinklabError: see `HiddenKeys`.
+        """
+        blocks = self.residual_blocks()
+        with self.first_columns() as columns, hooked(HiddenKeys(self.module, blocks, n, columns).register()):
+            yield
 
     def depends_on_length(self, short: int, long: int) -> bool:
         """Return True if the RoPE scaling differs between the lengths: longrope or dynamic scaling.
