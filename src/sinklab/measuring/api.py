@@ -13,8 +13,8 @@ from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs, Options, Study, parse_eps
 from sinklab.measuring.surgery.study import measure_with_study
-from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import LanguageModel, adapt
+from sinklab.models.families import text_config
 from sinklab.models.hooks import Progress
 from sinklab.models.model_lock import measured_in_turn
 from sinklab.models.native import NativeAdapter
@@ -119,8 +119,7 @@ def measure(
 
 
 def _begins_with_bos(model: LanguageModel, tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> bool:
-    config = None if isinstance(model, Transformer) else model.config.get_text_config(decoder=True)
-    if (bos_id := getattr(config, "bos_token_id", None)) is None:
+    if (bos_id := getattr(text_config(model.config), "bos_token_id", None)) is None:
         return False
     first_N1 = tokens_NT[:, :1]
     if attention_mask_NT is not None and attention_mask_NT.shape == tokens_NT.shape:

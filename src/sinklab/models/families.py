@@ -66,6 +66,11 @@ def steepest_alibi(config: Any) -> int:
     return getattr(getattr(config, "attn_config", None), "alibi_bias_max", 8)
 
 
+def text_config(config: Any) -> Any:
+    """Return the language model's part of a Hugging Face config; the config itself for a sinklab transformer."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
 def first_named(config: Any, names: tuple[str, ...]) -> Any:
     """Return the value of the first config field in `names` that exists and is truthy; None if there is none."""
     return next((value for name in names if (value := getattr(config, name, None))), None)

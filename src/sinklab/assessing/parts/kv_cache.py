@@ -31,7 +31,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +54,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
-from sinklab.models.families import LATENT_WIDTH
+from sinklab.models.families import LATENT_WIDTH, text_config
 from sinklab.models.hooks import evaluating, residual_stream
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
@@ -132,8 +131,7 @@ class KVCache(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        config: Any = adapter.module.config
-        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        text = text_config(adapter.module.config)
         if getattr(text, "latent", None) or getattr(text, LATENT_WIDTH, None):
             return "the KV cache contains latent vectors (MLA) instead of keys and values"
         return refused(adapter, compute=RoundedCache(HEAD_BITS, residual=settings.residual).output)
