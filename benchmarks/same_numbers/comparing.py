@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 CLOCK = re.compile(
-    r"(seconds|tokens_per_second|peak_memory|memory_mb|stall|time|mfu|speed|created|begun|version|git|hours|host|per_second)"
+    r"(seconds|tokens_per_second|peak_memory|memory_mb|stall|time|mfu|speed|created|begun|version|git|hours|host|per_second|changed_files)"
     r"|^(files|text|identity)$"  # when they were written
 )
 DURATION = re.compile(
@@ -94,10 +94,12 @@ def _differences(one: Path, other: Path, numbers: bool) -> Iterator[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a text, without durations, warnings of transformers, and the preparation of data by the first one."""
+    """Lines of a text, without durations, warnings of transformers, preparation of data by the first command, and
+    progress, which depends on the speed of the machine.
+    """
     lines = path.read_text("utf-8").splitlines()
     lines = [re.sub("(  #)+|  about # left", "", DURATION.sub("#", line)) for line in lines]
-    return [line for line in lines if not line.startswith(NOT_COMPARED)]
+    return [line for line in lines if not line.startswith(NOT_COMPARED) and not line.endswith("# so far")]
 
 
 def _same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
