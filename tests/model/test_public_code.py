@@ -2,7 +2,7 @@
 
 Every test names the repository and the file that it was written from. Whose code it is, and what has no public code,
 says docs/interventions.md. Code that is executed here instead is that of transformers (the modules of `test_latent.py`,
-`test_mixer.py`, `test_model_outside.py`); stick-breaking is in `test_attention_stick.py`.
+`test_mixer.py`, `test_against_transformers.py`); stick-breaking is in `test_attention_stick.py`.
 """
 
 import math
