@@ -113,3 +113,21 @@ def test_a_model_that_ignores_the_interface_cannot_be_taken_apart() -> None:
     why = HuggingFaceAdapter(hf.AutoModelForCausalLM.from_config(config)).inseparable()
     assert why is not None
     assert "cannot be replaced" in why
+
+
+@pytest.mark.parametrize(("dtype", "relative", "separable"), [
+    (torch.bfloat16, 0.02, True), (torch.bfloat16, 0.1, False), (torch.float32, 0.02, False),
+])  # fmt: skip
+def test_the_logits_of_intercepted_calls_may_differ_by_the_rounding_of_the_dtype(
+    dtype: torch.dtype, relative: float, separable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = HuggingFaceAdapter(made("llama").to(dtype))
+    exact = adapter.logits
+
+    def rounded(hidden_RE: torch.Tensor) -> torch.Tensor:
+        logits_RV = exact(hidden_RE).float()
+        logits_RV.view(-1)[logits_RV.abs().argmax()] *= 1 + relative
+        return logits_RV
+
+    monkeypatch.setattr(adapter, "logits", rounded)
+    assert (adapter.inseparable() is None) == separable

@@ -233,7 +233,8 @@ class HuggingFaceAdapter:
                 given_RV = self.logits(hidden_1TE[0]).float()
             except (AttributeError, KeyError, TypeError, ValueError, IndexError, SinklabError) as error:
                 return cause(error)  # raised by the model's code if it expects its own attention
-        if (given_RV - expected_RV).abs().max() > 1e-2 * expected_RV.abs().max():
+        tolerance = max(1e-2, 8 * torch.finfo(self.dtype).eps)
+        if (given_RV - expected_RV).abs().max() > tolerance * expected_RV.abs().max():
             return "its logits differ if attention is intercepted and the LM head runs separately"
         return None
 
