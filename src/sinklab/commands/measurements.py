@@ -99,10 +99,10 @@ class Invocation:
         self._survey("models", len(models), partial(compare_models, models), print_comparison)
 
     def sizes(self, names: Sequence[str], models_dir: Path | None) -> None:
-        """Print the number of parameters and the required disk and memory of the paper's models, without measuring.
+        """Print the number of parameters and the required disk and memory of families' models, without measuring.
 
         Raises:
-            InputError: if there is no such family or directory.
+            InputError: if there is no such family or directory, or the device is not usable.
         """
         dtype, device = self.loading.dtype, self.loading.device
         found = sizes(names, self.request, models_dir=models_dir, dtype=dtype, device=device)

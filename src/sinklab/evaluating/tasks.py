@@ -84,9 +84,10 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
 
     own = [task for name, task in FILE_TASKS.items() if name in names]
     if data is not None and len(own) != 1:
-        how_many = "contains several" if own else "does not contain that task"
+        problem = "has several: choose one" if own else "has no such task: add it, or remove --data"
         raise InputError(
-            f"--data {data} has the items of {' or '.join(FILE_TASKS)}, and --tasks {','.join(names)} {how_many}"
+            f"--data {data} can only supply the items of {' or '.join(FILE_TASKS)}, and --tasks {','.join(names)} "
+            f"{problem}"
         )
     files = {task.name: file for task in own if (file := data or task.local_file()) is not None}
     found: dict[str, ChosenTask] = {}

@@ -1,7 +1,8 @@
 """Quantities of claims and tables, by their names in experiment files.
 
-The value for a run is the mean over its last three evaluations (docs/verdicts.md), except for steps and for quantities
-at step 0 or measured once. alpha is the importance of a key, eps the threshold of the sink rate (docs/glossary.md).
+The value for a run is the mean over its last three evaluations (docs/verdicts.md), except for steps, norm_untrained,
+norm_lowest, loss_change, kurtosis, and the quantities of `assess` and `tune`. alpha is the importance of a key, eps the
+threshold of the sink rate (docs/glossary.md).
 
 sink_K            Sink_K, percent of (sequence, layer, head) triples, K from 1
 sink_K_visible    Sink_K with alpha averaged over the queries that can see the key (under a window or document mask);
@@ -17,7 +18,7 @@ sink_window_start sink rate of the first key of a window, percent, with alpha av
 valid_loss        validation loss, nats per token; train_loss: training loss since the previous evaluation
 norm_ratio        |h_1| over the mean |h_t| of the other positions, maximum over blocks; None if infinite
 norm_untrained    norm_ratio of the untrained model (step 0)
-norm_lowest       minimum of norm_ratio over all later evaluations
+norm_lowest       minimum of norm_ratio over all evaluations after step 0
 norm_growth       norm_ratio over norm_untrained, a factor
 norm_ratio_before_norm   norm_ratio of the inputs of the norms of a post-norm model; None if infinite
 norm_ratio_sink_token    |h| of the first sink token over the mean of the text tokens, maximum over blocks; None if
@@ -35,7 +36,8 @@ norm_step         first evaluated step at which norm_ratio reaches 2 from below;
 layer_step_L      first evaluated step with sink_layer_L >= 50 %
 loss_change       discontinuity of valid_loss at emergence_step, nats per token (`discontinuity_at`)
 
-Existing models, in addition to sinks, valid_loss, norm_ratio and kurtosis (results.py); * needs `details: true`:
+Existing models have sink_K, sink_K_visible, sink_first_P, sink_K_to_M, sink_bias, sink_1_or_bias, importance_first,
+norm_ratio, valid_loss (with `loss: true`), kurtosis * and the following (results.py); * needs `details: true`:
 key_norm_ratio, value_norm_ratio    |k_1|, |v_1| over the mean of the other positions, mean over layers
 activation_ratio                    largest ratio of an |activation| to the median after its block
 largest_activation                  largest |activation|

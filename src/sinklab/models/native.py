@@ -171,7 +171,7 @@ class NativeAdapter:
         return self.blocks
 
     def position_kind(self) -> PositionKind:
-        """Return the kind of the positional embedding, which determines the proposition of the paper on the model.
+        """Return the kind of the positional embedding, which decides the paper's proposition that applies to the model.
 
         Raises:
             InputError: if the layers do not all have the same causal softmax attention without biases, sink logits or

@@ -234,7 +234,7 @@ CURVES = {
 
 
 def _checkpoints(document: suites.CheckpointsDocument, eps: float, number: int) -> list[Figure]:
-    """Draw the figures of a suite of checkpoints: curves over steps or tokens, and the sink rate by layer and step."""
+    """Draw a suite of checkpoints: curves over steps or tokens, and the sink rate by layer and checkpoint."""
     found = sorted(document.measured.values(), key=lambda one: one.step)
     steps = [one.step for one in found if one.step > 0]
     far = bool(steps) and steps[-1] >= FAR * steps[0]

@@ -157,7 +157,13 @@ def _without_weights(name: str) -> tuple[Start, str]:
 
 
 def _check_sizes(recipe: Recipe, start: Start) -> None:
-    """Raise InputError if keys in `OPEN` differ, except keys in `FREE` and, with another kind, those of position."""
+    """Check that the keys in `OPEN` that the recipe sets have the checkpoint's values.
+
+    Keys in `FREE` may differ. If `position.kind` differs, all keys of `position` may; `kv_heads: null` equals `heads`.
+
+    Raises:
+        InputError: if another key differs; the message names all such keys, with both values.
+    """
     given = recipe.model.model_dump(mode="json", exclude_unset=True)
     theirs = leaves({key: start.model[key] for key in OPEN if key in start.model})
     ours = leaves({key: given[key] for key in OPEN if key in given})

@@ -81,7 +81,7 @@ class TuneSettings(TuneOptions, frozen=True):
 
 
 class TuneManifest(TuneSettings, frozen=True):
-    """All settings and inputs that affect the result of a tuning run.
+    """Settings of a tuning run and hashes of its inputs. A resumed run must have the same, and the same model name.
 
     Attributes:
         files: hash of the model's files (`opening.model_files`); None for a model on the hub.

@@ -2,12 +2,12 @@
 
 2512.22213 calls a sink secondary if it appears in middle layers, persists over some layers, and its hidden state is
 aligned with the first token's; the code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) only
-requires a cosine above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here a token is listed for one of two
-reasons. Either alpha > eps in some head, or the cosine is above 0.9 after the block in which the norm ratio of the
-first token is largest, and this ratio is at least 3. All blocks after which the token is aligned are reported.
+requires a cosine above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here a token is a secondary sink for
+one of two reasons. Either alpha > eps in some head, or the cosine is above 0.9 after the block in which the norm ratio
+of the first token is largest, and this ratio is at least 3. All blocks after which the token is aligned are reported.
 
-Positions from 2 on are listed if at least half of the queries, or at least 16 queries, can see them. The percentage,
-which serves to compare models, covers positions 5 .. T / 2.
+Positions 2 .. T / 2 are examined, and later ones that at least 16 queries can see. The percentage, which serves to
+compare models, covers positions 5 .. T / 2.
 """
 
 from collections import Counter
@@ -35,8 +35,8 @@ class SecondarySink(Part):
     """A later token with a large importance, or a hidden state aligned with the first token's.
 
     Attributes:
-        sequence, position: sequence and position of the token, 1-based; see the module docstring for the positions that
-            are listed. In older files these are 5 .. T / 2.
+        sequence, position: sequence and position of the token, 1-based; the module docstring has the positions
+            that are examined. In older files these are 5 .. T / 2.
         token: token id.
         heads: percent of (layer, head) pairs with alpha > eps.
         importance: alpha, mean over layers and heads.
@@ -61,12 +61,12 @@ class SecondarySink(Part):
 
 
 class SecondaryToken(Part):
-    """Counts of a token at the listed positions from 5 on (see the module docstring).
+    """Counts of a token at the examined positions from 5 on (see the module docstring).
 
     Attributes:
         token: token id.
         sinks: number of occurrences with alpha > eps in some head.
-        occurrences: number of all occurrences of the token at these positions.
+        occurrences: number of all occurrences of the token at these positions, sinks or not.
     """
 
     token: int = Field(ge=0)

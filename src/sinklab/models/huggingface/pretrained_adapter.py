@@ -252,11 +252,13 @@ class HuggingFaceAdapter:
         return self.blocks
 
     def position_kind(self) -> PositionKind:
-        """Return the kind of the positional embedding, which determines the proposition of the paper on the model.
+        """Return the kind of the positional embedding, which decides the paper's proposition that applies to the model.
 
         Raises:
-            InputError: if some layer has no attention or has sink logits, or the blocks or the positional embedding are
-                not recognised.
+            InputError: if some layer has no attention, the blocks are not recognised, or the positional embedding is
+                not learned, ALiBi or RoPE; with RoPE also if the model has sink logits or does not use transformers'
+                attention interface.
+            SinklabError: if no layer has softmax attention.
         """
         if self.attention_layers == len(self.blocks):
             if self.position_table is not None:
