@@ -121,7 +121,7 @@ class Angles:
         self._cosines = bl.ScoreMatrix(*units, mask, scale=1.0)
 
     def block(self, part: bl.Block) -> tuple[Tensor, Tensor]:
-        """Compute the cosines of a block (B, H, Q, S), 0 at masked keys, and its mask: 1 where t sees k <= t, else 0."""
+        """Compute the cosines of a block (B, H, Q, S), 0 at masked keys, and its mask: 1 where t sees k <= t, or 0."""
         cosine = self._cosines.raw(part)
         seen = self._cosines.hide_(torch.ones_like(cosine), part, 0)
         return cosine.mul_(seen), seen.tril_(part.start - part.low)
