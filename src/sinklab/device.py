@@ -56,11 +56,17 @@ def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype
 
 
 def processor_name() -> str:
-    """Return the model name of this machine's CPU, or its architecture if the name is unknown."""
+    """Return the name of this machine's CPU with its family and model, or its architecture if the name is unknown.
+
+    Virtual machines name several generations of processors alike, such as "AMD EPYC", whose results differ in rounding.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    if "model name" not in said:
+        return platform.processor() or platform.machine()
+    numbers = [f"{key.removeprefix('cpu ')} {said[key]}" for key in ("cpu family", "model") if key in said]
+    return ", ".join([said["model name"], *numbers])
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import transformers as hf
 from tiny_models import tiny_model
 
-from sinklab.device import float32_if_emulated, multiplies_natively
+from sinklab.device import float32_if_emulated, multiplies_natively, processor_name
 from sinklab.survey.families import GB, sizes
 from sinklab.survey.open_models import models_of
 from sinklab.survey.request import Request
@@ -103,6 +104,14 @@ def test_on_this_processor_auto_is_the_own_dtype_where_its_products_are_native()
     assert resolved_precision("auto", CPU) == ("bf16" if native else "fp32")
     assert float32_if_emulated(torch.bfloat16, CPU) == (torch.bfloat16 if native else torch.float32)
     assert float32_if_emulated(torch.float64, CPU) == torch.float64
+
+
+def test_the_name_of_the_processor_tells_generations_apart() -> None:
+    info = Path("/proc/cpuinfo")
+    found = dict(re.findall(r"^(cpu family|model)\s*: (\d+)$", info.read_text(), re.M)) if info.is_file() else {}
+    if set(found) != {"cpu family", "model"}:
+        pytest.skip("this machine does not tell the family and model of its processor")
+    assert processor_name().endswith(f", family {found['cpu family']}, model {found['model']}")
 
 
 def test_a_card_takes_the_dtype_of_the_files() -> None:
