@@ -24,6 +24,7 @@ from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery import masked_first_keys, replaced_position, swapped_positions, zeroed
 from sinklab.model.config import ModelConfig
+from sinklab.model.huggingface import SinklabConfig, SinklabForCausalLM
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import adapt
 from sinklab.models.hooks import residual_stream
@@ -226,6 +227,41 @@ def test_the_model_is_as_before_also_after_an_exception(surgery: str, family: st
         assert torch.equal(weight, weights[name])
 
 
+@pytest.mark.parametrize("surgery", SURGERIES)
+@pytest.mark.parametrize("variant", ["sink token", "learnable"])
+def test_surgery_on_an_exported_model_is_surgery_on_its_transformer(surgery: str, variant: str) -> None:
+    own = _learnable() if variant == "learnable" else own_model(variant)
+    exported, tokens = _exported(own), own_tokens()
+    if variant == "sink token" and surgery in ("swapped", "replaced"):
+        with pytest.raises(InputError, match="no learned positional embeddings"), SURGERIES[surgery](exported):
+            pass
+        return
+    with SURGERIES[surgery](own):
+        logits, expected = _logits(own, tokens), measure(own, tokens)
+    with SURGERIES[surgery](exported):
+        assert torch.equal(_logits(exported, tokens), logits)
+        measured = measure(exported, tokens)
+    assert measured.loss == expected.loss
+    assert measured.loss != measure(exported, tokens).loss
+    assert (measured.importance == expected.importance).all()
+
+
+@pytest.mark.parametrize("surgery", SURGERIES)
+def test_an_exported_model_with_its_own_code_is_refused_because_a_copy_is_measured(surgery: str) -> None:
+    exported = _exported(_learnable())
+    exported.transformer.__class__ = type("Transformer", (torch.nn.Module,), dict(vars(Transformer)))
+    with pytest.raises(InputError, match="without trust_remote_code"), SURGERIES[surgery](exported):
+        pass
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_model_without_weights_is_refused(ours: bool) -> None:
+    with torch.device("meta"):
+        model: Any = _learnable() if ours else hf.AutoModelForCausalLM.from_config(FAMILIES["llama"]())
+    with pytest.raises(InputError, match="has no weights"):
+        adapt(model)
+
+
 def test_a_model_without_learned_positions_is_refused_and_so_are_positions_it_does_not_have() -> None:
     with (
         pytest.raises(InputError, match="no learned positional embeddings"),
@@ -240,8 +276,8 @@ def test_a_model_without_learned_positions_is_refused_and_so_are_positions_it_do
 
 def test_a_table_that_is_left_on_disk_is_refused_and_never_left_unchanged() -> None:
     config = hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)
-    with torch.device("meta"):
-        model: Any = hf.AutoModelForCausalLM.from_config(config)
+    model: Any = hf.AutoModelForCausalLM.from_config(config)
+    model.transformer.wpe.to("meta")
     with pytest.raises(InputError, match="are offloaded and cannot be changed"), swapped_positions(model, 1, 5):
         pass
 
@@ -302,6 +338,12 @@ def _learnable() -> Transformer:
         for parameter in model.parameters():
             parameter.mul_(2)
     return model
+
+
+def _exported(own: Transformer) -> Any:
+    exported = SinklabForCausalLM(SinklabConfig(own.config.model_dump(mode="json")))
+    exported.transformer.load_state_dict(own.state_dict())
+    return exported.eval()
 
 
 @torch.no_grad()

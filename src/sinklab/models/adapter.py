@@ -1,6 +1,6 @@
 """`Adapter`: common interface to sinklab and Hugging Face causal language models in memory."""
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from torch import nn
 
@@ -43,32 +43,22 @@ Attributes:
 
 
 def adapt(model: LanguageModel) -> Adapter:
-    """Return the `Adapter` of a sinklab or Hugging Face model.
+    """Return the `Adapter` of a sinklab or Hugging Face model; for an exported model, that of its transformer.
 
     Raises:
         InputError: if `model` is neither, or its weights are on the meta device.
     """
     own = own_transformer(model)
-    adapter = adapt_in_place(model if own is None else own)
-    if own is None and adapter.device.type == "meta":
+    if own is not None:
+        adapter = NativeAdapter(own)
+    else:
+        check_causal_lm(model)
+        from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
+
+        adapter = HuggingFaceAdapter(cast("PreTrainedModel", model))
+    if adapter.device.type == "meta":
         raise InputError("the model has no weights (they are on the meta device): load them first")
     return adapter
-
-
-def adapt_in_place(model: LanguageModel) -> Adapter:
-    """Return the `Adapter` of the given module, for changes of its weights, hooks or masks.
-
-    Unlike `adapt`, it treats an exported model as a Hugging Face model, and does not require weights.
-
-    Raises:
-        InputError: if `model` is neither a sinklab transformer nor a Hugging Face model.
-    """
-    if isinstance(model, Transformer):
-        return NativeAdapter(model)
-    check_causal_lm(model)
-    from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
-
-    return HuggingFaceAdapter(model)
 
 
 def check_causal_lm(model: Any) -> None:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from sinklab.errors import InputError
-from sinklab.models.adapter import LanguageModel, adapt_in_place
+from sinklab.models.adapter import Adapter, LanguageModel, adapt
 from sinklab.models.hooks import hidden_states, hooked
+from sinklab.models.native import is_exported
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def zeroed(
             the dimension does not exist, or the attention mask is not a padding mask.
         SinklabError: if the blocks cannot be found; in a forward pass, if a KV cache with tokens is passed.
     """
-    adapter = adapt_in_place(model)
+    adapter = _adapt_in_place(model)
     blocks = adapter.residual_blocks()
     last_layer = layer if last_layer is None else last_layer
     for number in (layer, last_layer):
@@ -96,7 +97,7 @@ def check_pair(i: int, j: int) -> None:
 @contextmanager
 def _rewritten_positions(model: LanguageModel, source: dict[int, int]) -> Iterator[None]:
     """Give each position that is a key of `source` the learned embedding of the position that is its value."""
-    table_PC = adapt_in_place(model).position_table
+    table_PC = _adapt_in_place(model).position_table
     if table_PC is None:
         raise InputError(
             "the model has no learned positional embeddings to change, unlike GPT-2, OPT, GPT-Neo, "
@@ -138,5 +139,15 @@ def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
     """
     if n < 1:
         raise InputError(f"{n} keys to hide: use at least 1")
-    with adapt_in_place(model).without_first_keys(n):
+    with _adapt_in_place(model).without_first_keys(n):
         yield
+
+
+def _adapt_in_place(model: LanguageModel) -> Adapter:
+    adapter = adapt(model)
+    if is_exported(model) and adapter.module is not getattr(model, "transformer", None):
+        raise InputError(
+            "the exported model was loaded with its own code (trust_remote_code), of which sinklab measures an "
+            "unchanged copy: call sinklab.register() and load the model without trust_remote_code"
+        )
+    return adapter
