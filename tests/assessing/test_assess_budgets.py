@@ -69,6 +69,35 @@ def test_in_a_run_one_head_of_one_layer_is_restricted_and_the_others_are_not() -
         assert_close(out[:, head], z.softmax(-1) @ v[:, head // 2], 1e-9)
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [
+        {"kind": "scalable_softmax"},
+        {"kind": "scalable_softmax", "offset": 0.5},
+        {"kind": "elastic_softmax", "start": -0.5},
+        {"kind": "sigmoid", "shift": "row"},
+    ],
+    ids=str,
+)
+def test_an_operation_that_counts_visible_keys_counts_them_separately_for_every_head(operation: dict[str, Any]) -> None:
+    one, compared = small(attention={"operation": operation}), []
+
+    def watch(layer: LayerCall) -> torch.Tensor:
+        whole, rolling = layer.output(), RollingCache(6, 1, in_cache=False)(layer).output()
+        for head in range(4):
+            out = RestrictedHeads(6, 1, frozenset({(layer.index, head + 1)}))(layer).output()
+            others = [other for other in range(4) if other != head]
+            compared.append((out[:, head], rolling[:, head], whole[:, head]))
+            assert_close(out[:, others], whole[:, others], 1e-12)
+        return whole
+
+    with evaluating(one.module), changed_attention(one, compute=watch):
+        one.hidden(some_tokens())
+    for out, rolling, whole in compared:
+        assert_close(out, rolling, 1e-12)
+        assert not torch.allclose(out, whole, rtol=1e-3)
+
+
 def test_all_heads_restricted_is_a_rolling_cache() -> None:
     one, tokens = small("sink token"), some_tokens()
     reader = PairedReader(one, tokens)

@@ -53,7 +53,7 @@ def test_scalable_softmax_counts_the_keys_that_a_query_sees(others: dict[str, ob
     core = core_with({"kind": "scalable_softmax"}, **others)
     q, k, _ = (x.detach() for x in qkv())
     found = core.layer_call(q, k, k, documents() if core.by_document else None).call.keys_per_row()
-    assert found[0].tolist() == expected
+    assert found[0].tolist() == [expected]
 
 
 def test_scalable_softmax_starts_as_its_recipe_says() -> None:

@@ -8,6 +8,7 @@ from closeness import assert_close
 from torch import Tensor
 
 from sinklab.assessing.parts.key_ablations import SelectedKeys
+from sinklab.attention.masks import Dense
 from sinklab.measuring.surgery import masked_first_keys
 from sinklab.model.init import initialise
 from sinklab.model.transformer import Transformer
@@ -130,6 +131,20 @@ def test_a_token_of_which_all_earlier_keys_are_hidden_sees_only_itself(name: str
     assert head_outputs(model, tokens)[:, 1:].any(-1).all()
 
 
+@pytest.mark.parametrize("head", range(4))
+@torch.no_grad()
+def test_a_head_in_which_tokens_see_only_themselves_leaves_the_other_heads_unchanged(head: int) -> None:
+    model, tokens = normed(bias="sink_logit"), torch.arange(16).view(2, 8)
+    whole = head_outputs(model, tokens).unflatten(-1, (4, -1))
+    causal, own = torch.ones(8, 8, dtype=torch.bool).tril(), torch.eye(8, dtype=torch.bool)
+    mask = Dense(torch.stack([own if one == head else causal for one in range(4)])[None])
+    with intercept(adapt(model), edit=lambda layer: layer.masked(mask) if layer.index == 2 else layer):
+        edited = head_outputs(model, tokens).unflatten(-1, (4, -1))
+    others = [other for other in range(4) if other != head]
+    assert not edited[..., head, :].any()
+    assert_close(edited[..., others, :], whole[..., others, :], 1e-6)
+
+
 @pytest.mark.parametrize("backend", ["eager", "chunked", "auto"])
 @torch.no_grad()
 def test_tokens_that_see_only_themselves_follow_from_the_mask(backend: str) -> None:
@@ -174,7 +189,7 @@ def test_marking_an_output_equal_to_its_value_leaves_the_gradient_unchanged() ->
     v = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(2))
     weight = torch.randn(2, 6, 5, 16, generator=torch.Generator().manual_seed(4))
     found = []
-    for alone in (None, torch.ones(1, 5, dtype=torch.bool)):
+    for alone in (None, torch.ones(1, 1, 5, dtype=torch.bool)):
         given = v.clone().requires_grad_()
         (without_own_value(given.repeat_interleave(2, dim=1), given, alone) * weight).sum().backward()
         found.append(given.grad)

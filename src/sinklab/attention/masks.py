@@ -79,7 +79,7 @@ class Mask(ABC):
 
 
 def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | None = None) -> Tensor:
-    """Count the keys that each query sees in the first head: (B or 1, T).
+    """Count the keys that each query sees: (B or 1, H or 1, T).
 
     Args:
         queries: number of queries T, at the last T of `keys` positions.
@@ -88,8 +88,7 @@ def visible_keys(mask: Mask, queries: int, device: torch.device, keys: int | Non
     keys = queries if keys is None else keys
     starts = range(keys - queries, keys, COUNTED_ROWS)
     blocks = (mask.block(start, min(start + COUNTED_ROWS, keys), 0, keys, device) for start in starts)
-    counts = [block.expand(*mask.sizes, -1, -1)[:, 0].sum(-1) for block in blocks]
-    return torch.cat(counts, dim=-1)
+    return torch.cat([block.expand(*mask.sizes, -1, -1).sum(-1) for block in blocks], dim=-1)
 
 
 def visible_queries(

@@ -134,16 +134,16 @@ class Attention(nn.Module):
         return x_BHLPK.flatten(-2)
 
     def alone(self, k_BGSD: Tensor, queries: int, places: Places) -> Tensor | None:
-        """Return a bool mask, (B or 1, L), of queries that see only one key; None if `output` does not need it."""
+        """Return a bool mask, (B or 1, H or 1, L), of queries that see one key; None if `output` does not need it."""
         if not self.marks_alone:
             return None
         mask = self.edited_mask or self.core.mask_of_batch(places.documents_BL, places.padding_B)
         return visible_keys(mask, queries, k_BGSD.device, k_BGSD.shape[2]) == 1
 
-    def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
+    def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BHL: Tensor | None = None) -> Tensor:
         """Compute the update of the residual stream from the core's output, the attention input and the values."""
         if self.exclusive:
-            out_BHLD = without_own_value(out_BHLD, v_BGLD, alone_BL)
+            out_BHLD = without_own_value(out_BHLD, v_BGLD, alone_BHL)
         out_BHLD = self.head_norm(out_BHLD)
         if self.output_gate is not None:
             out_BHLD = self.output_gate(out_BHLD, x_BLE)
@@ -228,8 +228,8 @@ class DecoderBlock(ResidualBlock):
         k_BGSD, v_BGSD = (k_BGLD, v_BGLD) if past is None else past.extend(k_BGLD, v_BGLD)
         beside = self.attention.beside(read_BLE, places, past)
         out_BHLD = self.attention.core(q_BHLD, k_BGSD, v_BGSD, *beside)
-        alone_BL = self.attention.alone(k_BGSD, q_BHLD.shape[2], places)
-        return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD, alone_BL)
+        alone_BHL = self.attention.alone(k_BGSD, q_BHLD.shape[2], places)
+        return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD, alone_BHL)
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute the attention input (`read`) and the queries, keys and values."""
@@ -237,10 +237,10 @@ class DecoderBlock(ResidualBlock):
         return read_BLE, *self.attention.inputs(read_BLE, places)
 
     def after_core(
-        self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None
+        self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor, v_BGLD: Tensor, alone_BHL: Tensor | None = None
     ) -> Tensor:
         """Compute the residual stream after the layer from the attention core's output."""
-        return self.joined(x_BLE, self.attention.output(out_BHLD, read_BLE, v_BGLD, alone_BL))
+        return self.joined(x_BLE, self.attention.output(out_BHLD, read_BLE, v_BGLD, alone_BHL))
 
 
 class LinearBlock(ResidualBlock):

@@ -85,14 +85,14 @@ class ValueMixing(nn.Module):
         return (self.first * first_BGLD + self.own * v_BGLD).to(v_BGLD.dtype)
 
 
-def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None = None) -> Tensor:
+def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BHL: Tensor | None = None) -> Tensor:
     """Remove from every head's output its component along the value at the same position, in float32 or float64.
 
     Args:
         out_BHLD: output of the attention core; the result has the same dtype.
         v_BGLD: values of the same positions, H a multiple of G.
-        alone_BL: bool, (B or 1, L), True where o_t is a multiple of v_t up to rounding; the result is 0 there. None if
-            there are no such positions, or if o_t is exactly v_t at these.
+        alone_BHL: bool, (B or 1, H or 1, L), True where o_t is a multiple of v_t up to rounding; the result is 0 there.
+            None if there are no such positions, or if o_t is exactly v_t at these.
     """
     dtype = accumulate_dtype(out_BHLD.dtype)
     out_BGRLD = out_BHLD.to(dtype).unflatten(1, (v_BGLD.shape[1], -1))
@@ -100,9 +100,10 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BL: Tensor | None 
     of_others_BGRLD = out_BGRLD - v_BGLD.to(dtype)[:, :, None]  # exactly 0 where o_t is v_t
     along_BGRL1 = (of_others_BGRLD * unit_BG1LD).sum(-1, keepdim=True)
     left_BGRLD = of_others_BGRLD - along_BGRL1 * unit_BG1LD
-    if alone_BL is not None:
+    if alone_BHL is not None:
         # Where o_t equals v_t the difference is already 0, and the gradient stays identical to the last bit.
-        rounded_BGRL = alone_BL[:, None, None] & (of_others_BGRLD != 0).any(-1)
+        alone_BGRL = alone_BHL.expand(-1, out_BHLD.shape[1], -1).unflatten(1, of_others_BGRLD.shape[1:3])
+        rounded_BGRL = alone_BGRL & (of_others_BGRLD != 0).any(-1)
         left_BGRLD = left_BGRLD.masked_fill(rounded_BGRL[..., None], 0)
     return left_BGRLD.flatten(1, 2).to(out_BHLD.dtype)
 

@@ -94,11 +94,11 @@ class Call:
         return score_rows(self.matrix(similarity), self.bias_logits(similarity))
 
     def keys_per_row(self) -> Tensor:
-        """Return the number of keys that each query sees, including a bias key or sink logit: (B, T), float."""
+        """Return the number of keys that each query sees, including a bias key or sink logit: (B, H or 1, T), float."""
         B, _, T, _ = self.q_BHTD.shape
-        seen_BT = visible_keys(self.mask, T, self.q_BHTD.device, self.k_BGTD.shape[2])
-        keys_BT = seen_BT.expand(B, T) + int(self.has_bias)
-        return keys_BT.to(accumulate_dtype(self.q_BHTD.dtype))
+        seen_BHT = visible_keys(self.mask, T, self.q_BHTD.device, self.k_BGTD.shape[2])
+        keys_BHT = seen_BHT.expand(B, -1, T) + int(self.has_bias)
+        return keys_BHT.to(accumulate_dtype(self.q_BHTD.dtype))
 
     def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
         """Compute the log-similarity of every query with the bias key or sink logit: (B, H, T); None without either."""

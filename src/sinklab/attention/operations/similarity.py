@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.attention.scores import Apart, Score, compose, log_elu_plus_one, log_relu, log_sigmoid, plus_of_head, times
+from sinklab.attention.scores import (
+    Apart,
+    Score,
+    broadcast_index,
+    compose,
+    log_elu_plus_one,
+    log_relu,
+    log_sigmoid,
+    plus_of_head,
+    times,
+)
 from sinklab.schema import Example
 
 NORM = "p: divide by (sum_s sim_ts ** p) ** (1 / p); 1 is the plain row sum"
@@ -62,10 +72,13 @@ class Temperature(nn.Module):
         self.offset = None if offset is None else nn.Parameter(torch.full((heads,), offset))
         self.initial = {"scale": (start, 0.0)} | ({} if offset is None else {"offset": (offset, 0.0)})
 
-    def forward(self, keys_BT: Tensor) -> Tensor:
-        """Compute the factor, (B, H, T), from the number of keys that each query sees, in the dtype of `keys_BT`."""
-        factor_BHT = self.scale.to(keys_BT.dtype)[:, None] * keys_BT.log()[:, None]
-        return factor_BHT if self.offset is None else factor_BHT + self.offset.to(keys_BT.dtype)[:, None]
+    def forward(self, keys_BHT: Tensor) -> Tensor:
+        """Compute the factor, (B, H, T), in the dtype of `keys_BHT`, the number of keys that each query sees.
+
+        The head axis of `keys_BHT` may have size 1.
+        """
+        factor_BHT = self.scale.to(keys_BHT.dtype)[:, None] * keys_BHT.log()
+        return factor_BHT if self.offset is None else factor_BHT + self.offset.to(keys_BHT.dtype)[:, None]
 
 
 class ScalableSoftmax(LogSimilarity):
@@ -243,8 +256,8 @@ class Sigmoid(Similarity):
         if self.shift == "row":
             first = call.first
 
-            def shifted(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_keys_BT: Tensor) -> Tensor:
-                return z - log_keys_BT[b, q - first]
+            def shifted(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_keys_BHT: Tensor) -> Tensor:
+                return z - log_keys_BHT[b, broadcast_index(h, log_keys_BHT.shape[1]), q - first]
 
             shift = Score(shifted, (call.keys_per_row().log(),))
         elif self.shift != "none":

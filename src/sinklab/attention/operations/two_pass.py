@@ -107,7 +107,7 @@ class ElasticSoftmax(LogSimilarity):
 
     def normalisation(self, call: Call) -> Normalisation:
         lse_BHT, first = call.normaliser(None), call.first
-        offset_BHT = call.learned.tau.to(lse_BHT.dtype)[:, None] / call.keys_per_row()[:, None]
+        offset_BHT = call.learned.tau.to(lse_BHT.dtype)[:, None] / call.keys_per_row()
 
         def shifted(
             z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, lse_BHT: Tensor, offset_BHT: Tensor
