@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -260,6 +261,26 @@ def test_a_model_without_weights_is_refused(ours: bool) -> None:
         model: Any = _learnable() if ours else hf.AutoModelForCausalLM.from_config(FAMILIES["llama"]())
     with pytest.raises(InputError, match="has no weights"):
         adapt(model)
+
+
+@pytest.mark.parametrize("surgery", SURGERIES)
+@pytest.mark.parametrize("family", ["gpt2", "ours"])
+def test_a_model_is_not_changed_in_one_thread_while_another_measures_or_changes_it(surgery: str, family: str) -> None:
+    model: Any = _learnable() if family == "ours" else pair_of(family)[0]
+    before = copy.deepcopy(model.state_dict())
+
+    def refused(act: Callable[[], object]) -> None:
+        with pytest.raises(SinklabError, match="another thread"):
+            act()
+
+    with SURGERIES[surgery](model), ThreadPoolExecutor(1) as other:
+        other.submit(refused, lambda: measure(model, own_tokens())).result()
+        for enter in SURGERIES.values():
+            other.submit(refused, enter(model).__enter__).result()
+    with probe(model) if family != "ours" else masked_first_keys(model, 1), ThreadPoolExecutor(1) as other:
+        other.submit(refused, SURGERIES[surgery](model).__enter__).result()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
 
 
 def test_a_model_without_learned_positions_is_refused_and_so_are_positions_it_does_not_have() -> None:

@@ -23,7 +23,7 @@ def measured_in_turn(model: nn.Module) -> "threading.RLock":  # type: ignore[val
 
 @contextmanager
 def probed_alone(model: nn.Module) -> Iterator[None]:
-    """Let only one thread probe or intercept the model in the `with` block.
+    """Let only one thread probe, intercept or change (surgery) the model in the `with` block.
 
     Other threads get an error instead of waiting, because waiting could deadlock.
 

@@ -10,6 +10,7 @@ from torch import nn
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter, LanguageModel, adapt
 from sinklab.models.hooks import hidden_states, hooked
+from sinklab.models.model_lock import probed_alone
 from sinklab.models.native import is_exported
 
 
@@ -32,7 +33,8 @@ def zeroed(
     Raises:
         InputError: if a layer or the position does not exist, or `last_layer` is below `layer`; in a forward pass, if
             the dimension does not exist, or the attention mask is not a padding mask.
-        SinklabError: if the blocks cannot be found; in a forward pass, if a KV cache with tokens is passed.
+        SinklabError: if the blocks cannot be found, or another thread changes, probes or intercepts the model; in a
+            forward pass, if a KV cache with tokens is passed.
     """
     adapter = _adapt_in_place(model)
     blocks = adapter.residual_blocks()
@@ -57,6 +59,7 @@ def zeroed(
 
     chosen = blocks[layer - 1 : last_layer]
     with (
+        probed_alone(adapter.module),
         adapter.first_columns() as columns,
         hooked(block.register_forward_hook(leaving, prepend=True) for block in chosen),
     ):
@@ -69,6 +72,7 @@ def swapped_positions(model: LanguageModel, i: int, j: int) -> AbstractContextMa
     Raises:
         InputError: when entered, if the model has no learned positional embeddings, they are offloaded, a position does
             not exist, or i equals j.
+        SinklabError: when entered, if another thread changes, probes or intercepts the model.
     """
     return _rewritten_positions(model, {i: j, j: i})
 
@@ -77,7 +81,7 @@ def replaced_position(model: LanguageModel, i: int, j: int) -> AbstractContextMa
     """Replace the learned embedding of position i by that of position j in the `with` block (table 7, `replaced`).
 
     Raises:
-        InputError: see `swapped_positions`.
+        InputError, SinklabError: see `swapped_positions`.
     """
     return _rewritten_positions(model, {i: j})
 
@@ -97,7 +101,8 @@ def check_pair(i: int, j: int) -> None:
 @contextmanager
 def _rewritten_positions(model: LanguageModel, source: dict[int, int]) -> Iterator[None]:
     """Give each position that is a key of `source` the learned embedding of the position that is its value."""
-    table_PC = _adapt_in_place(model).position_table
+    adapter = _adapt_in_place(model)
+    table_PC = adapter.position_table
     if table_PC is None:
         raise InputError(
             "the model has no learned positional embeddings to change, unlike GPT-2, OPT, GPT-Neo, "
@@ -114,14 +119,15 @@ def _rewritten_positions(model: LanguageModel, source: dict[int, int]) -> Iterat
             raise InputError(f"position {position} does not exist: the model has positions 1 to {len(table_PC)}")
     table_PC = table_PC.detach()
     rows, others = (torch.tensor(list(pick), device=table_PC.device) - 1 for pick in (source, source.values()))
-    before, after = table_PC[rows].clone(), table_PC[others].clone()
-    try:
-        with torch.no_grad():
-            table_PC[rows] = after
-        yield
-    finally:
-        with torch.no_grad():
-            table_PC[rows] = before
+    with probed_alone(adapter.module):
+        before, after = table_PC[rows].clone(), table_PC[others].clone()
+        try:
+            with torch.no_grad():
+                table_PC[rows] = after
+            yield
+        finally:
+            with torch.no_grad():
+                table_PC[rows] = before
 
 
 @contextmanager
@@ -134,12 +140,13 @@ def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
     Raises:
         InputError: if n is below 1; in a forward pass, if the attention mask is not a padding mask.
         SinklabError: if the blocks cannot be found, the model's attention accepts no explicit mask, or another thread
-            probes or intercepts a sinklab transformer; in a forward pass of a Hugging Face model, if the keys cannot be
+            changes, probes or intercepts the model; in a forward pass of a Hugging Face model, if the keys cannot be
             hidden in every attention layer, or a KV cache with tokens is passed.
     """
     if n < 1:
         raise InputError(f"{n} keys to hide: use at least 1")
-    with _adapt_in_place(model).without_first_keys(n):
+    adapter = _adapt_in_place(model)
+    with probed_alone(adapter.module), adapter.without_first_keys(n):
         yield
 
 
