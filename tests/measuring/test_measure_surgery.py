@@ -263,6 +263,28 @@ def test_a_model_without_weights_is_refused(ours: bool) -> None:
         adapt(model)
 
 
+@pytest.mark.parametrize("variant", ["softmax", "sink token"])
+@pytest.mark.parametrize("surgery", ["masked", "zeroed"])
+def test_the_first_keys_of_a_padded_exported_model_are_those_of_its_real_tokens(surgery: str, variant: str) -> None:
+    model, tokens = _exported(own_model(variant)), own_tokens()
+    for left, right in ((4, 0), (0, 4)):
+        padded = torch.nn.functional.pad(tokens, (left, right), value=9)
+        mask = torch.nn.functional.pad(torch.ones_like(tokens), (left, right))
+        with SURGERIES[surgery](model), torch.no_grad():
+            found = model(padded, attention_mask=mask).logits[:, left : left + tokens.shape[1]]
+            assert_close(found, model(tokens).logits)
+        assert not torch.allclose(found, _logits(model, tokens))
+
+
+def test_a_zeroed_position_of_our_model_refuses_a_cache_with_tokens_only() -> None:
+    model: Any = own_model("sink token")
+    tokens, past = own_tokens(), model.new_past()
+    with torch.no_grad(), zeroed(model, 1, 1, 5):
+        assert_close(model.hidden(tokens[:, :4], past), model.hidden(tokens)[:, :4])
+        with pytest.raises(SinklabError, match="does not support a KV cache"):
+            model.hidden(tokens[:, 4:5], past)
+
+
 @pytest.mark.parametrize("surgery", SURGERIES)
 @pytest.mark.parametrize("family", ["gpt2", "ours"])
 def test_a_model_is_not_changed_in_one_thread_while_another_measures_or_changes_it(surgery: str, family: str) -> None:

@@ -16,7 +16,7 @@ from sinklab.attention.layer_call import LayerCall, ShiftRope
 from sinklab.attention.operations import Softmax
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens, real_tokens
-from sinklab.errors import InputError
+from sinklab.errors import InputError, SinklabError
 from sinklab.model.block import Attention
 from sinklab.model.config import ModelConfig
 from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
@@ -24,7 +24,7 @@ from sinklab.model.loss import next_token_loss
 from sinklab.model.position import Absolute, Learnable, PositionKind, Rotary, frequencies, rotate, rotate_first
 from sinklab.model.transformer import Transformer
 from sinklab.models.families import family_of
-from sinklab.models.hooks import FirstColumns, hooked
+from sinklab.models.hooks import NO_CACHE, FirstColumns, hooked
 from sinklab.models.intercept import Compute, Edit, intercept
 from sinklab.models.layer_kinds import LayerKinds
 from sinklab.models.memory_budget import Sizes
@@ -197,13 +197,27 @@ class NativeAdapter:
     def first_columns(self) -> Iterator[FirstColumns]:
         """Provide a function that returns the column of each sequence's first real token in the current forward pass.
 
-        Left padding and learned tokens precede this column. In a sinklab transformer, the sequences have no padding.
+        Left padding and learned tokens precede this column.
 
         Raises:
             InputError: in a forward pass of a Hugging Face model, if the attention mask is not a padding mask.
-            SinklabError: in a forward pass of a Hugging Face model, if a KV cache with tokens is passed.
+            SinklabError: in a forward pass, if a KV cache with tokens is passed.
         """
-        yield lambda like: torch.full((len(like),), self.leading, device=like.device)
+        padding_B: Tensor | None = None
+
+        def entering(_: nn.Module, args: tuple[Any, ...]) -> None:
+            nonlocal padding_B
+            _, places, *past = args
+            if any(cached is not None for layer in past for cached in vars(layer).values()):
+                raise SinklabError(NO_CACHE)
+            padding_B = places.padding_B
+
+        def columns(like: Tensor) -> Tensor:
+            first_B = like.new_full((len(like),), self.leading, dtype=torch.long)
+            return first_B if padding_B is None else first_B + padding_B.to(like.device)
+
+        with hooked([self.blocks[0].register_forward_pre_hook(entering)]):
+            yield columns
 
     def without_first_keys(self, n: int) -> AbstractContextManager[Any]:
         """Hide keys 1 .. n from every query after the n-th in every attention layer (`masked_first_keys`)."""

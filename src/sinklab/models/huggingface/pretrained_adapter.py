@@ -18,7 +18,7 @@ from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.model.position import PositionKind, alibi_terms
 from sinklab.models.families import ROTARY_CLASS, ROTARY_EMBEDDING, SINK_LOGITS, family_of, steepest_alibi
-from sinklab.models.hooks import FirstColumns, evaluating, hooked
+from sinklab.models.hooks import NO_CACHE, FirstColumns, evaluating, hooked
 from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.attention_inputs import attention_modules, replaced_inputs
 from sinklab.models.huggingface.gates import GateTrial, gate_places
@@ -295,10 +295,7 @@ class HuggingFaceAdapter:
             arguments = signature.bind_partial(*args, **kwargs).arguments
             cache, mask_BT = arguments.get("past_key_values"), arguments.get("attention_mask")
             if cache is not None and cache.get_seq_length():
-                raise SinklabError(
-                    "an ablated model does not support a KV cache: call it without past_key_values, and generate with "
-                    "use_cache=False"
-                )
+                raise SinklabError(NO_CACHE)
             first_B = None if mask_BT is None else real_tokens(mask_BT).index_BR[:, 0]
 
         def columns(like: Tensor) -> Tensor:
