@@ -70,6 +70,23 @@ def test_the_first_keys_are_those_of_the_real_tokens(family: str, left: int, rig
     assert padded.loss == pytest.approx(plain.loss, rel=1e-5)
 
 
+@pytest.mark.parametrize("surgery", ["masked", "zeroed"])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_surgery_reaches_the_body_of_a_model_called_alone(surgery: str, family: str) -> None:
+    model, tokens = pair_of(family)[0], family_tokens()
+    padded = torch.nn.functional.pad(tokens, (6, 0), value=9)
+    given: dict[str, Any] = {"attention_mask": (torch.arange(padded.shape[1]) >= 6).long().expand_as(padded)}
+    if family == "llama":
+        given["position_ids"] = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), SURGERIES[surgery](model):
+        expected = model.base_model(tokens).last_hidden_state
+        model(padded, **given)
+        for body in {model.base_model, model.get_decoder()}:
+            assert torch.equal(body(tokens).last_hidden_state, expected)
+            assert_close(body(padded, **given).last_hidden_state[:, 6:], expected)
+    assert not torch.allclose(model.base_model(tokens).last_hidden_state, expected)
+
+
 def test_surgery_works_inside_of_a_probe_as_around_it() -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
     with torch.no_grad(), probe(model) as outer, masked_first_keys(model, N):
@@ -341,8 +358,9 @@ def test_what_cannot_be_hidden_is_an_error_and_never_nothing() -> None:
 
     model = pair_of("llama")[0]
     model.model.layers[1].self_attn = Own()
-    with pytest.raises(SinklabError, match="1 of 2 attention layers"), masked_first_keys(model, N):
-        model(family_tokens())
+    for called in (model, model.model):
+        with pytest.raises(SinklabError, match="1 of 2 attention layers"), masked_first_keys(model, N):
+            called(family_tokens())
     assert hooks_on(model) == 0
 
 

@@ -37,6 +37,37 @@ def hooked(registered: Iterable[RemovableHandle]) -> Iterator[None]:
             handle.remove()
 
 
+def forward_pass_hooks(
+    modules: Iterable[nn.Module],
+    entering: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+    leaving: Callable[[Any], None] = lambda output: None,
+) -> Iterator[RemovableHandle]:
+    """Register hooks that run once per forward pass: around the outermost call of any of these modules.
+
+    Args:
+        modules: a model and its submodules that may be called alone.
+        entering: called with (module, args, kwargs) before it.
+        leaving: called after it with the output; with None after an exception.
+    """
+    outermost: nn.Module | None = None
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal outermost
+        if outermost is None:
+            outermost = module
+            entering(module, args, kwargs)
+
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
+        nonlocal outermost
+        if module is outermost:
+            outermost = None
+            leaving(output)
+
+    for module in modules:
+        yield module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        yield module.register_forward_hook(leave, always_call=True)
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode and disable gradients in the `with` block; the mode of every submodule is then restored."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from sinklab.errors import SinklabError
 from sinklab.models.families import family_of
-from sinklab.models.hooks import FirstColumns
+from sinklab.models.hooks import FirstColumns, forward_pass_hooks
 from sinklab.models.huggingface import anatomy
 
 MASKLESS = ("flash", "flex", "paged")
@@ -50,7 +50,7 @@ class HiddenKeys:
     def register(self) -> Iterator[RemovableHandle]:
         """Register the hooks."""
         yield self._blocks[0].register_forward_pre_hook(self._beginning)
-        yield self._model.register_forward_hook(self._ending)
+        yield from forward_pass_hooks({self._model, *anatomy.bodies(self._model)}, self._entering, self._ending)
         for block in self._blocks:
             parts = [part for part in block.modules() if part is not block]
             takers = [part for part in parts if "attention_mask" in inspect.signature(part.forward).parameters]
@@ -58,17 +58,19 @@ class HiddenKeys:
                 if not any(inner is not part and inner in takers for inner in part.modules()):
                     yield part.register_forward_pre_hook(self._attending, with_kwargs=True)
 
+    def _entering(self, *_: Any) -> None:
+        self._running = False
+
     def _beginning(self, _: nn.Module, __: tuple[Any, ...]) -> None:
         self._reached, self._running = 0, True
 
-    def _ending(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
-        if self._running and self._reached != self._expected:
+    def _ending(self, output: Any) -> None:
+        if output is not None and self._running and self._reached != self._expected:
             raise SinklabError(
                 f"the first keys were hidden in {self._reached} of {self._expected} attention layers of a "
                 f"{self._model.config.model_type!r} model: it does not pass `attention_mask` to each of them once, as "
                 "other Hugging Face models do"
             )
-        self._running = False
 
     def _attending(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = list(inspect.signature(module.forward).parameters)

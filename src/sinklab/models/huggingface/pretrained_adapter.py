@@ -18,7 +18,7 @@ from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.model.position import PositionKind, alibi_terms
 from sinklab.models.families import ROTARY_CLASS, ROTARY_EMBEDDING, SINK_LOGITS, family_of, steepest_alibi
-from sinklab.models.hooks import NO_CACHE, FirstColumns, evaluating, hooked
+from sinklab.models.hooks import NO_CACHE, FirstColumns, evaluating, forward_pass_hooks, hooked
 from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.attention_inputs import attention_modules, replaced_inputs
 from sinklab.models.huggingface.gates import GateTrial, gate_places
@@ -288,11 +288,11 @@ class HuggingFaceAdapter:
             InputError: in a forward pass, if the attention mask is not a padding mask.
             SinklabError: in a forward pass, if a KV cache with tokens is passed.
         """
-        first_B, signature = None, inspect.signature(self.module.forward)
+        first_B = None
 
-        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal first_B
-            arguments = signature.bind_partial(*args, **kwargs).arguments
+            arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
             cache, mask_BT = arguments.get("past_key_values"), arguments.get("attention_mask")
             if cache is not None and cache.get_seq_length():
                 raise SinklabError(NO_CACHE)
@@ -301,7 +301,7 @@ class HuggingFaceAdapter:
         def columns(like: Tensor) -> Tensor:
             return like.new_zeros(len(like), dtype=torch.long) if first_B is None else first_B.to(like.device)
 
-        with hooked([self.module.register_forward_pre_hook(entering, with_kwargs=True)]):
+        with hooked(forward_pass_hooks({self.module, *anatomy.bodies(self.module)}, entering)):
             yield columns
 
     @contextmanager
@@ -412,16 +412,11 @@ class HuggingFaceAdapter:
     @contextmanager
     def intercepted(self, compute: Compute, edit: Edit = lambda layer: layer) -> Iterator[None]:
         """Edit every attention call in the `with` block, then compute its output (see `intercept`)."""
-        shift, outermost, calls = shift_rope(self.module), None, 0
+        shift, calls = shift_rope(self.module), 0
 
-        def entering(module: nn.Module, _: Any) -> None:
-            nonlocal outermost, calls
-            if outermost is None:
-                outermost, calls = module, 0
-
-        def leaving(module: nn.Module, _: Any, __: Any) -> None:
-            nonlocal outermost
-            outermost = None if module is outermost else outermost
+        def entering(*_: Any) -> None:
+            nonlocal calls
+            calls = 0
 
         def attention(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, None]:
             nonlocal calls
@@ -431,14 +426,7 @@ class HuggingFaceAdapter:
             out_BHTV = compute(edit(dataclasses.replace(layer, index=calls, shift_rope=own)))
             return out_BHTV.to(layer.value_BGSV.dtype).transpose(1, 2).contiguous(), None
 
-        handles = (
-            register
-            for module in {self.module, self.module.base_model}
-            for register in (
-                module.register_forward_pre_hook(entering, prepend=True),
-                module.register_forward_hook(leaving, always_call=True),
-            )
-        )
+        handles = forward_pass_hooks({self.module, self.module.base_model}, entering)
         with hooked(handles), attention_function(self.module, attention):
             yield
 
