@@ -38,8 +38,8 @@ HUGGING_FACE = {
 }
 
 
-def _ours(position: str, trained: bool = False, **attention: Any) -> Transformer:
-    sizes = {"layers": 3, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 40, "context": 64}
+def _ours(position: str, trained: bool = False, heads: int = 4, **attention: Any) -> Transformer:
+    sizes = {"layers": 3, "width": 8 * heads, "heads": heads, "ffn_width": 48, "vocab_size": 40, "context": 64}
     config = {"position": {"kind": position}, "attention": attention, "norm": {"placement": "pre"}}
     model = Transformer(ModelConfig.model_validate(sizes | config), seed=1)
     if not trained:
@@ -165,6 +165,14 @@ def test_other_slopes_than_alibis_are_noticed() -> None:
     found = check_propositions(model, [3], length=40)
     assert found.hidden_deviation < found.tolerance < (found.attention_deviation or 0)
     assert not found.holds
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_alibi_is_checked_with_slopes_in_the_models_precision(dtype: torch.dtype) -> None:
+    model = _ours("alibi", heads=24).to(dtype)  # most slopes are no powers of two
+    found = check_propositions(model, [3, 17], length=64)
+    assert found.holds
+    assert (found.attention_deviation or 0) < found.tolerance / 50
 
 
 def test_the_rotary_bound_is_the_one_of_the_largest_product() -> None:

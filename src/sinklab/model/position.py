@@ -19,6 +19,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.scores import Score
 from sinklab.schema import LARGEST, Part
 
@@ -169,9 +170,10 @@ class DistanceTerm(nn.Module):
         return bucket_numbers(self.position.buckets, self.position.max_distance)
 
     def terms(self, length: int) -> Tensor:
-        """Compute the bias of every head at distances 0 .. length - 1: (H, length)."""
+        """Compute the bias of every head at distances 0 .. length - 1: (H, length); slopes are rounded like `fixed`."""
         if isinstance(self.position, Alibi):
-            return alibi_terms(self.heads, length)
+            slopes_H = alibi_slopes(self.heads, accumulate_dtype(self.fixed.dtype)).to(self.fixed.dtype)
+            return -slopes_H.double()[:, None] * torch.arange(length)
         bucket_T = self.fixed.cpu()[torch.arange(length).clamp(max=self.position.max_distance)]
         return bucket_T.expand(self.heads, -1) if self.weight is None else self.weight.detach().cpu()[bucket_T].T
 
