@@ -12,9 +12,11 @@ from measure_reference import importance_by_loops, sink_rate_by_loops
 from own_models import LENGTH, SIZES, VARIANTS, attention_matrices, core_inputs, own_model, own_tokens
 
 import sinklab
+from sinklab.attention import query_blocks
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.surgery import masked_first_keys
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 
@@ -235,6 +237,20 @@ def test_the_first_key_of_a_window_counts_for_the_queries_that_no_longer_see_pos
     assert measured.sink_rate_window_start == pytest.approx(100 * float((starts > eps).double().mean()))
     assert measure(model, tokens[:, :4]).sink_rate_window_start is None
     assert measure(own_model("softmax"), tokens).sink_rate_window_start is None
+
+
+@pytest.mark.parametrize("rows", [1, LENGTH])
+def test_a_hidden_first_key_of_a_window_receives_no_attention(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query_blocks, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(query_blocks, "SMALLEST_BLOCK", rows)
+    model, tokens = own_model("window"), own_tokens()
+    matrices, _ = attention_matrices(model, "window", tokens)
+    visible = torch.stack([matrices[..., t, t - 3] for t in range(4, LENGTH - 2)], -1)  # hidden from the last two
+    starts = visible.sum(-1) / (LENGTH - 4)
+    eps = float(starts.flatten().sort().values[18:20].mean())  # between two of the forty
+    with masked_first_keys(model, LENGTH - 2):
+        measured = measure(model, tokens, eps=eps)
+    assert measured.sink_rate_window_start == pytest.approx(100 * float((starts > eps).double().mean()))
 
 
 def test_of_a_post_norm_model_the_norms_are_also_known_before_each_norm() -> None:

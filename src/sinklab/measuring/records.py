@@ -221,7 +221,9 @@ def _window_start(layer: LayerCall) -> Tensor | None:
     sums_BH = layer.call.q_BHTD.new_zeros(layer.call.q_BHTD.shape[:2])
     for rows in layer.rows():
         query_Q = torch.arange(rows.block.start, rows.block.stop, device=sums_BH.device)
-        key_Q = (query_Q - width + 1 - rows.block.low).clamp(min=0)
-        score_BHQ = rows.weights_BHQS.gather(-1, key_Q[:, None].expand(*rows.weights_BHQS.shape[:3], 1))[..., 0]
-        sums_BH += (score_BHQ * (query_Q >= width)).sum(-1)
+        key_Q = query_Q - width + 1 - rows.block.low  # negative if the key is hidden, for example by `mask_first`
+        score_BHQ = rows.weights_BHQS.gather(-1, key_Q.clamp(min=0)[:, None].expand(*rows.weights_BHQS.shape[:3], 1))[
+            ..., 0
+        ]
+        sums_BH += (score_BHQ * ((query_Q >= width) & (key_Q >= 0))).sum(-1)
     return sums_BH / (T - width)
