@@ -378,11 +378,37 @@ def test_surgery_refuses_layers_and_keys_that_do_not_exist_and_a_cache() -> None
             model(tokens[:, :1], past_key_values=cache)
 
 
-def test_an_attention_that_takes_no_explicit_mask_is_refused() -> None:
-    model = pair_of("llama")[0]
+def test_an_attention_that_takes_no_explicit_mask_is_refused_unless_it_is_replaced() -> None:
+    model, tokens = pair_of("llama")[0], family_tokens()
+    with masked_first_keys(model, N):
+        expected = measure(model, tokens)
     model.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(SinklabError, match='attn_implementation="sdpa"'), masked_first_keys(model, N):
-        pass
+    with masked_first_keys(model, N):
+        with pytest.raises(SinklabError, match='attn_implementation="sdpa"'):
+            model(tokens)
+        measured = measure(model, tokens)
+    assert measured.loss == expected.loss
+    assert (measured.importance == expected.importance).all()
+
+
+def test_a_static_cache_is_refused_as_any_cache() -> None:
+    model, tokens = pair_of("llama")[0], family_tokens()
+    cache = hf.StaticCache(config=model.config, max_cache_len=2 * LENGTH)
+    with pytest.raises(SinklabError, match="does not support a KV cache"), masked_first_keys(model, N):
+        model(tokens, past_key_values=cache)
+
+
+def test_a_block_that_returns_a_list_returns_one_with_the_zero_too() -> None:
+    model: Any = own_model("softmax")
+    with torch.no_grad(), zeroed(model, layer=1, position=2, dimension=5):
+        model.blocks[0].register_forward_hook(lambda *call: [call[-1], "rest"], prepend=True)
+        seen: list[Any] = []
+        model.blocks[0].register_forward_hook(lambda *call: seen.append(call[-1]))
+        model.blocks[0].register_forward_hook(lambda *call: call[-1][0])
+        model(own_tokens())
+    ((hidden, rest),) = seen
+    assert rest == "rest"
+    assert not hidden[:, 1, 5].any()
 
 
 def test_gradients_flow_through_a_model_under_surgery() -> None:

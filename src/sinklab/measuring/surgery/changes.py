@@ -34,7 +34,7 @@ def zeroed(
         InputError: if a layer or the position does not exist, or `last_layer` is below `layer`; in a forward pass, if
             the dimension does not exist, or the attention mask is not a padding mask.
         SinklabError: if the blocks cannot be found, or another thread changes, probes or intercepts the model; in a
-            forward pass, if a KV cache with tokens is passed.
+            forward pass, if a KV cache with tokens, or a static one, is passed.
     """
     adapter = _adapt_in_place(model)
     blocks = adapter.residual_blocks()
@@ -55,7 +55,10 @@ def zeroed(
             raise InputError(f"dimension {dimension} does not exist: use 0 to {C - 1}")
         here_BT = torch.arange(T, device=hidden_BTC.device) == columns(hidden_BTC)[:, None] + position - 1
         hidden_BTC[..., dimension].masked_fill_(here_BT, 0)
-        return (hidden_BTC, *output[1:]) if isinstance(output, tuple) else hidden_BTC
+        if isinstance(output, torch.Tensor):
+            return hidden_BTC
+        changed = (hidden_BTC, *output[1:])
+        return list(changed) if isinstance(output, list) else changed
 
     chosen = blocks[layer - 1 : last_layer]
     with (
@@ -139,9 +142,9 @@ def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
 
     Raises:
         InputError: if n is below 1; in a forward pass, if the attention mask is not a padding mask.
-        SinklabError: if the blocks cannot be found, the model's attention accepts no explicit mask, or another thread
-            changes, probes or intercepts the model; in a forward pass of a Hugging Face model, if the keys cannot be
-            hidden in every attention layer, or a KV cache with tokens is passed.
+        SinklabError: if the blocks cannot be found, or another thread changes, probes or intercepts the model; in a
+            forward pass of a Hugging Face model, if its attention accepts no explicit mask and is not replaced, the
+            keys cannot be hidden in every attention layer, or a static KV cache, or one with tokens, is passed.
     """
     if n < 1:
         raise InputError(f"{n} keys to hide: use at least 1")

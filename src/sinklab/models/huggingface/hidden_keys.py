@@ -31,17 +31,12 @@ class HiddenKeys:
         columns: function of `HuggingFaceAdapter.first_columns`.
 
     Raises:
-        SinklabError: if the attention implementation accepts no explicit mask; in a forward pass, if the keys cannot be
+        SinklabError: in a forward pass, if the attention implementation accepts no explicit mask, or the keys cannot be
             hidden in every attention layer.
     """
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module], n: int, columns: FirstColumns) -> None:
-        implementation, kinds = str(model.config._attn_implementation), anatomy.layer_kinds(model.config)
-        if any(name in implementation for name in MASKLESS):
-            raise SinklabError(
-                f"the attention implementation {implementation!r} accepts no explicit mask, so no keys can be hidden: "
-                'load the model with attn_implementation="sdpa"'
-            )
+        kinds = anatomy.layer_kinds(model.config)
         self._model, self._n, self._columns = model, n, columns
         self._blocks, self._true_hides = blocks, family_of(model).true_hides
         self._hybrid = bool(kinds.linear) or len(kinds.attention) < kinds.total
@@ -81,6 +76,12 @@ class HiddenKeys:
             return None  # a recurrent layer
         if mask is not None and not isinstance(mask, Tensor):
             raise SinklabError(f"{type(module).__name__} uses a {type(mask).__name__} as mask: no key can be hidden")
+        implementation = str(self._model.config._attn_implementation)  # sinklab's own while calls are intercepted
+        if any(name in implementation for name in MASKLESS):
+            raise SinklabError(
+                f"the attention implementation {implementation!r} accepts no explicit mask, so no keys can be hidden: "
+                'load the model with attn_implementation="sdpa"'
+            )
         self._reached += 1
         place_T = torch.arange(states_BTC.shape[1], device=states_BTC.device)
         first_B1 = self._columns(states_BTC)[:, None]

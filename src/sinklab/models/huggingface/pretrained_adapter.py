@@ -286,7 +286,7 @@ class HuggingFaceAdapter:
 
         Raises:
             InputError: in a forward pass, if the attention mask is not a padding mask.
-            SinklabError: in a forward pass, if a KV cache with tokens is passed.
+            SinklabError: in a forward pass, if a KV cache with tokens, or a static one, is passed.
         """
         first_B = None
 
@@ -294,7 +294,8 @@ class HuggingFaceAdapter:
             nonlocal first_B
             arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
             cache, mask_BT = arguments.get("past_key_values"), arguments.get("attention_mask")
-            if cache is not None and cache.get_seq_length():
+            static = getattr(cache, "is_compileable", False)  # has more keys than tokens
+            if cache is not None and (static or cache.get_seq_length()):
                 raise SinklabError(NO_CACHE)
             first_B = None if mask_BT is None else real_tokens(mask_BT).index_BR[:, 0]
 
