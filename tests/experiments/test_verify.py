@@ -91,6 +91,14 @@ def test_a_file_that_was_changed_added_or_removed_is_named(packed: Path, run: Ru
         assert line in out
 
 
+def test_a_packed_file_that_cannot_be_read_is_named_and_not_its_unpacked_copy(packed: Path, run: Run) -> None:
+    recipes = next(packed.glob("*/recipes.yaml"))
+    recipes.write_text(recipes.read_text() + "x\n")
+    status, _, err = run("verify", packed)
+    assert status == 2
+    assert f"{packed} cannot be read: {recipes.parent.name}/recipes.yaml differs from the packed file" in err
+
+
 def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
     summary = json.loads((packed / "summary.json").read_text())
     claim = summary["claims"][0]

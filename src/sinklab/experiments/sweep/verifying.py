@@ -75,21 +75,26 @@ def verify_packed(
 
     Raises:
         InputError: if `top` contains no packed sweep, or checksums, packed runs or manifests cannot be read or are
-            damaged.
+            damaged; the message names all files that differ from the packed ones.
         SinklabError: if the runs cannot be unpacked into a temporary folder, or an env.json is damaged.
     """
     checks = [_check_files(top)]
-    with TemporaryDirectory(prefix="sinklab-") as folder:
-        files = Path(folder)
-        say("unpacking the runs")
-        unpack(top, files)
-        runs = found_runs(files)
-        checks.append(_check_runs(runs))
-        checks.append(check_dates(read_manifests(top).values(), runs))
-        say("judging all claims again")
-        checks.append(_check_verdicts(top, files))
-        if retrain:
-            checks.append(_retrained(runs, retrain, seed, say))
+    try:
+        with TemporaryDirectory(prefix="sinklab-") as folder:
+            files = Path(folder)
+            say("unpacking the runs")
+            unpack(top, files)
+            runs = found_runs(files)
+            checks.append(_check_runs(runs))
+            checks.append(check_dates(read_manifests(top).values(), runs))
+            say("judging all claims again")
+            checks.append(_check_verdicts(top, files))
+            if retrain:
+                checks.append(_retrained(runs, retrain, seed, say))
+    except InputError as error:
+        if not checks[0].problems:
+            raise
+        raise InputError(f"{top} cannot be read: {'; '.join(checks[0].problems)} ({first_line(error)})") from error
     return checks
 
 
