@@ -99,6 +99,26 @@ def test_a_run_in_progress_is_exported_at_its_newest_checkpoint(with_bos: tuple[
     assert "At step" not in (tmp_path / "hf" / "README.md").read_text()
 
 
+def test_every_kept_checkpoint_can_be_exported(with_bos: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
+    small = ("model.layers=1", "model.width=16", "model.heads=2", "model.ffn_width=16", "model.context=16")
+    data = (f"data.source={with_bos[1]}", "data.tokenizer=train:300", "data.valid_fraction=0.2")
+    steps = ("train.steps=4", "train.save_every=2", "train.eval_every=2", "train.keep=5", "train.eval_sequences=4")
+    sets = [part for key in (*small, *data, *steps, "metric.sequences=4", "metric.length=8") for part in ("--set", key)]
+    assert run("train", "tiny", *sets, "--out", tmp_path / "run")[0] == 0
+    weights = {}
+    for step in (2, 4):
+        status, out, _ = run("export", tmp_path / "run", tmp_path / f"hf/step{step}", "--step", str(step), "--json")
+        assert (status, json.loads(out)["step"]) == (0, step)
+        weights[step] = (tmp_path / f"hf/step{step}/model.safetensors").read_bytes()
+        assert f"## At step {step}" in (tmp_path / f"hf/step{step}/README.md").read_text()
+    export_run(tmp_path / "run", tmp_path / "newest")
+    assert (tmp_path / "newest/model.safetensors").read_bytes() == weights[4] != weights[2]
+    status, _, err = on_one_line(run)("export", tmp_path / "run", tmp_path / "none", "--step", "3")
+    assert status == 2
+    assert "run has no valid checkpoint of step 3: choose another step" in err
+    assert not (tmp_path / "none").exists()
+
+
 def test_runs_that_cannot_be_exported_are_refused_in_a_sentence(
     with_bos: tuple[Path, Path], run: Run, tmp_path: Path
 ) -> None:

@@ -117,6 +117,9 @@ def train(
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory with a checkpoint.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
+    step: Annotated[
+        int | None, option(INPUT, "Step of the exported checkpoint; default: the newest.", metavar="N", min=0)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Export a run to a Hugging Face model directory: safetensors, config, tokenizer, model card.
@@ -129,7 +132,7 @@ def export(
     from sinklab.export.directory import export_run
 
     with JobProgress(stderr(), phase=f"exporting {run}"):
-        done = export_run(run, directory)
+        done = export_run(run, directory, step)
     alone = done.code is None
     how = (
         "loads in transformers without sinklab"

@@ -53,12 +53,13 @@ class Exported:
         return {**asdict(self), "directory": str(self.directory)}
 
 
-def export_run(run: Path, directory: Path) -> Exported:
-    """Export the newest valid checkpoint of a run.
+def export_run(run: Path, directory: Path, step: int | None = None) -> Exported:
+    """Export a checkpoint of a run.
 
     Args:
         run: run directory; training may be in progress.
         directory: new or empty output directory.
+        step: step of the checkpoint; default: the newest valid checkpoint.
 
     Raises:
         InputError: see `load_run`, `read_history` and `load_tokenizer`; also if `directory` is not empty, is or is
@@ -73,7 +74,7 @@ def export_run(run: Path, directory: Path) -> Exported:
             raise InputError(f"{directory} is not empty: choose a new directory, or move its files away")
     except OSError as error:
         raise InputError(f"{directory} cannot be used: {error.strerror}. Choose another directory") from error
-    return write_directory(load_run(run), read_history(run / "metrics.jsonl"), directory)
+    return write_directory(load_run(run, step), read_history(run / "metrics.jsonl"), directory)
 
 
 def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory: Path) -> Exported:
