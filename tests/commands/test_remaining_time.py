@@ -37,10 +37,6 @@ def events(name: str, until: int, clock: Clock) -> list[tuple[float, Event]]:
     return found
 
 
-def left(board: RunBoard) -> float | None:
-    return board.progress.tasks[board.whole].time_remaining
-
-
 @pytest.mark.parametrize(("other", "updates"), [("ready", 145), ("failed", 45)])
 def test_the_time_left_is_that_of_all_runs_with_their_evaluations(other: Any, updates: int) -> None:
     clock = Clock()
@@ -49,7 +45,7 @@ def test_the_time_left_is_that_of_all_runs_with_their_evaluations(other: Any, up
         for now, event in events("a", 55, clock):
             clock.now = now
             board.watch(event)
-        assert left(board) == pytest.approx(updates * (UPDATE + EVALUATION / EVAL_EVERY), rel=0.05)
+        assert board.seconds_left() == pytest.approx(updates * (UPDATE + EVALUATION / EVAL_EVERY), rel=0.05)
 
 
 def test_a_run_that_is_continued_is_not_timed_from_its_beginning() -> None:
@@ -57,11 +53,36 @@ def test_a_run_that_is_continued_is_not_timed_from_its_beginning() -> None:
     with RunBoard(Console(file=io.StringIO()), {"one": STEPS}, clock) as board:
         clock.now = 1000.0
         board.watch(Event("one", "ready", 70))
-        assert left(board) is None
+        assert board.seconds_left() is None
         for step in range(71, 81):
             clock.now += UPDATE
             board.watch(Event("one", "step", step))
-        assert left(board) == 20 * UPDATE
+        assert board.seconds_left() == 20 * UPDATE
+
+
+def test_updates_made_before_they_were_watched_do_not_raise_the_speed() -> None:
+    clock, kept = Clock(), [f"kept {number}" for number in range(63)]
+    new = [f"new {number}" for number in range(82)]
+    with RunBoard(Console(file=io.StringIO()), dict.fromkeys([*kept, "held", *new], STEPS), clock) as board:
+        for name in kept:
+            board.watch(Event(name, "done", STEPS))
+        for step in range(STEPS):  # evaluated by another process before
+            board.watch(Event("held", "row", step, ROW))
+        assert board.seconds_left() is None
+        for now, event in events(new[0], STEPS, clock):
+            clock.now = now
+            board.watch(event)
+        assert board.seconds_left() == pytest.approx(81 * STEPS * (UPDATE + EVALUATION / EVAL_EVERY), rel=0.05)
+
+
+def test_a_failed_run_does_not_discard_the_observed_speed() -> None:
+    clock = Clock()
+    with RunBoard(Console(file=io.StringIO()), dict.fromkeys("abc", STEPS), clock) as board:
+        for now, event in events("a", 55, clock):
+            clock.now = now
+            board.watch(event)
+        board.watch(Event("b", "failed", 0, message="no more memory"))
+        assert board.seconds_left() == pytest.approx(145 * (UPDATE + EVALUATION / EVAL_EVERY), rel=0.05)
 
 
 @pytest.mark.parametrize("terminal", [False, True])

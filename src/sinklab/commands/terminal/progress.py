@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -33,6 +34,7 @@ BEATS_EVERY = 1.0  # seconds between checks for a due progress line
 MANY = 8  # with more runs, only active runs are displayed
 LOOKS_EVERY = 1.0  # minimum seconds between estimates of the remaining time
 SPEED_OVER = 600.0  # seconds over which the speed is averaged, evaluations included
+SPEED_AFTER = 10.0  # seconds of training before the remaining time is estimated
 STALLED = 0.02  # minimum share of time spent waiting for data to be displayed
 YEAR = 365.25 * 86400  # seconds
 DAYS_WITH_HOURS = 10  # durations of more days are shown without hours
@@ -158,7 +160,7 @@ class RunBoard(Board):
     def __init__(self, console: Console, lengths: Mapping[str, int], clock: Clock = time.monotonic) -> None:
         names, latest = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[latest]}"))
         columns = (names, BarColumn(bar_width=24), MofNCompleteColumn(), latest)
-        super().__init__(console, "starting", clock, *columns, get_time=clock, speed_estimate_period=SPEED_OVER)
+        super().__init__(console, "starting", clock, *columns)
         self.lengths = lengths
         self.many = len(lengths) > MANY
         self.tasks = {
@@ -166,6 +168,8 @@ class RunBoard(Board):
             for name, length in lengths.items()
         }
         self.steps = dict.fromkeys(lengths, 0)
+        self.first: dict[str, tuple[float, int]] = {}  # clock at a run's first event, and updates done before
+        self.timed: deque[tuple[float, int]] = deque()  # clock, and number of updates done while watching
         self.looked = clock()
         self.ended, self.given_up = 0, 0
         self.whole = self.progress.add_task("all", total=sum(lengths.values()), latest="")
@@ -173,13 +177,13 @@ class RunBoard(Board):
     def watch(self, event: "Event") -> None:
         """Update the display with an event of a run."""
         now, latest = self.clock(), event.kind
-        if event.kind in ("ready", "step", "row"):
+        if not event.is_last or event.step:
             self.steps[event.run] = event.step
-            if event.kind == "ready" and event.step:  # steps before the resume are excluded from the speed
-                self.progress.reset(self.whole, completed=sum(self.steps.values()))
-        else:
+        since, _ = self.first.setdefault(event.run, (now, event.step))
+        if now - since < LOOKS_EVERY:  # the earlier evaluations of another process's run are reported at once
+            self.first[event.run] = since, event.step
+        if event.is_last:
             self.ended += 1
-            self.steps[event.run] = event.step or self.steps[event.run]
             self.given_up += self.lengths[event.run] - self.steps[event.run]
             if event.kind == "failed":
                 self.progress.console.print(f"{event.run} failed: {event.message}", **PLAIN)
@@ -191,16 +195,29 @@ class RunBoard(Board):
         self.progress.update(self.tasks[event.run], completed=self.steps[event.run])
         if event.kind in ("ready", "row") or event.is_last or now - self.looked >= LOOKS_EVERY:
             self.looked = now
+            if self.timed or not event.is_last:
+                self.timed.append((now, sum(self.steps.values()) - sum(step for _, step in self.first.values())))
             self._show(event, latest if event.row is not None else "")
 
+    def seconds_left(self) -> float | None:
+        """Return the estimated seconds until all runs end, at the speed of all runs together in the last minutes.
+
+        None if no update was observed, or too few seconds of training.
+        """
+        while len(self.timed) > 1 and self.timed[1][0] < self.clock() - SPEED_OVER:
+            self.timed.popleft()
+        if not self.timed or self.timed[-1][0] - self.timed[0][0] < SPEED_AFTER:
+            return None
+        (start, before), (now, updates) = self.timed[0], self.timed[-1]
+        remaining = sum(self.lengths.values()) - self.given_up - sum(self.steps.values())
+        return remaining * (now - start) / (updates - before) if updates > before else None
+
     def _show(self, event: "Event", latest: str) -> None:
-        total = sum(self.lengths.values()) - self.given_up
-        self.progress.update(self.whole, completed=sum(self.steps.values()), total=total)
-        seconds = self.progress.tasks[self.whole].time_remaining
+        seconds = self.seconds_left()
         left = f"about {duration(seconds)} left" if seconds else ""
         ended = f"{self.ended} of {len(self.lengths)} runs" if self.many else ""
-        shown = "  ".join(filter(None, (ended, left)))
-        self.progress.update(self.whole, latest=shown)
+        total, shown = sum(self.lengths.values()) - self.given_up, "  ".join(filter(None, (ended, left)))
+        self.progress.update(self.whole, completed=sum(self.steps.values()), total=total, latest=shown)
         reached = f"{event.run}: step {event.step}/{self.lengths[event.run]}"
         whole = left if len(self.lengths) == 1 or not left else f"{left} for all"
         said = "  ".join(filter(None, (reached, latest, ended, whole)))
