@@ -12,6 +12,7 @@ from test_report_html import Page
 from test_sweep_report import charts_of
 
 from sinklab.experiments.paper import statements
+from sinklab.experiments.verdicts import RULE
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.leaderboard import leaderboard
@@ -187,10 +188,15 @@ def test_the_page_says_with_what_its_runs_were_trained(tmp_path: Path) -> None:
         "Start date 2026-11-23 to 2026-11-24",
         "Uncommitted changes in one run",
         "sinklab 0.1.0 Python 3.11.7 PyTorch 2.13.0+cpu Processor AMD EPYC Threads 2",
-        "docs/verdicts.md",
     ):
         assert said in text
     assert {"af2904885c", "0123456789"} == set(dict(origins(collect([top]).sweeps).facts)["Commit"].split(", "))  # type: ignore[union-attr]
+
+
+def test_a_page_contains_the_decision_rule_to_which_it_links(html: str) -> None:
+    assert '<a href="#rule">' in html
+    assert '<details id="rule">' in html
+    assert all(sentence in Page(html).text for sentence in RULE)
 
 
 def test_hours_on_cards_are_counted_apart(tmp_path: Path) -> None:

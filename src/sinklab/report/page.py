@@ -30,6 +30,7 @@ import sinklab
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim, chance_of_claims, verdict_counts
+from sinklab.experiments.verdicts import RULE
 from sinklab.files import cache_folder, write_text, written_aside
 from sinklab.measuring.answer import answer
 from sinklab.outputs import CHART, CHART_MARK, REPORT, REPORT_MARK, check_file
@@ -146,6 +147,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
             lines=lines,
             forests=compared,
             origins=origins(data.sweeps),
+            rule=RULE,
             boards=boards,
             experiments=experiments,
             groups=groups,
