@@ -30,14 +30,14 @@ CELLS, JOBS = 12, 2
 
 
 class Clock:
-    """When each run was ready, and when it had made its last evaluation."""
+    """Times of each run's first event and last evaluation."""
 
     def __init__(self) -> None:
         self.begun: dict[str, float] = {}
         self.evaluated: dict[str, float] = {}
 
     def __call__(self, event: Event) -> None:
-        """Take in an event."""
+        """Record the time of an event."""
         now = time.perf_counter()
         if event.kind == "ready":
             self.begun[event.run] = now
@@ -45,7 +45,7 @@ class Clock:
             self.evaluated[event.run] = now
 
     def training(self) -> float:
-        """Seconds of all runs."""
+        """Total training time of all runs, in seconds."""
         return sum(self.evaluated[name] - begun for name, begun in self.begun.items())
 
 

@@ -40,7 +40,7 @@ from sinklab.attention.core import AttentionCore
 
 
 def pairs(others: Iterable[str], chosen: Callable[[str, str], bool]) -> list[tuple[str, str]]:
-    """Every operation with every other value that is chosen."""
+    """All pairs (operation, other) for which `chosen` is True."""
     return [pair for pair in itertools.product(OPERATIONS, others) if chosen(*pair)]
 
 

@@ -73,7 +73,7 @@ def test_shares_and_gradients_are_those_of_the_published_code(backend: str, monk
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_every_row_is_the_optimum(edge: str) -> None:
-    """Of max over p of p.z + 4/3 sum (p - p^1.5): 2 tau = z - 2 sqrt(p) wherever p is above 0, at least z elsewhere."""
+    """Optimum of p.z + 4/3 sum (p - p^1.5): 2 tau = z - 2 sqrt(p) where p > 0, and 2 tau >= z elsewhere."""
     core, z = core_of(config_of("entmax15", "none", "causal")), EDGES[edge].double()
     for t, row in enumerate(shares(core, *scores_of(z))[0, 0]):
         p = row[: t + 1]

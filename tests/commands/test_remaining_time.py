@@ -25,7 +25,7 @@ class Clock:
 
 
 def events(name: str, until: int, clock: Clock) -> list[tuple[float, Event]]:
-    """What a run reports up to a step, and when."""
+    """(time, event) pairs of a run up to step `until`."""
     found, now = [(clock.now, Event(name, "ready"))], clock.now
     for step in range(until + 1):
         now += UPDATE if step else 0.0
@@ -106,7 +106,7 @@ def test_the_board_says_after_some_steps_when_all_will_be_done_and_keeps_saying_
 
 
 def lines_of_a_run(width: int) -> list[str]:
-    """What the board prints of a run of 100 steps where there is no terminal."""
+    """Lines printed for a run of 100 steps without a terminal."""
     printed, clock = io.StringIO(), Clock()
     with RunBoard(Console(file=printed, width=width), {"one": STEPS}, clock) as board:
         for now, event in events("one", 100, Clock()):

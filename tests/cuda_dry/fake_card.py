@@ -182,7 +182,7 @@ class _FakeEvent:
         pass
 
     def record(self, *_: Any) -> None:
-        """Nothing runs."""
+        """Do nothing, because nothing runs asynchronously."""
 
     def synchronize(self) -> None:
         """Wait for the work before the event."""

@@ -103,7 +103,7 @@ def items_of(data_dir: Path) -> list[dict[str, Any]]:
 
 
 def agree_with_the_definition(name: str, every: int, model: Any, tokenizer: Any, items: list[dict[str, Any]]) -> None:
-    """Of the committed records of a model, every so many."""
+    """Compare every n-th committed record of a model with the definition."""
     records = read_records(RESULTS / name / "hellaswag" / "items_hellaswag.jsonl.gz")
     for record in records[::every]:
         expected = hellaswag_answers(model, tokenizer, items[record.item])

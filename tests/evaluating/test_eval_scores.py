@@ -65,7 +65,7 @@ def test_accuracies_are_those_of_the_answers(data_dir: Path, tmp_path: Path) -> 
 
 
 def own_answer(run: Path, context: str, continuation: str, cut_to: int | None = None) -> tuple[float, bool]:
-    """Of our own model, from its logits: BOS first where the run was trained so; the context cut on the left after."""
+    """Answer from the logits of our own model, with BOS if the run has it; a long context is cut on the left."""
     found = load_run(run)
     tokenizer = load_tokenizer(str(found.tokenizer_path))
     front = [tokenizer.bos_id] if found.recipe.data.bos else []

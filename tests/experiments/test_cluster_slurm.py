@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cluster
 
 
 def missing() -> str:
-    """What the cluster needs and this machine lacks."""
+    """Return the reason why Slurm cannot run on this machine; empty if it can."""
     commands = [name for name in ("slurmctld", "munged", "sbatch") if not shutil.which(name, path=PATH)]
     if commands:
         return f"{commands[0]} is not installed: apt-get install slurm-wlm munge"

@@ -56,7 +56,7 @@ def made(cells: dict[str, Any], claims: list[dict[str, Any]] | None = None, **ot
 
 
 def shipped(name: str, **sizes: int) -> Experiment:
-    """One that comes with sinklab, of fewer sequences."""
+    """Shipped experiment with fewer sequences."""
     experiment = load_experiment(name)
     cells = {name: cell.model_copy(update=sizes) for name, cell in experiment.requests.items()}
     return experiment.model_copy(update={"cells": cells})

@@ -48,7 +48,7 @@ def summary_of(out: Path) -> dict[str, Any]:
 
 
 def records(out: Path) -> dict[str, int]:
-    """When each record was written, by its directory."""
+    """Modification time of each record in ns, by run directory."""
     return {path.parent.name: os.stat(path).st_mtime_ns for path in out.rglob("record.json")}
 
 

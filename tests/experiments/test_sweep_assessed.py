@@ -39,7 +39,7 @@ def run(run: Run) -> Run:
 
 
 def assessments() -> dict[Path, int]:
-    """When each was written."""
+    """Modification time of each assessment in ns."""
     return {path: os.stat(path).st_mtime_ns for path in Path("runs").rglob("assessment.json")}
 
 

@@ -24,7 +24,7 @@ DRAWS = 3000
 SEEDS = 5
 SHARED = 0.2
 LOSS_SD, LOSS_SD_OF_DIFFERENCE = 0.0194, {"typical": 0.0206, "pooled": 0.0258}
-"""Of runs at width 64, over 59 cells: nats."""
+"""Standard deviations over the seeds of 59 cells at width 64, in nats."""
 
 Numbers = NDArray[np.float64]
 Shape = Callable[[Numbers], Numbers]
@@ -61,7 +61,7 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def by_heads(percent: Numbers) -> Numbers:
-    """As 16 heads have it: most are wholly a sink or not at all."""
+    """Distribution for 16 heads, most of which are sinks in all or in no sequences."""
     whole, part = np.divmod(percent / 6.25, 1)
     return 6.25 * (whole + part**2 / (part**2 + (1 - part) ** 2))
 
@@ -81,7 +81,7 @@ def normals(cells: int, draws: int = DRAWS, seeds: int = SEEDS, shared: float = 
 
 
 def above(a: Numbers, b: Numbers) -> NDArray[np.bool_]:
-    """Whether `a is greater` is reproduced, by draw."""
+    """Verdict of `a is greater` for each draw."""
     return np.array([separated(one, other) for one, other in zip(a.tolist(), b.tolist(), strict=True)])
 
 
@@ -91,7 +91,7 @@ def about(share: float, draws: int = DRAWS) -> object:
 
 
 def at_equal(first: Shape, second: Shape, middle: Callable[[Numbers], np.floating]) -> float:
-    """What is to be added to the second for their differences to have mean or median 0."""
+    """Shift of the second distribution at which the differences have mean or median 0."""
     a, b = rates(first, second, draws=100_000, seeds=1)
     return float(middle(a - b))
 

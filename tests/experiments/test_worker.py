@@ -26,7 +26,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Told:
-    """What a worker has reported."""
+    """Event log of a worker."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -44,7 +44,7 @@ def trained(planned: PlannedRun, told: Told | None = None) -> Event:
 
 
 def by_train_command(planned: PlannedRun) -> None:
-    """As `sinklab train` does it."""
+    """Train a run as `sinklab train` does."""
     recipe = planned.read_recipe()
     Trainer(open_run(recipe, prepared(recipe.data), planned.directory)).train()
 

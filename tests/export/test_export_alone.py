@@ -70,7 +70,7 @@ def python(code: str, *args: str, home: Path) -> str:
 
 
 def loads_without_sinklab(variants: list[str], trusted: bool, tokenizer: Path, folder: Path) -> None:
-    """What a process that cannot import sinklab computes is what we do."""
+    """Compare the logits of a process that cannot import sinklab with ours."""
     runs = {variant: shaken_run(variant, tokenizer) for variant in variants}
     for variant, run in runs.items():
         write_directory(run, [], folder / "models" / variant)

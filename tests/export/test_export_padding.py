@@ -70,7 +70,7 @@ def case(name: str, tokenizer: Path) -> Any:
 
 
 def prompts() -> list[Tensor]:
-    """Of unequal length, of which one has fewer tokens than a prefix; with an end of text for documents."""
+    """Prompts of unequal length: one is shorter than the prefix, and two contain EOS, for document masks."""
     rows = list(some_tokens(len(LENGTHS), LONGEST))
     rows[0][4] = rows[2][2] = 0
     return [row[:length] for row, length in zip(rows, LENGTHS, strict=True)]

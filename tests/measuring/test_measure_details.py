@@ -50,7 +50,7 @@ def _details(measured: Measurement) -> Details:
 
 @cache
 def _matrices(family: str) -> Read:
-    """What the family's own code computes."""
+    """Reference from the family's own eager attention."""
     return read_eagerly(*_models(family), _tokens())
 
 

@@ -54,7 +54,7 @@ def saved(folder: Path, dtype: torch.dtype, declared: bool = True) -> Path:
 
 @pytest.fixture(scope="module")
 def emulating(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a processor without native 16-bit products answers; ATEN_CPU_CAPABILITY makes any processor one."""
+    """Output of WITHOUT_NATIVE on an emulated processor without native 16-bit products (ATEN_CPU_CAPABILITY)."""
     root = tmp_path_factory.mktemp("models")
     asked = [f"{saved(root / str(dtype), dtype)},auto" for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     asked.append(f"{saved(root / 'undeclared', torch.bfloat16, declared=False)},auto")

@@ -17,7 +17,7 @@ from sinklab.measuring.explored import Explored
 from sinklab.measuring.measurement import Measurement
 
 ROUNDING = 0.5 / 255
-"""Of the root of an attention score."""
+"""Rounding error of the square root of an attention weight."""
 
 
 def explored_of(model: Any, tokens: torch.Tensor, **options: Any) -> Explored:

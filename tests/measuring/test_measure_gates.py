@@ -54,7 +54,7 @@ def _own(gate: str, **changes: Any) -> Transformer:
 
 
 def _inputs(model: Transformer, tokens: Tensor, part: str) -> list[Tensor]:
-    """What `part` of every attention reads."""
+    """Inputs of the submodule `part` of each attention layer."""
     seen: list[Tensor] = []
     modules = [getattr(block.attention, part) for block in model.blocks]  # type: ignore[union-attr]
     handles = [module.register_forward_hook(lambda _, args, __: seen.append(args[-1])) for module in modules]

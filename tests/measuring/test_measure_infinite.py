@@ -33,7 +33,7 @@ from sinklab.train.recipe import build_recipe
 
 @pytest.fixture(scope="module")
 def measured() -> Measurement:
-    """Of a model whose embeddings are zero but for the token that every sequence begins with."""
+    """Measurement of a model whose embeddings are zero, except that of the first token of every sequence."""
     model, tokens = own_model("softmax"), own_tokens()
     tokens[:, 0], tokens[:, 1:] = 0, tokens[:, 1:].clamp(min=1)
     with torch.no_grad():

@@ -155,7 +155,7 @@ def ours(attention: dict[str, Any], length: int = 16) -> Transformer:
 
 
 def seen_by(kind: str, tokens_T: torch.Tensor) -> torch.Tensor:
-    """Who sees whom, (T, T), written out from the definition of each mask."""
+    """Boolean mask (T, T), from the definition of each kind."""
     t, k = torch.arange(len(tokens_T))[:, None], torch.arange(len(tokens_T))
     if kind.startswith("window"):
         return (k <= t) & (k > t - 4)

@@ -52,7 +52,7 @@ def check(model: Any, watch: Any, sequences: list[Tensor]) -> None:
 
 
 def read_of(text_BT: Tensor, prompt: int) -> list[Tensor]:
-    """What `generate` has read of each sequence: up to its end where it has one, and not its last token otherwise."""
+    """Tokens of each sequence that `generate` has read: up to END, or all but the last token without END."""
     rows = []
     for row in text_BT:
         ends = (row[prompt:-1] == END).nonzero()
@@ -168,7 +168,7 @@ def test_a_cache_that_was_cut_or_is_an_earlier_one_is_refused(model: Any) -> Non
 
 @torch.no_grad()
 def test_rows_that_are_the_same_may_be_exchanged(model: Any) -> None:
-    """As by a cache whose rows are copies of one prompt, which several continuations begin with."""
+    """The cache has copies of one prompt, for several continuations."""
     cache: Any = hf.DynamicCache(config=model.config)
     same_BT = PROMPTS[:1].expand(2, -1)
     with sinklab.probe(model) as watch:

@@ -25,7 +25,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def head_outputs(model: Transformer, tokens_BT: Tensor) -> Tensor:
-    """What the heads of the last layer give to the matrix behind them: (B, L, H D)."""
+    """Input of the last layer's output projection: (B, L, H D)."""
     seen: list[Tensor] = []
 
     def reads(_: Any, args: tuple[Tensor, ...]) -> None:
@@ -99,7 +99,7 @@ ROUNDED: dict[str, dict[str, Any]] = {
 
 
 def normed(**attention: Any) -> Transformer:
-    """Of exclusive attention with a norm of heads behind it, every weight moved from where it starts."""
+    """Model with exclusive attention and head_norm, with all weights perturbed."""
     parts = {**SMALL, "exclusive": True, "norm": {"head_norm": True}, "attention": attention}
     model, source = Transformer(build_recipe({"model": parts, "metric": {"length": 8}}).model), torch.Generator()
     with torch.no_grad():

@@ -20,7 +20,7 @@ def start(kind: str, seed: int = 1, **model: Any) -> Transformer:
 
 
 def alike(weight: Tensor, other: Tensor) -> bool:
-    """Whether the deciles of two samples, and those between, differ by 4.5 standard errors at most.
+    """Compare the quantiles in SHARES of two samples, with a tolerance of 4.5 standard errors.
 
     A quantile's standard error is up to 1.75 std / sqrt(n) there, for normal and uniform samples alike.
     """

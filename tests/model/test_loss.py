@@ -144,7 +144,7 @@ def test_chunks_on_cuda_grow_with_the_batch_and_stay_a_sixteenth() -> None:
 
 
 def peak_megabytes(tokens: int, words: int, width: int, rows: int, bf16: bool) -> float:
-    """Of the loss, forward and backward, over what was held before."""
+    """Peak memory of the forward and backward pass of the loss, above the memory allocated before it, in MB."""
     arguments = [str(int(value)) for value in (tokens, words, width, rows, bf16)]
     command = [sys.executable, "-c", SCRIPT, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | ALLOCATOR)

@@ -112,7 +112,7 @@ STREAM = ("attention_norm", "ffn_norm", "attention_post_norm", "ffn_post_norm")
 
 
 def test_the_papers_gates_are_3_7_million_weights() -> None:
-    """Of its dense model with 2B parameters, 28 layers of width 2048 (2601.22966, section 3.4)."""
+    """Dense 2B model: 28 layers of width 2048 (2601.22966, section 3.4)."""
     with torch.device("meta"):
         norm = build_norm(NormConfig(gate_rank=16), 2048)
     gate = sum(parameter.numel() for parameter in norm.gate.parameters())  # type: ignore[union-attr]

@@ -34,7 +34,7 @@ def tokens(rows: int = 2, length: int = 20) -> torch.Tensor:
 
 
 def term_matrix(term: DistanceTerm, heads: int, length: int) -> torch.Tensor:
-    """What the term adds to a score of zero: (H, T, T)."""
+    """Bias matrix of the term: (H, T, T)."""
     h = torch.arange(heads)[:, None, None]
     q, k = torch.arange(length)[:, None], torch.arange(length)
     return term.score()(torch.zeros(1, heads, length, length), torch.zeros(1).long(), h, q, k)[0]

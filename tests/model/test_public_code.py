@@ -50,7 +50,7 @@ def attention_of(**model: Any) -> Attention:
 
 
 def read() -> Tensor:
-    """What a layer reads, (2, T, E)."""
+    """Random input of a layer: (2, T, E)."""
     return torch.randn(2, T, E, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
 
 
@@ -120,7 +120,7 @@ def test_forgetting_equals_its_authors_code(weights: bool | str | None) -> None:
 
 
 def group_norm(x_BHTD: Tensor, weight: Tensor) -> Tensor:
-    """Of channels side by side, a group for each head: as many weights as channels, or one head's for all."""
+    """RMS norm of each head's channels; `weight` has an entry per channel, or those of one head, shared by all."""
     per_head = weight.view(-1, D).repeat_interleave(H * D // len(weight), 0)
     return rms_norm(x_BHTD.transpose(1, 2), per_head).transpose(1, 2)
 

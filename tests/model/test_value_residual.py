@@ -23,7 +23,7 @@ def tokens(length: int = 12) -> Tensor:
 
 
 def values(transformer: Transformer) -> list[tuple[Tensor, Tensor]]:
-    """Of every layer: the values that its own projection and gate give, and those that its core attends to."""
+    """For each layer, the values from its own projection and gate, and the values that its core attends to."""
     seen: list[tuple[Tensor, Tensor]] = []
     own: list[Tensor] = []
     for block in transformer.blocks:

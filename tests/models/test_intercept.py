@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[[], tuple[Any, torch.Tensor]]] = {"own": own, "llama"
 
 
 def keys_seen(adapter: Adapter, tokens: torch.Tensor, edits: list[Any], watch_first: bool) -> torch.Tensor:
-    """How many queries see each key in the calls that an observer is shown, (layers, S)."""
+    """Number of queries that see each key, in the observed calls: (layers, S)."""
     seen: list[torch.Tensor] = []
 
     def observe(layer: LayerCall) -> None:

@@ -22,7 +22,7 @@ def made(monkeypatch, tmp_path):
 
 
 def bundled_anew():
-    """As in a process that has not asked yet."""
+    """Vega bundle without the cache of this process."""
     return page.vega_bundle.__wrapped__()
 
 

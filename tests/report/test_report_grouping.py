@@ -15,7 +15,7 @@ RESOLVED = ["model.vocab_size=1024"]
 """Keys that a run sets."""
 
 CHANGED = ["model.layers=2", "model.width=32", "model.heads=2", "model.ffn_width=32"]
-"""As many changes as the name of a cell has room for."""
+"""The maximum number of changes in the name of a cell."""
 
 
 def changes(recipe: Recipe, base: str) -> list[str] | None:

@@ -17,7 +17,7 @@ Choice = dict[str, Any]
 
 
 def declared(choice: ChoiceName) -> dict[str, Choice]:
-    """What the kinds of a choice declare to be their examples."""
+    """Declared examples of the kinds of a choice, by name."""
     return {name: dict(example.values) for name, example in examples_of(choice).items()}
 
 
@@ -110,7 +110,7 @@ def core_of(
 
 
 def legal(operation: str, bias: str, mask: str, softcap: float | None, position: str) -> bool:
-    """Whether the recipe takes the combination."""
+    """Return True if the config accepts the combination."""
     try:
         config_of(operation, bias, mask, softcap).check_fit(D, position != "none")
     except ValueError:
@@ -141,7 +141,7 @@ def log_kept() -> Tensor:
 
 
 def arguments(core: AttentionCore) -> tuple[Tensor | None, ...]:
-    """What the core takes besides q, k and v."""
+    """Arguments of the core after q, k and v."""
     given = documents() if core.by_document else None
     gated = core.operation.forgets or core.operation.weighs
     return (given, log_kept()) if gated else () if given is None else (given,)

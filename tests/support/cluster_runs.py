@@ -15,7 +15,7 @@ EVAL_EVERY = 100
 
 
 def six_runs(sweep: Path) -> list[PlannedRun]:
-    """Of one recipe, by their seeds; the text lies beside the sweep."""
+    """Six seeds of one recipe; the text is a file beside the sweep."""
     text = sweep.with_suffix(".jsonl")
     text.write_text(
         "\n".join(f'{{"text": "sheep {i} jumps {i * i * 7} fences and {i * i} more"}}' for i in range(2000))
@@ -45,28 +45,28 @@ def _run(sweep: Path, text: Path, seed: int) -> PlannedRun:
 
 
 class Disturbance:
-    """Does something to runs while they are trained.
+    """Observer that disturbs runs during training.
 
     Args:
-        deeds: by the name of a run, what is done once it is on its way and has saved.
+        deeds: action by name of the run, called once after its first checkpoint.
     """
 
     def __init__(self, deeds: dict[str, Callable[[], None]]) -> None:
         self._deeds = dict(deeds)
 
     def watch(self, event: Event) -> None:
-        """To be told of every event."""
+        """Observe the events of all runs."""
         if event.kind == "row" and 2 * EVAL_EVERY <= event.step < STEPS and event.run in self._deeds:
             self._deeds.pop(event.run)()
 
     @property
     def is_done(self) -> bool:
-        """Whether everything was done in time."""
+        """True if every disturbance was triggered."""
         return not self._deeds
 
 
 def train_disturbed(runs: list[PlannedRun], engine: Engine, deeds: dict[str, Callable[[], None]]) -> None:
-    """Train all runs while things happen to some; all end as done, and say so in their records."""
+    """Train all runs with disturbances; check that all are done, also in their records."""
     disturbance = Disturbance(deeds)
     ended = train_all(runs, engine, disturbance.watch)
     assert {name: event.kind for name, event in ended.items()} == {run.name: "done" for run in runs}
@@ -78,7 +78,7 @@ def train_disturbed(runs: list[PlannedRun], engine: Engine, deeds: dict[str, Cal
 
 
 class Diary:
-    """What was done with a run, wherever it was (`HASH.log` of the engine's folder)."""
+    """Log of a run's processes on all machines (`HASH.log` in the engine's folder)."""
 
     def __init__(self, folder: Path, run: PlannedRun) -> None:
         self.lines = (folder / f"{run.hash}.log").read_text(encoding="utf-8").splitlines()
@@ -98,10 +98,10 @@ class Diary:
 
     @property
     def completions(self) -> int:
-        """How many processes have trained it to its last step."""
+        """Number of processes that reached the last step."""
         return self._steps("row").count(STEPS)
 
     @property
     def stopped_at(self) -> list[int]:
-        """Where processes were asked to save, and did."""
+        """Steps at which a process was stopped and saved a checkpoint."""
         return self._steps("stopped")

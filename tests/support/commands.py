@@ -47,7 +47,7 @@ class Kill:
     time: int | None = None
 
     def is_due(self, calls: Sequence[int]) -> bool:
-        """Whether the moment has come, after so many calls within the part, each time that it was entered."""
+        """Return True if the process is to be killed, for the number of function calls in each entry into the part."""
         if self.time is None:
             return sum(calls) >= self.call
         return len(calls) >= self.time and calls[self.time - 1] >= self.call
@@ -92,7 +92,7 @@ class Command:
         return self.log.read_text(encoding="utf-8")
 
     def calls(self) -> dict[Part, list[int]]:
-        """How many function calls were made within each part, each time that it was entered, after the end."""
+        """Number of function calls in each part, for each entry; available after the command has ended."""
         return json.loads(self.log.with_suffix(".calls").read_text())
 
 

@@ -22,7 +22,7 @@ class Captured:
 
 @torch.no_grad()
 def captured(model: Any, tokens: Tensor) -> Captured:
-    """What a Hugging Face model hands to its attention function."""
+    """Queries, keys and values that a Hugging Face model passes to its attention function."""
     found = Captured()
 
     def capture(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
@@ -60,7 +60,7 @@ def stream_of(model: Any, tokens: Tensor, blocks: Any) -> Tensor:
 
 
 class Read(NamedTuple):
-    """What a family's own code computes, float64.
+    """Tensors of a family's own eager forward pass, float64.
 
     Attributes:
         attention: the matrices (N, L, H, T, T).
@@ -108,7 +108,7 @@ def by_distance(A: Tensor) -> list[float]:
 
 
 def by_query(A: Tensor) -> tuple[list[float], list[float]]:
-    """Of the first key, and of an average other key."""
+    """Attention to the first key, and mean attention to another key, by range of queries."""
     T = len(A)
     first: dict[int, list[float]] = {}
     rest: dict[int, list[float]] = {}

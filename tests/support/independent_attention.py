@@ -18,7 +18,7 @@ Config = dict[str, Any]
 def attention(
     model: Config, own: Weights, layer: int, x: Tensor, times: Tensor, visible: Tensor, first_values: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """What one attention adds to the stream, and A of every head (B, H, L, S); layer 1 leaves its values."""
+    """Output of one attention layer, and A of every head (B, H, L, S); layer 1 appends its values to `first_values`."""
     H, G = model["heads"], model["kv_heads"] or model["heads"]
     d = model["width"] // H
     operation, bias, gate = model["attention"]["operation"], model["attention"]["bias"], model["gate"]["kind"]
@@ -86,7 +86,7 @@ def attention(
 
 
 def own_value_alone(operation: Config, bias: Config) -> bool:
-    """Whether the output of a token that sees itself alone is a multiple of its value: the page says what is not."""
+    """Return True if the output of a query that sees only itself is a multiple of its value (docs/interventions.md)."""
     value = bias.get("value") if bias["kind"] == "k" else None
     valued = bias["kind"] in ("kv", "v") or (isinstance(value, dict) and value["norm"] != 0)
     return not valued and operation["kind"] != "differential" and operation.get("rest") != "learned"

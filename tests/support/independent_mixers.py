@@ -11,7 +11,7 @@ def has_attention(model: Config, layer: int) -> bool:
 
 
 def gated_delta(model: Config, own: Weights, x: Tensor) -> Tensor:
-    """What a linear layer adds to the stream, of what it reads (B, L, E)."""
+    """Output of a linear layer for the input x (B, L, E)."""
     mixer, L = model["mixer"], x.shape[1]
     H = mixer["heads"] or model["heads"]
     G = mixer["key_heads"] or H

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Result(NamedTuple):
-    """What a model says of some tokens; the last four by layer that has attention."""
+    """Outputs of a model; the last four are lists over the attention layers."""
 
     logits: Tensor
     """(B, T, V)."""
@@ -63,7 +63,7 @@ def of_layer(model: Config, layer: int) -> Config:
 
 
 def run(model: Config, weights: Weights, tokens: Tensor) -> Result:
-    """All that is compared, of tokens (B, T)."""
+    """Run the model on tokens (B, T)."""
     stream = weights["embedding.weight"][tokens]
     if model["embedding"] == "projected":
         stream = stream @ weights["embedding_map.weight"].T

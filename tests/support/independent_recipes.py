@@ -106,7 +106,7 @@ def random_recipe(seed: int, pattern: bool = False) -> Recipe:
 
 
 def covering_cells() -> dict[str, Cell]:
-    """What the issue asks to be included for certain, by a name for it."""
+    """Required combinations of interventions, by name."""
     cells = [
         *({"operation": o, "position": {"kind": "rotary"}, "bias": b}
           for o in OPERATIONS + KERNELS for b in ({"kind": "none"}, {"kind": "k"}, VALUED_KEY, {"kind": "sink_token"})),

@@ -19,7 +19,7 @@ def reference_model(folder: Path, gguf: str | None = None) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def log_likelihood(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[float, bool]:
-    """Of the tokens of the whole text from the first that the context alone has not; and if each is likeliest."""
+    """Log-likelihood of the tokens after those shared with the context alone, and True if each is the most likely."""
     whole, alone = tokenizer(f"{context}{continuation}")["input_ids"], tokenizer(context)["input_ids"]
     before = 0
     while before < len(alone) and alone[before] == whole[before]:
@@ -34,5 +34,5 @@ def log_likelihood(model: Any, tokenizer: Any, context: str, continuation: str) 
 
 
 def hellaswag_answers(model: Any, tokenizer: Any, item: dict[str, Any]) -> list[tuple[float, bool]]:
-    """Of every ending of an item, a space before it."""
+    """Log-likelihood of each ending of an item, preceded by a space."""
     return [log_likelihood(model, tokenizer, item["query"], f" {ending}") for ending in item["endings"]]

@@ -19,7 +19,7 @@ Policy = Callable[["HeadCache", int], list[int]]  # (cache, the query that comes
 
 @dataclass
 class HeadCache:
-    """What one key head of one layer holds, by position in the text."""
+    """KV cache of one KV head, by position in the text."""
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -70,7 +70,7 @@ def rotated(x_D: Tensor, position: int, theta: float = 10000.0) -> Tensor:
 
 
 def weights(kind: str, logits: list[float], bias: float | None) -> list[float]:
-    """Of the keys, and of the bias behind them where there is one, by the formula of each operation."""
+    """Attention weights of the keys and of the bias, if any, as the last, by the formula of each operation."""
     z = [*logits, bias] if bias is not None else logits
     if kind == "sigmoid":
         return [1 / (1 + math.exp(-x)) for x in z]

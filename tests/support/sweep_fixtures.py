@@ -281,7 +281,7 @@ def numbers(rows: list[dict[str, object]]) -> dict[str, float]:
 def many_experiments(
     experiments: int = 60, cells_each: int = 5
 ) -> tuple[dict[str, ExperimentSummary], dict[str, MadeCell]]:
-    """As many experiments as the paper and what came after it might have, each with cells of its own."""
+    """Summaries of many experiments, each with its own cells."""
     generator = np.random.default_rng(0)
     cells: dict[str, MadeCell] = {}
     made: dict[str, ExperimentSummary] = {}

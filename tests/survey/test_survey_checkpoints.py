@@ -32,7 +32,7 @@ STEPS = (100, 20, 3000)
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a Trainer leaves: a model that grew, folders of its checkpoints, and other things."""
+    """Output folder of a Hugging Face Trainer: checkpoints with growing weights, and other files."""
     folder = tmp_path_factory.mktemp("checkpoints") / "growing"
     first = tiny_model(folder / "first", "neox")
     model = hf.AutoModelForCausalLM.from_pretrained(first)

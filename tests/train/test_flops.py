@@ -25,7 +25,7 @@ def recipe(**model: object) -> Recipe:
 
 
 def counted(wanted: Recipe, length: int) -> int:
-    """What PyTorch counts of a forward and backward pass over one sequence."""
+    """PyTorch's FLOP count of a forward and backward pass over one sequence."""
     model = Transformer(wanted.model)
     with FlopCounterMode(display=False) as counter:
         model.loss(torch.randint(97, (1, length + 1))).backward()

@@ -154,7 +154,7 @@ def stop_at(world: World, args: list[str], step: int) -> None:
 
 
 def trainer_of(world: World, args: list[str]) -> Trainer:
-    """What `sinklab train` makes of its arguments."""
+    """Trainer of the run that `sinklab train` starts with these arguments."""
     values = yaml.safe_load(Path(args[1]).read_text())
     overlays = [parse_override(value) for option, value in pairwise(args) if option == "--set"]
     recipe = build_recipe(values, *overlays)

@@ -54,7 +54,7 @@ def written(name: str, tokens: Path, folder: Path) -> Path:
 
 
 def losses(name: str, tokens: Path, folder: Path) -> Tensor:
-    """Of every update of the undisturbed run, in nats per token; attention is in blocks, which round alike for all."""
+    """Loss of each update of an uninterrupted run, nats per token, with chunked attention for all variants."""
     recipe = load_recipe(str(written(name, tokens, folder)), ["model.attention.backend=chunked"])
     trainer = Trainer(open_run(recipe, TokenDataset(tokens), folder / "run"))
     return torch.tensor([trainer._update() for _ in range(recipe.train.steps)], dtype=torch.float64)
@@ -73,7 +73,7 @@ def test_the_killed_run_differs_from_softmax(name: str, tokens: Path, of_softmax
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether the checksums of a checkpoint are there and right."""
+    """Return True if the checkpoint has SHA256SUMS and all checksums match."""
     sums = checkpoint / "SHA256SUMS"
     lines = sums.read_text().splitlines() if sums.exists() else []
     return bool(lines) and all(sha256_of(checkpoint / line.split()[1]) == line.split()[0] for line in lines)

@@ -70,7 +70,7 @@ def lose_the_end(run: Path) -> None:
 
 
 def events(run: Path) -> Any:
-    """What TensorBoard reads in the run."""
+    """Event accumulator of the run's TensorBoard log."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0})

@@ -52,7 +52,7 @@ def folder(run: Run) -> Run:
 
 
 def tunings() -> dict[Path, int]:
-    """When the result of each was written."""
+    """Modification time of each sft.json in ns."""
     return {path: os.stat(path).st_mtime_ns for path in Path("runs/tiny").glob("*-sft/sft.json")}
 
 
