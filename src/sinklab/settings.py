@@ -85,6 +85,11 @@ def option_name(settings: type[CommandSettings], field: str) -> str:
     return flag_of(settings, field).name or f"--{off}{field.replace('_', '-')}"
 
 
+def split_names(given: object) -> object:
+    """Split a comma-separated text into a tuple of names; other values, for pydantic to validate, are unchanged."""
+    return tuple(name.strip() for name in given.split(",")) if isinstance(given, str) else given
+
+
 SequenceCount = Annotated[int, Field(ge=1, le=MOST, description="Number of sequences.")]
 SequenceLength = Annotated[int, Field(ge=2, le=MOST, description="Tokens per sequence, BOS included.")]
 Seed = Annotated[int, Field(ge=0, le=LARGEST)]

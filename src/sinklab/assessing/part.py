@@ -242,9 +242,9 @@ class AssessPart(ReadDocument, ABC):
         """Iterate over the scalar results declared in `numbers`, as pairs of name (with N filled in) and value."""
         return ((name, row.added) for row in self.rows() if row.added is not None for name in row.numbers)
 
-    def figure(self) -> PartFigure | None:
-        """Return the part's figure in the report; None for no figure."""
-        return None
+    @abstractmethod
+    def figure(self) -> PartFigure:
+        """Return the part's figure in the report."""
 
     def row(self, what: str, effect: Effect, more: str = "", **shown: Any) -> PartRow:
         """Return the row of an intervention; `shown` contains further fields of `PartRow`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from sinklab.errors import InputError
-from sinklab.settings import ADVANCED, INPUT, MEASURED, MOST, CommandSettings, Flag, Seed, Several
+from sinklab.settings import ADVANCED, INPUT, MEASURED, MOST, CommandSettings, Flag, Seed, Several, split_names
 
 if TYPE_CHECKING:
     from sinklab.opening import Model
@@ -46,9 +46,7 @@ QUICK = DefaultSizes(2**8, 2**9, 2**10, (0, 4))
 
 def _names(given: object) -> object:
     """Split a comma-separated list of part names into a tuple, which is empty for `all`."""
-    if not isinstance(given, str):
-        return given
-    return () if given == "all" else tuple(name.strip() for name in given.split(","))
+    return () if given == "all" else split_names(given)
 
 
 class AssessOptions(CommandSettings, frozen=True):

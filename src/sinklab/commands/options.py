@@ -94,8 +94,8 @@ class ReproduceSettings(CommandSettings, frozen=True):
     )
     data: Path | None = Field(
         default=None,
-        description="HellaSwag file, for experiments that evaluate existing models on it; or .jsonl file of "
-        "conversations, for experiments that fine-tune (figure_30).",
+        description="File with the items of the downstream task, for experiments that evaluate existing models "
+        "(figure_10, on HellaSwag); or .jsonl file of conversations, for experiments that fine-tune (figure_30).",
     )
     trust_remote_code: Annotated[bool, Flag(panel=ADVANCED)] = Field(
         default=False, description="Run code from the model's repository."

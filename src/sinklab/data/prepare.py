@@ -96,18 +96,18 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
     return prepare_settings(settings, _in_cache(settings, cache), progress)
 
 
-def find_prepared(config: DataConfig, cache: Path | None = None) -> TokenDataset | None:
+def find_prepared(config: DataConfig) -> TokenDataset | None:
     """Open the token shards of a recipe's data if they are already prepared, else return None; nothing is written.
 
     Args:
-        config, cache: see `prepared`.
+        config: see `prepared`.
 
     Raises:
         InputError, SinklabError: see `TokenDataset`; InputError also if the source does not exist.
     """
     folder = expanded(config.source)
     if not is_prepared(folder):
-        folder = _in_cache(_settings(config), cache)
+        folder = _in_cache(_settings(config))
     return TokenDataset(folder) if is_prepared(folder) else None
 
 
@@ -135,7 +135,7 @@ def _settings(config: DataConfig) -> Settings:
     )
 
 
-def _in_cache(settings: Settings, cache: Path | None) -> Path:
+def _in_cache(settings: Settings, cache: Path | None = None) -> Path:
     key = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:20]
     return (cache or cache_folder()) / "data" / key
 

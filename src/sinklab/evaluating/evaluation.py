@@ -8,13 +8,9 @@ from pydantic import BeforeValidator, Field
 from sinklab.errors import InputError
 from sinklab.files import parse_json
 from sinklab.schema import ReadDocument, VersionedDocument
-from sinklab.settings import ADVANCED, INPUT, MOST, CommandSettings, Flag, Seed, Several
+from sinklab.settings import ADVANCED, INPUT, MOST, CommandSettings, Flag, Seed, Several, split_names
 
 EVALUATION = "evaluation.json"
-
-
-def _names(given: object) -> object:
-    return tuple(name.strip() for name in given.split(",")) if isinstance(given, str) else given
 
 
 class TaskRequest(CommandSettings, frozen=True):
@@ -22,7 +18,7 @@ class TaskRequest(CommandSettings, frozen=True):
 
     panel = INPUT
 
-    tasks: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, metavar="NAMES")] = Field(
+    tasks: Annotated[Several[str], BeforeValidator(split_names), Flag(text=str, metavar="NAMES")] = Field(
         min_length=1, description="lm-eval tasks, comma-separated: hellaswag, arc_easy, ..."
     )
     limit: int | None = Field(
@@ -30,7 +26,8 @@ class TaskRequest(CommandSettings, frozen=True):
     )
     data: Path | None = Field(
         default=None,
-        description="File of HellaSwag items, .jsonl or .jsonl.gz; default: in SINKLAB_DATA/eval, else from the hub.",
+        description="File with the items of a multiple-choice task that can be read from a file (hellaswag), .jsonl or "
+        ".jsonl.gz; default: in SINKLAB_DATA/eval, else from the hub.",
     )
     text: Path | None = Field(
         default=None, description="Text for the sink metric: .txt, .jsonl or a folder; default: the task's items."

@@ -146,8 +146,7 @@ def measure_experiment(
         loading: options for loading the models.
         out: directory for the measurements and summary.json; a repeated call runs only missing measurements.
         observe: callback for progress and results.
-        data: file with the items of HellaSwag, for experiments with HellaSwag as a downstream task; default: see
-            `chosen_tasks`.
+        data: file with the items of the downstream task, for experiments that have one; default: see `chosen_tasks`.
 
     Raises:
         InputError: before any measurement, see `with_models`, `subjects_of`, `passes_of` and `chosen_task`; also if

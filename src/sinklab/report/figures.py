@@ -282,8 +282,7 @@ def assessment_figures(data: ReportData) -> list[Figure]:
         if (figure := _answers(one, of, number)) is not None:
             found.append(figure)
         for name, part in one.results.items():
-            if (figure := part.figure()) is None:
-                continue
+            figure = part.figure()
             order = figure.series or list(dict.fromkeys(str(row[figure.colour]) for row in figure.rows))
             axes = (figure.rows, figure.x, figure.y, figure.colour, order)
             more: Any = {"reference": figure.reference, "tips": figure.tooltip}

@@ -143,8 +143,7 @@ class Speedometer:
         self._flops_per_token = model_flops(recipe.model).total / recipe.model.context
         peak = recipe.train.peak_flops or peak_flops(device)
         self._peak = None if peak is None else peak * processes
-        self._seconds, self._running_since = 0.0, time.perf_counter()
-        self._step = self._waited = 0.0
+        self.begin(0, 0.0)
 
     def begin(self, step: int, waited: float) -> None:
         """Start the timer at `step`; `waited` is the total time spent waiting for batches so far, seconds."""

@@ -63,6 +63,10 @@ class BlockWrites(ReadDocument):
     attention: float
     feed_forward: float
 
+    def by_sublayer(self) -> list[tuple[Sublayer, float]]:
+        """Return the additions as pairs of sublayer and addition."""
+        return [("attention", self.attention), ("feed-forward", self.feed_forward)]
+
 
 class NeuronWrites(ReadDocument):
     """Addition of one neuron of the feed-forward layer to channel c at the first position, mean over sequences.
@@ -201,7 +205,7 @@ class Writer(AssessPart):
             [
                 {"series": series, "x": one.layer, "y": adds}
                 for one in self.blocks
-                for series, adds in (("attention", one.attention), ("feed-forward", one.feed_forward))
+                for series, adds in one.by_sublayer()
             ],
             PlotAxis("Block", "x", "block"),
             PlotAxis(f"Added to channel {self.channel}", "y", "added"),
@@ -321,14 +325,9 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
         whole, before = float(x_ME[layer, channel]), float(x_ME[layer - 1, channel])
         blocks.append(BlockWrites(layer=layer, attention=without - before, feed_forward=whole - without))
     sign = 1 if value > 0 else -1
-    additions: list[tuple[float, int, Sublayer]] = [
-        (sign * one.attention, one.layer, "attention") for one in blocks[:block]
-    ]
-    parts_add: list[tuple[float, int, Sublayer]] = [
-        (sign * one.feed_forward, one.layer, "feed-forward") for one in blocks[:block]
-    ]
-    _, layer, sublayer = max(additions + parts_add)
-    added, ffn_layer, _ = max(parts_add)
+    additions = [(sign * adds, one.layer, name) for one in blocks[:block] for name, adds in one.by_sublayer()]
+    _, layer, sublayer = max(additions)
+    added, ffn_layer, _ = max(one for one in additions if one[-1] == "feed-forward")
     part = parts[ffn_layer - 1]
     maps, out_E = down_maps(adapter, part, tokens_N1, channel)
     if not maps or not out_E[channel]:

@@ -97,7 +97,7 @@ def _readable(path: Path) -> Iterator[TextIO]:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
 
 
-def row_text(row: Any, where: str, render: Render = plain_conversation) -> str:
+def row_text(row: Any, where: str, render: Render) -> str:
     """Return the text of a row of a .jsonl file or dataset: its `text`, or its rendered `messages`.
 
     Raises:
