@@ -105,7 +105,7 @@ class Model:
         return vocabulary_digest(backend.get_vocab(with_added_tokens=False) if backend else self.tokenizer.get_vocab())
 
     def conversations(self, keep_bos: bool) -> Conversations:
-        """Return the renderer of conversations: the model's chat template, else lines `role: content`.
+        """Return a renderer that applies the model's chat template, or writes lines `role: content` if it has none.
 
         Args:
             keep_bos: keep the BOS that the template writes.

@@ -166,7 +166,7 @@ def unpadded_importance(sums_BHS: Tensor, length: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the number of queries that may see each position, on the device and on the CPU.
+    """Count the queries that can attend to each position; return the counts on the device, and a copy on the CPU.
 
     The result is cached, so that the device is synchronised only once per mask.
     """

@@ -41,10 +41,10 @@ class Mask(ABC):
 
     @property
     def running_sum(self) -> tuple[int, int] | None:
-        """Numbers (leading, shared) that describe the mask for running sums in linear attention; None for other masks.
+        """Numbers (leading, shared) if linear attention can use running sums under this mask; otherwise None.
 
-        Every query sees its own key and all earlier keys. Queries from position `leading` on also see all keys before
-        position `shared`, which is 0 for a causal mask.
+        Under such a mask, every query sees its own key and all earlier keys. Queries from position `leading` on also
+        see all keys before position `shared`, which is 0 for a causal mask.
         """
         return None
 

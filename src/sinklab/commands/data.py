@@ -30,7 +30,9 @@ class PrepareSettings(CommandSettings, frozen=True):
 
     panel = INPUT
 
-    tokenizer: str = Field(description="Hugging Face name or path, train:SIZE, or words for synthetic:NAME.")
+    tokenizer: str = Field(
+        description="Hugging Face name or path, train:SIZE (BPE trained on the text), or `words` (of synthetic:NAME)."
+    )
     valid_fraction: float = Field(
         default=0.02, gt=0, le=0.5, description="Fraction of the documents held out for validation, at most 0.5."
     )

@@ -321,7 +321,10 @@ def _taken(streams: list[Stream], tokens: list[int | None], rates: list[float], 
     ends = [math.inf if count is None else count / weight for count, weight in zip(tokens, weights, strict=True)]
 
     def reached(limit: int, costs: list[float]) -> float:
-        """Return the x at which sum(cost * weight * min(x, end)) is the limit; infinite if it is never reached."""
+        """Return the tokens per unit of weight, x, at which `limit` is reached; infinite if it is never reached.
+
+        The limit is reached when sum(cost * weight * min(x, end)) equals it, where end = tokens / weight of a stream.
+        """
         at, left = 0.0, float(limit)
         for end in sorted(ends):
             slope = sum(cost * weight for cost, weight, own in zip(costs, weights, ends, strict=True) if own >= end)

@@ -78,8 +78,9 @@ class AnsweringModel(HFLM):
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokenize prompt and continuation as one text, and split its tokens into the two parts.
 
-        The first part contains the leading tokens that the prompt alone also has. lm-eval splits after as many tokens
-        as the prompt alone has, and loses words of the continuation if a token spans the boundary.
+        The first part is the longest common prefix of the tokens of the text and of the prompt alone, at least one
+        token. lm-eval splits after as many tokens as the prompt alone has, and loses the start of the continuation if
+        a token spans the boundary.
         """
         before, after = super()._encode_pair(context, continuation)
         whole = self.tok_encode(context + continuation)

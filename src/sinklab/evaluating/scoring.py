@@ -30,19 +30,19 @@ EPS, SEQUENCES, LENGTH = 0.3, 100, 64
 def score_task(
     model: Model, chosen: ChosenTask, request: TaskRequest, answers: LineLedger, progress: StepProgress
 ) -> tuple[TaskScores, list[ItemRecord]]:
-    """Evaluate a model on a task, and measure its sink on natural text.
+    """Evaluate a model on a task, and measure its sink on `request.text`, by default on the items of the task.
 
     Items with an answer that does not fit in the model's context are left out.
 
     Args:
-        answers: ledger of the model's answers; saved answers are reused.
+        answers: the model's saved answers, which are reused; new answers are added.
         progress: progress of the step, in requests.
 
     Returns:
         The scores, and the record of each scored item in the order of the task.
 
     Raises:
-        InputError: if no item fits in the context, or the text for the sink is unusable.
+        InputError: if no item fits in the context, or `request.text` is unusable.
         SinklabError: if lm-eval cannot evaluate the model on the task, the sink cannot be measured, or answers cannot
             be saved.
     """

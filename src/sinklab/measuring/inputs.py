@@ -255,7 +255,7 @@ def _check_shape(sequences: int, length: int, prefix: int = 0) -> None:
     if sequences < 1:
         raise InputError(f"--sequences {sequences}: use at least 1")
     if length <= prefix:
-        raise InputError(f"--length {length}: use at least {prefix + 1} (including {prefix} special tokens)")
+        raise InputError(f"--length {length}: use at least {prefix + 1} (number of special tokens: {prefix})")
 
 
 def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:

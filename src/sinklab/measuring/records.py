@@ -25,22 +25,21 @@ from sinklab.models.native import NativeAdapter
 class LayerRecord:
     """Importance and norms of one attention layer; index 0 of axis T is the first real token of each sequence.
 
-    To record another quantity, add a tensor field. `combined` and `Accumulator` handle all tensor fields alike. If the
-    name of a field ends in T, its last axis is the position, and values past the end of a sequence must be 0.
+    To record another quantity, add a tensor field; `combined` and `Accumulator` then include it. If the name of a field
+    ends in T, its last axis is the position, and values past the end of a sequence must be 0.
 
     Attributes:
         importance_BHT: importance alpha of each key, float32 (float64 for a float64 model); 0 past the sequence end.
         key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over KV heads.
-        bias_BH: mean attention to everything that is not a token of the sequence, summed: an added bias, a sink logit,
-            the attention left over by stick-breaking, and a sink token or registers. None if the layer has none of
-            these.
+        bias_BH: attention to everything outside the sequence, mean over queries and summed over an added bias, a sink
+            logit, the remainder of stick-breaking, and a sink token or registers. None if the layer has none of these.
         visible_BHT: mean attention to each key over the queries that may see it; None if these are the queries t >= k
             for every key k, so that it equals alpha.
         row_sums_BH: sum of the raw scores of a row, mean over real queries; None if rows sum to one.
         registers_BHN: alpha of each register; None if there are fewer than two.
         window_start_BH: attention of a query to the first key of its sliding window, mean over the queries whose window
             no longer contains position 1. None if there are no such queries, if learned tokens precede the sequence,
-            and in the records of huggingface/.
+            and for Hugging Face models.
         view: how the mask differs from the causal mask; None if `visible_BHT` is None.
         prefixes: alpha (B, H, length) of the sequences truncated to each requested length, in the order of the lengths.
     """

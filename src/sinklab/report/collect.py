@@ -285,7 +285,8 @@ class ListedRun:
 def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
     """List the runs in and below `folders`, sorted by path within each folder.
 
-    A run is a directory with recipe.yaml and env.json. A run whose files cannot be read is listed as damaged.
+    A run is a directory with recipe.yaml and env.json. It is listed as damaged if recipe or metrics cannot be read, or
+    the recipe has no train.steps.
 
     Raises:
         InputError: if a path is not a directory, a folder cannot be read, or there is no run.

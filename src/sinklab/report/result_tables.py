@@ -318,7 +318,11 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
 
 
 def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
-    """Make a table of the loss that each change adds, by question of the assessment; `of` is appended to the title."""
+    """Make a table of the loss added by the interventions that answer the questions of the assessment.
+
+    Args:
+        of: appended to the title.
+    """
     columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]
     rows: list[list[Value]] = []
     before = None

@@ -55,9 +55,11 @@ class TuneEvaluation(ReadDocument):
         train_loss: mean loss over the updates since the previous evaluation; None without such updates.
         valid_loss: loss on the held-out conversations.
         sink_rate: Sink_k in percent of (sequence, layer, head) triples, for positions k = 1, 2, ...
-        sink_rate_bias: sink rate of a bias, sink logit or sink token in percent; None without one.
+        sink_rate_bias: sink rate in percent of an added bias, sink logit, remainder of stick-breaking, sink token or
+            registers; None if the model has none of these.
         hidden_norm_ratio: |h_1| over the mean |h_t| of the other positions, before the first block and after every
-            block; infinite (null in the file) if the norms of the other positions are 0.
+            block; infinite (null in the file) if the norms of the other positions are 0. None if the blocks of the
+            model are not found.
         lr, grad_norm: learning rate and gradient norm (before clipping) of the last update; None at step 0.
         grad_norm_max: largest gradient norm since the previous evaluation; None without updates.
     """

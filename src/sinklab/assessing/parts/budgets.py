@@ -160,7 +160,7 @@ class Budgets(AssessPart):
 
 @dataclass(frozen=True)
 class RestrictedHeads:
-    """Attention edit that restricts KV heads to the first n keys and the latest C - n keys."""
+    """Attention edit that restricts KV heads to the first `first` and the most recent `size - first` keys."""
 
     size: int
     first: int

@@ -19,7 +19,7 @@ from sinklab.schema import Example
 
 
 class Lambda(nn.Module):
-    """Weight lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init of a layer, and the norm of its heads' outputs.
+    """Weight of the second softmax, lambda = exp(l_q1.l_k1) - exp(l_q2.l_k2) + lambda_init, and RMSNorm of the output.
 
     Calling the module returns lambda, a scalar.
 

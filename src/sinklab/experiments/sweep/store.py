@@ -329,7 +329,9 @@ class TuningRequest:
 
 
 def tuning_requests(manifests: Iterable[SweepManifest], out: Path) -> list[TuningRequest]:
-    """Find the finished runs in and below a directory that the experiments fine-tune, including those already tuned.
+    """Return a request for each finished run in and below `out` whose experiment fine-tunes its runs.
+
+    Runs that are already tuned are included.
 
     Raises:
         InputError: if a record cannot be read or is damaged.

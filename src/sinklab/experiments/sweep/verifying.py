@@ -198,8 +198,8 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     dataset = prepared(recipe.data)
     if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
         raise InputError(
-            f"its text, {recipe.data.source}, differs on this machine, or its recipe was changed (trained with Python "
-            f"{before.get('python')}): the run cannot be trained again here"
+            f"the run cannot be trained again here: its text, {recipe.data.source}, or its recipe is not the one with "
+            f"which it was trained, under Python {before.get('python')}"
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(before.get("threads") or threads)

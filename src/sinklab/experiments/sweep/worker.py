@@ -178,7 +178,7 @@ class _PeakMemory:
 def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakMemory) -> None:
     """Write record.json of a finished or diverged run, whose lock the trainer holds.
 
-    The kurtosis of a finished run is measured first. All processes call this function.
+    For a finished run, the kurtosis of the hidden states is measured first. All processes call this function.
 
     Raises:
         StoppedError: if a stop was requested before the record was complete; a later call writes it.

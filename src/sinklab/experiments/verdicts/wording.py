@@ -35,7 +35,7 @@ def each_seed(cell: str, values: Iterable[float], of: Quantity) -> str:
 
 
 def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what: str = "") -> str:
-    """Return a sentence with median, minimum and maximum of differences over seeds (`middle_and_ends`).
+    """Return a sentence with the median difference over seeds and its range (`middle_and_ends`), if there are several.
 
     Example: `The median difference at the same seed is -26.7 points [-39.7, -15.7].`
 
