@@ -81,6 +81,10 @@ class LayerCall:
             out = out + self.call.value_HV[:, None].to(out.dtype)
         return out
 
+    def own_output(self) -> Tensor:
+        """Compute the attention output, (B, H, T, V), as the model does: by `library` if there is one."""
+        return self.output() if self.library is None else self.library.output()
+
     def changed(self, **call: Any) -> "LayerCall":
         """Return a copy with these fields of `call` replaced and `library` None, as it computes the unedited call."""
         return replace(self, call=replace(self.call, **call), library=None)

@@ -76,10 +76,8 @@ class _Handler:
             backend, out = "compute", compute(layer)
         elif out is not None:
             backend = "one pass"
-        elif layer.library is not None:
-            backend, out = layer.library.name, layer.library.output()
         else:
-            backend, out = "operation", layer.output()
+            backend, out = "operation" if layer.library is None else layer.library.name, layer.own_output()
         for use in self.uses:
             use.backends.add(backend)
         return out

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sinklab.models.families import FFN_WIDTHS, first_named
+from sinklab.models.families import FFN_WIDTHS, first_named, text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -66,7 +66,7 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
         padded: whether the sequences have padding.
         logits: whether the model always computes the logits of all positions.
     """
-    text = config.get_text_config(decoder=True)
+    text = text_config(config)
     width, heads = text.hidden_size, text.num_attention_heads
     ffn_width = first_named(text, FFN_WIDTHS) or 4 * width
     ffn_width = max(ffn_width) if isinstance(ffn_width, Sequence) else ffn_width

@@ -13,6 +13,7 @@ from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
 from sinklab.measuring.inputs import natural_text, with_prefix
+from sinklab.models.families import text_config
 from sinklab.models.huggingface.anatomy import quantisation
 from sinklab.models.huggingface.loading import DEVICE_MAP, Loading
 from sinklab.opening import Model, open_model
@@ -71,7 +72,7 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
         raise InputError(f"--chat-template {sources.template} cannot be read: {error}") from error
     opened = open_trainable(model, loading)
     template = ChatTemplate(opened.tokenizer, given)
-    config = cast("PreTrainedModel", opened.module).config.get_text_config(decoder=True)
+    config = text_config(opened.module.config)
     length = length_for(options, getattr(config, "max_position_embeddings", None) or None)
     usable, counts = read_chats(sources.chats, template, length, options.seed)
     count = held_out_for(options, len(usable))

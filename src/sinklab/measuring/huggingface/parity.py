@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from sinklab.attention.importance import importance_from_sums
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.measuring.huggingface.call_records import call_records
-from sinklab.models.families import EXPERT_COUNTS
+from sinklab.models.families import EXPERT_COUNTS, text_config
 from sinklab.models.hooks import evaluating
 from sinklab.models.huggingface.anatomy import attention_implementation
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
@@ -123,7 +123,7 @@ def backend_parity(
         raise InputError(f"backends are compared with eager attention, but the model does not run with it: {reference}")
     without = _read(model, tokens_BT, EAGER, without_sinks=True) if reference.shares else None
     assert not isinstance(without, str)
-    text = model.config.get_text_config(decoder=True)
+    text = text_config(model.config)
     has_experts = any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS)
     found = [BackendParity(backend=EAGER, verdict="reference", **reference.means())]
     for backend in (*(name for name in backends if name != EAGER), OWN):

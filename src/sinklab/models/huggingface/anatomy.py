@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import SinklabError
-from sinklab.models.families import LAYER_KINDS, POSITION_TABLES, TOKEN_WISE_LAYERS, first_named
+from sinklab.models.families import LAYER_KINDS, POSITION_TABLES, TOKEN_WISE_LAYERS, first_named, text_config
 from sinklab.models.layer_kinds import LayerKinds
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
     If the config does not list the kinds of its layers, all layers have softmax attention, or none if the config has no
     number of attention heads.
     """
-    text = config.get_text_config(decoder=True)
+    text = text_config(config)
     kinds = first_named(text, LAYER_KINDS)
     if not kinds:
         everywhere = tuple(range(1, text.num_hidden_layers + 1))
@@ -48,7 +48,7 @@ def attention_layers(config: "PretrainedConfig") -> int:
 
 def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
     """Return the decoder blocks in order; empty if no module list has as many entries as the config has layers."""
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = text_config(model.config).num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return next((list(blocks) for blocks in lists if len(blocks) == layers), [])
 
@@ -101,7 +101,7 @@ def attention_implementation(model: "PreTrainedModel", name: str) -> Iterator[No
 
 def rotary_parameters(config: "PretrainedConfig") -> list[dict[str, Any]]:
     """Return the RoPE parameters: one dict for all layers, or one per kind of layer; empty if the config has none."""
-    given = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    given = getattr(text_config(config), "rope_parameters", None) or {}
     return [rope for rope in ((given,) if "rope_type" in given else given.values()) if isinstance(rope, dict)]
 
 

@@ -49,7 +49,7 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
     def attention(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, None]:
         found.append(module)
         layer = read_call(module, *args, **options)
-        out_BHTV = layer.output() if layer.library is None else layer.library.output()
+        out_BHTV = layer.own_output()
         return out_BHTV.to(layer.value_BGSV.dtype).transpose(1, 2).contiguous(), None
 
     handles = (

@@ -87,7 +87,7 @@ class GateTrial:
 
     def attention(self, layer: LayerCall) -> Tensor:
         """Compute an attention call as the model does; store the call and its output."""
-        self._out_BHTV = layer.output() if layer.library is None else layer.library.output()
+        self._out_BHTV = layer.own_output()
         self._call = layer
         return self._out_BHTV
 

@@ -18,6 +18,7 @@ import torch
 from sinklab import register
 from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError, cause
+from sinklab.models.families import text_config
 from sinklab.models.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.models.huggingface.gguf import Gguf, as_ordinary, check_memory, find_gguf, read_header
 
@@ -94,7 +95,7 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): use a decoder-only language model")
     given = {} if source.gguf is not None else {"config": config}
     tokenizer = _with_tokenizer(source, loading.subfolder).read("tokenizer", AutoTokenizer.from_pretrained, given)
-    notes, declared = [], config.get_text_config(decoder=True).dtype or config.dtype
+    notes, declared = [], text_config(config).dtype or config.dtype
     if source.gguf is not None:
         wanted = torch.float32 if wanted == "auto" else wanted
         assert isinstance(wanted, torch.dtype)

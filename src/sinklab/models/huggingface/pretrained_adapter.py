@@ -17,7 +17,7 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.model.position import PositionKind, alibi_terms
-from sinklab.models.families import ROTARY_CLASS, ROTARY_EMBEDDING, SINK_LOGITS, family_of, steepest_alibi
+from sinklab.models.families import ROTARY_CLASS, ROTARY_EMBEDDING, SINK_LOGITS, family_of, steepest_alibi, text_config
 from sinklab.models.hooks import NO_CACHE, FirstColumns, evaluating, forward_pass_hooks, hooked
 from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.attention_inputs import attention_modules, replaced_inputs
@@ -47,7 +47,7 @@ class HuggingFaceAdapter:
         self.blocks: Sequence[nn.Module] = anatomy.decoder_blocks(model)
         self.kinds = anatomy.layer_kinds(model.config)
         self.position_table = table = anatomy.learned_positions(model)
-        text = model.config.get_text_config(decoder=True)
+        text = text_config(model.config)
         given = len(table) if table is not None else getattr(text, "max_position_embeddings", None)
         self.context = int(given or 2048)
         self.ends = None if table is None else f"its learned positional embeddings end at {len(table)}"
@@ -65,7 +65,7 @@ class HuggingFaceAdapter:
     @property
     def heads(self) -> int:
         """Number of query heads per layer; the maximum if layers differ."""
-        heads = self.module.config.get_text_config(decoder=True).num_attention_heads
+        heads = text_config(self.module.config).num_attention_heads
         return heads if isinstance(heads, int) else max(heads)
 
     @property
@@ -79,7 +79,7 @@ class HuggingFaceAdapter:
         def count(layer: LayerCall) -> Tensor:
             nonlocal calls
             calls += 1
-            return layer.output() if layer.library is None else layer.library.output()
+            return layer.own_output()
 
         if model not in _dispatch and getattr(model, "_supports_attention_backend", False):
             _dispatch[model] = True
@@ -102,7 +102,7 @@ class HuggingFaceAdapter:
         Raises:
             InputError: if they do not fit; the message states the context.
         """
-        text = self.module.config.get_text_config(decoder=True)
+        text = text_config(self.module.config)
         context = getattr(text, "max_position_embeddings", None)
         if not context or context < 0:  # -1 in XLNet: no limit
             return
@@ -325,7 +325,7 @@ class HuggingFaceAdapter:
             kind = rope.get("rope_type")
             if kind == "longrope" and short <= rope["original_max_position_embeddings"] < long:
                 return True
-            if kind == "dynamic" and long > self.module.config.get_text_config(decoder=True).max_position_embeddings:
+            if kind == "dynamic" and long > text_config(self.module.config).max_position_embeddings:
                 return True
         return False
 
