@@ -42,5 +42,13 @@ def test_import_sinklab_brings_in_nothing_heavy() -> None:
     assert python(code) == "[]"
 
 
+def test_an_unknown_ablation_is_refused_before_torch_is_loaded() -> None:
+    code = "import sys; from sinklab.commands import app; sys.argv[1:] = ['measure', 'm', '--ablate', 'mask_frist:1']"
+    code += "\ntry: app.main()\nexcept SystemExit as ended: print(ended.code, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2 False"
+    assert "the ablation 'mask_frist:1' is unknown: use mask_first:N" in " ".join(done.stderr.split())
+
+
 def test_training_works_without_report_libraries_and_extras() -> None:
     assert python(TRAIN_WITHOUT) == "done"

@@ -82,6 +82,24 @@ def test_the_losses_of_ablations_leave_out_a_prefix() -> None:
         sinklab.measure(model, tokens[:, :4], bos=True, ablate=["no_bos"])
 
 
+@pytest.mark.parametrize(
+    ("variant", "names", "passes"),
+    [
+        ("softmax", ["zero_massive"], 2),
+        ("softmax", ["mask_first:1", "zero_massive"], 4),
+        ("prefix", ["zero_massive", "mask_first:1"], 3),  # its targets begin at position 4
+        ("prefix", ["mask_first:4"], 3),
+    ],
+)
+def test_the_loss_before_an_ablation_is_measured_again_only_for_other_targets(
+    variant: str, names: list[str], passes: int
+) -> None:
+    tokens, said = own_tokens(), list[tuple[float, float]]()
+    sinklab.measure(own_model(variant), tokens, ablate=names, progress=lambda *now: said.append(now))
+    assert {total for _, total in said} == {passes * len(tokens)}
+    assert said[-1][0] == passes * len(tokens)
+
+
 def test_a_model_that_sees_distances_only_loses_as_much_by_hiding_bos_as_by_dropping_it(stories: Measurement) -> None:
     hidden, _, dropped, _ = stories.ablations or []
     assert (hidden.loss_before, hidden.loss_after) == pytest.approx((dropped.loss_before, dropped.loss_after), rel=1e-5)

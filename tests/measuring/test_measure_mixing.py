@@ -93,7 +93,7 @@ def by_hand(model: Any, tokens: torch.Tensor, hidden_first: bool) -> list[float]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_spread_is_that_of_states_read_by_hand(family: str) -> None:
     (model, eager), tokens = pair_of(family), family_tokens()
-    found = measure_mixing(model, tokens, POSITION, 2)
+    found = measure_mixing(adapt(model), tokens, POSITION, 2)
     with alibi_once(family):
         with_first, without_first = (by_hand(eager, tokens, hidden_first) for hidden_first in (False, True))
     assert found.spread == pytest.approx(with_first, rel=1e-4)
@@ -107,7 +107,7 @@ def test_the_spread_is_that_of_states_read_by_hand(family: str) -> None:
 def test_batches_change_nothing_and_the_model_is_left_as_it_was(family: str) -> None:
     model, tokens = pair_of(family)[0], family_tokens()
     before = model.config._attn_implementation, hooks_on(model)
-    one, all_together = (measure_mixing(model, tokens, POSITION, size) for size in (1, 5))
+    one, all_together = (measure_mixing(adapt(model), tokens, POSITION, size) for size in (1, 5))
     assert one.spread == pytest.approx(all_together.spread, rel=1e-4)
     assert one.spread_without_first == pytest.approx(all_together.spread_without_first, rel=1e-4)
     assert (model.config._attn_implementation, hooks_on(model)) == before

@@ -20,6 +20,7 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.surgery.propositions import check_propositions, softmax_of_distances
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import adapt
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
 
@@ -75,7 +76,7 @@ def test_each_proposition_holds_for_its_positional_embedding_and_none_for_those_
     position: str, trained: bool
 ) -> None:
     model = _ours(position, trained).double()
-    found = check_propositions(model, [3, 17], length=40)
+    found = check_propositions(adapt(model), [3, 17], length=40)
     assert (found.position, found.number) == (position, NUMBERS[position])
     assert found.holds is (found.number is not None)
     assert (found.hidden_deviation < 1e-12) is found.holds
@@ -90,7 +91,7 @@ def test_each_proposition_holds_for_its_positional_embedding_and_none_for_those_
 @pytest.mark.parametrize("family", HUGGING_FACE)
 def test_the_propositions_hold_for_models_of_other_libraries(family: str) -> None:
     model = pair_of(family)[0]
-    found = check_propositions(model, [9], length=30)
+    found = check_propositions(adapt(model), [9], length=30)
     assert (found.position, found.number) == HUGGING_FACE[family]
     assert found.holds is (found.number is not None)
     assert hooks_on(model) == 0
@@ -124,7 +125,7 @@ def test_a_coarse_model_is_checked_in_float32_and_left_as_it_was(kind: str, dtyp
     places = [("parameter", n, p.data) for n, p in model.named_parameters()]
     places += [("buffer", n, b) for n, b in model.named_buffers()]
     before = [(tensor.data_ptr(), tensor.clone()) for *_, tensor in places]
-    found = check_propositions(model, [3, 17], length=40)
+    found = check_propositions(adapt(model), [3, 17], length=40)
     assert (found.dtype, found.holds) == ("float32", True)
     assert found.hidden_deviation < 1e-4
     for (place, name, _), (pointer, values) in zip(places, before, strict=True):
@@ -137,7 +138,7 @@ def test_a_coarse_model_is_checked_in_float32_and_left_as_it_was(kind: str, dtyp
 def test_what_a_coarse_precision_shows_beyond_its_rounding_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _deep().bfloat16()
     monkeypatch.setattr("sinklab.measuring.surgery.propositions.free_bytes", lambda device: 0)  # no room for float32
-    found = check_propositions(model, [3, 17], length=40)
+    found = check_propositions(adapt(model), [3, 17], length=40)
     assert (found.dtype, found.holds) == ("bfloat16", None)
     assert found.hidden_deviation > found.tolerance
     measured = sinklab.measure(model, repeated_tokens(40, sequences=3, length=20), inputs="repeat")
@@ -162,7 +163,7 @@ def test_other_slopes_than_alibis_are_noticed() -> None:
     model = _ours("alibi")
     assert model.distance is not None
     model.distance.fixed *= 2
-    found = check_propositions(model, [3], length=40)
+    found = check_propositions(adapt(model), [3], length=40)
     assert found.hidden_deviation < found.tolerance < (found.attention_deviation or 0)
     assert not found.holds
 
@@ -170,7 +171,7 @@ def test_other_slopes_than_alibis_are_noticed() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_alibi_is_checked_with_slopes_in_the_models_precision(dtype: torch.dtype) -> None:
     model = _ours("alibi", heads=24).to(dtype)  # most slopes are no powers of two
-    found = check_propositions(model, [3, 17], length=64)
+    found = check_propositions(adapt(model), [3, 17], length=64)
     assert found.holds
     assert (found.attention_deviation or 0) < found.tolerance / 50
 
@@ -193,7 +194,7 @@ def test_the_rotary_bound_is_the_one_of_the_largest_product() -> None:
                 scores = torch.softmax(z[0, head, t, : t + 1], -1)
                 bound = math.exp(2 * xi) / (math.exp(2 * xi) + t)
                 least = min(least, bound - float(scores.max()))
-    assert check_propositions(model, [3], length=20).bound_slack == pytest.approx(least, abs=1e-9)
+    assert check_propositions(adapt(model), [3], length=20).bound_slack == pytest.approx(least, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_the_rotary_bound_is_the_one_of_the_largest_product() -> None:
 def test_attention_of_which_the_paper_proves_nothing_is_measured_without_the_check(attention: dict[str, Any]) -> None:
     model = _ours("rotary", **attention)
     with pytest.raises(InputError, match="causal softmax attention without biases"):
-        check_propositions(model, [3])
+        check_propositions(adapt(model), [3])
     measured = sinklab.measure(model, repeated_tokens(40, sequences=2, length=9), inputs="repeat")
     assert measured.propositions is None
     assert any("were not checked" in note for note in measured.notes)
@@ -212,7 +213,7 @@ def test_attention_of_which_the_paper_proves_nothing_is_measured_without_the_che
 @pytest.mark.parametrize("family", ["jamba, one attention layer of two", "falcon", "gpt-oss, sinks and window 5"])
 def test_types_whose_positions_are_not_known_are_refused(family: str) -> None:
     with pytest.raises(InputError, match="is not known"):
-        check_propositions(pair_of(family)[0], [3])
+        check_propositions(adapt(pair_of(family)[0]), [3])
 
 
 def test_a_mask_without_padding_changes_nothing() -> None:

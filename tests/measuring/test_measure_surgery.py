@@ -178,7 +178,7 @@ def test_a_zeroed_channel_is_zero_there_and_the_rest_of_the_model_goes_on_from_i
 @pytest.mark.parametrize("zeroed_first", [True, False])
 def test_other_hooks_read_the_zero_in_either_order(zeroed_first: bool) -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
-    reading = residual_stream(adapt(model).residual_blocks(), lambda hidden_BTC: hidden_BTC[:, 1, 5].clone())
+    reading = residual_stream(adapt(model).blocks, lambda hidden_BTC: hidden_BTC[:, 1, 5].clone())
     with torch.no_grad(), ExitStack() as stack:
         if zeroed_first:
             stack.enter_context(zeroed(model, layer=1, position=2, dimension=5))

@@ -85,6 +85,7 @@ def measure(
     --by-domain, --by-checkpoint, several --revision and --family run several measurements, each saved in its own folder
     in --out. The same command resumes after an interruption.
     """
+    request.check_options()
     from sinklab.commands.measurements import FAMILIES_OUT, Invocation
     from sinklab.measuring.frames import check_formats
 

@@ -112,6 +112,7 @@ def measure(
                 "`ablate` and `perturb` do not support padding: pass sequences without padding, or leave out `ablate` "
                 "and `perturb`"
             )
+    study.check(tokens_NT.shape[1])
     with measured_in_turn(model):
         if mask_NT is not None:
             return measure_tokens(adapter, tokens_NT, options, attention_mask_NT=mask_NT, progress=progress)

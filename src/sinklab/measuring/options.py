@@ -15,6 +15,8 @@ from sinklab.settings import ADVANCED, INPUT, MEASURED, CommandSettings, Flag, S
 
 Inputs = Literal["natural", "random", "repeat"]
 EPS = (0.3,)
+ABLATIONS = "mask_first:N, no_bos, zero_massive or zero_massive:LAYER"
+DIGITS = 9  # maximum number of digits of N and LAYER
 
 
 def parse_eps(given: Any) -> tuple[float, ...]:
@@ -193,3 +195,54 @@ class Study(CommandSettings, frozen=True):
         default=None,
         description="Also replace token N and measure how far the change spreads, with and without key 1.",
     )
+
+    def check(self, length: int) -> None:
+        """Check that the interventions are possible on sequences of `length` tokens.
+
+        Whether the layer of zero_massive:LAYER and the positions exist in the model is not checked.
+
+        Raises:
+            InputError: if the name of an ablation is unknown, a position is not in the sequences, or the sequences are
+                too short.
+        """
+        for name in self.ablate:
+            _check_ablation(name, length)
+        if self.perturb is not None and not 2 <= self.perturb < length:
+            raise InputError(
+                f"--perturb {self.perturb} on sequences of {length} tokens: use 2 to {length - 1}, because the first "
+                "token is hidden in one of the measurements, and a change of the last token cannot spread"
+            )
+        for option, pair in (("--swap-position", self.swap_position), ("--replace-position", self.replace_position)):
+            if pair is not None:
+                check_pair(*pair)
+                if pair[0] > length:
+                    raise InputError(
+                        f"{option} {pair[0]} {pair[1]}: the sequences of {length} tokens have no position I"
+                    )
+
+
+def _check_ablation(name: str, length: int) -> None:
+    kind, _, number = name.partition(":")
+    if kind != "mask_first" or not number.isdecimal():
+        is_layer = number.isdecimal() and len(number) <= DIGITS
+        if name in ("no_bos", "zero_massive") or (kind == "zero_massive" and is_layer):
+            return
+        raise InputError(f"the ablation {name!r} is unknown: use {ABLATIONS}")
+    if length < 3:
+        raise InputError(f"{name} needs sequences of 3 tokens or more, so that a later query has a target")
+    if len(number) > DIGITS or not 1 <= int(number) <= length - 2:
+        raise InputError(
+            f"{name} on sequences of {length} tokens: use 1 to {length - 2}, so that a later query has a target"
+        )
+
+
+def check_pair(i: int, j: int) -> None:
+    """Check that two positions are at least 1 and different.
+
+    Raises:
+        InputError: if a position is below 1, or i equals j.
+    """
+    if min(i, j) < 1:
+        raise InputError(f"position {min(i, j)} does not exist: positions start at 1")
+    if i == j:
+        raise InputError(f"position {i} with itself changes nothing: use two different positions")

@@ -1,10 +1,11 @@
 """`Adapter`: common interface to sinklab and Hugging Face causal language models in memory."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from torch import nn
 
-from sinklab.errors import InputError
+from sinklab.errors import InputError, SinklabError
 from sinklab.model.transformer import Transformer
 from sinklab.models.native import NativeAdapter, own_transformer
 
@@ -59,6 +60,20 @@ def adapt(model: LanguageModel) -> Adapter:
     if adapter.device.type == "meta":
         raise InputError("the model has no weights (they are on the meta device): load them first")
     return adapter
+
+
+def residual_blocks(adapter: Adapter) -> Sequence[nn.Module]:
+    """Return the decoder blocks of a model.
+
+    Raises:
+        SinklabError: if the model has no module list with one entry per layer.
+    """
+    if not adapter.blocks:
+        raise SinklabError(
+            f"the blocks of a {cast('PreTrainedModel', adapter.module).config.model_type!r} model could not be found: "
+            "its residual stream cannot be read or changed"
+        )
+    return adapter.blocks
 
 
 def check_causal_lm(model: Any) -> None:

@@ -162,14 +162,6 @@ class NativeAdapter:
             return None
         return "under its prefix mask queries see later tokens, which a KV cache does not contain"
 
-    def residual_blocks(self) -> Sequence[nn.Module]:
-        """Return `blocks`.
-
-        Raises:
-            SinklabError: if the blocks of a Hugging Face model cannot be found.
-        """
-        return self.blocks
-
     def position_kind(self) -> PositionKind:
         """Return the kind of the positional embedding, which decides the paper's proposition that applies to the model.
 

@@ -11,7 +11,7 @@ mask, the whole prefix. If a sequence ends in the middle of a character, only th
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -99,13 +99,13 @@ class ReadTokens:
 
 
 def check_request(model: Model, request: Request) -> None:
-    """Check that the measurement settings fit the model.
+    """Check that the measurement settings, which `Request.check` has checked, fit the model.
 
     Raises:
         InputError: see `changed_positions`; also if the sequences exceed the model's context.
     """
     model.adapter.check_length(request.length)
-    with changed_positions(cast("Any", model.adapter.module), request.study, request.length):
+    with changed_positions(model.adapter, request.study):
         pass
 
 

@@ -73,15 +73,13 @@ class Request(CommandSettings, frozen=True):
         """Check the settings that do not depend on model or text.
 
         Raises:
-            InputError: see `Options.check_lengths` and `check_study`; also if an ablation is requested without the loss
+            InputError: see `Options.check_lengths` and `Study.check`; also if an ablation is requested without the loss
                 or on sequences of one token, or the ablation `no_bos` on inputs that have no BOS.
         """
-        from sinklab.measuring.surgery.study import check_study
-
         self._in_order().check_lengths(self.length)
         if self.study.ablate and not (self.options.loss and self.length > 1):
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
-        check_study(self.study, self.length)
+        self.study.check(self.length)
         if "no_bos" in self.study.ablate and (self.no_bos or self.options.inputs != "natural"):
             why = "--no-bos leaves it out already" if self.no_bos else f"--inputs {self.options.inputs} has no BOS"
             raise InputError(f"--ablate no_bos leaves out BOS, but {why}: use only one of the two options")

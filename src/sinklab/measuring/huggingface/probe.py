@@ -94,7 +94,7 @@ def probe(
     """
     check_causal_lm(model)
     adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else adapt(model)
-    with adapter_records(model, adapter, lengths, details) as watch:
+    with adapter_records(model, adapter, lengths, details) as watch, generating(model, watch):
         yield watch
 
 
@@ -102,7 +102,7 @@ def probe(
 def adapter_records(
     model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[Recorder]:
-    """Record attention as `probe` does, with an existing adapter.
+    """Record attention as `probe` does, with an existing adapter; `model.generate` is not changed.
 
     Args:
         model: model whose forward passes are recorded.
@@ -113,5 +113,5 @@ def adapter_records(
     """
     with probed_alone(model):
         recording = call_records(model, adapter, lengths, details) if adapter.dispatches else None
-        with recording or matrix_records(model, lengths, details) as watch, generating(model, watch):
+        with recording or matrix_records(model, lengths, details) as watch:
             yield watch

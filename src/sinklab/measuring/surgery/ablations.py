@@ -25,11 +25,9 @@ from sinklab.measuring.findings import Ablation
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.measuring.surgery.changes import masked_first_keys, zeroed
-from sinklab.models.adapter import LanguageModel, adapt
+from sinklab.models.adapter import Adapter, residual_blocks
 from sinklab.models.hooks import evaluating
 
-ABLATIONS = "mask_first:N, no_bos, zero_massive or zero_massive:LAYER"
-DIGITS = 9  # maximum number of digits of N and LAYER
 Remeasure = Callable[[Tensor, int], Measurement]  # (tokens_NT, first_target)
 
 
@@ -57,7 +55,7 @@ class Plan:
 
 
 def measure_ablations(
-    model: LanguageModel,
+    adapter: Adapter,
     tokens_NT: Tensor,
     plans: Sequence[Plan],
     baseline: Measurement,
@@ -75,7 +73,7 @@ def measure_ablations(
         SinklabError: if the model ignores its attention mask, so that keys are not hidden; see also `zeroed` and
             `masked_first_keys`, which may raise InputError too.
     """
-    losses = {2: baseline.loss}  # baseline losses by first target
+    losses = {adapter.first_target: baseline.loss}  # baseline losses by first target
     found: list[Ablation] = []
     position_before, highest_before = highest_rate(baseline.sink_rate) or (None, None)
     for plan in plans:
@@ -83,7 +81,7 @@ def measure_ablations(
             losses[plan.first_target] = remeasure(tokens_NT, plan.first_target).loss
         with plan.surgery:
             ablated = remeasure(tokens_NT[:, plan.dropped :], plan.first_target - plan.dropped)
-            largest = strongest(_largest_by_block(model, tokens_NT[0]))[0] if plan.largest else None
+            largest = strongest(_largest_by_block(adapter, tokens_NT[0]))[0] if plan.largest else None
         if plan.hidden:  # only the first queries attend to hidden keys, one per key, and their rows sum to at most one
             taken = (ablated.importance[..., : plan.hidden] * (ablated.length - np.arange(plan.hidden))).sum(-1)
             if taken.max() > plan.hidden * (1 + 1e-3):
@@ -118,38 +116,38 @@ def measure_ablations(
     return found
 
 
-def _largest_by_block(model: LanguageModel, tokens_T: Tensor) -> list[MassiveActivation]:
-    adapter = adapt(model)
-    with evaluating(model), largest_activations(adapter.residual_blocks()) as found:
+def _largest_by_block(adapter: Adapter, tokens_T: Tensor) -> list[MassiveActivation]:
+    with evaluating(adapter.module), largest_activations(residual_blocks(adapter)) as found:
         adapter.run(tokens_T[None].to(adapter.device))
     return [one.model_copy(update={"position": one.position - adapter.leading}) for one in found]
 
 
-def plan_ablation(name: str, model: LanguageModel, tokens_NT: Tensor, bos_tokens: int = 0) -> Plan:
+def plan_ablation(name: str, adapter: Adapter, tokens_NT: Tensor, bos_tokens: int) -> Plan:
     """Build the plan of the named ablation; zero_massive runs the model on the first sequence.
 
     Args:
+        name: name of the ablation, which `Study.check` has checked.
         tokens_NT: token ids, without padding; the massive activation is searched in the first sequence.
         bos_tokens: number of special tokens at the start of each sequence.
 
     Raises:
-        InputError: if the name is unknown, the layer does not exist, the sequences are too short, or there is no BOS to
-            remove.
+        InputError: if the layer does not exist, there is no BOS to remove, or the sequences without it are too short.
         SinklabError: if the name is zero_massive and the blocks of the model cannot be found.
     """
-    hidden = check_ablation(name, tokens_NT.shape[1])
-    first_target = adapt(model).first_target
-    if hidden:
+    kind, _, number = name.partition(":")
+    first_target = adapter.first_target
+    if kind == "mask_first":
+        hidden = int(number)
         keys = "the first key is" if hidden == 1 else f"the first {hidden} keys are"
         return Plan(
             f"mask_first:{hidden}",
             f"{keys} hidden from later queries",
-            masked_first_keys(model, hidden),
+            masked_first_keys(adapter.module, hidden),
             first_target=max(hidden + 2, first_target),
             hidden=hidden,
         )
-    if name != "no_bos":
-        return _zero_massive(name, model, tokens_NT[0], first_target)
+    if kind == "zero_massive":
+        return _zero_massive(name, adapter, tokens_NT[0], number)
     if not bos_tokens:
         raise InputError("no_bos: the sequences have no BOS to remove; pass bos=True if position 1 is BOS")
     length, after = tokens_NT.shape[1], first_target + bos_tokens
@@ -158,38 +156,14 @@ def plan_ablation(name: str, model: LanguageModel, tokens_NT: Tensor, bos_tokens
     return Plan("no_bos", "the sequences without BOS", nullcontext(), first_target=after, dropped=bos_tokens)
 
 
-def check_ablation(name: str, length: int) -> int:
-    """Check that an ablation is possible on sequences of `length` tokens, and return how many keys it hides.
-
-    The result is 0 if it hides none. Whether the layer of zero_massive:LAYER exists is not checked.
-
-    Raises:
-        InputError: if the name is unknown, or the sequences are too short to hide that many keys.
-    """
-    kind, _, number = name.partition(":")
-    if kind != "mask_first" or not number.isdecimal():
-        is_layer = number.isdecimal() and len(number) <= DIGITS
-        if name in ("no_bos", "zero_massive") or (kind == "zero_massive" and is_layer):
-            return 0
-        raise InputError(f"the ablation {name!r} is unknown: use {ABLATIONS}")
-    if length < 3:
-        raise InputError(f"{name} needs sequences of 3 tokens or more, so that a later query has a target")
-    if len(number) > DIGITS or not 1 <= int(number) <= length - 2:
-        raise InputError(
-            f"{name} on sequences of {length} tokens: use 1 to {length - 2}, so that a later query has a target"
-        )
-    return int(number)
-
-
-def _zero_massive(name: str, model: LanguageModel, tokens_T: Tensor, first_target: int) -> Plan:
-    found = _largest_by_block(model, tokens_T)
+def _zero_massive(name: str, adapter: Adapter, tokens_T: Tensor, alone: str) -> Plan:
+    found = _largest_by_block(adapter, tokens_T)
     top, layers = strongest(found)[0], len(found)
     one = next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension))
-    _, alone, number = name.partition(":")
-    first, last = (int(number), int(number)) if alone else (one.layer, layers)
+    first, last = (int(alone), int(alone)) if alone else (one.layer, layers)
     if not 1 <= first <= layers:
         raise InputError(f"{name}: the model has layers 1 to {layers}")
-    leading = adapt(model).leading
+    leading = adapter.leading
     learned = "the learned sink token" if leading == 1 else f"register {one.position + leading} of {leading}"
     where = f"position {one.position}" if one.position > 0 else learned
     after = f"layer {first} alone" if alone else f"layers {first} to {last}" if first < last else f"layer {first}"
@@ -197,7 +171,7 @@ def _zero_massive(name: str, model: LanguageModel, tokens_T: Tensor, first_targe
         name,
         f"dimension {one.dimension} at {where} is zeroed after {after} "
         f"(it was {top.value:,.1f} after layer {top.layer}, {top.ratio_to_median:,.0f} times the median)",
-        zeroed(model, first, one.position, one.dimension, last),
-        first_target=first_target,
+        zeroed(adapter.module, first, one.position, one.dimension, last),
+        first_target=adapter.first_target,
         largest=top,
     )

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from sinklab.errors import InputError
-from sinklab.models.adapter import Adapter, LanguageModel, adapt
+from sinklab.measuring.options import check_pair
+from sinklab.models.adapter import Adapter, LanguageModel, adapt, residual_blocks
 from sinklab.models.hooks import hidden_states, hooked
 from sinklab.models.model_lock import probed_alone
 from sinklab.models.native import is_exported
@@ -37,7 +38,7 @@ def zeroed(
             forward pass, if a KV cache with tokens, or a static one, is passed.
     """
     adapter = _adapt_in_place(model)
-    blocks = adapter.residual_blocks()
+    blocks = residual_blocks(adapter)
     last_layer = layer if last_layer is None else last_layer
     for number in (layer, last_layer):
         if not 1 <= number <= len(blocks):
@@ -89,18 +90,6 @@ def replaced_position(model: LanguageModel, i: int, j: int) -> AbstractContextMa
     return _rewritten_positions(model, {i: j})
 
 
-def check_pair(i: int, j: int) -> None:
-    """Check that two positions are at least 1 and different.
-
-    Raises:
-        InputError: if a position is below 1, or i equals j.
-    """
-    if min(i, j) < 1:
-        raise InputError(f"position {min(i, j)} does not exist: positions start at 1")
-    if i == j:
-        raise InputError(f"position {i} with itself changes nothing: use two different positions")
-
-
 @contextmanager
 def _rewritten_positions(model: LanguageModel, source: dict[int, int]) -> Iterator[None]:
     """Give each position that is a key of `source` the learned embedding of the position that is its value."""
@@ -149,6 +138,7 @@ def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
     if n < 1:
         raise InputError(f"{n} keys to hide: use at least 1")
     adapter = _adapt_in_place(model)
+    residual_blocks(adapter)
     with probed_alone(adapter.module), adapter.without_first_keys(n):
         yield
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from sinklab.errors import InputError
 from sinklab.measuring.findings import Mixing
 from sinklab.measuring.surgery.changes import masked_first_keys
-from sinklab.models.adapter import LanguageModel, adapt
+from sinklab.models.adapter import Adapter, residual_blocks
 from sinklab.models.hooks import evaluating, residual_stream, token_norms
 
 BATCH_SIZE = 4  # default number of sequences per forward pass, each with and without the replacement
@@ -27,7 +27,7 @@ MIXING_PASSES = 4  # forward passes per sequence: original and replaced token, w
 
 
 def measure_mixing(
-    model: LanguageModel,
+    adapter: Adapter,
     tokens_NT: Tensor,
     position: int,
     batch_size: int | None = None,
@@ -37,17 +37,16 @@ def measure_mixing(
 
     Args:
         tokens_NT: token ids, without padding.
-        position: position of the replaced token, 1-based.
+        position: position of the replaced token, 1-based, within 2 .. T - 1 (`Study.check`).
         batch_size: sequences per forward pass, each with both tokens; by default `BATCH_SIZE`.
         reached: called after every forward pass with the work done so far. A sequence counts MIXING_PASSES times;
             sequences whose token cannot be replaced count as done.
 
     Raises:
-        InputError: if the position is not within 2 .. T - 1, or all sequences have the same token there.
+        InputError: if all sequences have the same token at the position.
         SinklabError: if the blocks of the model cannot be found, or the first key cannot be hidden (see
             `masked_first_keys`).
     """
-    check_perturbed(position, tokens_NT.shape[1])
     changed_NT = tokens_NT.clone()
     changed_NT[:, position - 1] = tokens_NT[:, position - 1].roll(-1)
     differs_N = changed_NT[:, position - 1] != tokens_NT[:, position - 1]
@@ -58,7 +57,7 @@ def measure_mixing(
         )
     pairs_N2T = torch.stack([tokens_NT[differs_N], changed_NT[differs_N]], 1)
     done = MIXING_PASSES * (len(tokens_NT) - len(pairs_N2T))  # sequences that are left out count as done
-    adapter, spreads = adapt(model), []
+    spreads = []
 
     def change(hidden_BTC: Tensor) -> Tensor:
         """Return |h' - h| / |h|, mean over later positions, summed over sequences.
@@ -68,9 +67,9 @@ def measure_mixing(
         before, after = hidden_BTC[:, adapter.leading + position :].double().chunk(2)
         return (token_norms(after - before) / token_norms(before).clamp(min=1e-30)).mean(1).sum().cpu()
 
-    for surgery in (nullcontext(), masked_first_keys(model, 1)):
+    for surgery in (nullcontext(), masked_first_keys(adapter.module, 1)):
         total_M = torch.zeros(())
-        with surgery, evaluating(model), residual_stream(adapter.residual_blocks(), change) as found:
+        with surgery, evaluating(adapter.module), residual_stream(residual_blocks(adapter), change) as found:
             for part_B2T in pairs_N2T.split(batch_size or BATCH_SIZE):
                 adapter.run(part_B2T.transpose(0, 1).flatten(0, 1).to(adapter.device))
                 total_M = total_M + torch.stack(found)
@@ -79,16 +78,3 @@ def measure_mixing(
         spreads.append((total_M / len(pairs_N2T)).tolist())
     with_first, without_first = spreads
     return Mixing(position=position, sequences=len(pairs_N2T), spread=with_first, spread_without_first=without_first)
-
-
-def check_perturbed(position: int, length: int) -> None:
-    """Check that the position is after the first token and before the last.
-
-    Raises:
-        InputError: if the position is not between them; the message states the possible positions.
-    """
-    if not 2 <= position < length:
-        raise InputError(
-            f"--perturb {position} on sequences of {length} tokens: use 2 to {length - 1}, because the first token is "
-            "hidden in one of the measurements, and a change of the last token cannot spread"
-        )

@@ -21,7 +21,7 @@ inconclusive.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 from sinklab.attention.layer_call import LayerCall
 from sinklab.measuring.findings import Propositions
 from sinklab.model.position import PositionKind
-from sinklab.models.adapter import Adapter, LanguageModel, adapt
+from sinklab.models.adapter import Adapter, residual_blocks
 from sinklab.models.hooks import evaluating, residual_stream
 from sinklab.models.huggingface.anatomy import quantisation
 from sinklab.models.intercept import intercept
@@ -40,33 +40,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
-class Matrices:
-    """Attention matrices and hidden states of one forward pass.
-
-    Attributes:
-        attention: attention matrix A (B, H, T, T) of every attention layer, without added keys or sink logits.
-        logit_bounds: upper bound of |logit| per layer (B, H): the largest |q_t| |k_j| times the scale; empty if
-            attention calls cannot be intercepted.
-        hidden: residual stream (B, T, C) after every block.
-    """
-
-    attention: list[Tensor]
-    logit_bounds: list[Tensor]
-    hidden: list[Tensor]
-
-
-def attention_matrices(adapter: Adapter, tokens_BT: Tensor) -> Matrices:
+def attention_matrices(adapter: Adapter, tokens_BT: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Compute whole attention matrices of short sequences (memory O(T^2)); the model is restored afterwards.
 
     If attention calls can be intercepted, the matrix of a layer is its attention output with the identity matrix as
     values. Otherwise the model returns the matrices.
 
+    Returns:
+        The attention matrix A (B, H, T, T) of every attention layer, without added keys or sink logits; an upper bound
+        of |logit| per layer (B, H), the largest |q_t| |k_j| times the scale, empty if attention calls cannot be
+        intercepted; and the residual stream (B, T, C) after every block.
+
     Raises:
         SinklabError: if the blocks of the model cannot be found, or another thread intercepts the model.
     """
-    model, blocks = adapter.module, adapter.residual_blocks()
-    tokens_BT = tokens_BT.to(adapter.device)
+    model, tokens_BT = adapter.module, tokens_BT.to(adapter.device)
     attention: list[Tensor] = []
     logit_bounds: list[Tensor] = []
 
@@ -81,7 +69,7 @@ def attention_matrices(adapter: Adapter, tokens_BT: Tensor) -> Matrices:
         logit_bounds.append(products_BH * abs(k_BGTD.shape[-1] ** -0.5 if scale is None else scale))
         return layer.output()
 
-    with evaluating(model), residual_stream(blocks, lambda hidden_BTC: hidden_BTC) as hidden:
+    with evaluating(model), residual_stream(residual_blocks(adapter), lambda hidden_BTC: hidden_BTC) as hidden:
         if adapter.dispatches:
             with intercept(adapter, observe=observe):
                 adapter.run(tokens_BT)
@@ -90,7 +78,7 @@ def attention_matrices(adapter: Adapter, tokens_BT: Tensor) -> Matrices:
 
             with eager_attention(cast("PreTrainedModel", model)):
                 attention.extend(model(tokens_BT, use_cache=False, output_attentions=True).attentions)
-    return Matrices(attention, logit_bounds, hidden[1:])
+    return attention, logit_bounds, hidden[1:]
 
 
 def is_coarse(dtype: torch.dtype) -> bool:
@@ -134,7 +122,7 @@ STATEMENTS = {
 }
 
 
-def check_propositions(model: LanguageModel, tokens: Sequence[int], length: int = LENGTH) -> Propositions:
+def check_propositions(adapter: Adapter, tokens: Sequence[int], length: int = LENGTH) -> Propositions:
     """Compute the model's deviation from the paper's proposition on its positional embedding, in float32 if possible.
 
     Args:
@@ -145,19 +133,19 @@ def check_propositions(model: LanguageModel, tokens: Sequence[int], length: int 
         InputError: if it is not known which proposition covers the model (`Adapter.position_kind`).
         SinklabError: see `attention_matrices`.
     """
-    adapter = adapt(model)
     kind = adapter.position_kind()
     with in_float32(adapter):
-        seen = attention_matrices(adapter, torch.tensor(tokens)[:, None].expand(-1, length))
-    dtype = seen.hidden[0].dtype
+        tokens_BT = torch.tensor(tokens)[:, None].expand(-1, length)
+        attention, logit_bounds, states = attention_matrices(adapter, tokens_BT)
+    dtype = states[0].dtype
     tolerance = torch.finfo(dtype).eps ** 0.5
-    hidden = max(_spread(h_BTC) for h_BTC in seen.hidden)
+    hidden = max(_spread(h_BTC) for h_BTC in states)
     deviation = slack = None
     if kind == "rotary":
-        slack = _slack(seen)
+        slack = _slack(attention, logit_bounds)
     else:
         expected_HTT = softmax_of_distances(adapter.distance_terms(length))
-        deviation = max(float((A.double().cpu() - expected_HTT).abs().max()) for A in seen.attention)
+        deviation = max(float((A.double().cpu() - expected_HTT).abs().max()) for A in attention)
     number = NUMBERS.get(kind)
     within = max(hidden, deviation or 0.0, -(slack or 0.0)) <= tolerance
     return Propositions(
@@ -194,10 +182,10 @@ def _spread(hidden_BTC: Tensor) -> float:
     return float(((hidden_BTC - first_B1C).norm(dim=-1) / first_B1C.norm(dim=-1).clamp(min=tiny)).max())
 
 
-def _slack(seen: Matrices) -> float:
+def _slack(attention: Sequence[Tensor], logit_bounds: Sequence[Tensor]) -> float:
     """Return the minimum of (bound - attention weight) of proposition 4, over queries that see more than one key."""
     least = torch.inf
-    for attention_BHTT, xi_BH in zip(seen.attention, seen.logit_bounds, strict=True):
+    for attention_BHTT, xi_BH in zip(attention, logit_bounds, strict=True):
         others_BHT = (attention_BHTT > 0).sum(-1) - 1
         bound_BHT = 1 / (1 + others_BHT * torch.exp(-2 * xi_BH)[..., None])
         least = min(least, float((bound_BHT - attention_BHTT.amax(-1))[others_BHT > 0].min()))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -10,55 +10,33 @@ from sinklab.errors import InputError
 from sinklab.measuring.driver import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
-from sinklab.measuring.surgery.ablations import check_ablation, measure_ablations, plan_ablation
-from sinklab.measuring.surgery.changes import check_pair, replaced_position, swapped_positions
-from sinklab.measuring.surgery.mixing import MIXING_PASSES, check_perturbed, measure_mixing
+from sinklab.measuring.surgery.ablations import measure_ablations, plan_ablation
+from sinklab.measuring.surgery.changes import replaced_position, swapped_positions
+from sinklab.measuring.surgery.mixing import MIXING_PASSES, measure_mixing
 from sinklab.measuring.surgery.propositions import LENGTH, check_propositions
-from sinklab.models.adapter import Adapter, LanguageModel
+from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import Progress
 
 TOKENS = 8  # maximum number of repeated tokens on which the propositions are checked
 
 
 @contextmanager
-def changed_positions(model: LanguageModel, study: Study, length: int) -> Iterator[list[str]]:
+def changed_positions(adapter: Adapter, study: Study) -> Iterator[list[str]]:
     """Swap or replace learned positional embeddings in the `with` block; yield the notes on these changes.
 
-    Args:
-        length: number of tokens of each sequence.
-
     Raises:
-        InputError: see `check_study`, `swapped_positions` and `replaced_position`.
+        InputError: see `swapped_positions` and `replaced_position`.
     """
     notes = []
-    check_study(study, length)
     with ExitStack() as stack:
         for change, pair, said in (
             (swapped_positions, study.swap_position, "the learned positions {} and {} were swapped"),
             (replaced_position, study.replace_position, "learned position {} was replaced by {}"),
         ):
             if pair is not None:
-                stack.enter_context(change(model, *pair))
+                stack.enter_context(change(adapter.module, *pair))
                 notes.append(said.format(*pair))
         yield notes
-
-
-def check_study(study: Study, length: int) -> None:
-    """Check that the interventions are possible on sequences of `length` tokens.
-
-    Raises:
-        InputError: see `check_ablation`, `check_perturbed` and `check_pair`; also if the first position of a swap or
-            replacement is beyond the sequences.
-    """
-    for name in study.ablate:
-        check_ablation(name, length)
-    if study.perturb is not None:
-        check_perturbed(study.perturb, length)
-    for option, pair in (("--swap-position", study.swap_position), ("--replace-position", study.replace_position)):
-        if pair is not None:
-            check_pair(*pair)
-            if pair[0] > length:
-                raise InputError(f"{option} {pair[0]} {pair[1]}: the sequences of {length} tokens have no position I")
 
 
 def measure_with_study(
@@ -76,6 +54,7 @@ def measure_with_study(
 
     Args:
         tokens_NT: token ids, without padding.
+        study: interventions, which are possible on sequences of this length (`Study.check`).
         options: settings of the measurement. Ablations are measured without lengths, details, maps, explored heads and
             gradients.
         bos_tokens: number of special tokens at the start of each sequence.
@@ -88,7 +67,6 @@ def measure_with_study(
         SinklabError: if the model cannot be measured (see `driver.measure`), or an ablation is impossible in this
             model.
     """
-    model = cast(LanguageModel, adapter.module)
     plain = {"lengths": (), "details": False, "maps": (), "explore": False, "gradients": False}
     bare = options.model_copy(update=plain)
 
@@ -103,9 +81,9 @@ def measure_with_study(
         before += 1
         return measure(adapter, tokens_NT, bare.model_copy(update={"first_target": first_target}), progress=reached)
 
-    with changed_positions(model, study, tokens_NT.shape[-1]) as notes:
-        plans = [plan_ablation(name, model, tokens_NT, bos_tokens) for name in study.ablate]
-        passes += len(plans) + len({plan.first_target for plan in plans} - {2})  # for the baseline losses
+    with changed_positions(adapter, study) as notes:
+        plans = [plan_ablation(name, adapter, tokens_NT, bos_tokens) for name in study.ablate]
+        passes += len(plans) + len({plan.first_target for plan in plans} - {adapter.first_target})  # baseline losses
         passes += 0 if study.perturb is None else MIXING_PASSES
         measurement = measure(adapter, tokens_NT, options, progress=reached)
         if plans and measurement.loss is None:
@@ -115,11 +93,11 @@ def measure_with_study(
             )
         found: dict[str, Any] = {}
         if plans:
-            found["ablations"] = measure_ablations(model, tokens_NT, plans, measurement, remeasure)
+            found["ablations"] = measure_ablations(adapter, tokens_NT, plans, measurement, remeasure)
         if study.perturb is not None:
             before += 1
             found["mixing"] = measure_mixing(
-                model, tokens_NT, study.perturb, options.batch_size, lambda done: reached(done, len(tokens_NT))
+                adapter, tokens_NT, study.perturb, options.batch_size, lambda done: reached(done, len(tokens_NT))
             )
         if study.perturb is not None or any(plan.hidden for plan in plans):
             notes += adapter.kinds.notes_on_hidden_keys()
@@ -128,7 +106,7 @@ def measure_with_study(
             if tokens_NT.shape[1] > 1:
                 ids, times = tokens_NT[:TOKENS, -1].tolist(), min(tokens_NT.shape[1], LENGTH)
                 try:
-                    found["propositions"] = check_propositions(model, ids, times)
+                    found["propositions"] = check_propositions(adapter, ids, times)
                 except InputError as error:
                     notes.append(f"the propositions on repeated tokens were not checked: {error}")
     if notes:

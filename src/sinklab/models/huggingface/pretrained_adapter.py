@@ -238,19 +238,6 @@ class HuggingFaceAdapter:
             return "its logits differ if attention is intercepted and the LM head runs separately"
         return None
 
-    def residual_blocks(self) -> Sequence[nn.Module]:
-        """Return `blocks`.
-
-        Raises:
-            SinklabError: if the model has no module list with one entry per layer.
-        """
-        if not self.blocks:
-            raise SinklabError(
-                f"the blocks of a {self.module.config.model_type!r} model could not be found: its residual stream "
-                "cannot be read or changed"
-            )
-        return self.blocks
-
     def position_kind(self) -> PositionKind:
         """Return the kind of the positional embedding, which decides the paper's proposition that applies to the model.
 
@@ -312,8 +299,7 @@ class HuggingFaceAdapter:
         Raises:
             SinklabError: see `HiddenKeys`.
         """
-        blocks = self.residual_blocks()
-        with self.first_columns() as columns, hooked(HiddenKeys(self.module, blocks, n, columns).register()):
+        with self.first_columns() as columns, hooked(HiddenKeys(self.module, self.blocks, n, columns).register()):
             yield
 
     def depends_on_length(self, short: int, long: int) -> bool:
