@@ -5,7 +5,7 @@ It is a column mean of the attention matrix, accumulated over blocks of queries.
 to one, it is computed from the proxy scores |sim_ts| / sum_s |sim_ts|.
 
 Under a mask other than the causal one, some queries t >= k may not see key k, and some earlier queries may see it.
-`over_visible` computes a second mean from the same sums, over the queries that may see key k.
+`Importance.visible_BHT` is a second mean, over the queries that may see key k.
 """
 
 import functools
@@ -172,19 +172,3 @@ def seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, T
     """
     counts_BGS = visible_queries(mask, positions, positions, device)
     return counts_BGS, counts_BGS.cpu()
-
-
-def over_visible(sums_BHT: Tensor, seen_by_BGT: Tensor, later: Tensor) -> Tensor | None:
-    """Compute the mean attention to each key k over the queries that may see it.
-
-    Returns None if every key k is seen by as many queries as there are queries t >= k, as under a causal mask.
-
-    Args:
-        sums_BHT: attention to each key, summed over all queries that may see it.
-        seen_by_BGT: number of queries that may see each key; axes B and G may have size 1. For a number of 0, the mean
-            is 0.
-        later: number of queries t >= k, broadcastable to `seen_by_BGT`.
-    """
-    if bool((seen_by_BGT == later).all()):
-        return None
-    return sums_BHT / seen_by_BGT.clamp(min=1)

@@ -66,14 +66,6 @@ class LayerCall:
         """Number of queries T."""
         return self.call.q_BHTD.shape[2]
 
-    @property
-    def prefers_one_pass(self) -> bool:
-        """True if `attend_and_sum` replaces the library's kernel and a separate computation of the column sums.
-
-        This is the case for unedited calls of Hugging Face models if gradients are disabled, except on CUDA.
-        """
-        return self.library is not None and not torch.is_grad_enabled() and not self.call.q_BHTD.is_cuda
-
     def output(self) -> Tensor:
         """Compute the attention output, (B, H, T, V)."""
         out = self.operation.output(self.call, self.value_BGSV)

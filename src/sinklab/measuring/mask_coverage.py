@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sinklab.attention.importance import over_visible
 from sinklab.models.layer_kinds import layers_text
 
 
@@ -33,16 +32,18 @@ class View:
 def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple[Tensor | None, View | None]:
     """Return the mean attention (B, H, T) to each key over the queries that may see it, and the view of the layer.
 
-    Both are None if every key is seen by as many queries as under a causal mask; the mean is then alpha.
+    Both are None if every key is seen by as many queries as under a causal mask; the mean is then alpha. The mean of a
+    key that no query sees is 0.
 
     Args:
         sums_BHT: attention to each key, summed over the queries that may see it; index 0 is the first real token.
-        seen_by_BGT: number of queries that may see each key; index 0 is the first real token.
+        seen_by_BGT: number of queries that may see each key; axes B and G may have size 1.
         queries_B: number of real tokens of each sequence.
     """
     later_B1T = (queries_B[:, None, None] - torch.arange(sums_BHT.shape[-1], device=sums_BHT.device)).clamp(min=0)
-    visible_BHT = over_visible(sums_BHT, seen_by_BGT, later_B1T)
-    return visible_BHT, None if visible_BHT is None else view_of(seen_by_BGT, later_B1T)
+    if bool((seen_by_BGT == later_B1T).all()):
+        return None, None
+    return sums_BHT / seen_by_BGT.clamp(min=1), view_of(seen_by_BGT, later_B1T)
 
 
 def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:

@@ -175,7 +175,8 @@ class CallRecords(Recorder):
             raise SinklabError("only a submodule of the probed model was called: call model(...)")
         if self._lengths and layer.call.q_BHTD.requires_grad:
             raise SinklabError("importance at truncated lengths is computed without gradients: use torch.no_grad()")
-        one_pass = layer.library is not None and (layer.prefers_one_pass or bool(self._lengths))
+        apart = not self._lengths and (torch.is_grad_enabled() or layer.call.q_BHTD.is_cuda)
+        one_pass = layer.library is not None and not apart
         with torch.no_grad():
             out = self._record(layer.exact() if self._native else layer, one_pass)
         self._calls += 1

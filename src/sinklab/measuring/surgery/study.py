@@ -69,7 +69,6 @@ def measure_with_study(
     """
     plain = {"lengths": (), "details": False, "maps": (), "explore": False, "gradients": False}
     bare = options.model_copy(update=plain)
-
     passes, before = 1, 0
 
     def reached(done: float, sequences: int) -> None:

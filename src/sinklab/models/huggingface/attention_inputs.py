@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,14 +75,12 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
 def replaced_inputs(modules: list[nn.Module], change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
     """Replace the input x of the n-th module (from 1) by `change(n, x)` in the `with` block."""
 
-    def entering(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def entering(index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (change(index, args[0]), *args[1:]), kwargs
         return args, kwargs | {HIDDEN: change(index, kwargs[HIDDEN])}
 
     return hooked(
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs, index=index: entering(index, args, kwargs), with_kwargs=True
-        )
+        module.register_forward_pre_hook(partial(entering, index), with_kwargs=True)
         for index, module in enumerate(modules, 1)
     )

@@ -109,7 +109,7 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
         load["device_map"] = "auto"
     elif quantisation(config):  # a quantised model cannot be moved later
         load["device_map"] = {"": target}
-    with without_bars() if Path(source.place).expanduser().exists() else nullcontext():  # downloads show their progress
+    with without_bars() if _is_local(source.place) else nullcontext():  # downloads show their progress
         load |= source.gguf.weight_options() if source.gguf is not None else {}
         model, info = source.read("weights", AutoModelForCausalLM.from_pretrained, load)
     if missing := sorted(info["missing_keys"]):
@@ -195,7 +195,7 @@ def check_revision(name: str, revision: str | None) -> None:
     Raises:
         InputError: if `revision` is set and `name` is a local path.
     """
-    if revision is not None and Path(name).expanduser().exists():
+    if revision is not None and _is_local(name):
         raise InputError(
             f"--revision {revision} is a version on the Hugging Face hub, but {name} is local: leave it out"
         )
