@@ -28,8 +28,6 @@ from sinklab.measuring.surgery.changes import masked_first_keys, zeroed
 from sinklab.models.adapter import Adapter, residual_blocks
 from sinklab.models.hooks import evaluating
 
-Remeasure = Callable[[Tensor, int], Measurement]  # (tokens_NT, first_target)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -48,7 +46,7 @@ class Plan:
     name: str
     what: str
     surgery: AbstractContextManager[None]
-    first_target: int = 2
+    first_target: int
     dropped: int = 0
     hidden: int = 0
     largest: MassiveActivation | None = None
@@ -59,7 +57,7 @@ def measure_ablations(
     tokens_NT: Tensor,
     plans: Sequence[Plan],
     baseline: Measurement,
-    remeasure: Remeasure,
+    remeasure: Callable[[Tensor, int], Measurement],
 ) -> list[Ablation]:
     """Measure the loss and the sinks under each ablation; the model is restored afterwards.
 
