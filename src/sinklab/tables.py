@@ -80,7 +80,7 @@ class TableColumn:
 
     def text_of(self, value: Value) -> str:
         """Format the value of a cell, without its note."""
-        found = value.value if isinstance(value, TableCell) else value
+        found = _value(value)
         return found if isinstance(found, str) else number_text(found, self.form)
 
 
@@ -137,11 +137,10 @@ def table_of(
     items: Iterable[T],
     columns: Sequence[tuple[TableColumn, Callable[[T], Value]]],
     notes: Sequence[str] = (),
-    key: str = "",
 ) -> Table:
     """Build a table with one row per item; each column is paired with a function that maps an item to its value."""
     rows = [[value(item) for _, value in columns] for item in items]
-    return Table(title, [column for column, _ in columns], rows, notes, key)
+    return Table(title, [column for column, _ in columns], rows, notes)
 
 
 def names(*titles: str) -> list[TableColumn]:

@@ -252,27 +252,19 @@ def claims_about(
         absent = sorted({cell.model for cell in asked if not cell.models} - roles)
         if absent:
             yield Undecidable(claim, f"No {absent[0]} model was given. Pass it as the second --model.")
-        elif claim.proposition is not None and found is None:
+        elif found is None and claim.proposition is not None:
             yield Undecidable(
                 claim, "No proposition of the paper applies to this model, or repeated tokens have not been measured."
             )
-        elif claim.positions is not None and found is None:
+        elif found is None and claim.positions is not None:
             yield Undecidable(
                 claim, "The kind of positional embedding is known only after a measurement on repeated tokens."
             )
-        elif _applies(claim, found):
+        elif found is None or (
+            claim.proposition in (None, found.number)
+            and claim.positions in (None, "added" if found.number is None else "other")
+        ):
             yield from _about(claim, subjects)
-
-
-def _applies(claim: Claim, found: Propositions | None) -> bool:
-    """Return whether the model satisfies the claim's `proposition` or `positions`; True if the claim sets neither.
-
-    Args:
-        found: see `claims_about`.
-    """
-    if claim.proposition is not None:
-        return found is not None and found.number == claim.proposition
-    return claim.positions is None or (found is not None and (claim.positions == "added") == (found.number is None))
 
 
 def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undecidable]:

@@ -46,12 +46,14 @@ def load_experiment(name: str) -> Experiment:
             f"no experiment {name!r}{meant} Pass an id listed by `sinklab experiments`, or the path of a {FILE} file."
         )
     try:
-        experiment = _with_references(Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8"))))
+        experiment = Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8")))
+        claims = tuple(_looked_up(claim, experiment) if claim.same_as else claim for claim in experiment.claims)
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, one['loc'])) or 'experiment'}: {one['msg']}" for one in error.errors()]
         raise InputError("\n".join([f"{name} is not a valid experiment:", *lines])) from error
     except (OSError, ValueError) as error:
         raise InputError(f"{name} cannot be loaded: {error}") from error
+    experiment = experiment.model_copy(update={"claims": claims})
     if not isinstance(file, Path):
         return experiment
     beside = {scale: file.parent / base for scale, base in experiment.base.items() if base.endswith(FILE)}
@@ -59,19 +61,14 @@ def load_experiment(name: str) -> Experiment:
     return experiment.model_copy(update={"base": {**experiment.base, **found}})
 
 
-def _with_references(experiment: Experiment) -> Experiment:
-    """Return a copy of the experiment in which claims with `same_as` have the check of the referenced claim.
+def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
+    """Return a claim with `same_as` with the check of the referenced claim, its scales and its `asks_massive`.
 
-    The referenced claim's scales and `asks_massive` are also copied, unless the claim sets its own.
+    The claim's own scales and `asks_massive` are kept, if it sets them.
 
     Raises:
         ValueError: if the referenced claim does not exist, or is a reference itself.
     """
-    claims = tuple(_looked_up(claim, experiment) if claim.same_as else claim for claim in experiment.claims)
-    return experiment.model_copy(update={"claims": claims})
-
-
-def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
     name, _, wanted = (claim.same_as or "").rpartition(".")
     files = _shipped()
     if name != experiment.id and name not in files:

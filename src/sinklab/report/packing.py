@@ -21,7 +21,6 @@ from sinklab.experiments.sweep.packed import (
     RECIPE,
     RUNS,
     PackedRun,
-    environment_to_pack,
     write_checksums,
     write_packed,
 )
@@ -38,6 +37,7 @@ from sinklab.train.directory.environment import read_environment
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 CHECKED = (RECIPE, METRICS)
+COMMAND = "command"  # key of env.json that is not packed, because it contains local paths
 CHARTS = "charts"
 
 
@@ -157,7 +157,7 @@ def _packed(sweep: Sweep, run: CellRun) -> PackedRun | None:
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
         metrics=(folder / METRICS).read_text(encoding="utf-8") if (folder / METRICS).is_file() else "",
         record=record.model_dump(mode="json", by_alias=True),
-        environment=environment_to_pack(read_environment(folder)),
+        environment={key: value for key, value in read_environment(folder).items() if key != COMMAND},
         assessment=assessment.model_dump(mode="json", by_alias=True) if assessment else None,
         tuning=tuning.document() if tuning and tuning.chat else None,
     )

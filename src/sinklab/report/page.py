@@ -217,7 +217,7 @@ def _file_spec(chart: charts.Drawing, width: int) -> dict[str, Any]:
     return spec
 
 
-def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
+def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str]) -> list[Path]:
     """Write every chart of the report, without links, into `out_dir`.
 
     Files are named `<figure>.<format>`, or `<figure>-<number>.<format>` if the figure has several charts.

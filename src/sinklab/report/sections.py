@@ -13,6 +13,9 @@ from sinklab.report.sweep_figures import experiment_figures, link_to, with_keys
 from sinklab.report.sweeps import Sweep, experiment_table, grid_tables, paper_models, quantity_of, value_text
 from sinklab.tables import Table, TableCell, TableColumn, counted, names
 
+NOT_RUN = "not-run"
+"""Key of the group of experiments that were not run."""
+
 
 @dataclass(frozen=True)
 class GlancePart:
@@ -90,15 +93,13 @@ class CellSection:
 class ExperimentSection:
     """The section of an experiment.
 
-    `run` and `confirmatory` are based on the claims without `same_as`, or on all claims if all of them have `same_as`.
-
     Attributes:
         key: anchor of the section.
         about: entry of the experiment in summary.json.
         verdicts: number of claims by kind of analysis and verdict (`verdict_counts`).
-        run: whether one of these claims has a verdict other than `not run`; without claims, whether a run has finished
-            or failed.
-        confirmatory: whether one of these claims is confirmatory.
+        group: key of its `ExperimentGroup`: `confirmatory` if it has confirmatory claims, else `exploratory`; `not-run`
+            if all claims have the verdict `not run` or, without claims, if no run has finished or failed. Claims with
+            `same_as` count only if there are no others.
         table: results by cell.
         matrices: a table per quantity if the experiment is a grid; else empty.
         elsewhere: table of the paper's values by model (`paper_models`); None if there are none.
@@ -108,8 +109,7 @@ class ExperimentSection:
     name: str
     about: ExperimentSummary
     verdicts: Mapping[str, Mapping[str, int]]
-    run: bool
-    confirmatory: bool
+    group: str
     figures: Sequence[Figure]
     table: Table
     matrices: Sequence[Table]
@@ -150,15 +150,16 @@ def _section(sweep: Sweep, name: str, key: str, page: Path) -> ExperimentSection
     experiment, claims = sweep.summary.experiments[name], sweep.summary.claims_of(name)
     cells = sweep.summary.cells_of(name)
     own = [claim for claim in claims if not claim.same_as] or claims
+    run = any(claim.verdict != "not run" for claim in own)
+    if not claims:
+        run = any(cell.seeds or cell.count("failed") for cell in cells.values())
+    confirmatory = any(claim.analysis == ANALYSES[0] for claim in own)
     return ExperimentSection(
         key=key,
         name=name,
         about=experiment,
         verdicts=verdict_counts(claims),
-        run=any(claim.verdict != "not run" for claim in own)
-        if claims
-        else any(cell.seeds or cell.count("failed") for cell in cells.values()),
-        confirmatory=any(claim.analysis == ANALYSES[0] for claim in own),
+        group=ANALYSES[0 if confirmatory else 1] if run else NOT_RUN,
         figures=experiment_figures(sweep, name, key, page),
         table=experiment_table(experiment, cells),
         matrices=grid_tables(experiment, cells),
@@ -201,12 +202,14 @@ def grouped(experiments: Sequence[ExperimentSection]) -> list[ExperimentGroup]:
 
     Empty groups are omitted.
     """
-    confirmatory = [one for one in experiments if one.run and one.confirmatory]
-    others = [one for one in experiments if one.run and not one.confirmatory]
-    waiting = [one for one in experiments if not one.run]
-    groups = [
-        ExperimentGroup("confirmatory", "The paper’s experiments: confirmatory claims", False, confirmatory),
-        ExperimentGroup("exploratory", "Exploratory experiments", False, others),
-        ExperimentGroup("not-run", f"Not run: {counted(len(waiting), 'experiment')}", len(experiments) > 1, waiting),
+    of = {key: [one for one in experiments if one.group == key] for key in (*ANALYSES, NOT_RUN)}
+    titles = {
+        ANALYSES[0]: "The paper’s experiments: confirmatory claims",
+        ANALYSES[1]: "Exploratory experiments",
+        NOT_RUN: f"Not run: {counted(len(of[NOT_RUN]), 'experiment')}",
+    }
+    return [
+        ExperimentGroup(key, titles[key], key == NOT_RUN and len(experiments) > 1, found)
+        for key, found in of.items()
+        if found
     ]
-    return [group for group in groups if group.experiments]

@@ -164,7 +164,8 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
     if not found:
         return None
     environments = [env for env, _ in found]
-    cards = [not str(env.get("device", "cpu")).startswith("cpu") for env in environments]
+    on_cpu = [(env, seconds) for env, seconds in found if _is_of_cpu(env)]
+    on_cards = [(env, seconds) for env, seconds in found if not _is_of_cpu(env)]
     begun = sorted(str(env["begun"])[:10] for env in environments if env.get("begun"))
     changed = sum(bool(env.get("changed_files")) for env in environments)
     silent = len(found) - len(begun)
@@ -178,17 +179,18 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
         "Commit": distinct(str(env["git"])[:COMMIT_DIGITS] for env in environments if env.get("git")),
         "Uncommitted changes": f"in {counted(changed, 'run')}" if changed else "",
         **{title: distinct(env.get(key) for env in environments) for key, title in titles.items()},
-        "Device": distinct(env.get("device") for env, card in zip(environments, cards, strict=True) if card),
+        "Device": distinct(env.get("device") for env, _ in on_cards),
         "Threads": distinct(env.get("threads") for env in environments),
         "Not recorded": f"date and versions of {counted(silent, 'run')}" if silent else "",
     }
-    core_seconds = [
-        0.0 if card else seconds * int(env.get("threads") or 1)
-        for (env, seconds), card in zip(found, cards, strict=True)
-    ]
-    card_seconds = [seconds for (_, seconds), card in zip(found, cards, strict=True) if card]
+    core_seconds = sum(seconds * int(env.get("threads") or 1) for env, seconds in on_cpu)
+    card_seconds = sum(seconds for _, seconds in on_cards)
     known = [(title, text) for title, text in facts.items() if text]
-    return SweepOrigins(len(found), sum(core_seconds) / 3600, sum(card_seconds) / 3600, known)
+    return SweepOrigins(len(found), core_seconds / 3600, card_seconds / 3600, known)
+
+
+def _is_of_cpu(env: Mapping[str, object]) -> bool:
+    return str(env.get("device", "cpu")).startswith("cpu")
 
 
 def quantity_of(name: str) -> Quantity:

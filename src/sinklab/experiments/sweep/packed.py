@@ -33,8 +33,6 @@ OPTIONAL = {"assessments.jsonl.gz": "assessment", "tunings.jsonl.gz": "tuning"}
 """Files with documents that only some runs have; the value is the key of the document (a field of `PackedRun`)."""
 PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, *OPTIONAL)
 CHECKSUMS = "checksums.txt"
-OF_THE_MACHINE = ("command",)
-"""Keys of env.json that contain paths and are not packed."""
 
 _HEAD = "--- # "
 _DOCUMENT = re.compile(rf"^{re.escape(_HEAD)}(.+)\n", re.MULTILINE)
@@ -151,24 +149,20 @@ def unpack(top: Path, into: Path) -> list[Path]:
     return made
 
 
-def take_up(top: Path, out: Path) -> list[Path]:
+def take_up(top: Path, out: Path) -> None:
     """Unpack a packed sweep and its manifests into the directory of a sweep; existing runs and files are not modified.
 
     Args:
         top: folder of a packed sweep.
         out: directory of the sweep.
 
-    Returns:
-        The run directories created.
-
     Raises:
         InputError, SinklabError: see `unpack`.
     """
-    made = unpack(top, out)
+    unpack(top, out)
     for path in sorted((top / MANIFESTS).glob("*.json")):
         if not (out / MANIFESTS / path.name).exists():
             write_text(out / MANIFESTS / path.name, path.read_text(encoding="utf-8"))
-    return made
 
 
 def _write_run(directory: Path, run: PackedRun) -> None:
@@ -180,11 +174,6 @@ def _write_run(directory: Path, run: PackedRun) -> None:
     for name, document in ((ASSESSMENT, run.assessment), (RECORD, run.record), (ENVIRONMENT, run.environment)):
         if document is not None:
             write_json(directory / name, document)
-
-
-def environment_to_pack(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of env.json without the keys `OF_THE_MACHINE`, which contain local paths."""
-    return {key: value for key, value in found.items() if key not in OF_THE_MACHINE}
 
 
 def write_checksums(top: Path) -> None:

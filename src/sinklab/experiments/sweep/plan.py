@@ -136,7 +136,6 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
         InputError, SinklabError: see `plan_sweep`.
     """
     experiment, scale = question.experiment, question.scale
-    scale_of(experiment, scale)
     checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
     diverging = {check.cell for check in checks if isinstance(check, Diverges) and check.kind == "diverges"}
     values = base_values(experiment, scale)
