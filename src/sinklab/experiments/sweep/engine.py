@@ -131,18 +131,15 @@ class Engine(Protocol):
 
 
 class MetricsTail:
-    """Incremental reader of a run's metrics.jsonl. Evaluations that a resumed run repeats are skipped.
+    """Incremental reader of a run's metrics.jsonl, which may not exist yet. Repeated evaluations are skipped."""
 
-    Args:
-        directory: run directory; may not exist yet.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "metrics.jsonl"
+    def __init__(self, run: PlannedRun) -> None:
+        self.run = run
+        self._path = run.directory / "metrics.jsonl"
         self._size, self._step = -1, -1
 
-    def new_rows(self) -> list[dict[str, Any]]:
-        """Return the evaluations since the last call; empty if there are none or the file cannot be read."""
+    def rows(self) -> list[Event]:
+        """Return the evaluations since the last call as `row` events; empty if metrics.jsonl cannot be read."""
         try:
             size = self._path.stat().st_size
             if size == self._size:
@@ -152,7 +149,7 @@ class MetricsTail:
             return []
         self._size = size
         self._step = max([self._step, *(row["step"] for row in rows)])
-        return rows
+        return [Event(self.run.name, "row", row["step"], row) for row in rows]
 
 
 def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event], None]) -> dict[str, Event]:
@@ -190,7 +187,7 @@ class _Scheduler:
         self._engine, self._watch = engine, watch
         self._waiting = deque(runs)
         self._submitted: dict[str, PlannedRun] = {}
-        self._held: dict[str, tuple[PlannedRun, MetricsTail]] = {}
+        self._held: dict[str, MetricsTail] = {}
         self._ended: dict[str, Event] = {}
         self._polled = 0.0
 
@@ -258,7 +255,7 @@ class _Scheduler:
         self._watch(event)
 
     def _set_aside(self, run: PlannedRun) -> None:
-        self._held[run.name] = run, MetricsTail(run.directory)
+        self._held[run.name] = MetricsTail(run)
 
     def _poll_held(self) -> None:
         """Report the progress or end of runs locked by other processes; requeue those whose lock is free again."""
@@ -266,14 +263,14 @@ class _Scheduler:
         if not self._held or now - self._polled < HELD_POLL_S:
             return
         self._polled = now
-        for name, (run, tail) in list(self._held.items()):
-            held = is_held(run.directory)
-            if (ended := run.recorded()) is not None:
+        for name, tail in list(self._held.items()):
+            held = is_held(tail.run.directory)
+            if (ended := tail.run.recorded()) is not None:
                 del self._held[name]
                 self._end(ended)
             elif not held:
                 del self._held[name]
-                self._waiting.appendleft(run)
+                self._waiting.appendleft(tail.run)
             else:
-                for row in tail.new_rows():
-                    self._watch(Event(name, "row", row["step"], row))
+                for row in tail.rows():
+                    self._watch(row)

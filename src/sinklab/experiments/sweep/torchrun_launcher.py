@@ -62,12 +62,12 @@ def train_with_torchrun(
                 stderr=printed,
             )
             try:
-                tail = MetricsTail(planned.directory)
+                tail = MetricsTail(planned)
                 while process.poll() is None:
                     if should_stop():
                         (folder / STOP).touch()
-                    for row in tail.new_rows():
-                        watch(Event(planned.name, "row", row["step"], row))
+                    for row in tail.rows():
+                        watch(row)
                     time.sleep(POLL_S)
             finally:
                 process.terminate()

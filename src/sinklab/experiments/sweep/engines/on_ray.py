@@ -20,7 +20,7 @@ from pydantic import Field
 
 from sinklab.errors import InputError
 from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
-from sinklab.experiments.sweep.engines.remote import new_rows, stop_file, train_remotely
+from sinklab.experiments.sweep.engines.remote import stop_file, train_remotely
 from sinklab.extras import install_command
 from sinklab.schema import Part
 from sinklab.signals import CALL_AGAIN, PreemptedError
@@ -62,8 +62,7 @@ class RayEngine:
 
     def __init__(self, folder: Path, options: RayOptions) -> None:
         self._folder, self._options = folder.resolve(), options
-        self._tasks: dict[ObjectRef[Event], PlannedRun] = {}
-        self._tails: dict[str, MetricsTail] = {}
+        self._tasks: dict[ObjectRef[Event], MetricsTail] = {}
         self._stopping = False
         _connect(options.address)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -89,8 +88,7 @@ class RayEngine:
             stop_file(self._folder, run).unlink(missing_ok=True)
             arguments = (run, self._folder, options.cpus, Path.cwd(), environment)
             submitted = task.options(name=run.name, **given).remote(*arguments)
-            self._tasks[submitted] = run
-            self._tails[run.name] = MetricsTail(run.directory)
+            self._tasks[submitted] = MetricsTail(run)
 
     def events(self, timeout: float) -> Sequence[Event]:
         """Return new evaluations, read from the run directories, and the last event of a task that has ended."""
@@ -99,18 +97,14 @@ class RayEngine:
         if not self._tasks:
             return []
         ended, _ = ray.wait(list(self._tasks), num_returns=1, timeout=timeout)
-        found = new_rows(self._tails)
-        for task in ended:
-            run = self._tasks.pop(task)
-            del self._tails[run.name]
-            found.append(self._outcome(task, run))
-        return found
+        found = [row for tail in self._tasks.values() for row in tail.rows()]
+        return found + [self._outcome(task, self._tasks.pop(task).run) for task in ended]
 
     def stop(self) -> None:
         """Request that all runs save a checkpoint and stop; queued runs stop as soon as they start."""
         self._stopping = True
-        for run in self._tasks.values():
-            stop_file(self._folder, run).touch()
+        for tail in self._tasks.values():
+            stop_file(self._folder, tail.run).touch()
 
     def close(self) -> None:
         """Disconnect from the cluster, which ends this command's tasks."""

@@ -40,7 +40,7 @@ from pydantic import Field
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
-from sinklab.experiments.sweep.engines.remote import new_rows, stop_file, train_remotely
+from sinklab.experiments.sweep.engines.remote import stop_file, train_remotely
 from sinklab.extras import install_command
 from sinklab.files import write_text
 from sinklab.schema import Part
@@ -101,7 +101,7 @@ class _Submitted:
         ended: monotonic time in seconds at which the job was first seen to have ended; None if it has not.
     """
 
-    run: PlannedRun
+    tail: MetricsTail
     job: "Job[Event]"
     ended: float | None = None
 
@@ -121,7 +121,6 @@ class SlurmEngine:
     def __init__(self, folder: Path, options: SlurmOptions) -> None:
         self._folder, self._options = folder.resolve(), options
         self._submitted: dict[str, _Submitted] = {}
-        self._tails: dict[str, MetricsTail] = {}
         self._stopping, self._polled = False, 0.0
         _require_cluster()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +178,7 @@ class SlurmEngine:
         """Request that all running jobs save a checkpoint and stop, and cancel pending jobs."""
         self._stopping = True
         for one in self._submitted.values():
-            stop_file(self._folder, one.run).touch()
+            stop_file(self._folder, one.tail.run).touch()
         self._cancel("--state=PENDING")
         self._cancel("--signal=TERM", "--state=RUNNING")  # stop files may become visible late
         self._polled = 0.0
@@ -201,7 +200,7 @@ class SlurmEngine:
             self._follow(run, job)
 
     def _follow(self, run: PlannedRun, job: "Job[Event]") -> None:
-        self._submitted[run.name], self._tails[run.name] = _Submitted(run, job), MetricsTail(run.directory)
+        self._submitted[run.name] = _Submitted(MetricsTail(run), job)
 
     def _job_of(self, run: PlannedRun) -> "Job[Event] | None":
         """Return the Slurm job that an earlier call submitted for a run; None if there is none."""
@@ -218,7 +217,7 @@ class SlurmEngine:
             subprocess.run(["scancel", "--quiet", *options, *ids], capture_output=True, check=False)
 
     def _poll(self) -> list[Event]:
-        found = new_rows(self._tails)
+        found = [row for one in self._submitted.values() for row in one.tail.rows()]
         if self._submitted and time.monotonic() - self._polled >= self._options.poll_seconds:
             try:
                 queue = states(self._folder)
@@ -240,7 +239,7 @@ class SlurmEngine:
         may_appear = state in ("COMPLETED", "") and time.monotonic() - one.ended < SHOWS_WITHIN_S
         if event is None and may_appear and not self._stopping:
             return None
-        del self._submitted[name], self._tails[name]
+        del self._submitted[name]
         if event is None and self._stopping:
             return Event(name, "stopped")
         if event is None:

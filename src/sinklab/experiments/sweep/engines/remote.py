@@ -7,11 +7,10 @@ HASH.log     a line per start, evaluation and end, with time (UTC), machine and 
 import os
 import socket
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
+from sinklab.experiments.sweep.engine import Event, PlannedRun
 from sinklab.files import append_line
 from sinklab.signals import PREEMPTING, PreemptedError, stop_on_signals
 
@@ -21,15 +20,6 @@ STOP_POLL_S = 1.0
 def stop_file(folder: Path, run: PlannedRun) -> Path:
     """Return the path of a run's stop file in an engine's shared folder."""
     return folder / f"{run.hash}.stop"
-
-
-def new_rows(tails: Mapping[str, MetricsTail]) -> list[Event]:
-    """Return the evaluations of all runs since the last call as `row` events.
-
-    Args:
-        tails: readers by name of the run.
-    """
-    return [Event(name, "row", row["step"], row) for name, one in tails.items() for row in one.new_rows()]
 
 
 def train_remotely(run: PlannedRun, folder: Path, threads: int) -> Event:
