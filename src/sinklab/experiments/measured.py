@@ -85,12 +85,12 @@ class MeasuredResults:
         described = _described(self.experiment, self.subjects, list(results), [str(model) for model in models])
         trial = Trial(self.experiment, described, claims)
         summary = summarise([trial], results)
-        counts = []
+        judged = []
         for claim in summary.claims:
             passes = [one for one in self.passes if not set(claim.cells).isdisjoint(one.cells)]
-            counts.append(len({model for one in passes for model in one.models.values()}))
-        claims = [claim.model_copy(update={"models": n}) for claim, n in zip(summary.claims, counts, strict=True)]
-        return summary.model_copy(update={"claims": claims})
+            used = {model for one in passes for model in one.models.values()}
+            judged.append(claim.model_copy(update={"models": len(used)}))
+        return summary.model_copy(update={"claims": judged})
 
     def _cell(self, one: Pass, cell: MeasuredCell) -> CellResults:
         """Collect the replicates of a cell, and those of its settings that differ from the default or between cells."""

@@ -30,7 +30,7 @@ class GlancePart:
 
     claim: JudgedClaim
     ours: Sequence[tuple[str, str]]
-    key: str = ""
+    key: str
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Plan a sweep: a recipe per cell and seed, the hash of each with its data, and the order of training."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,7 +79,7 @@ class PlannedSweep:
 
     plan: SweepPlan
     runs: Sequence[PlannedRun]
-    hashes: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    hashes: Mapping[tuple[str, int], str]
 
 
 def scale_of(experiment: Experiment, scale: str) -> Scale:
