@@ -74,7 +74,7 @@ def test_a_last_group_of_weights_may_be_shorter() -> None:
 @torch.no_grad()
 def test_a_map_computes_what_its_quantised_parts_give(activations: Any, spared: int) -> None:
     linear = torch.nn.Linear(32, 5).double()
-    maps = [LinearMap(linear, False, block=linear)]
+    maps = [LinearMap(linear, block=linear)]
     x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     other = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     before, plain = linear.weight.detach().clone(), linear(x)
@@ -103,7 +103,7 @@ def test_one_input_of_several_maps_is_rounded_for_each_by_its_own_scale_and_anew
     activations: Any,
 ) -> None:
     linears: list[torch.nn.Module] = [torch.nn.Linear(32, 5) for _ in range(4)]
-    maps = [LinearMap(linear, False, block=linear) for linear in linears]
+    maps = [LinearMap(linear, block=linear) for linear in linears]
     x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(2))
     maxima = dict(zip(linears, map(torch.tensor, (1.0, 1.0, 2.0, 2.0)), strict=True))
 

@@ -286,19 +286,19 @@ def assess_kv_cache(
     readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]
     found_NS = outlier_tokens(adapter, tokens_NT)
     first = adapter.leading + sink_tokens
-    first_S = torch.arange(found_NS.shape[1]) < first
+    first_NS = (torch.arange(found_NS.shape[1]) < first).expand_as(found_NS)
+    none_NS = torch.zeros_like(found_NS)
 
-    def effect(bits: int, spared_NS: Sequence[Tensor | None] | Tensor, heads: KeyHeads | None = None) -> Effect:
+    def effect(bits: int, spared_NS: Tensor, heads: KeyHeads | None = None) -> Effect:
         read = [
             one.under(compute=RoundedCache(bits, spared_S, heads, residual).output)
             for one, spared_S in zip(readers, spared_NS, strict=True)
         ]
         return joined(read).effect()
 
-    N = len(readers)
-    none, settings = [None] * N, []
+    settings = []
     for bits in BITS:
-        everything, first_spared = effect(bits, none), effect(bits, [first_S] * N)
+        everything, first_spared = effect(bits, none_NS), effect(bits, first_NS)
         rounding = {"everything": everything, "first_spared": first_spared, "found_spared": effect(bits, found_NS)}
         settings.append(CacheRounding(bits=bits, **rounding, due_to_sink=everything.loss - first_spared.loss))
     alone = PairedReader(adapter, others_MT, step)
@@ -309,7 +309,7 @@ def assess_kv_cache(
     exempt, names = ([(one.layer, one.head) for one in some] for some in (dearest, heads))
     drawn = random.Random(seed).sample(sorted(names), len(exempt))
     return KVCache(
-        sequences=N,
+        sequences=len(readers),
         length=tokens_NT.shape[1],
         unchanged=joined([one.unchanged for one in readers]).effect(),
         sink_positions=first,
@@ -319,8 +319,8 @@ def assess_kv_cache(
         head_bits=HEAD_BITS,
         heads=heads,
         exempt=exempt,
-        without_exempt=effect(HEAD_BITS, none, frozenset(names) - set(exempt)),
-        without_random=effect(HEAD_BITS, none, frozenset(names) - set(drawn)),
+        without_exempt=effect(HEAD_BITS, none_NS, frozenset(names) - set(exempt)),
+        without_random=effect(HEAD_BITS, none_NS, frozenset(names) - set(drawn)),
     )
 
 

@@ -260,28 +260,26 @@ def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A linear layer of a transformer block.
+    """A linear layer of a transformer block: `nn.Linear`, or GPT-2's `Conv1D`.
 
     Attributes:
-        transposed: whether the output channels are the columns of the weight, as in GPT-2.
         block: transformer block that contains the layer; the shape of its input determines (B, T).
     """
 
     module: nn.Module
-    transposed: bool
     block: nn.Module
 
     @property
     def weight(self) -> Tensor:
-        """View (O, I) of the layer's weight, detached."""
+        """View (O, I) of the layer's weight, detached; the weight of a `Conv1D` is (I, O)."""
         found: Any = self.module.weight
-        return found.data.T if self.transposed else found.data
+        return found.data if isinstance(self.module, nn.Linear) else found.data.T
 
 
 def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
-    """List the linear layers of the blocks in order: `nn.Linear` and GPT-2's `Conv1D`."""
+    """List the linear layers of the blocks in order."""
     return [
-        LinearMap(module, not isinstance(module, nn.Linear), block)
+        LinearMap(module, block)
         for block in blocks
         for module in block.modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
