@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,7 +27,6 @@ from sinklab.files import is_full, sha256_of
 from sinklab.train.directory import tensor_store
 from sinklab.train.world import ALONE, World
 
-T = TypeVar("T")
 STATE, SUMS = "state.json", "SHA256SUMS"
 log = logging.getLogger(__name__)
 
@@ -148,16 +147,16 @@ def find_checkpoint(
 def take_newest(
     folder: Path,
     model: nn.Module,
-    load: Callable[[Path], T],
-    hashes: tuple[str, ...] | None = None,
-    at_most: int | None = None,
-) -> tuple[Path, T] | None:
-    """Find the newest valid checkpoint and call `load` on it.
+    load: Callable[[Path], TrainState],
+    hashes: tuple[str, ...] | None,
+    at_most: int | None,
+) -> tuple[Path, TrainState] | None:
+    """Find the newest valid checkpoint and load it with `load`.
 
     For callers without the run's lock: the search is repeated if training removes the checkpoint before it is loaded.
 
     Returns:
-        The checkpoint's path and the result of `load`; None if there is no checkpoint.
+        The checkpoint's path and its training state; None if there is no checkpoint.
 
     Raises:
         SinklabError, OSError: as `find_checkpoint` and `load`, unless the checkpoint has been removed.
