@@ -95,12 +95,13 @@ _KEPT = threading.Event()  # not an attribute of the exception: Typer converts C
 
 
 @contextmanager
-def keeping_what_is_finished() -> Iterator[None]:
-    """Mark the interrupted work as resumable if the `with` block ends with an exception."""
+def keeping_what_is_finished(saves: bool = True) -> Iterator[None]:
+    """Mark the interrupted work as resumable if it `saves` its results and the `with` block ends with an exception."""
     try:
         yield
     except BaseException:
-        _KEPT.set()
+        if saves:
+            _KEPT.set()
         raise
 
 

@@ -25,10 +25,6 @@ METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "
 """Placeholders of option values in the help, by type; for other types (choices), typer shows its own."""
 
 
-def _no_type(ctx: Any) -> None:
-    """Replace typer's display of an argument's type in the help by nothing."""
-
-
 class PlainGroup(TyperGroup):
     """A command group whose help has no type column, because all its options are flags."""
 
@@ -52,7 +48,7 @@ class PanelCommand(TyperCommand):
         for one in self.params:
             if isinstance(one, TyperArgument):
                 one.metavar = one.metavar or one.name.upper()
-                one.display_type_rich = _no_type  # type: ignore[method-assign]
+                one.display_type_rich = lambda ctx: None  # type: ignore[method-assign]  # no type in the help
             elif isinstance(one, TyperOption):
                 one.min, one.max, one.secondary_opts = None, None, []
 

@@ -1,6 +1,5 @@
 """`sinklab measure`, `compare` and `parity`. The slow imports are in `measurements.py`."""
 
-from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -123,7 +122,7 @@ def measure(
     if models_dir is not None or dry_run:
         raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} requires --family: remove it to measure MODEL")
     model = loading.within(model)
-    with keeping_what_is_finished() if many and out is not None else nullcontext():
+    with keeping_what_is_finished(many and out is not None):
         if by_domain:
             given.domains(model)
         elif by_step:
@@ -158,7 +157,7 @@ def compare(
 
     console = stderr()
     given = Invocation(text, request, loading.on(console), out, as_json, console)
-    with keeping_what_is_finished() if out is not None else nullcontext():
+    with keeping_what_is_finished(out is not None):
         given.compare([loading.within(model) for model in models])
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -165,7 +164,7 @@ def run_job(
         UnsavedError: if the result could not be saved; it has been printed.
     """
     try:
-        with keeping_what_is_finished() if resumes else nullcontext(), progress:
+        with keeping_what_is_finished(resumes), progress:
             result = work(progress)
     except UnsavedError as error:
         print_result(as_json, error.result.document, partial(show, error.result))

@@ -246,14 +246,14 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
         title = f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}"
         print_table(Table(title, names("", ""), rows), console)
     where = shlex.quote(str(directory))
-    console.print(f"in {directory}:", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"in {directory}:", **PLAIN)
     doing = {f"sinklab measure {where} --text FILE": "another text", f"sinklab report {where}": "charts"}
     if recipe.schedule.shape == "flat":
         more = f"sinklab train ... --set train.steps={2 * recipe.train.steps} --out {where}"
         doing[more] = "train for longer"
     width = max(map(len, doing))
     for command, what in doing.items():
-        console.print(f"  {command:{width}}   {what}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  {command:{width}}   {what}", **PLAIN)
 
 
 def print_replay(found: "Replay", console: Console) -> None:
