@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from sinklab.data import tokenizers
-from sinklab.data.sources.corpora import documents
+from sinklab.data.sources.corpora import cut, documents
 from sinklab.data.tokenizers import load_tokenizer, train_bpe
 from sinklab.errors import InputError
 
 
 def stdlib_text() -> list[str]:
-    return list(documents("stdlib", limit_bytes=200_000))
+    return [text for _, text in cut((("", text) for text in documents("stdlib")), 200_000)]
 
 
 def test_training_twice_gives_the_same_tokenizer(tmp_path: Path):

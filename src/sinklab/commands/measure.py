@@ -103,8 +103,8 @@ def measure(
         )
     if revisions and not by_step:
         loading = loading.model_copy(update={"revision": revisions[0]})
-    console, place = stderr(), out or (FAMILIES_OUT if family else None)
-    given = Invocation(text, request, loading.on(console), place, as_json, console)
+    place = out or (FAMILIES_OUT if family else None)
+    given = Invocation(text, request, loading.on(stderr()), place, as_json)
     if family:
         if model is not None:
             raise InputError(f"pass a MODEL or --family, not both: got {model} and --family {family[0]}")
@@ -155,8 +155,7 @@ def compare(
     """
     from sinklab.commands.measurements import Invocation
 
-    console = stderr()
-    given = Invocation(text, request, loading.on(console), out, as_json, console)
+    given = Invocation(text, request, loading.on(stderr()), out, as_json)
     with keeping_what_is_finished(out is not None):
         given.compare([loading.within(model) for model in models])
 

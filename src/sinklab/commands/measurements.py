@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sinklab.commands.ending import PLAIN, say_on
+from sinklab.commands.ending import PLAIN, say_on, stderr
 from sinklab.commands.options import print_result, run_job
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.commands.terminal.results import print_comparison, print_measurement, print_sizes, print_survey
@@ -40,7 +40,6 @@ class Invocation:
         request, loading: measurement and loading settings of every model; checkpoints differ in the revision.
         out: results directory; with None, nothing is saved.
         as_json: print the result as JSON instead of tables.
-        console: console on stderr, for progress and messages.
     """
 
     text: Path | None
@@ -48,7 +47,6 @@ class Invocation:
     loading: Loading
     out: Path | None
     as_json: bool
-    console: Console
 
     def one_model(self, model: str, tables: Sequence[str]) -> None:
         """Measure one model on one text.
@@ -69,7 +67,7 @@ class Invocation:
                     write_tables(found.columns, self.out, tables)
             return found
 
-        run_job(work, JobProgress(self.console, phase=f"reading {model} and the text"), self.as_json, print_measurement)
+        run_job(work, JobProgress(stderr(), phase=f"reading {model} and the text"), self.as_json, print_measurement)
         self._draw()
 
     def families(self, names: Sequence[str], models_dir: Path | None) -> None:
@@ -90,7 +88,7 @@ class Invocation:
         """
         total = len(saved_models(model, revisions))
         if not revisions and (skipped := folders_without_step(Path(model).expanduser())):
-            say_on(self.console, f"not measured, because the name has no step or token count: {', '.join(skipped)}")
+            say_on(stderr(), f"not measured, because the name has no step or token count: {', '.join(skipped)}")
         measured = partial(measure_checkpoints, model, revisions)
         self._survey("checkpoints", total, measured, partial(print_survey, CheckpointsDocument))
 
@@ -124,7 +122,7 @@ class Invocation:
         def work(progress: JobProgress) -> Any:
             return measured(self.text, self.request, loading=self.loading, out=self.out, observe=progress)
 
-        progress = JobProgress(self.console, what, total, phase=f"reading the text and the {what}")
+        progress = JobProgress(stderr(), what, total, phase=f"reading the text and the {what}")
         found = run_job(work, progress, self.as_json, show)
         outcome = Outcome(found.measured) if isinstance(found, Comparison) else found.outcome
         if outcome.measured:
@@ -136,6 +134,6 @@ class Invocation:
 
     def _draw(self) -> None:
         if self.out is not None:
-            with JobProgress(self.console, phase="writing the report"):
+            with JobProgress(stderr(), phase="writing the report"):
                 path = write_report([self.out])
-            self.console.print(f"report: {path}", **PLAIN)
+            stderr().print(f"report: {path}", **PLAIN)

@@ -198,11 +198,10 @@ class RequestedText:
         """
         settings = self.settings
         if settings.mix is None:
-            for text in documents(settings.source, limit_bytes=settings.text_limit_bytes):
-                yield "", text
-            return
-        rates = {one.name: one.tokens_per_byte(tokenizer) if tokenizer else 1.0 for one in self.streams}
-        texts = mixed(self.streams, settings.mix, rates)
+            texts = (("", text) for text in self.streams[0].documents())
+        else:
+            rates = {one.name: one.tokens_per_byte(tokenizer) if tokenizer else 1.0 for one in self.streams}
+            texts = mixed(self.streams, settings.mix, rates)
         yield from texts if settings.text_limit_bytes is None else cut(texts, settings.text_limit_bytes)
 
 

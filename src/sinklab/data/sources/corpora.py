@@ -65,12 +65,11 @@ class Fingerprint:
         return other
 
 
-def documents(source: str, *, limit_bytes: int | None = None, render: Render = plain_conversation) -> Iterator[str]:
+def documents(source: str, *, render: Render = plain_conversation) -> Iterator[str]:
     """Yield the non-empty documents of a source in a fixed order.
 
     Args:
         source: see `DataConfig.source`, except a directory of prepared data.
-        limit_bytes: maximum number of bytes of UTF-8 text; the last document is truncated. Default: no limit.
         render: function that renders `messages` as text.
 
     Raises:
@@ -85,8 +84,6 @@ def documents(source: str, *, limit_bytes: int | None = None, render: Render = p
     else:
         texts = (text for path in text_files(expanded(source)) for text in read_documents(path, render))
     found = False
-    if limit_bytes is not None:
-        texts = (text for _, text in cut((("", text) for text in texts), limit_bytes))
     for text in texts:
         found = True
         yield text
