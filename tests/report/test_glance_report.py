@@ -195,7 +195,7 @@ def test_the_page_says_with_what_its_runs_were_trained(tmp_path: Path) -> None:
 
 def test_a_page_contains_the_decision_rule_to_which_it_links(html: str) -> None:
     assert '<a href="#rule">' in html
-    assert '<details id="rule">' in html
+    assert '<ul class="notes" id="rule">' in html
     assert all(sentence in Page(html).text for sentence in RULE)
 
 
