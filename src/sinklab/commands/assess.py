@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from sinklab.assessing.settings import AssessOptions
-from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName, option, run_job
 from sinklab.commands.terminal.progress import JobProgress
@@ -44,5 +43,5 @@ def assess(
     def work(progress: JobProgress) -> "Assessment":
         return assess_model(model, text, options, loading=loading.on(progress.console), out=out, observe=progress)
 
-    progress = JobProgress(stderr(), phase=f"reading {model} and the text")
-    run_job(work, progress, as_json, partial(print_assessment, full=full), resumes=out is not None)
+    show = partial(print_assessment, full=full)
+    run_job(work, f"reading {model} and the text", as_json, show, resumes=out is not None)

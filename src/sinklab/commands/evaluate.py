@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName, option, run_job
 from sinklab.commands.terminal.progress import JobProgress
@@ -45,5 +44,4 @@ def evaluate(
     def work(progress: JobProgress) -> "DownstreamScores":
         return evaluate_model(model, request, loading=loading.on(progress.console), out=place, observe=progress)
 
-    progress = JobProgress(stderr(), phase=f"reading {model} and the tasks")
-    run_job(work, progress, as_json, print_scores, resumes=place is not None)
+    run_job(work, f"reading {model} and the tasks", as_json, print_scores, resumes=place is not None)

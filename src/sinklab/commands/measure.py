@@ -197,7 +197,6 @@ def parity(
         loader, backends = loading.on(progress.console), backend or None
         return compare_backends(model, text, request, loading=loader, backends=backends, observe=progress)
 
-    progress = JobProgress(stderr(), phase=f"reading {model} and the text")
-    found = run_job(work, progress, as_json, print_parity)
+    found = run_job(work, f"reading {model} and the text", as_json, print_parity)
     if wrong := found.wrong():
         raise SinklabError(wrong)

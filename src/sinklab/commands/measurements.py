@@ -67,7 +67,7 @@ class Invocation:
                     write_tables(found.columns, self.out, tables)
             return found
 
-        run_job(work, JobProgress(stderr(), phase=f"reading {model} and the text"), self.as_json, print_measurement)
+        run_job(work, f"reading {model} and the text", self.as_json, print_measurement)
         self._draw()
 
     def families(self, names: Sequence[str], models_dir: Path | None) -> None:
@@ -122,8 +122,7 @@ class Invocation:
         def work(progress: JobProgress) -> Any:
             return measured(self.text, self.request, loading=self.loading, out=self.out, observe=progress)
 
-        progress = JobProgress(stderr(), what, total, phase=f"reading the text and the {what}")
-        found = run_job(work, progress, self.as_json, show)
+        found = run_job(work, f"reading the text and the {what}", self.as_json, show, what=what, steps=total)
         outcome = Outcome(found.measured) if isinstance(found, Comparison) else found.outcome
         if outcome.measured:
             self._draw()

@@ -10,7 +10,7 @@ import typer
 from pydantic import Field
 from rich.console import Console
 
-from sinklab.commands.ending import say_on
+from sinklab.commands.ending import say_on, stderr
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.errors import InputError, UnsavedError
 from sinklab.experiments.sweep.engines import EngineName
@@ -149,22 +149,26 @@ def print_result(as_json: bool, document: Callable[[], object], show: Callable[[
 
 def run_job(
     work: Callable[[JobProgress], Any],
-    progress: JobProgress,
+    phase: str,
     as_json: bool,
     show: Callable[[Any, Console], None],
     resumes: bool = False,
+    *,
+    what: str = "",
+    steps: int | None = None,
 ) -> Any:
-    """Run a job with a progress display, and print its result: as JSON, or by calling `show`.
+    """Run a job with a progress display on stderr, and print its result: as JSON, or by calling `show`.
 
     Args:
         work: function of the progress display that returns the result, an object with a `document()` method.
+        phase, what, steps: see `JobProgress`.
         resumes: True if the same command resumes an interrupted job.
 
     Raises:
         UnsavedError: if the result could not be saved; it has been printed.
     """
     try:
-        with keeping_what_is_finished(resumes), progress:
+        with keeping_what_is_finished(resumes), JobProgress(stderr(), what, steps, phase=phase) as progress:
             result = work(progress)
     except UnsavedError as error:
         print_result(as_json, error.result.document, partial(show, error.result))

@@ -138,7 +138,7 @@ class Speedometer:
         processes: number of data-parallel processes; all are assumed to have the same device.
     """
 
-    def __init__(self, recipe: Recipe, device: torch.device, processes: int = 1) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device, processes: int) -> None:
         self._tokens_per_step = recipe.train.batch_size * recipe.model.context
         self._flops_per_token = model_flops(recipe.model).total / recipe.model.context
         peak = recipe.train.peak_flops or peak_flops(device)

@@ -255,7 +255,7 @@ class TrainingPlan:
         return {**asdict(self), "memory": memory | {"total": round(self.memory.total / MB, 1)}}
 
 
-def plan_of(recipe: Recipe, device: torch.device, processes: int = 1) -> TrainingPlan:
+def plan_of(recipe: Recipe, device: torch.device, processes: int) -> TrainingPlan:
     """Return the plan of a recipe on `processes` devices like `device`.
 
     The text is prepared only if the vocabulary size is otherwise unknown.
