@@ -153,13 +153,13 @@ def _section(sweep: Sweep, name: str, key: str, page: Path) -> ExperimentSection
     run = any(claim.verdict != "not run" for claim in own)
     if not claims:
         run = any(cell.seeds or cell.count("failed") for cell in cells.values())
-    confirmatory = any(claim.analysis == ANALYSES[0] for claim in own)
+    analysis = ANALYSES[0] if any(claim.analysis == ANALYSES[0] for claim in own) else ANALYSES[1]
     return ExperimentSection(
         key=key,
         name=name,
         about=experiment,
         verdicts=verdict_counts(claims),
-        group=ANALYSES[0 if confirmatory else 1] if run else NOT_RUN,
+        group=analysis if run else NOT_RUN,
         figures=experiment_figures(sweep, name, key, page),
         table=experiment_table(experiment, cells),
         matrices=grid_tables(experiment, cells),
@@ -203,13 +203,8 @@ def grouped(experiments: Sequence[ExperimentSection]) -> list[ExperimentGroup]:
     Empty groups are omitted.
     """
     of = {key: [one for one in experiments if one.group == key] for key in (*ANALYSES, NOT_RUN)}
-    titles = {
-        ANALYSES[0]: "The paper’s experiments: confirmatory claims",
-        ANALYSES[1]: "Exploratory experiments",
-        NOT_RUN: f"Not run: {counted(len(of[NOT_RUN]), 'experiment')}",
-    }
-    return [
-        ExperimentGroup(key, titles[key], key == NOT_RUN and len(experiments) > 1, found)
-        for key, found in of.items()
-        if found
-    ]
+    waiting = f"Not run: {counted(len(of[NOT_RUN]), 'experiment')}"
+    titles = ("The paper’s experiments: confirmatory claims", "Exploratory experiments", waiting)
+    folded = (False, False, len(experiments) > 1)
+    groups = zip(of.items(), titles, folded, strict=True)
+    return [ExperimentGroup(key, title, fold, found) for (key, found), title, fold in groups if found]

@@ -164,8 +164,9 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
     if not found:
         return None
     environments = [env for env, _ in found]
-    on_cpu = [(env, seconds) for env, seconds in found if _is_of_cpu(env)]
-    on_cards = [(env, seconds) for env, seconds in found if not _is_of_cpu(env)]
+    on_cpu, on_cards = (
+        [one for one in found if str(one[0].get("device", "cpu")).startswith("cpu") is cpu] for cpu in (True, False)
+    )
     begun = sorted(str(env["begun"])[:10] for env in environments if env.get("begun"))
     changed = sum(bool(env.get("changed_files")) for env in environments)
     silent = len(found) - len(begun)
@@ -187,10 +188,6 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
     card_seconds = sum(seconds for _, seconds in on_cards)
     known = [(title, text) for title, text in facts.items() if text]
     return SweepOrigins(len(found), core_seconds / 3600, card_seconds / 3600, known)
-
-
-def _is_of_cpu(env: Mapping[str, object]) -> bool:
-    return str(env.get("device", "cpu")).startswith("cpu")
 
 
 def quantity_of(name: str) -> Quantity:
