@@ -65,7 +65,7 @@ def elapsed(seconds: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """Format a duration in one unit, for tables: `40 s`, `5 min`, `3.3 h`, `2.3 d`, `136 d`, `1.4 y`, `1,302 y`."""
+    """Format a duration in one unit, for tables: `40 s`, `5 min`, `3.3 h`, `2.3 d`, `136 d`, `1.4 y`, `> 999 y`."""
     if seconds < 3570:
         return duration(seconds)
     if seconds < 23.95 * 3600:
@@ -74,7 +74,9 @@ def short_duration(seconds: float) -> str:
         value, unit = seconds / 86400, "d"
     else:
         value, unit = seconds / YEAR, "y"
-    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:,.0f} {unit}"
+    if value > 999:
+        return f"> 999 {unit}"
+    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
 
 
 class Board:
