@@ -76,8 +76,10 @@ class _Handler:
             backend, out = "compute", compute(layer)
         elif out is not None:
             backend = "one pass"
-        else:
-            backend, out = "operation" if layer.library is None else layer.library.name, layer.own_output()
+        elif layer.library is not None:
+            backend, out = layer.library.name, layer.library.output()
+        else:  # not `own_output`: the call of an exported model's code has the methods of the version that wrote it
+            backend, out = "operation", layer.output()
         for use in self.uses:
             use.backends.add(backend)
         return out

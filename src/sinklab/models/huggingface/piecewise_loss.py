@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.model.loss import IGNORED
-from sinklab.models.huggingface.anatomy import bodies
+from sinklab.models.huggingface.anatomy import bodies, vocabulary_size
 from sinklab.models.memory_budget import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 
 LOGITS_IN_CACHE = 2**20  # logits per chunk of log-probabilities: 4 MB in float32
@@ -31,7 +31,6 @@ def forward_loss(
     real_BT: Tensor,
     *,
     arguments: dict[str, Any],
-    vocabulary: int,
     paused: AbstractContextManager[None],
 ) -> tuple[float, int]:
     """Run one forward pass; return the cross-entropy summed over targets, in nats, and the number of targets.
@@ -39,14 +38,13 @@ def forward_loss(
     Args:
         real_BT: bool, True at real tokens; a target counts if it and the token before it are real.
         arguments: arguments passed to the model in addition to the tokens.
-        vocabulary: number of rows of the token embedding, used to estimate the size of the logits.
         paused: context manager that is entered while only the LM head runs.
     """
     both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))  # the position and its target are real
     wanted_BT = F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
     number = int((wanted_BT != IGNORED).sum())
     at_once = LOGITS_AT_ONCE_CUDA if tokens_BT.is_cuda else LOGITS_AT_ONCE
-    pieces = math.ceil(vocabulary * tokens_BT.numel() / at_once)
+    pieces = math.ceil(vocabulary_size(model) * tokens_BT.numel() / at_once)
     if pieces == 1 or not has_piecewise_logits(model):
         return summed_loss(model(tokens_BT, **arguments).logits, wanted_BT), number
     total = 0.0

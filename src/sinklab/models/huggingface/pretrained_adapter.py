@@ -158,7 +158,6 @@ class HuggingFaceAdapter:
             tokens_BT,
             real.from_position(first_target - 1),
             arguments={"use_cache": False, **arguments},
-            vocabulary=anatomy.vocabulary_size(self.module),
             paused=paused,
         )
         return torch.tensor(loss, dtype=torch.float64), targets
