@@ -1,11 +1,13 @@
-"""Attention biases: a learned token, key, value or logit in addition to the sequence (tables 4, 5, 12, 13).
+"""Attention biases: an additional token, key, value or logit, usually learned (2410.10781, tables 4, 5, 12, 13).
 
 Every query attends to a bias key k_s with the logit z_t = q_t.k_s * scale, where q_t is the query after RoPE. The
 softcap applies to z_t, a relative position bias does not. A sink logit is used directly as z, without scale and
-softcap. The operation's similarity is applied to z; a kernel applies phi to q_t and k_s instead.
+softcap. The operation's similarity is applied to z; kernel attention applies its feature map to q_t and k_s instead.
 
-In a softmax row, the attention weight of the bias key is sigmoid(z - lse), and all other weights are multiplied by
-sigmoid(lse - z). Neither the sequence nor the mask becomes longer.
+In a softmax row with the log-sum-exp lse of the other scores, the attention weight of the bias key is sigmoid(z - lse),
+and all other weights are multiplied by sigmoid(lse - z). Neither the sequence nor the mask becomes longer.
+
+B batch, H query heads, G KV heads, T queries, D key dimension, V value dimension.
 """
 
 import math
@@ -20,7 +22,7 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.schema import LARGEST, Example, Kind, NeutralExample, Part
 
 ASIDE = -12.0
-"""Default `start` of a bias that is added to a trained model; its attention is 6e-6 if the row's lse is 0."""
+"""Default `start` of a bias that is added to a trained model; its attention is 6e-6 in a row whose lse is 0."""
 
 
 class BiasPart(Kind):
@@ -31,7 +33,7 @@ class BiasPart(Kind):
 
     @property
     def starts_at(self) -> float | None:
-        """Initial value of the learned logit or offset; None if `start` is not set or does not exist."""
+        """Initial value of the learned logit or offset (`start`); None if it is not set or the bias has neither."""
         return getattr(self, "start", None)
 
     @property
@@ -66,7 +68,7 @@ class SinkToken(BiasPart):
 
 
 class FixedValue(Part):
-    """Fixed value vector of norm m and width V: v' = m [1, 0, .., 0] or v'' = m [1, .., 1] / sqrt(V) (table 5)."""
+    """Fixed value vector of norm m and width V: m [1, 0, .., 0] or m [1, .., 1] / sqrt(V) (2410.10781, table 5)."""
 
     direction: Literal["first", "uniform"] = Field(description="first: first dimension only; uniform: all dimensions")
     norm: float = Field(ge=0, description="L2 norm m of the value vector")
@@ -87,7 +89,7 @@ class _LearnedKey(BiasPart):
     learnable_dims: int | None = Field(
         default=None,
         ge=1,
-        description="number d_a of learned key dimensions, the first ones; the others are zero; null: all learned",
+        description="number of learned key dimensions; those after them are zero; null: all are learned",
     )
     start: float | None = Field(
         default=None,
@@ -132,10 +134,10 @@ class ValueBias(BiasPart):
 
 
 class SinkLogit(BiasPart):
-    """Learned sink logit s per query head, with value zero; softmax output * sigmoid(lse - s) (gpt-oss, 2508.10925)."""
+    """Learned sink logit s per query head: multiplies softmax output by sigmoid(lse - s) (gpt-oss, 2508.10925)."""
 
     kind: Literal["sink_logit"] = "sink_logit"
-    start: float | None = Field(default=None, description="initial s; null: normal with standard deviation 0.02")
+    start: float | None = Field(default=None, description="initial logit s; null: normal with standard deviation 0.02")
     adds_logit: ClassVar[bool] = True
     examples: ClassVar = {"sink_logit": Example()}
 
@@ -159,7 +161,7 @@ class BiasParameters(nn.Module):
     Attributes:
         key: learned key, (G, d_a), or (1, d_a) if shared; d_a is the head dimension unless `learnable_dims` is set.
         value: learned value, (G, V), or (1, V) if shared.
-        fixed: fixed value, the same for all heads.
+        fixed: direction and norm of the bias key's value, the same for all heads; None if it is learned or zero.
         logit: learned sink logit, (H,); None for off-by-one, whose logit is fixed at 0.
         offset: learned offset of the bias key's logit, (H,); None unless the recipe sets `start`.
         initial: mean and standard deviation of the initial values, by parameter name. It contains only the parameter
@@ -199,7 +201,7 @@ class BiasParameters(nn.Module):
         """Return the sink logit per query head, (H,); None without one.
 
         Args:
-            like: tensor whose dtype and device the zeros for off-by-one have.
+            like: tensor with the dtype and device of the zeros that off-by-one returns.
         """
         return like.new_zeros(self.heads) if self.off_by_one else self.logit
 
@@ -216,10 +218,10 @@ SMALLEST_LOGIT = -1e30  # instead of log 0: the difference of two infinities has
 def with_extra_key(
     out_BHTV: Tensor, lse_BHT: Tensor, logits_BHT: Tensor, value_HV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add a key outside the sequence to every row, and return the new output and log-normaliser (out, lse).
+    """Add a key outside the sequence to every row, and return the new output and log-normaliser (out_BHTV, lse_BHT).
 
     Args:
-        out_BHTV, lse_BHT: attention output and log-normaliser without this key.
+        out_BHTV, lse_BHT: attention output and log of the row sum (log-normaliser) without this key.
         logits_BHT: log-similarity of every query with this key, such as a bias key.
         value_HV: value of the key; None means zero.
     """

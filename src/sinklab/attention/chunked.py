@@ -1,11 +1,12 @@
 """The `chunked` backend: attention in blocks of queries, which the backward pass recomputes; O(T * block) memory.
 
-The forward pass stores only its inputs and (out, lse). In the backward pass, with P = exp(logit - lse), the gradient
-with respect to a logit is P * (dout.v - dout.out + dlse). Autograd propagates it through the score function, one block
-at a time; the gradient of z = q.k * scale is computed explicitly.
+The forward pass stores only its inputs, the output out and the log row sum lse. In the backward pass, with their
+gradients dout and dlse, the gradient with respect to a logit is P * (dout.v - dout.out + dlse), P = exp(logit - lse).
+Autograd propagates it through the score function to z = q.k * scale, one block at a time; the gradients of q and k are
+computed explicitly.
 
-If a score has a similarity and the row sums are in range, neither logarithms nor exponentials are computed: the
-gradient with respect to a similarity is (dout.v - dout.out + dlse) / Z.
+If the score function has a `similarity`, and row sums Z = exp(lse) are in range (`LARGEST_LOG_SUM`), similarities are
+not converted to logits: the gradient with respect to a similarity is (dout.v - dout.out + dlse) / Z.
 
 Rejected alternative: `torch.utils.checkpoint` around each block. It doubles the memory traffic of key and value
 gradients, because autograd allocates a full gradient for every slice.
@@ -50,7 +51,7 @@ class _Chunked(torch.autograd.Function):
         score: Score | None = ctx.score
         matrix, groups = bl.ScoreMatrix(q, k, ctx.mask, score, ctx.scale), k.shape[1]
         dout = dout.to(q.dtype)
-        # The normaliser's contribution to the gradient of every logit of a row.
+        # dout.out - dlse, which is subtracted from dout.v for every logit of a row.
         row = (dout * out).sum(-1, dtype=lse.dtype).sub_(dlse)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dtensors: list[Tensor | None] = [None] * len(tensors)
@@ -85,7 +86,7 @@ def finite_normaliser(lse: Tensor) -> Tensor:
 
 
 def exponentials_(exponents: Tensor, score: Score | None) -> Tensor:
-    """Compute exp(exponents) in place. For a deep score (`Score.deep`), masked entries must then be masked again."""
+    """Compute exp(exponents) in place. If `score.deep`, no result is zero, so masked entries must be masked again."""
     return bl.floored_exp_(exponents) if score is not None and score.deep else exponents.exp_()
 
 
@@ -107,7 +108,7 @@ def _weights(matrix: bl.ScoreMatrix, block: bl.Block) -> tuple[Tensor, Tensor, T
 
 
 def _fits(lse: Tensor, score: Score) -> bool:
-    """Return True if every row sum is in range without subtracting a peak."""
+    """Return True if every row sum exp(lse) is in range without subtracting a peak."""
     fits = lse.abs() < LARGEST_LOG_SUM
     return bool((fits | (lse == -math.inf) if score.vanishes else fits).all())
 

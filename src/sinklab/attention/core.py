@@ -2,6 +2,8 @@
 
 Training and measuring use the same code. Every call is a `LayerCall`, which `models/intercept.py` can observe or
 change. The model computes projections and RoPE before it calls the core; the core applies relative position biases.
+
+B batch, H query heads, G KV heads, T queries, L key positions, D key dimension, V value dimension.
 """
 
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from sinklab.attention.scores import Score, fading, softcap
 
 
 class AttentionCore(nn.Module):
-    """Attention core(q_BHTD, k_BGTD, v_BGTV) -> out_BHTV; T includes learned leading tokens.
+    """Attention core: (q_BHTD, k_BGTD, v_BGTV) -> out_BHTV; T includes learned leading tokens.
 
     With a KV cache, k and v have more positions than q, and the queries are at the last positions. If a head has
     several queries, they are concatenated in the last dimension of q.
@@ -102,7 +104,7 @@ class AttentionCore(nn.Module):
                 but their IDs are ignored. In padded rows, index 0 is the first position after the padding.
             gates_BLH: output of the operation's gate, required by operations with a gate. Forgetting attention:
                 cumulative sums of the log forget gates at all key positions. Differential attention V2: logits of the
-                weights of the T queries. Leading tokens are included.
+                second softmax's weights, (B, T, H). Leading tokens are included.
             padding_B: number of padding positions at the start of each row, before leading tokens; None without
                 padding.
 

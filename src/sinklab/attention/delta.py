@@ -6,11 +6,12 @@ S is a D x V matrix per head that maps keys to values. It decays by a_t; then th
 v_t, and equals v_t if b_t is 1 and the key has length 1. Time and memory are linear in T.
 
 The sequence is divided into chunks of C positions. Let S be the state before a chunk, and c_i the sum of g from the
-first position of the chunk to its position i. Position i writes row i of W (section 3.3, the UT transform):
+first position of the chunk to its position i. Position i adds k_i W_i^T to the state, with row i of the C x V matrix
+W (section 3.3, the UT transform):
 
     W = X - Y S,   (I + L) [X, Y] = b [v, exp(c) k],   L_ij = b_i exp(c_i - c_j) k_i.k_j  for j < i
 
-X and Y do not depend on S, so one triangular solve computes them for all chunks. Then
+X (C x V) and Y (C x D) do not depend on S, so one triangular solve computes them for all chunks. Then
 
     o_i = exp(c_i) S^T q_i + sum over j <= i of exp(c_i - c_j) (q_i.k_j) W_j
     S  <- exp(c_C) S + sum over j of exp(c_C - c_j) k_j W_j^T
@@ -22,7 +23,7 @@ above are sums over channels: sum_d k_id k_jd exp(c_id - c_jd), and the same wit
 of positions, in shorter chunks. With the factors exp(c_i) and exp(-c_j) they would be matrix products, but exp(-c_j)
 overflows if a channel decays fast.
 
-B batch, H heads, T positions, D key dimension, V value dimension, N chunks of C positions, K 1 or D.
+B batch, H heads, T positions, D key dimension, V value dimension, N chunks of C positions, K decays per head (1 or D).
 """
 
 import torch
@@ -76,7 +77,7 @@ def gated_delta(
     solved = torch.linalg.solve_triangular(corrections, wanted, upper=False, unitriangular=True)
     own_BHNCV, read_BHNCD = solved.split((V, D), dim=-1)
     scores_BHNCC = _decayed_products(q, k, decay)
-    # `unbind` instead of an index per chunk: the gradient of an index is as large as the whole sequence.
+    # `unbind` instead of indexing each chunk, whose gradient would be a tensor of the size of the whole sequence.
     parts = (q * since_start, k * till_end, scores_BHNCC, own_BHNCV, read_BHNCD, since_start[..., -1, :, None])
     chunks = zip(*(part.unbind(2) for part in parts), strict=True)
     state = q.new_zeros(B, H, D, V) if state_BHDV is None else state_BHDV.to(dtype)

@@ -1,8 +1,10 @@
 """The `flex` backend: PyTorch's FlexAttention, a fused kernel for CUDA, in the dtype of the inputs.
 
-Score functions and masks are those of the other backends, compiled into the kernel. Terms common to all scores of a row
-are computed outside the kernel (`scores.Apart`). On a CPU there is only an uncompiled forward pass, which is sufficient
-for tests but not for training.
+Score functions and masks are those of the other backends, compiled into the kernel. Terms and factors common to all
+scores of a row are applied outside the kernel (`scores.Apart`). On a CPU there is only an uncompiled forward pass,
+which is sufficient for tests but not for training.
+
+B batch, H query heads, G KV heads, T queries, S keys, D key dimension, V value dimension.
 """
 
 import functools

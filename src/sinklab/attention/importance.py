@@ -2,10 +2,12 @@
 
 alpha_k is the mean over queries t = k .. T of the attention weight A_tk, including query k (2410.10781, section 3.2).
 It is a column mean of the attention matrix, accumulated over blocks of queries. For operations whose scores do not sum
-to one, it is computed from the proxy scores |sim_ts| / sum_s |sim_ts|.
+to one, it is computed from the proxy scores |A_tk| / sum_s |A_ts|.
 
 Under a mask other than the causal one, some queries t >= k may not see key k, and some earlier queries may see it.
 `Importance.visible_BHT` is a second mean, over the queries that may see key k.
+
+B batch, H query heads, G KV heads, T queries, S keys, D key dimension, Q queries of a block.
 """
 
 import functools
@@ -45,12 +47,12 @@ class Importance:
     """Importance alpha of the positions, and of a bias or learned tokens.
 
     Attributes:
-        positions_BHT: alpha of the T real positions.
+        positions_BHT: alpha of the T positions of the sequence, without learned leading tokens.
         bias_BH: sum of the alphas of the bias key, sink logit, sink token, registers and stick-breaking remainder
             that the layer has; None if it has none.
-        row_sums_BH: mean of sum_s A_ts over the real queries t; None if the operation's rows sum to one.
-        seen_by_BGT: number of queries that may see each position, on the CPU. B and G are the batch and head axes of
-            the mask, which may have size 1.
+        row_sums_BH: mean of sum_s A_ts over the queries t of the sequence; None if the operation's rows sum to one.
+        seen_by_BGT: number of queries that may see each position, on the CPU. B and G are here the batch and head axes
+            of the mask, which may have size 1.
         visible_BHT: mean attention over the queries that may see each position; None if equal to `positions_BHT`.
         registers_BHN: alpha of each of N registers; None for fewer than 2 registers.
     """
@@ -115,7 +117,7 @@ def score_rows(
 def sum_rows(
     rows: Iterable[Rows], q_BHTD: Tensor, keys: int, mask: Mask, counted_BT: Tensor | None = None
 ) -> ColumnSums:
-    """Sum attention rows over the counted queries.
+    """Sum attention rows over the counted queries, for each key and for the bias.
 
     Args:
         rows: blocks of rows; their weights may be changed in place.

@@ -78,7 +78,7 @@ class LayerCall:
         return self.output() if self.library is None else self.library.output()
 
     def changed(self, **call: Any) -> "LayerCall":
-        """Return a copy with these fields of `call` replaced and `library` None, as it computes the unedited call."""
+        """Return a copy with these new fields of `call`, and without `library`, which computes the unedited call."""
         return replace(self, call=replace(self.call, **call), library=None)
 
     def masked(self, mask: Mask) -> "LayerCall":
@@ -112,14 +112,14 @@ class LayerCall:
 
     @torch.no_grad()
     def importance(self) -> Importance:
-        """Compute alpha_k of every real position and of the bias, sink token or registers (2410.10781, section 3.2).
+        """Compute alpha_k of every position and of the bias, sink token or registers (2410.10781, section 3.2).
 
         Requires sequences without padding and T = S. If the operation's scores do not sum to one, alpha is computed
         from the proxy scores, and the mean row sum is returned too. A leading token counts as a bias: its alpha is the
-        mean over all real queries, and is added to that of a bias key or of the rest (stick-breaking).
+        mean over all queries of the sequence, and is added to that of a bias key or of the stick-breaking remainder.
         """
         sums, n = self.column_sums(), self.leading
-        if n:  # without the rows of leading tokens
+        if n:  # subtract the rows of leading tokens
             first = replace(self, call=replace(self.call.cut(n), mask=masks.CAUSAL)).column_sums()
             sums.keys_BHS[..., :n] -= first.keys_BHS
             if sums.bias_BH is not None and first.bias_BH is not None:
@@ -138,7 +138,7 @@ class LayerCall:
         return Importance(alpha_BHT, bias_BH, row_sums_BH, seen_by_BGT, visible_BHT, several)
 
     def scores(self) -> tuple[Tensor, Tensor | None]:
-        """Compute the attention matrix A_BHTS, and the attention to a bias key or sink logit, (B, H, T); None without.
+        """Compute the attention matrix A_BHTS, and the attention to a bias key or sink logit (B, H, T), else None.
 
         Raises:
             InputError: for kernel, differential and stick-breaking attention.

@@ -3,6 +3,8 @@
 Positions are absolute key positions, 0-based: with S keys and T queries, query t is at position S - T + t. In addition
 to the mask function (`allowed`), a mask has two ranges of keys for a block of queries. Keys outside `key_range` are
 seen by no query of the block, and are skipped. Keys in `full_range` are seen by all its queries, and need no masking.
+
+B batch, H query heads, T queries, S keys.
 """
 
 from abc import ABC, abstractmethod
@@ -297,7 +299,7 @@ class Document(Mask):
         return Document(self.documents_BS[row : row + 1])
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # `Leading` passes negative positions for leading tokens; their results are not used.
+        # `Leading` and `Padded` pass negative positions for leading tokens and padding; their results are not used.
         return (k <= q) & (self.documents_BS[b, q.clamp(min=0)] == self.documents_BS[b, k.clamp(min=0)])
 
     def __eq__(self, other: object) -> bool:

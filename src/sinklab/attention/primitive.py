@@ -1,10 +1,12 @@
 """The attention primitive attend(matrix, v) -> (out, lse), and its backends.
 
-Operations with an elementwise similarity are computed from the output `out` and the log-normaliser `lse`
-(operations/base.py).
+Operations with an elementwise similarity are computed from the output `out` and the log-normaliser `lse`, the log of
+the row sum (operations/base.py).
 
 Backends: `eager`, explicit matrices; `sdpa`, PyTorch's fused kernel, for plain softmax; `chunked`, blocks of queries on
 any device; `flex`, FlexAttention on CUDA. `auto` selects a backend for each call.
+
+B batch, H query heads, G KV heads, T queries, S keys, D key dimension, V value dimension.
 """
 
 import math

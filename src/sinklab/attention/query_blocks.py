@@ -1,4 +1,4 @@
-"""Blocks of queries, with which the T x S score matrix is computed without being stored as a whole.
+"""Blocks of queries: the T x S score matrix is computed block by block, and not stored as a whole.
 
 B batch, H query heads, G KV heads (H a multiple of G), R = H / G, T queries, S keys, D key and V value dimension.
 """
@@ -126,6 +126,7 @@ class ScoreMatrix:
     """Scores of T queries with S keys, computed in blocks of queries. The queries are at the last T of the S positions.
 
     Attributes:
+        mask: mask of visible keys.
         score: score function applied to q.k * scale; None is the identity.
         scale: factor of q.k; None is 1 / sqrt(D).
     """

@@ -1,4 +1,4 @@
-"""Real tokens of padded batches. Position 1 is the first real token of each sequence."""
+"""Real tokens of padded batches (B, T). Position 1 is the first token of each sequence that is not padding."""
 
 from dataclasses import dataclass
 
@@ -28,13 +28,13 @@ class RealTokens:
     padded: bool
 
     def to(self, device: torch.device) -> "RealTokens":
-        """Return a copy with all tensors on this device, made without synchronisation; self if they are there."""
+        """Return a copy with all tensors on `device`, made without synchronisation; self if they are already on it."""
         if self.mask_BT.device == device:
             return self
         return _aligned(self.mask_BT.to(device, non_blocking=True), self.index_BR.shape[1], self.padded)
 
     def from_position(self, position: int) -> Tensor:
-        """Return a boolean mask (B, T) of the real tokens from `position` (1-based) on."""
+        """Return a boolean mask (B, T) of the real tokens from the `position`-th of each row (1-based) on."""
         return self.mask_BT & (self.mask_BT.cumsum(1) >= position)
 
     def align(self, x: Tensor) -> Tensor:

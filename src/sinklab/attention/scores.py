@@ -4,12 +4,14 @@ A score function maps (z, batch, head, query position, key position, *tensors) t
 function. Its indices are broadcastable tensors in a block of scores, and scalars in FlexAttention. Tensors are passed
 explicitly, so that the chunked backend can differentiate with respect to them.
 
-An operation with a non-negative similarity sim(z) uses the score z -> log sim(z), so that `lse` is the log of the row
-sum of sim. Such a score also contains the function sim(z). It is used instead while row sums are in range, because a
-logarithm is slow on a CPU, especially at zero.
+An operation with a non-negative similarity sim(z) uses the score function z -> log sim(z), so that `lse` is the log of
+the row sum of sim. Its `Score` also contains the function sim(z), which is used instead while row sums are in range,
+because a logarithm is slow on a CPU, especially at zero.
 
 FlexAttention adds up the gradient of a captured tensor atomically, once per score, and supports only one use of each
-tensor. A score may therefore have a second form for FlexAttention (`Apart`), without the terms common to a row.
+tensor. A `Score` may therefore have a second form for FlexAttention (`Apart`), without the terms common to a row.
+
+B batch, H query heads, T queries, S positions, D key dimension.
 """
 
 from collections.abc import Callable
@@ -30,7 +32,7 @@ class Score:
         similarity: function that computes exp(logit) directly; None if exp(function(z)) is used.
         vanishes: True if exp(logit) can be exactly zero without underflow.
         deep: True if most logits of a row may be so far below the maximum that their attention weights underflow.
-        apart: form of this score for FlexAttention; None if FlexAttention uses `function` itself.
+        apart: form of the score function for FlexAttention; None if FlexAttention uses `function` itself.
     """
 
     function: Callable[..., Tensor]
@@ -73,7 +75,7 @@ class Apart:
     Attributes:
         score: remaining score function, which uses each tensor with gradients at most once; None is the identity.
         factor_BHT: factor of the raw scores of each query, by which the query is multiplied; None is 1.
-        term_BHS: term of the query at each position, which is added to its log-normaliser; None is 0.
+        term_BHS: term of the query at each position, added to the log-normaliser of that query; None is 0.
     """
 
     score: Score | None
@@ -85,7 +87,7 @@ class Apart:
         return q_BHTD if self.factor_BHT is None else (q_BHTD * self.factor_BHT[..., None]).to(q_BHTD.dtype)
 
     def normaliser(self, lse_BHT: Tensor) -> Tensor:
-        """Return the log-normaliser of the full logits, given that of the logits of `score`, `lse_BHT`."""
+        """Return the log-normaliser of the full logits, given the log-normaliser `lse_BHT` of the logits of `score`."""
         return lse_BHT if self.term_BHS is None else lse_BHT + self.term_BHS[..., -lse_BHT.shape[-1] :]
 
 
@@ -95,7 +97,10 @@ def apart(score: Score | None) -> Apart:
 
 
 def _both_apart(first: Score, after: Score) -> Apart | None:
-    """Compose the `Apart` forms of two scores: only the first may have a factor, only the last a term."""
+    """Compose the `Apart` forms of two scores; None if neither can be used.
+
+    A form of `first` with a term cannot be used, nor a form of `after` with a factor.
+    """
     before = apart(first) if apart(first).term_BHS is None else Apart(first)
     behind = apart(after) if apart(after).factor_BHT is None else Apart(after)
     if before.score is first and behind.score is after:
@@ -126,7 +131,7 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
 
     Args:
         log_kept_BSH: cumulative sums of log f, up to and including each position.
-        causal: False if queries may see later keys; z is unchanged at these.
+        causal: False if queries may see later keys, whose scores z are unchanged.
     """
 
     def between(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_kept_BSH: Tensor) -> Tensor:
@@ -139,8 +144,8 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
         key = k if causal else torch.minimum(k, q)
         return z + (own_BSH[b, q, h] - log_kept_BSH[b, key, h]).to(z.dtype)
 
-    # The cumulative sum at the query is constant along a row. The kernel adds it detached, so that logits stay small;
-    # its gradient is the gradient of the row's normaliser.
+    # The cumulative sum at the query is constant along a row. FlexAttention adds it detached, so that logits are small.
+    # Its gradient flows through `term_BHS`, whose value is 0.
     own_BSH = log_kept_BSH.detach()
     kernel = Apart(
         Score(at_key, (log_kept_BSH, own_BSH.clone()), deep=True), term_BHS=(log_kept_BSH - own_BSH).transpose(1, 2)

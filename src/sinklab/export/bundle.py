@@ -1,6 +1,6 @@
 """Bundle the model's code in one file, for users without sinklab.
 
-Every module follows the modules that it imports, and imports of sinklab modules are removed. Names are not mangled, so
+Every module follows the modules that it imports, and imports of sinklab modules are removed. Names are not changed, so
 two modules must not define the same name; a test checks this.
 """
 

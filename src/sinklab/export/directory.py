@@ -113,7 +113,7 @@ def write_code(folder: Path) -> None:
     """Write modeling_sinklab.py to `folder`: SinklabForCausalLM and all sinklab modules that it imports.
 
     Raises:
-        InputError, SinklabError: see `written_aside`.
+        InputError, SinklabError: see `sinklab.files.written_aside`.
     """
     write_text(folder / f"{CODE}.py", bundled(MODELING))
 

@@ -1,6 +1,6 @@
-"""Select a transformers architecture that is equivalent to a variant, and convert the weights.
+"""Select a transformers architecture that is equivalent to a sinklab model, and convert the weights.
 
-variant                                                         architecture           loads with
+model                                                           architecture           loads with
 the default                                                     LlamaForCausalLM       transformers
 the default with a sink logit or off-by-one in every layer      GraniteSWAForCausalLM  transformers
 the default with two kinds of layers (mask, RoPE or NoPE)       SmolLM3ForCausalLM     transformers
@@ -16,8 +16,9 @@ equivalent to a sink logit s. Two other architectures have sink logits but canno
 gpt-oss are mixtures of experts without SwiGLU; MiMo-V2-Flash has sink logits only in its sliding-window layers, which
 have twice as many KV heads as its other layers.
 
-Gemma 3 multiplies embeddings by sqrt(E) and norm outputs by 1 + w: the weights are converted accordingly. Its default
-GELU is approximate; the exported config selects the exact GELU.
+Gemma 3 multiplies embeddings by the square root of the hidden size, and normalised states by 1 + w, where w is the norm
+weight. The weights are converted accordingly. Its default GELU is approximate; the exported config selects the exact
+GELU.
 """
 
 import math
@@ -69,7 +70,7 @@ class Form:
 
 
 def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
-    """Convert a model to the first architecture of the table above that is equivalent.
+    """Convert a model to the first architecture in the module docstring that is equivalent.
 
     The config contains the tokenizer's BOS and EOS ids.
     """

@@ -1,8 +1,8 @@
 """One decoder layer: attention and feed-forward, with norms, positional embeddings and gates.
 
-B batch, L = leading + T positions, S = L plus cached positions, E hidden size, H query heads, G KV heads, D head
-dimension, P keys per head, K = D / P key dimension. With a latent projection (`latent.py`), the dimensions of keys and
-values can differ.
+B batch, L new positions (in the first call including leading tokens), S = L plus cached positions, E hidden size,
+H query heads, G KV heads, D head dimension, P keys per head, K = D / P key dimension. With a latent projection
+(`latent.py`), the dimensions of keys and values can differ.
 """
 
 from dataclasses import dataclass
@@ -115,8 +115,8 @@ class Attention(nn.Module):
     def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
         """Return the attention core's arguments after q, k and v: document IDs, gates, padding; no trailing Nones.
 
-        The gates are the cumulative log forget gates of all positions, or, for differential attention V2, the logits
-        of lambda, one per query and head. New forget gates are appended to `past`.
+        The gates are the cumulative log forget gates of all positions, or, for differential attention V2, the logits of
+        the second softmax's weight for each query and head. New forget gates are appended to `past`.
         """
         gate = self.weight_gate if self.forget_gate is None else self.forget_gate
         gates_BLH = None if gate is None else gate(x_BLE)
@@ -134,14 +134,14 @@ class Attention(nn.Module):
         return x_BHLPK.flatten(-2)
 
     def alone(self, k_BGSD: Tensor, queries: int, places: Places) -> Tensor | None:
-        """Return a bool mask, (B or 1, H or 1, L), of queries that see one key; None if `output` does not need it."""
+        """Return a bool mask, (B or 1, H or 1, L), of queries that see only one key; None if `output` needs no mask."""
         if not self.marks_alone:
             return None
         mask = self.edited_mask or self.core.mask_of_batch(places.documents_BL, places.padding_B)
         return visible_keys(mask, queries, k_BGSD.device, k_BGSD.shape[2]) == 1
 
     def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BHL: Tensor | None = None) -> Tensor:
-        """Compute the update of the residual stream from the core's output, the attention input and the values."""
+        """Compute the update of the residual stream (B, L, E) from the core's output, attention input and values."""
         if self.exclusive:
             out_BHLD = without_own_value(out_BHLD, v_BGLD, alone_BHL)
         out_BHLD = self.head_norm(out_BHLD)
@@ -154,7 +154,7 @@ ACTIVATIONS = {"relu": F.relu, "reglu": F.relu, "gelu": F.gelu, "geglu": F.gelu,
 
 
 class FeedForward(nn.Module):
-    """Feed-forward network: act(x W) V, or (act(x W) * x U) V if gated (table 11); `up` is W or [W U], `down` is V."""
+    """Feed-forward network act(x W) V, or (act(x W) * x U) V if gated (2410.10781, table 11); `up` is W or [W U]."""
 
     def __init__(self, kind: str, width: int, ffn_width: int) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class ResidualBlock(nn.Module):
     """Base class of layers: a token mixer and a feed-forward network with their norms and residual connections.
 
     Attributes:
-        compiled_parts: names of the methods that can be compiled: the one before and the one after the token mixing.
+        compiled_parts: names of the two methods that can be compiled, which run before and after the token mixing.
     """
 
     compiled_parts: ClassVar[tuple[str, ...]] = ()
@@ -194,7 +194,7 @@ class ResidualBlock(nn.Module):
         return x_BLE if self.placement == "post" else self.attention_norm(x_BLE)
 
     def joined(self, x_BLE: Tensor, added_BLE: Tensor) -> Tensor:
-        """Add the token mixer's output to the residual stream, then apply the feed-forward network."""
+        """Add the token mixer's output to the residual stream, then the feed-forward network's, with their norms."""
         if self.placement == "post":
             x_BLE = self.attention_norm(x_BLE + added_BLE)
             return self.ffn_norm(x_BLE + self.ffn(x_BLE))
@@ -232,7 +232,7 @@ class DecoderBlock(ResidualBlock):
         return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD, alone_BHL)
 
     def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the attention input (`read`) and the queries, keys and values."""
+        """Compute the attention input (`read`), queries, keys and values (`Attention.inputs`)."""
         read_BLE = self.read(x_BLE)
         return read_BLE, *self.attention.inputs(read_BLE, places)
 

@@ -16,7 +16,7 @@ from sinklab.schema import LARGEST, Part
 
 
 class DeclaredInit(Part):
-    """The paper's scheme: normal, std sqrt(2 / (5 d_in)), for feed-forward output weights 1 / (sqrt(d_in) layers)."""
+    """Scheme of 2410.10781: normal, std sqrt(2 / (5 d_in)), for feed-forward output weights 1 / (sqrt(d_in) layers)."""
 
     kind: Literal["declared"] = "declared"
 
@@ -92,7 +92,7 @@ class ModelConfig(Part):
     init_from: str | None = Field(
         default=None,
         min_length=1,
-        description="initial weights: a run, a Llama, or an exported run (directory, .gguf file or name on the hub)",
+        description="initial weights: a run, or a Llama or exported run (directory, .gguf file or name on the hub)",
     )
     init_sha256: str | None = Field(default=None, description="SHA-256 of the weights of init_from; set by the run")
 
@@ -135,7 +135,7 @@ class ModelConfig(Part):
 
     @property
     def distance(self) -> Distance | None:
-        """Relative position bias (relative, t5, alibi) of all or some attention layers; None without one."""
+        """Relative position bias (relative, t5, alibi) that some or all attention layers have; None without one."""
         found = (kind.position for kind in self.layer_kinds if isinstance(kind.position, Distance))
         return next(found, None)
 
@@ -172,7 +172,7 @@ class ModelConfig(Part):
 
     @property
     def rotary_width(self) -> int:
-        """Number of rotated channels of a query or key: the first, or the last ones with a latent projection."""
+        """Number of channels of a query or key that RoPE rotates: the first ones; the last with a latent projection."""
         width = self.key_width if self.latent is None else self.latent.rope
         return round(width * self.position.share) if isinstance(self.position, Rotary) else width
 

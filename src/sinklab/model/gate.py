@@ -1,4 +1,4 @@
-"""Gates on the attention output or the values, with which a head can be a no-op without a sink.
+"""Gates on the attention output or the values, which let a head output nearly zero without an attention sink.
 
 Output gates are computed from the layer's input x (after the pre-norm, if any) and scale the attention output o_t of
 every head (2505.06708). Value gates are computed from the value v_s and scale it before attention. One of them is a
@@ -8,7 +8,9 @@ sigmoid (2510.09017), the other, V-scale (2603.17771), a function of the value's
 
 V is the value dimension, d_in the input dimension of the value projection, and sigma the initial std of its weights.
 At initialisation theta is 0 and C is the mean of r for inputs of unit mean square, so values are scaled by about 1/2.
-The derivative with respect to v is r / (r + C) orthogonal to v, and (r^2 + 3 C r) / (r + C)^2 along v.
+The derivative of phi(r) v with respect to v is r / (r + C) orthogonal to v, and (r^2 + 3 C r) / (r + C)^2 along v.
+
+B batch, L positions, E hidden size, H query heads, G KV heads, D (or V) value dimension; indices h and g of heads.
 """
 
 from typing import Annotated, Literal
@@ -55,7 +57,11 @@ Gate = Annotated[NoGate | HeadGate | ElementGate | ValueGate | VScaleGate, Field
 
 
 class OutputGating(nn.Module):
-    """Multiplies the attention output by the sigmoid of a linear projection of the layer's input."""
+    """Multiplies the attention output by the sigmoid of a linear projection of the layer's input.
+
+    Args:
+        head_width: number of gates per head: the value dimension, or 1.
+    """
 
     def __init__(self, width: int, heads: int, head_width: int) -> None:
         super().__init__()

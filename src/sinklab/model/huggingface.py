@@ -30,7 +30,7 @@ class SinklabConfig(PreTrainedConfig):
 
     Args:
         model: model section of a recipe, with `vocab_size` set. transformers also creates a default config without
-            arguments; None leaves its sizes unset.
+            arguments; None leaves the sizes unset.
         **others: keys common to all transformers configs. Sizes in SIZES are ignored here and taken from `model`.
     """
 
@@ -120,14 +120,14 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
-        """Compute the next-token logits.
+        """Compute the next-token logits (B, T, V), and the loss in nats per target if labels are passed.
 
         Args:
             input_ids: token ids (B, T); with `past_key_values`, only the new tokens.
             attention_mask: 1 at tokens and 0 at padding, on the left, the right or both; (B, S), including the tokens
                 in `past_key_values`. Logits at padding are undefined.
             past_key_values: cache returned by an earlier call with `use_cache`; it is extended in place.
-            labels: target token ids (B, T), shifted internally. The loss excludes IGNORED labels, padding, and targets
+            labels: target token ids (B, T), shifted internally. The loss excludes labels of -100, padding, and targets
                 inside the prefix of a prefix mask.
             use_cache: create a KV cache, if none is passed, and return it; off by default.
             logits_to_keep: number of last positions, or indices of positions, whose logits are computed; 0 for all.

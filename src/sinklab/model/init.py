@@ -9,14 +9,14 @@ bias of a value gate                         zero                               
 
 In both schemes, learned tokens and the learned keys, values and logits of attention biases are normal with std 0.02.
 Norms have weight one and bias zero. The slope of dynamic tanh is `norm.alpha`. A module may set the mean and std of its
-parameters in `initial`, as biases with `start` and attention operations do, or a function that initialises them in
-`starts`.
+parameters in its attribute `initial`, as biases with `start` and attention operations do, or functions that initialise
+them in its attribute `starts`.
 
 `declared` is the scheme of the paper (2410.10781) and its code. `torch` is PyTorch's `reset_parameters` of nn.Linear
 (kaiming_uniform with a = sqrt(5)) and nn.Embedding. The published models probably used `torch`: with several devices,
-the library pinned by the paper's code discards the declared weights. PyTorch has no scheme for the last two rows and
-learned positions. Lookup tables are therefore treated like nn.Embedding, and the value gate like nn.Linear with d_in
-equal to d, the dimension of a value.
+the library pinned by the paper's code discards the declared weights. PyTorch has no scheme for the T5 bias table,
+learned positions and the value gate. The two tables are treated like nn.Embedding, and the value gate like nn.Linear
+with d_in equal to d, the dimension of a value.
 
 q, k and v are one matrix here, and so are both halves of a gated feed-forward network. d_in is the same as for separate
 matrices.

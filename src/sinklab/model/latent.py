@@ -37,7 +37,7 @@ class FullProjection(Part):
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Dimensions R, N, P and V of a latent projection (see the module docstring)."""
+    """Dimensions R (`rank`), N (`nope`), P (`rope`), V (`value`) of a latent projection; see the module docstring."""
 
     rank: int
     nope: int

@@ -64,7 +64,7 @@ def differences(config: ModelConfig) -> dict[str, str]:
 
 
 def llama_sizes(config: ModelConfig) -> dict[str, Any]:
-    """Return the transformers config of a Llama-like model with `rotary` positions: sizes, eps, RoPE and flags."""
+    """Return the transformers config keys of a Llama-like model with `rotary` positions: sizes, eps, RoPE, flags."""
     assert isinstance(config.position, Rotary)
     return {theirs: getattr(config, ours) for theirs, ours in SIZES.items()} | {
         "num_key_value_heads": config.key_heads,

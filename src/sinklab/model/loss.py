@@ -32,7 +32,7 @@ from sinklab.schema import Part
 IGNORED = -100  # excluded target, `ignore_index` of `F.cross_entropy`
 WHOLE = 2**22  # maximum number of logits computed at once: 16 MB in float32
 CHUNK_ELEMENTS = 2**24  # logits per chunk on a CPU: 64 MB in float32
-CHUNK_ELEMENTS_CUDA = 2**25  # minimum on CUDA; larger for more than 16 chunks, as each rewrites the head's gradient
+CHUNK_ELEMENTS_CUDA = 2**25  # minimum on CUDA: about 16 chunks at most, as each rewrites the head's gradient
 ROWS_MULTIPLE = 128  # chunks of more rows are rounded down to a multiple of it, for efficient matrix kernels
 
 
@@ -52,7 +52,7 @@ def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> 
 
 
 def rows_per_chunk(rows: int, words: int, device: torch.device) -> int:
-    """Return the number of rows (positions) per chunk."""
+    """Return the number of rows (positions) per chunk, for `rows` positions and a vocabulary of `words` tokens."""
     elements = max(CHUNK_ELEMENTS_CUDA, rows * words // 16) if device.type == "cuda" else CHUNK_ELEMENTS
     rows = elements // words
     return max(1, rows - rows % ROWS_MULTIPLE) if rows > ROWS_MULTIPLE else max(1, rows)

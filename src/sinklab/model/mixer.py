@@ -6,7 +6,7 @@ the delta rule. There is no positional embedding.
 
     q, k, v = silu(conv(x W_qkv))         q <- q / (|q| sqrt(D))     k <- k / |k|
     g_t = -exp(A) softplus(x_t w_a + s)    b_t = sigmoid(x_t w_b)     A, s, w_a, w_b per head
-    y_t = [w o_t / rms(o_t) * silu(x_t W_z)] W_out,   o_t from the rule in attention/delta.py
+    y_t = [w o_t / rms(o_t) * silu(x_t W_z)] W_out,   o_t from the delta rule (attention/delta.py)
 
 Kimi delta attention (2510.26692; numerically equal to fla/layers/kda.py and transformers' Kimi Linear) has a decay per
 key channel, computed from x through a bottleneck of width V, and a low-rank output gate:
@@ -84,7 +84,7 @@ Mixer = Annotated[AttentionOnly | GatedDelta | KimiDelta, Field(discriminator="k
 
 
 class RuleInputs(NamedTuple):
-    """Arguments of the delta rule at the positions of a call."""
+    """Arguments of `gated_delta`, except the state; queries and keys are repeated for the value heads."""
 
     q_BHLD: Tensor
     k_BHLD: Tensor
@@ -97,8 +97,8 @@ class LinearAttention(nn.Module):
     """The gated delta rule with its projections, convolution, norm and gates.
 
     Attributes:
-        rates: projection to the logits of b_t, and with one decay per head also to x_t w_a.
-        log_rate: logarithm A of the decay rate, (H,).
+        rates: projection to the logits x_t w_b of b_t, and with one decay per head also to x_t w_a.
+        log_rate: A, the logarithm of the decay rate, (H,).
         step: offset s in the argument of softplus, (H,), or (H D,) with one decay per channel.
         decay: low-rank projection W_f1 W_f2 for one decay per channel; None with one decay per head.
         opened: activation of the output gate.

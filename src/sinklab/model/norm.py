@@ -4,7 +4,7 @@ Head-wise RMSNorm of the attention output (2605.06611) normalises the output of 
 It is implemented from the abstract and citations; it is unknown whether the paper's norm has a weight. Here it has one
 weight vector for all heads of a layer, like qk_norm, or one per head (`per_head`). The latter is used in the code of
 forgetting attention (2503.02130), which has GroupNorm over heads for queries, keys and outputs. The output projection
-is linear, so a weight per head changes only the parametrisation, unless there is a gate in between.
+is linear, so a weight per head changes only the parametrisation, unless there is a gate between norm and projection.
 """
 
 from typing import Any, Literal
@@ -51,7 +51,8 @@ class NormConfig(Part):
     gate_rank: int | None = Field(
         default=None,
         ge=1,
-        description="rank of the gate y sigmoid(W_up swish(W_down y)) after every residual-stream norm; null: none",
+        description="rank of the gate y sigmoid(W_up swish(W_down y)) on the output y of every residual-stream norm; "
+        "null: no gate",
     )
 
 
@@ -80,7 +81,7 @@ class RmsNorm(nn.RMSNorm):
 class _RmsNorm(torch.autograd.Function):
     """w x / r with r = sqrt(mean(x ** 2) + eps): bitwise equal to autograd of this formula, in half the time.
 
-    The input is passed twice, for the numerator and for r, so that autograd adds its two gradients in its own order.
+    The input is passed twice, for the numerator and for r, so that autograd adds the two gradients, in its usual order.
     """
 
     @staticmethod

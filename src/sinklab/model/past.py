@@ -1,7 +1,7 @@
 """KV cache of the sinklab transformer.
 
 New queries attend to cached and new keys with the same operation, mask and bias as without a cache. Kernel attention
-also caches keys and values, because its running sum supports causal and prefix masks only, not windows or documents.
+also caches keys and values, because running sums support causal and prefix masks only, not windows or documents.
 
 A linear attention layer caches its state, which has a fixed size. The state cannot be reset to an earlier token, so
 after `crop` the remaining tokens are recomputed.

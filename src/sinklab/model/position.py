@@ -1,4 +1,4 @@
-"""Positional embeddings (table 3).
+"""Positional embeddings (2410.10781, table 3).
 
 none                   no positional embedding (NoPE); only the causal mask depends on the position
 absolute, learnable    a position vector is added to the token embedding
@@ -10,6 +10,8 @@ With n learned leading tokens (a sink token or registers), real tokens keep posi
 positions -n .. -1 in RoPE and in distances, and no position vector is added to them. For keys later than the query
 (prefix mask), distances are negative. relative and t5 then use the bucket of distance 0, like T5's decoder, and alibi
 uses the absolute distance.
+
+B batch, H heads, T positions, D dimension of a head or of its rotated part, C = D / 2 pairs, E hidden size.
 """
 
 import math
@@ -47,7 +49,7 @@ class Learnable(Part):
 
 class _Buckets(Part):
     buckets: int = Field(
-        default=32, ge=2, le=LARGEST, description="number of buckets; each of the first half contains a single distance"
+        default=32, ge=2, le=LARGEST, description="number of buckets, of which the first half contain one distance each"
     )
     max_distance: int = Field(
         default=128, ge=2, le=LARGEST, description="all distances from this one on share the last bucket"
@@ -64,7 +66,7 @@ class _Buckets(Part):
 
 
 class Relative(_Buckets):
-    """Relative bias: logit + bucket(t - s), where bucket is the index of the T5 bucket (table 3, `relative`)."""
+    """Relative bias: logit + bucket(t - s), with the index of the T5 bucket (2410.10781, table 3, "relative")."""
 
     kind: Literal["relative"] = "relative"
 
@@ -227,7 +229,10 @@ def rotary_tables(
 
 
 def rotate(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
-    """Apply RoPE: rotate each pair (x_i, x_{i + D/2}) at position t by the angle (t, i), in float32 or float64."""
+    """Apply RoPE: rotate each pair (x_i, x_{i + D/2}) at position t by the angle with cos_ti and sin_ti.
+
+    Computed in the wider of the dtypes of input and tables, and returned in the dtype of the input.
+    """
     if torch.compiler.is_compiling():  # fused anyway; Dynamo of PyTorch 2.11 computes wrong gradients for the class
         return _rotated(x_BHTD, cos_TC, sin_TC)
     return _Rotation.apply(x_BHTD, cos_TC, sin_TC)  # type: ignore[return-value]
@@ -242,7 +247,7 @@ def rotate_first(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotation with a backward pass (the inverse rotation) in half of autograd's memory traffic, equally rounded."""
+    """RoPE whose backward pass, the inverse rotation, rounds like autograd with half of its memory traffic."""
 
     @staticmethod
     def forward(ctx: Any, x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:

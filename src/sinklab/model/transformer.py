@@ -158,7 +158,7 @@ class Transformer(nn.Module):
         return x_BLE.gather(1, from_BL[..., None].expand_as(x_BLE))
 
     def _placed(self, x_BTE: Tensor, first: int, padding_B: Tensor | None) -> Tensor:
-        """Add absolute or learned positional embeddings, if any. `first` is the first token's index with padding."""
+        """Add absolute or learned positional embeddings, if any; `first` is the first token's index in the row."""
         _, T, E = x_BTE.shape
         end = first + T
         if isinstance(self.config.position, Absolute):
@@ -211,7 +211,7 @@ class Transformer(nn.Module):
         return next_token_loss(hidden_BTE.flatten(0, 1), self.head.weight, tokens_BT[:, first:].flatten())
 
     def losses(self, tokens_BT: Tensor, added: AddedLosses) -> Tensor:
-        """Return the next-token loss and the weighted auxiliary losses, (1 + number of terms,).
+        """Return the next-token loss in nats per token and the weighted auxiliary losses, (1 + number of terms,).
 
         Training minimises their sum.
 

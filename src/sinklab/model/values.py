@@ -15,8 +15,8 @@ Exclusive self-attention removes from a head's output its component along the to
 
 This is computed from o_t - v_t instead of o_t, which is equivalent. For a token that sees only itself, o_t = v_t, and
 the result is exactly 0 instead of rounding noise, which a following norm would amplify three hundred times. For such a
-token, o_t may also be v_t times another factor, if a sink logit or a key without a value receives attention or if
-scores are not normalised. The result would be rounding noise again, and is set to 0 (`Attention.alone`).
+token, o_t may also be v_t times a factor other than 1, if a sink logit or a bias key without a value receives attention
+or if scores are not normalised. The result would be rounding noise again, and is set to 0 (`Attention.alone`).
 
 o_t is the output of a query head at token t, and v_t the value of token t in its KV head. |v_t| is clamped to at least
 1e-12. The formula is from the paper, whose code was not available; public implementations (submissions to
@@ -92,7 +92,7 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BHL: Tensor | None
         out_BHLD: output of the attention core; the result has the same dtype.
         v_BGLD: values of the same positions, H a multiple of G.
         alone_BHL: bool, (B or 1, H or 1, L), True where o_t is a multiple of v_t up to rounding; the result is 0 there.
-            None if there are no such positions, or if o_t is exactly v_t at these.
+            None if there are no such positions, or if o_t is exactly v_t at all of them.
     """
     dtype = accumulate_dtype(out_BHLD.dtype)
     out_BGRLD = out_BHLD.to(dtype).unflatten(1, (v_BGLD.shape[1], -1))

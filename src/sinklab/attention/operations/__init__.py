@@ -1,12 +1,13 @@
 """Attention operations: softmax and its alternatives.
 
-z_ts is the score of query t and key s after softcap, position bias and forget gates. A bias key adds one key to every
-row.
+z_ts is the score of query t and key s after softcap, position bias and forget gates, and A_ts the attention weight that
+the operation computes from it. A bias key adds one key to every row.
 
 To add an operation, add its class in a file here, a member of the union below and a row in docs/interventions.md. The
 class has a `kind`, the formula in its docstring, `examples` for training, tests and timings, and the methods of
-`OperationPart` (usually of `LogSimilarity`: a log-similarity and a divisor). Add the paper's formula on explicit
-matrices to tests/support/independent_attention.py, with which the tests compare the class.
+`OperationPart`; a subclass of `LogSimilarity` only needs `normalisation`, which returns a log-similarity and a divisor.
+Add the paper's formula on explicit matrices to tests/support/independent_attention.py, with which the tests compare
+the class.
 """
 
 from typing import Annotated

@@ -3,6 +3,8 @@
 Most operations with non-negative scores are defined by a log-similarity l_ts and a divisor Z_t. One call of `attend`
 with the logits l_ts returns (out, lse). The output of the operation is then out * exp(lse) / Z, and the row sum is
 exp(lse) / Z. If Z is exp(lse), the output is out and the row sum is 1.
+
+B batch, H query heads, G KV heads, T queries, L key positions, V value dimension.
 """
 
 from abc import ABC, abstractmethod
@@ -40,7 +42,7 @@ class OperationPart(Kind, ABC):
 
     @property
     def only_values(self) -> bool:
-        """True if the output is only a weighted sum of values, including the value of a bias key."""
+        """True if the output is a weighted sum of values (including a bias key's), without a norm or learned vector."""
         return True
 
     @property
@@ -86,20 +88,20 @@ class OperationPart(Kind, ABC):
         """Compute the attention output in the dtype of the values: (B, H, T, V).
 
         The output is sum_s A_ts v_s, including a bias key. Differential attention also normalises it, and
-        stick-breaking may add its rest. A V bias is added later (`LayerCall.output`).
+        stick-breaking may add a value for the remaining attention. A V bias is added later (`LayerCall.output`).
         """
 
     @abstractmethod
     def rows(self, call: Call) -> Iterator[Rows]:
         """Yield proxy scores |A_tk| / sum_s |A_ts|, including a bias key, in blocks of queries (2410.10781, table 6).
 
-        They are the attention weights if the scores of a row sum to one. For stick-breaking, the rest is returned as
-        the attention to a bias.
+        They are the attention weights if the scores of a row sum to one. For stick-breaking, the remaining attention
+        is returned as the attention to a bias.
         """
 
     @abstractmethod
     def row_sums(self, call: Call) -> Tensor:
-        """Compute the row sums sum_s A_ts, including a bias key or the rest of stick-breaking: (B, H, T)."""
+        """Compute the row sums sum_s A_ts, including a bias key or stick-breaking's remaining attention: (B, H, T)."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Normalisation:
 
     Attributes:
         similarity: log-similarity l_ts, applied to the call's score; None is the identity.
-        log_divisor: log Z_t (B, H, T); 0.0 means no divisor, None the row sum including a bias key.
+        log_divisor: log Z_t (B, H, T); 0.0 means no divisor, None the row sum including a bias key or sink logit.
         log_addend: log of a term (B, H, T) that is added to the row sum in the divisor; None for no term. Used only
             if `log_divisor` is None.
         factor: constant factor of the scores, applied after the division.

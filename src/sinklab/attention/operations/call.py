@@ -1,4 +1,7 @@
-"""Arguments of an attention operation: queries, keys, mask, biases and score functions."""
+"""Arguments of an attention operation: queries, keys, mask, biases and score functions.
+
+B batch, H query heads, G KV heads, T queries, D key dimension, V value dimension.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,12 +29,13 @@ class Call:
         backend: backend of the primitive.
         cap: softcap of the scores and of the bias key's logit; None without a softcap, and for Hugging Face models.
         position: relative position bias, which is not applied to a bias key; None without one. For Hugging Face models:
-            softcap and additive mask.
-        fading: score function of forget gates, applied after the position bias but not to a bias key; None without.
+            softcap, position bias and additive mask.
+        fading: score function of forget gates, applied after the position bias but not to a bias key; None without
+            forget gates.
         key_HD: bias key; None without one.
         offset_H: number added to the logit of the bias key after the softcap; None means zero.
         logit_H: sink logit, used in place of a logit q.k_s; None without one.
-        value_HV: value of the bias key, or a V bias if there is no bias key; None means zero.
+        value_HV: value of the bias key, or the V bias if there is no bias key; None means zero.
         learned: learned parameters of the operation; None without parameters.
         weight_BTH: logits of a weight per query (`OperationPart.weight_gate`); None for operations without one.
         scale: factor of q.k; None means 1 / sqrt(D). Kernel attention and stick-breaking support only None.

@@ -41,7 +41,7 @@ class Lambda(nn.Module):
 
 
 class Difference(OperationPart):
-    """Base class of A = softmax(z1) - w softmax(z2); the proxy scores are |A_ts| / sum_s |A_ts|."""
+    """Base class of operations A = softmax(z1) - w softmax(z2); the proxy scores are |A_ts| / sum_s |A_ts|."""
 
     @abstractmethod
     def strength(self, call: Call) -> Tensor:
@@ -87,7 +87,7 @@ class Differential(Difference):
     kind: Literal["differential"] = "differential"
     lambda_init: Literal["depth"] | Annotated[float, Field(gt=0, lt=1)] = Field(
         default="depth",
-        description="constant term of the second softmax's weight, near its initial value; "
+        description="constant term of the second softmax's weight, which is near this value initially; "
         "depth: 0.8 - 0.6 exp(-0.3 (layer - 1)), layer 1-based, including layers without attention",
     )
     keys_per_head: ClassVar[int] = 2
@@ -137,9 +137,9 @@ class DifferentialV2(Difference):
 
 
 def halves(call: Call) -> tuple[Call, Call]:
-    """Return two calls: one with the first and one with the second half of every head's queries, of width D / 2.
+    """Return two calls: one with the first and one with the second half of every head's query, of width D / 2.
 
-    Keys are also split in halves, unless their dimension is already D / 2.
+    Each half is the query of one softmax. Keys are also split in halves, unless their dimension is already D / 2.
     """
     width = call.q_BHTD.shape[-1] // 2
 

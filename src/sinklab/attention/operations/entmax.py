@@ -1,12 +1,13 @@
 """1.5-entmax (1905.05702; in language models 2506.16640): rows sum to one, and attention weights can be exactly zero.
 
 A_ts = relu(z_ts / 2 - tau_t)^2, with tau_t such that the row sums to one. tau is computed in blocks of queries, without
-gradients, by Newton's method on the 2-norm h of relu(z / 2 - tau). h is convex and decreasing in tau. The start is
-max z / 2 - 1, where h is at least one; from there every step stays left of the root, and the support only shrinks.
+gradients, by Newton's method for h(tau) = 1, where h, the 2-norm of relu(z / 2 - tau) over the row, is convex and
+decreasing. The start is max z / 2 - 1, where h is at least one; from there every step stays left of the root, and the
+support only shrinks.
 
-One more Newton step, on the row sum h^2 from the primitive's normaliser, provides the gradient of tau. With the slope
--2 sum relu(z / 2 - tau) held fixed, it is the implicit derivative. The output is computed with `attend`, on any
-backend.
+One more Newton step, on the row sum h^2 from the log-normaliser of `attend`, provides the gradient of tau: with the
+slope -2 sum relu(z / 2 - tau) held fixed, the derivative of this step is the implicit derivative of tau. The output is
+computed with `attend`, on any backend.
 
 Rejected alternatives: sorting every row (the closed form of the paper), because a sort costs more than Newton's method,
 which needs at most six steps for rows of 2,048 keys; and iterating the closed form from a support that is too large,

@@ -1,10 +1,13 @@
-"""Kernel attention: sim_ts = phi(q_t).phi(k_s) / sqrt(d_h).
+"""Kernel attention: sim_ts = phi(q_t).phi(k_s) / sqrt(d_h) with a feature map phi and the head dimension d_h.
 
-Under causal and prefix masks it is computed as linear attention in O(T d^2). With a KV cache, the scores of the new
-queries are computed explicitly. Under other masks, or with backend eager or flex, one call of `attend` computes the
-positive part of the similarity, and for signed kernels a second call the negative part. phi is also applied to a bias
-key. Kernels have no logits, so they support no softcap, no relative position bias and no sink logit. Importance is
-computed from the proxy scores |sim_ts| / sum_s |sim_ts|.
+Under causal and prefix masks it is computed as linear attention in O(T d_h^2). With a KV cache, the scores of the new
+queries are computed explicitly. Under other masks, or with backend eager or flex, one call of `attend` sums over the
+keys with positive similarity, and for signed kernels a second call over those with negative similarity. phi is also
+applied to a bias key. Kernels have no logits, so they support no softcap, no relative position bias and no sink logit.
+Importance is computed from the proxy scores |sim_ts| / sum_s |sim_ts|.
+
+B batch, H query heads, G KV heads, R = H / G, T queries, S keys, D key dimension, V value dimension, N chunks of C
+positions.
 """
 
 from abc import abstractmethod
@@ -29,7 +32,7 @@ class Kernel(OperationPart):
     """Base class of kernel attention: A_ts = phi(q_t).phi(k_s) / sqrt(d_h), divided by Z_t if `normalised`."""
 
     normalised: bool = Field(
-        default=False, description="divide by Z: the row sum, or max(|row sum|, 1) for signed kernels"
+        default=False, description="divide by the row sum; for kinds identity and mlp, by max(|row sum|, 1)"
     )
     has_logits: ClassVar[bool] = False
     signed: ClassVar[bool] = True  # whether a similarity can be negative
@@ -108,7 +111,7 @@ def _add_one(sums_BHT: Tensor, call: Call) -> Tensor:
 
 
 class EluKernel(Kernel):
-    """Kernel attention with phi(x) = elu(x) + 1 (table 6); Z is the row sum, which is positive."""
+    """Kernel attention with phi(x) = elu(x) + 1 (2410.10781, table 6); Z is the row sum, which is positive."""
 
     kind: Literal["elu_kernel"] = "elu_kernel"
     signed: ClassVar[bool] = False
@@ -122,7 +125,7 @@ class EluKernel(Kernel):
 
 
 class IdentityKernel(Kernel):
-    """Kernel attention with phi(x) = x (table 6); Z = max(|row sum|, 1)."""
+    """Kernel attention with phi(x) = x (2410.10781, table 6); Z = max(|row sum|, 1)."""
 
     kind: Literal["identity"] = "identity"
     examples: ClassVar = {
@@ -147,7 +150,7 @@ class Mlp(nn.Module):
 
 
 class MlpKernel(Kernel):
-    """Kernel attention with phi(x) = W2 relu(W1 x), shared by queries and keys (table 6); Z = max(|row sum|, 1)."""
+    """Kernel attention with phi(x) = W2 relu(W1 x) for q and k (2410.10781, table 6); Z = max(|row sum|, 1)."""
 
     kind: Literal["mlp"] = "mlp"
     examples: ClassVar = {

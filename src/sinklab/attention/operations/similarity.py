@@ -1,4 +1,7 @@
-"""Softmax, scalable softmax, forgetting attention, and operations with another elementwise similarity."""
+"""Softmax, scalable softmax, forgetting attention, and operations with another elementwise similarity.
+
+B batch, H query heads, T queries, L positions, E hidden size.
+"""
 
 import math
 from abc import abstractmethod
@@ -26,7 +29,7 @@ from sinklab.attention.scores import (
 )
 from sinklab.schema import Example
 
-NORM = "p: divide by (sum_s sim_ts ** p) ** (1 / p); 1 is the plain row sum"
+NORM = "exponent of the divisor (sum_s sim_ts ** p) ** (1 / p), where sim is the similarity; 1: the row sum"
 
 
 def by_norm(call: Call, similarity: Score | None, p: float) -> Normalisation:
@@ -37,10 +40,10 @@ def by_norm(call: Call, similarity: Score | None, p: float) -> Normalisation:
 
 
 class Softmax(LogSimilarity):
-    """Softmax: A_ts = alpha * exp(z_ts) / (sum_s exp(z_ts) ** p) ** (1 / p) (table 14 left, figure 29)."""
+    """Softmax: alpha * exp(z_ts) / (sum_s exp(z_ts) ** p) ** (1 / p) (2410.10781, table 14 left, figure 29)."""
 
     kind: Literal["softmax"] = "softmax"
-    alpha: float = Field(default=1.0, gt=0, description="sum of the scores of a row, for p = 1")
+    alpha: float = Field(default=1.0, gt=0, description="factor of the scores; for p = 1, it is the row sum")
     p: float = Field(default=1.0, gt=0, description=NORM)
     examples: ClassVar = {
         "softmax_sums_to_2": Example({"alpha": 2.0}),
@@ -91,8 +94,8 @@ class ScalableSoftmax(LogSimilarity):
     """
 
     kind: Literal["scalable_softmax"] = "scalable_softmax"
-    start: float = Field(default=0.168, description="initial s; default: 1 / mean of log n, n = 1 .. 1024")
-    offset: float | None = Field(default=None, description="initial b, learned per head; null: no b")
+    start: float = Field(default=0.168, description="initial scale s; default: 1 / mean of log n, n = 1 .. 1024")
+    offset: float | None = Field(default=None, description="initial b in the factor s log n + b; null: no b")
     normal: ClassVar[bool] = True
     examples: ClassVar = {"scalable_softmax": Example(), "scalable_softmax_offset": Example({"offset": 0.5})}
 
@@ -187,7 +190,7 @@ class Similarity(LogSimilarity):
 
 
 class SigmoidShift(nn.Module):
-    """Bias b of the sigmoid, added to every score.
+    """Number b that sigmoid attention adds to every score.
 
     Attributes:
         start: initial b.
@@ -266,7 +269,7 @@ class Sigmoid(Similarity):
 
 
 class Elu1(Similarity):
-    """ELU attention: sim(z) = elu(z) + 1 (table 6)."""
+    """ELU attention: sim(z) = elu(z) + 1 (2410.10781, table 6)."""
 
     kind: Literal["elu1"] = "elu1"
     examples: ClassVar = {"elu1": Example(), "elu1_normalised": Example({"normalised": True}, may_diverge=True)}

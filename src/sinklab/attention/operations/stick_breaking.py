@@ -1,7 +1,8 @@
 """Stick-breaking attention (2410.17980).
 
-Going backwards from the newest key, key s receives the fraction beta_s = sigmoid(l_s) of the attention left by the
-later keys, A_s = beta_s prod over j > s of (1 - beta_j). The attention that remains after all keys is called the rest.
+Going backwards from the newest key, key s with logit l_s receives the fraction beta_s = sigmoid(l_s) of the attention
+left by the later keys, A_s = beta_s prod over j > s of (1 - beta_j). The attention that remains after all keys is
+called the rest.
 With u = softplus(l), log A_s = l_s - sum over j >= s of u_j, and log rest = -(sum of all u_j). This takes one softplus,
 one cumulative sum and one exponential per score.
 
@@ -9,8 +10,11 @@ In the backward pass, the gradient with respect to log A_s is g_s = A_s dA_s, an
 
     dl_s = g_s - beta_s (g_s + sum of g over the keys before s + rest drest),
 
-which takes another cumulative sum. The backward pass recomputes blocks of queries, with O(T * block) memory. Autograd
-differentiates the score function, one block at a time, as in `chunked.py`.
+which takes another cumulative sum; dA_s and drest are the gradients with respect to A_s and the rest. The backward pass
+recomputes blocks of queries, with O(T * block) memory. Autograd differentiates the score function, one block at a time,
+as in `chunked.py`.
+
+B batch, H query heads, G KV heads, T queries, S keys, Q queries of a block, D key dimension, V value dimension.
 """
 
 from collections.abc import Iterator
@@ -56,7 +60,7 @@ class StickBreaking(OperationPart):
     kind: Literal["stick_breaking"] = "stick_breaking"
     rest: Literal["dropped", "own", "learned"] = Field(
         default="dropped",
-        description="value of the remaining attention: zero, the query's own value, or a learned vector per head",
+        description="value of the remaining attention: zero (dropped), the query's own, or a learned vector per head",
     )
     sequential: ClassVar[bool] = True
     normal: ClassVar[bool] = True
@@ -101,7 +105,7 @@ class StickBreaking(OperationPart):
         return call.q_BHTD.new_ones(call.q_BHTD.shape[:3])
 
 
-EXACT_TO = 40.0  # softplus threshold; its error is 4e-18, and 2e-9 at the default of 20
+EXACT_TO = 40.0  # threshold of softplus, whose error above it is at most 4e-18; 2e-9 with the default of 20
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,11 @@ class ClippedSoftmax(LogSimilarity):
     """
 
     kind: Literal["clipped_softmax"] = "clipped_softmax"
-    zeta: float = Field(default=1.0, ge=1, description="upper end of the stretched softmax")
+    zeta: float = Field(default=1.0, ge=1, description="upper end of the interval to which softmax is stretched")
     gamma: float = Field(
-        default=-0.03, le=0, description="lower end of the stretched softmax; if negative, scores can be exactly zero"
+        default=-0.03,
+        le=0,
+        description="lower end of the interval to which softmax is stretched; if negative, scores can be exactly zero",
     )
     examples: ClassVar = {"clipped_softmax": Example()}
     neutral: ClassVar = {"gamma": NeutralExample("0, zeta 1", {"gamma": 0.0})}
@@ -54,11 +56,11 @@ def _share(z: Tensor, lse: Tensor) -> Tensor:
 class Softpick(LogSimilarity):
     """Softpick: A_ts = relu(exp(z_ts) - 1) / (sum_s |exp(z_ts) - 1| + eps) (2504.20966).
 
-    Large scores do not overflow. The divisor is the row sum plus sum_s relu(1 - exp(z_ts)) + eps.
+    The divisor is computed as sum_s relu(exp(z_ts) - 1) + sum_s relu(1 - exp(z_ts)) + eps, without overflow.
     """
 
     kind: Literal["softpick"] = "softpick"
-    eps: float = Field(default=1e-6, gt=0, description="eps, added to the divisor")
+    eps: float = Field(default=1e-6, gt=0, description="number added to the divisor")
     zero_at_zero: ClassVar[bool] = True
     examples: ClassVar = {"softpick": Example()}
 
@@ -92,14 +94,14 @@ class Offset(nn.Module):
 
 
 class ElasticSoftmax(LogSimilarity):
-    """Elastic softmax: relu(softmax(z)_ts + tau_h / i_t), tau learned per head, i_t the visible keys (2601.00919).
+    """Elastic softmax: relu(softmax(z)_ts + tau_h / i_t), with an offset tau learned per head (2601.00919).
 
     i_t is the number of keys that query t sees, including a bias key or sink logit. tau = 0 is softmax. Of the paper's
     method, only this normalisation is implemented.
     """
 
     kind: Literal["elastic_softmax"] = "elastic_softmax"
-    start: float = Field(default=0.0, description="initial value of tau")
+    start: float = Field(default=0.0, description="initial value of the offset tau")
     examples: ClassVar = {"elastic_softmax": Example({"start": -1.0})}
 
     def parameters(self, heads: int, head_width: int, value_width: int, layer: int, context: int | None) -> nn.Module:
