@@ -4,7 +4,7 @@
     result = sinklab.measure(model, tokens)          # a Measurement: sinks, norms, loss
     with sinklab.probe(model) as watch:              # a Hugging Face model, in your own loop or in generate
         model.generate(...)
-    watch.layers[0].importance_BHT                   # alpha by head and position
+    watch.layers[0].importance_BHT                   # importance alpha, (batch, head, position)
 
     sinklab.Measurement.load("runs/m")               # the result of `sinklab measure --out runs/m`
     Trainer(.., callbacks=[sinklab.SinkCallback(tokens)])     # measure at every evaluation, with transformers or trl

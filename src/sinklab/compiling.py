@@ -9,7 +9,7 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FORMS = 128  # maximum compiled variants of one function: operations, masks, shapes and gradient modes
+FORMS = 128  # maximum compiled variants of one function, which differ in operation, mask, shape and gradient mode
 
 
 def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[P, R]:
@@ -31,6 +31,6 @@ def can_compile() -> bool:
     """Return True if torch.compile works on this machine's CPU, which needs a C++ compiler and Python's headers."""
     try:
         torch.compile(lambda x: x.sin() + 1, fullgraph=True)(torch.ones(64))
-    except Exception:  # Inductor has an exception of its own for each missing part
+    except Exception:  # Inductor raises a different exception for each missing component
         return False
     return True

@@ -58,7 +58,8 @@ def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype
 def processor_name() -> str:
     """Return the name of this machine's CPU with its family and model, or its architecture if the name is unknown.
 
-    Virtual machines name several generations of processors alike, such as "AMD EPYC", whose results differ in rounding.
+    Virtual machines give several generations of CPUs the same name, such as "AMD EPYC". Family and model distinguish
+    them, because their results differ in rounding.
     """
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []

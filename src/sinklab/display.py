@@ -1,6 +1,6 @@
 """Rendering functions of `Measurement`: `chart` for `plot()`, and `html` for the HTML view in notebooks.
 
-`sinklab/__init__.py` sets them to functions of `report/`, so that `measuring/` does not import `report/`.
+`sinklab/__init__.py` sets them to functions of `sinklab.report`, so that `sinklab.measuring` does not import it.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Shell commands that install optional dependencies (extras), because sinklab is not on a package index."""
+"""Shell commands that install extras. sinklab is not on a package index, so `pip install sinklab[EXTRA]` would fail."""
 
 import re
 import shlex
@@ -19,6 +19,6 @@ def install_command(extra: str, installed: Distribution | None = None) -> str:
     pip = [sys.executable, "-m", "pip", "install"]
     try:
         needed = [one.partition(";") for one in (installed or distribution("sinklab")).requires or ()]
-    except PackageNotFoundError:  # the source is on the path
+    except PackageNotFoundError:  # sinklab is imported from its source
         return shlex.join([*pip, "-e", f".[{extra}]"]) + " in the checkout of sinklab"
     return shlex.join([*pip, *(name for name, _, when in needed if re.search(rf"extra == (['\"]){extra}\1", when))])

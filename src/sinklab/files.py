@@ -21,7 +21,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.outputs import target_of
 
 MOST_VALUES = 10_000
-"""Maximum number of values in a YAML document, counting every use of an alias. Recipes have less than a tenth."""
+"""Maximum number of values in a YAML document, counting every use of an alias. Recipes have fewer than 1,000."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, exceeded quota, file above the size limit
 
@@ -108,7 +108,7 @@ def parse_json(text: str) -> Any:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Loader that refuses a repeated key of a mapping, of which PyYAML would use the last value."""
+    """YAML loader that raises an error if a mapping repeats a key; PyYAML would use the last value."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -176,7 +176,7 @@ def sha256_of(path: Path) -> str:
 
 
 def is_at(file: IO[Any], path: Path) -> bool:
-    """Return whether an open file is still the file at `path`. A lock on a removed file has no effect on others."""
+    """Return whether an open file is still the file at `path`; a lock on a removed file excludes no other process."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

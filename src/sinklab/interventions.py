@@ -1,8 +1,9 @@
 """Catalogue of interventions: the recipe keys that change a model or its training, with variants and neutral values.
 
-The rows of the catalogue come from the recipe's JSON schema. A variant is an overlay on a base recipe
-(`sinklab.train.recipe.build_recipe`). The variants in this module need at least two layers and a head dimension that is
-a multiple of 8. Their windows of 8 tokens have an effect only in contexts longer than 8.
+The rows of the catalogue come from the recipe's JSON schema. With its neutral value, a key has no effect on training.
+A variant is an overlay on a base recipe (`sinklab.train.recipe.build_recipe`). The variants in this module need at
+least two layers and a head dimension that is a multiple of 8. Their windows of 8 tokens have an effect only in contexts
+longer than 8.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,13 +44,13 @@ def _attention_key(choice: Choice, key: str, kind: type[Kind]) -> str:
 
 _WINDOW = {"kind": "window", "width": 8}
 
-_UNCLIPPED: Overlay = {"optim": {"clip": None}}  # the rounding of the clipping norm depends on the number of weights
+_UNCLIPPED: Overlay = {"optim": {"clip": None}}  # additional weights change the rounding of the gradient norm
 
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 VARIANTS: dict[str, Variant] = {
     "softmax": Variant({}),
-    # positions (table 3)
+    # positional encodings (2410.10781, table 3)
     **{f"position_{kind}": _model(position=kind) for kind in ("none", "absolute", "learnable", "t5", "alibi")},
     "position_relative": Variant({"model": {"position": "relative"}}, may_diverge=True),
     # norms, feed-forward, heads, projections, linear layers, gates
@@ -192,10 +193,11 @@ class Intervention:
 
     Attributes:
         key: dotted key of a recipe.
-        kind: `kind` of the union member that the row describes or that contains the key; None outside unions.
+        kind: discriminator value (`kind`, for optimisers `name`) of the union member that the row describes or that
+            contains the key; None outside unions.
         values: allowed values of the key, as text.
         default: default value, as text; empty for a required key.
-        neutral: value at which the model equals the baseline, as text; empty if no such value is known.
+        neutral: value with which training equals that of the baseline, as text; empty if no such value is known.
         explanation: description in one line.
     """
 
@@ -213,7 +215,10 @@ class Intervention:
 
 
 def catalogue() -> list[Intervention]:
-    """List all interventions by recipe section: a row for each member of a union and for each field of a part."""
+    """Return a row for each union member, optional section and field of the recipe, in the order of `ROOTS`.
+
+    Keys in `NOT_INTERVENTIONS`, and the keys below them, are excluded.
+    """
     properties = recipe_schema()["properties"]
     rows = [row for root in ROOTS for row in _rows(properties[root], root, None, baseline=True)]
     return [row for row in rows if not any(f"{row.key}.".startswith(f"{key}.") for key in NOT_INTERVENTIONS)]
@@ -223,8 +228,8 @@ def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator
     """List the rows of a field of the recipe's schema and of its nested fields.
 
     Args:
-        baseline: True if every union that contains the field has its default kind, so that the field's default is the
-            baseline's value.
+        baseline: True if the field belongs to the default member of every union that contains it, so that its default
+            is the baseline's value.
     """
     types = members(field)
     parts = [one for one in types if "properties" in one]

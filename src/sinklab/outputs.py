@@ -1,6 +1,6 @@
 """Checks before output files are replaced: only files written by sinklab, and empty files, may be replaced.
 
-Files written by sinklab are recognised by their content: documents by their keys, tables by their first columns,
+Files written by sinklab are recognised by their content: JSON documents by their keys, tables by their first columns,
 measurement.npz by the name of an array, pages and charts by a marker text.
 """
 
@@ -102,7 +102,7 @@ def target_of(path: Path) -> Path:
     """Return `path` with all symbolic links resolved. The file need not exist.
 
     Raises:
-        InputError: if the path exists and is not a regular file, if its links are circular, or if it is inaccessible.
+        InputError: if the path exists and is not a regular file, its links are circular, or it cannot be accessed.
     """
     try:
         target = path.resolve()

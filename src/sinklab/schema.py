@@ -34,7 +34,7 @@ BEYOND = 2**20
 
 @dataclass(frozen=True)
 class Example:
-    """An example configuration of a kind.
+    """Example values of a `Kind`, such as an attention operation.
 
     Attributes:
         values: field values that differ from the kind's defaults.

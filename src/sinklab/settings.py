@@ -29,9 +29,9 @@ class Flag:
         name: name of the option; None for the name derived from the field (`option_name`).
         metavar: placeholder for the value in the help; None for the type.
         panel: help panel; None for the panel of the settings.
-        text: str, or list[str] if repeatable, for an option whose text the field's validator parses; None for options
-            that are parsed by type.
-        default: default value as text, of an option with `text`; None without one.
+        text: command line type of an option whose text the field's validator parses: str, or list[str] if repeatable.
+            None if the type of the field is used.
+        default: default value of an option with `text`, as text; None if it has no default.
     """
 
     name: str | None = None

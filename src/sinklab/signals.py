@@ -40,7 +40,7 @@ class StopRequest:
 
     @property
     def exit_status(self) -> int:
-        """Exit status of a stopped command: 130 after Ctrl-C, else 75, also if another process received the signal."""
+        """Exit status of a stopped command: 130 after Ctrl-C, else 75 (also if only another process got the signal)."""
         return INTERRUPTED if self._by == signal.SIGINT else CALL_AGAIN
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -96,7 +96,7 @@ _KEPT = threading.Event()  # not an attribute of the exception: Typer converts C
 
 @contextmanager
 def keeping_what_is_finished(saves: bool = True) -> Iterator[None]:
-    """Mark the interrupted work as resumable if it `saves` its results and the `with` block ends with an exception."""
+    """If the `with` block raises an exception and `saves` is True, mark the interrupted work as resumable."""
     try:
         yield
     except BaseException:

@@ -90,7 +90,7 @@ class Table:
 
     Attributes:
         title: heading; empty for none.
-        rows: rows with one value per column.
+        columns, rows: columns, and rows with one value per column.
         notes: explanations shown below the table.
         key: HTML anchor of the table.
     """

@@ -56,7 +56,7 @@ class SplitState(Part):
 
     Attributes:
         tokens, documents: number of tokens and documents in the shard.
-        nearest: document nearest to the threshold; None while the shard is empty.
+        nearest: document whose rank is nearest to `valid_fraction`; None while the shard is empty.
         sha256: SHA-256 of the bytes added by the last part.
     """
 

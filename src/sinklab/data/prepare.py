@@ -46,7 +46,7 @@ def prepare(
     counted: Counted | None = None,
     **selection: Any,
 ) -> TokenDataset:
-    """Write the token shards of a source to `out`, or open them if they exist with the same settings.
+    """Write the token shards of a source to `out`, unless they exist with the same settings, and open them.
 
     Args:
         source, tokenizer: as in `DataConfig`.
@@ -143,7 +143,7 @@ def _in_cache(settings: Settings, cache: Path | None = None) -> Path:
 def prepare_settings(
     settings: Settings, out: Path, progress: StageProgress | None = None, counted: Counted | None = None
 ) -> TokenDataset:
-    """Write the token shards for these settings to `out`, or open them; see `prepare`."""
+    """Write the token shards for these settings to `out`, unless they exist, and open them; raises as `prepare`."""
     try:
         if not is_prepared(out):
             if out.exists() and not out.is_dir():

@@ -94,7 +94,7 @@ class Stream:
 
 
 def streams(source: str, mix: Mix) -> list[Stream]:
-    """List the streams of a mix: its domains that have files, or its files if it has no weights.
+    """List the streams of a mix: the domains that have files, or for a `UniformMix` all files.
 
     A file belongs to a domain if the file (without a trailing number) or a parent folder has the domain's name:
     `arxiv.jsonl`, `arxiv-00.jsonl`, `arxiv/00.jsonl`.
@@ -320,9 +320,9 @@ def _taken(streams: list[Stream], tokens: list[int | None], rates: list[float], 
     ends = [math.inf if count is None else count / weight for count, weight in zip(tokens, weights, strict=True)]
 
     def reached(limit: int, costs: list[float]) -> float:
-        """Return the tokens per unit of weight, x, at which `limit` is reached; infinite if it is never reached.
+        """Return the tokens per unit of weight, x, at which all streams together reach `limit`; infinite if never.
 
-        The limit is reached when sum(cost * weight * min(x, end)) equals it, where end = tokens / weight of a stream.
+        Their total is sum(cost * weight * min(x, end)): cost is 1 per token or bytes per token, end = tokens / weight.
         """
         at, left = 0.0, float(limit)
         for end in sorted(ends):

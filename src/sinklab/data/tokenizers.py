@@ -63,7 +63,7 @@ class Tokenizer:
         backend: the `tokenizers.Tokenizer`.
         source: name, path, `train:SIZE` or `words`.
         eos_id: id of the token appended to every document.
-        bos_id: id of the token at the start of a chunk; `eos_id` if the tokenizer has no BOS (GPT-NeoX, GPT-2).
+        bos_id: id of the token at the start of a chunk with `data.bos`; `eos_id` if there is no BOS (GPT-NeoX, GPT-2).
     """
 
     backend: "Backend"

@@ -35,7 +35,7 @@ class Ledger(Generic[AnyDocument]):
     """Results of a job, saved as one JSON document.
 
     Args:
-        out: output directory; None keeps the results in memory only.
+        out: output directory; None: results are not saved.
         name: file name of the JSON document.
 
     Raises:

@@ -16,7 +16,7 @@ Clip = Annotated[float | None, Field(gt=0, description="maximum global gradient 
 
 
 class AdamW(Part):
-    """AdamW. Weight decay includes norms and embeddings, as in the paper's code (2410.10781)."""
+    """AdamW. Weight decay applies to all parameters, including norms, as in the paper's code (2410.10781)."""
 
     name: Literal["adamw"] = "adamw"
     lr: float = Field(default=4e-4, gt=0, description="peak learning rate")
@@ -93,13 +93,13 @@ class TrainConfig(Part):
     )
     eval_every: int = Field(default=1000, ge=1)
     eval_sequences: int = Field(
-        default=256, ge=1, description="sequences for the validation loss; at least metric.sequences, at most all"
+        default=256, ge=1, description="validation sequences for the loss; at least metric.sequences and at most all"
     )
     save_every: int = Field(default=1000, ge=1)
     keep: int = Field(default=2, ge=1, description="number of newest checkpoints to keep")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="fp32",
-        description="bf16: autocast, weights stay float32; auto: bf16 if the device supports it natively",
+        description="bf16: autocast, weights stay float32; auto: bf16 if the device supports it natively, else fp32",
     )
     float32_matmul: Literal["highest", "high"] = Field(
         default="highest",
@@ -114,8 +114,9 @@ class TrainConfig(Part):
     )
     compile: Compile = Field(
         default="auto",
-        description="torch.compile: on: each block before and after its attention core; auto: on, but only on CUDA; "
-        "loss: the whole training loss on one CPU process with a C++ compiler (faster in bf16), otherwise auto",
+        description="torch.compile. on: compile each block before and after its attention core; auto: as on, but only "
+        "on CUDA; loss: compile the whole training loss on one CPU process with a C++ compiler (faster in bf16), "
+        "otherwise as auto",
     )
     recompute: Recompute = Field(
         default="none",
@@ -143,7 +144,7 @@ class TrainConfig(Part):
 class MetricConfig(Part):
     """Settings of the sink metric (2410.10781, section 3.2), for evaluations and the final measurement.
 
-    It is computed on the first `sequences` validation sequences.
+    The metric is computed on the first `length` tokens of the first `sequences` validation sequences.
     """
 
     eps: float = Field(

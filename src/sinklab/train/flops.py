@@ -8,14 +8,14 @@ attention   2 * (D + V) * pairs per head and layer, for the scores and the weigh
             and value dimensions of a head (2 D in place of D if a head has two queries). Pairs are the (query, key)
             pairs that the mask allows: L (L + 1) / 2 if causal. Kernels with causal and prefix masks count as linear
             attention: 4 * D * V * L, for writing and reading the state (V + 1 in place of V if normalised). A bias key
-            adds 2 * D * L
+            adds 2 * D * L.
             Delta rule (linear layers): 6 * D * V * L per head, for reading the state with the key, writing it, and
             reading it with the query, plus 2 * W * L per channel of the convolution of width W
 head        2 * hidden size * vocabulary size per predicted token
 
 A backward pass counts as two forward passes. Recomputation, masked scores, second passes of a backend, elementwise
 operations and auxiliary losses are not counted: the count follows the formula, not the implementation, so that the MFU
-is comparable between attention operations. A document mask counts as causal, since the documents are not known yet.
+is comparable between attention operations. A document mask counts as causal: the lengths of documents are unknown.
 """
 
 import time
@@ -160,7 +160,10 @@ class Speedometer:
             self._running_since = time.perf_counter()
 
     def read(self, step: int, waited: float) -> dict[str, float | None]:
-        """Return throughput, MFU and stall share since `begin` (see `Evaluation`); call it only inside `paused`."""
+        """Return throughput, MFU and stall share since `begin` (see `Evaluation`); None values without updates.
+
+        Call it only inside `paused`.
+        """
         if step == self._step:
             return dict.fromkeys(("tokens_per_second", "mfu", "stall_share"))
         rate = (step - self._step) * self._tokens_per_step / self._seconds

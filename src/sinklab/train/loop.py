@@ -121,8 +121,8 @@ class Trainer:
     def train(self) -> RunOutcome:
         """Train to the last step of the recipe or until a stop is requested, then unlock the run directory.
 
-        After the last step the model is measured, and measurement.json and measurement.npz are written. After an error,
-        failed.json is written.
+        After the last step the model is measured, and measurement.json and measurement.npz are written. After a
+        SinklabError, failed.json is written.
 
         Raises:
             DivergedError: if a training or validation loss, a gradient or a weight is not finite.

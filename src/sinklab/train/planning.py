@@ -11,7 +11,7 @@ activations   tensors that autograd saves in the forward pass of a micro-batch. 
               layers. Saved bytes are linear in the sequence length, so two short lengths determine the bytes per
               position and the constant part (bfloat16 copies of the weights). With `train.recompute: blocks`, a block
               saves only its input. Auxiliary losses save further tensors outside the blocks
-loss          logits and their gradients in memory at a time; if the logits are chunked, also the float32 gradients of
+loss          logits in memory at a time, and their gradients; if the logits are chunked, also the float32 gradients of
               the LM head and its input
 working       gradients inside the largest block, estimated by the size of its activations; for a recomputed block also
               its activations; with FSDP also the gathered weights of one block and of all modules outside the blocks
@@ -303,7 +303,7 @@ def sized(recipe: Recipe, device: torch.device, prepare: Callable[[], TokenDatas
 
 
 def memory_line(recipe: Recipe, device: torch.device, processes: int) -> str:
-    """Format the memory estimate of a resolved recipe as one line."""
+    """Format the memory estimate of a recipe (see `memory_estimate`) as one line, in MB (2**20 bytes)."""
     memory = memory_estimate(recipe, device, processes)
     parts = ", ".join(f"{name} {megabytes(size)}" for name, size in asdict(memory).items())
     return f"estimated memory per process: {megabytes(memory.total)} MB ({parts})"

@@ -1,4 +1,4 @@
-"""Recipes, each the full specification of a run. A YAML file overrides the defaults, and `--set a.b.c=value` both.
+"""Recipe: the full specification of a run. A YAML file overrides the defaults, and `--set a.b.c=value` overrides both.
 
 A discriminated union may be set to the name of a kind, which selects its defaults:
 `--set model.attention.operation=sigmoid` means `{kind: sigmoid}`. Changing the kind drops the values of the old kind.
@@ -57,8 +57,8 @@ LATER: dict[str, object] = {
 }
 """Neutral values of keys added in later versions, by dotted key. With its neutral value, a key has no effect.
 
-The run hash excludes neutral values, so that the hashes of earlier runs stay valid. The table can be removed when no
-study uses those runs.
+The run hash excludes neutral values, so that the hashes of earlier runs stay valid. The table can be removed when
+those runs are no longer used.
 """
 
 

@@ -6,10 +6,11 @@
 Tensors that the checkpoint lacks are new. They are initialised to preserve the outputs where that is possible:
 
     sink logit              `model.attention.bias.start`, default -12: attention of about 6e-6
-    key of k and kv biases  the same value, as a learned offset of the logit
-    output and value gates  sigmoid(0) = 1/2 everywhere, and the output projection is doubled: identical outputs. A
-                            value gate also halves the value of a v or kv bias and the learned rest of stick-breaking.
-                            The projection is not doubled for a value gate before head_norm, which rescales anyway
+    key of k and kv biases  `start` as above, as a learned offset added to the logit
+    output and value gates  sigmoid(0) = 1/2 everywhere, and the output projection is doubled: identical outputs. With a
+                            value gate, the value of a v or kv bias and the learned remainder value of stick-breaking
+                            are halved, because they are not gated. If head_norm follows a value gate, the projection
+                            is not doubled, because the norm removes the factor 1/2
     value of v, kv biases   zero
     gates behind norms      sigmoid(0) = 1/2 everywhere, and the weight of the norm is doubled: identical outputs
     projected embeddings    both projections are the identity: identical outputs
@@ -122,8 +123,8 @@ def _tokenizer(name: str, loaded: Any) -> Tokenizer:
 def started(recipe: Recipe) -> Recipe:
     """Return the recipe with unset values filled in from its initial checkpoint.
 
-    These are the keys in `OPEN`, the hash of the weights, the tokenizer, and `start` of biases that have this key.
-    `start` remains unset if the operation has no logits, or the checkpoint has a k or kv bias without `start`. A recipe
+    These are the keys in `OPEN`, the hash of the weights and the tokenizer. If a bias has an unset key `start`, it is
+    set to -12, unless the operation has no logits, or the checkpoint has a k or kv bias without `start`. A recipe
     without an initial checkpoint, or with `model.init_sha256`, is returned unchanged.
 
     Raises:
@@ -151,7 +152,7 @@ def started(recipe: Recipe) -> Recipe:
 
 @cache
 def _without_weights(name: str) -> tuple[Start, str]:
-    """Return a checkpoint without weights, and the SHA-256 of its weights; cached, because many cells may share it."""
+    """Return a checkpoint without weights, and the SHA-256 of its weights; cached, because many runs may share it."""
     start = load_start(name)
     return replace(start, weights={}), start.sha256()
 

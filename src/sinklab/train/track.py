@@ -24,7 +24,7 @@ FROM_0 = {"hidden_norm_ratio"}  # index 0 is the input of the first block; other
 
 @contextmanager
 def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list["Tracker"]]:
-    """Open the trackers of a run that resumes at `step`, and close them at the end of the `with` block.
+    """Open and yield the trackers of a run that resumes at `step`; close them at the end of the `with` block.
 
     A new tracker first logs the evaluations in metrics.jsonl.
 

@@ -58,8 +58,8 @@ class TuneEvaluation(ReadDocument):
         sink_rate_bias: sink rate in percent of an added bias, sink logit, remainder of stick-breaking, sink token or
             registers; None if the model has none of these.
         hidden_norm_ratio: |h_1| over the mean |h_t| of the other positions, before the first block and after every
-            block; infinite (null in the file) if the norms of the other positions are 0. None if the blocks of the
-            model are not found.
+            block; infinite (null in the file) if the mean is 0 and |h_1| is not. None if the blocks of the model are
+            not found.
         lr, grad_norm: learning rate and gradient norm (before clipping) of the last update; None at step 0.
         grad_norm_max: largest gradient norm since the previous evaluation; None without updates.
     """
@@ -86,7 +86,7 @@ class Tuning(VersionedDocument):
         trained_tokens: number of assistant tokens in one epoch.
         sequences: number of sequences for the sink metric.
         notes: notes on the model and the conversations.
-        base, chat: evaluations before training and after all updates; None until then.
+        base, chat: evaluations before training and after all updates; None until they are made.
         grad_norm_max: largest gradient norm of all updates so far; None without updates.
         seconds: total training time of all calls, except killed ones, in seconds.
         versions: versions of the training libraries.
@@ -111,7 +111,11 @@ class Tuning(VersionedDocument):
         return {name: side for name, side in (("base", self.base), ("chat", self.chat)) if side is not None}
 
     def numbers(self) -> dict[str, float]:
-        """Return the quantities of claims by name (`experiments/quantities.py`); empty until training is complete."""
+        """Return the quantities that claims use, by name; empty until training is complete.
+
+        These are the decrease of the held-out loss (nats per token), the largest gradient norm, and the change of
+        Sink_1 (percentage points).
+        """
         if self.base is None or self.chat is None or self.grad_norm_max is None:
             return {}
         return {

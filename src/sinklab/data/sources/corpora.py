@@ -139,7 +139,7 @@ def identity(source: str, contents: bool = False) -> str:
 
 
 def cut(documents: Iterable[tuple[str, str]], limit_bytes: int) -> Iterator[tuple[str, str]]:
-    """Yield named documents up to `limit_bytes` of UTF-8 text in total; the last document is truncated."""
+    """Yield (domain, text) pairs up to `limit_bytes` of UTF-8 text in total; the last text is truncated."""
     left = limit_bytes
     for name, text in documents:
         encoded = text.encode()

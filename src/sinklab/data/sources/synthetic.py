@@ -1,12 +1,12 @@
-"""Synthetic tasks in which heads use a sink as a no-op.
+"""Synthetic tasks in which heads can use a sink as a no-op.
 
 Sources are named `synthetic:NAME[:KEY=VALUE,...]`, with the keys `length` (tokens per document, EOS included; default
 64), `documents` (16384) and `seed` (0). With `length` equal to `model.context` and `data.bos: true`, every document
 fills one chunk. The tokenizer `words` has one token per word: EOS 0, BOS 1, then triggers t0, t1, .. and symbols s0,
 s1, ..
 
-bigram_backcopy (2410.13835): a Markov chain over symbols in which the token after a trigger is the token before it. A
-head that copies at triggers is a no-op at other tokens, where it attends to BOS.
+bigram_backcopy (2410.13835): a Markov chain over symbols in which the token after a trigger repeats the token before
+the trigger. A head that copies at triggers is a no-op at other tokens, where it attends to BOS.
 
 trigger_average (2603.11487): symbols are uniform. A symbol has a trigger with probability 0.2, unless it is the first
 or follows a trigger (t5 is symbol 5 with a trigger, s5 without). The symbol after a trigger is that of a token

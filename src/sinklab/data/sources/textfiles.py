@@ -22,7 +22,7 @@ Render = Callable[[list[Message], str], str]  # (conversation, "file, line N") -
 SUFFIXES = (".txt", ".jsonl")
 _SEPARATOR = "<|endoftext|>"
 _PIECE = 8 * 1024  # characters after which a blank line ends a document
-_LONGEST = 8 * _PIECE  # characters after which the end of any line ends it; maximum characters read of a line
+_LONGEST = 8 * _PIECE  # characters after which any line ends a document; longer lines are read in pieces of this size
 
 
 def expanded(name: str) -> Path:

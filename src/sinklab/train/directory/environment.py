@@ -82,7 +82,7 @@ def _is_below(key: str, parts: Collection[str]) -> bool:
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:
-    """Return the environment of a new run: start time (UTC), versions, machine, device, threads, git state, command."""
+    """Return start time (UTC), versions, machine, device, threads, git state and command of a new run, for env.json."""
     device = pick_device(recipe.train.device)
     return {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -25,17 +25,18 @@ class Evaluation(ReadDocument):
         sink_rate: Sink_k for k = 1, 2, .., in percent of (sequence, layer, head) triples.
         sink_rate_visible: `sink_rate` with alpha averaged over the queries that can see the key; None if equal to
             `sink_rate`.
-        sink_rate_bias: sink rate of an added bias, sink logit or sink token, percent.
+        sink_rate_bias: sink rate of an added bias, sink logit, remainder of stick-breaking, sink token or registers,
+            percent; None if the model has none of these.
         sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
         sink_rate_eps, sink_rate_visible_eps: Sink_1 by threshold ("0.3", "0.2", "0.4"), percent;
             `sink_rate_visible_eps` is None if `sink_rate_visible` is None.
         sink_rate_bias_eps: `sink_rate_bias` by threshold; None if `sink_rate_bias` is None.
         sink_rate_window_start: sink rate of the first key of a sliding window that excludes position 1, percent; None
             without such windows.
-        norm_ratio_before_norm: norm ratio of the input of each norm in a post-norm model, two per block; None for other
-            models.
-        norm_ratio_sink_token: norm of the first sink token divided by the mean norm of the tokens, in the same layers
-            as `hidden_norm_ratio`; None without sink tokens.
+        norm_ratio_before_norm: as `hidden_norm_ratio`, for the input of each norm of a post-norm model, two per block;
+            None for other models.
+        norm_ratio_sink_token: norm of the sink token or first register divided by the mean norm of the tokens, at the
+            same places as `hidden_norm_ratio`; None without sink token and registers.
         importance_first_heads: alpha of the first position, mean over sequences, by attention layer and head (0..1).
         hidden_norm_ratio: |h_1| divided by the mean |h_t| of the other positions, before the first block and after
             every block; infinite (null in the file) if the mean is 0 and |h_1| is not.
