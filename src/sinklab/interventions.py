@@ -174,7 +174,7 @@ NOT_INTERVENTIONS = {
     "data.token_limit",
     "data.mix",
 }
-"""Recipe keys that are not interventions: sizes of model and data, tokenizer, text mix, initial weights, backend."""
+"""Recipe keys that are not interventions, such as sizes of model and data, tokenizer, text mix and initial weights."""
 
 TYPES = {
     "boolean": "true | false",

@@ -49,7 +49,7 @@ Mix = WeightedMix | UniformMix
 
 
 class Selection(Part):
-    """Mix and token limit. Unset keys are omitted from dumped recipes, so they do not affect recipe hashes."""
+    """Mix and token limit. Null keys are not serialised, so they do not change the hash that names the cache folder."""
 
     mix: Mix | None = Field(
         default=None,
@@ -82,7 +82,10 @@ class FixedToken(Part):
 
 
 class RandomTokens(Part):
-    """Replace the tokens at positions [start, end) of every chunk (0-based) by uniformly random tokens."""
+    """Replace the tokens at positions [start, end) of every chunk (0-based) by uniformly random tokens.
+
+    A chunk has the same random tokens in every epoch.
+    """
 
     start: int = Field(ge=0, description="first replaced position")
     end: int = Field(ge=1, description="end of the replaced range, exclusive")

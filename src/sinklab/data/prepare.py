@@ -191,7 +191,7 @@ def _build(settings: Settings, out: Path, progress: StageProgress, counted: Coun
     found, wanted = partial / SETTINGS, settings.model_dump_json()
     try:
         if not found.is_file() or found.read_text(encoding="utf-8") != wanted:
-            shutil.rmtree(partial, ignore_errors=True)  # other settings or text
+            shutil.rmtree(partial, ignore_errors=True)  # written for other settings or another text
             partial.mkdir()
             write_text(found, wanted)
         manifest = _write_shards(settings, partial, progress, counted)

@@ -4,9 +4,9 @@
     data.json                manifest: token counts, special token ids, settings and checksums; written last
     tokenizer.json, tokenizer_config.json
 
-Token ids are read with pread. Rejected: a memory map, because a truncated file or a failing disk would kill the process
-without a message (SIGBUS). Changes that keep the file size are detected by the timestamps of the file; the checksum is
-computed only if the timestamps differ.
+Token ids are read with pread. Rejected alternative: a memory map, because a truncated file or a failing disk would kill
+the process without a message (SIGBUS). Changes that keep the file size are detected by the timestamps of the file; the
+checksum is computed only if the timestamps differ.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class Shard(Part):
 
 
 class Share(Part):
-    """Number of documents and tokens of one domain of a mix (one file of a uniform mix) in both shards."""
+    """Number of documents and tokens of one domain of a mix (one file of a uniform mix) in both shards together."""
 
     documents: int = 0
     tokens: int = 0

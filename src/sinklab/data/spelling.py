@@ -7,7 +7,8 @@ mismatch on. Three encodings of vocabulary strings are supported:
     sentencepiece  `▁` for a space and `<0x0A>` for a byte; an added leading space is removed
     added tokens   literal text
 
-Rejected: decoding tokens one by one, which gives U+FFFD (three bytes) for each token of a multi-token character.
+Rejected alternative: decoding tokens one by one, which gives U+FFFD (three bytes) for each token of a multi-token
+character.
 """
 
 import hashlib

@@ -322,7 +322,8 @@ def _taken(streams: list[Stream], tokens: list[int | None], rates: list[float], 
     def reached(limit: int, costs: list[float]) -> float:
         """Return the tokens per unit of weight, x, at which all streams together reach `limit`; infinite if never.
 
-        Their total is sum(cost * weight * min(x, end)): cost is 1 per token or bytes per token, end = tokens / weight.
+        Their total is sum(cost * weight * min(x, end)) with end = tokens / weight. The cost of a token is 1 for a token
+        limit, and the bytes per token for a byte limit.
         """
         at, left = 0.0, float(limit)
         for end in sorted(ends):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EOS = "<|endoftext|>"
 BOS = "<|bos|>"
 SMALLEST_VOCABULARY = 256 + 2  # every byte, EOS and BOS
-LARGEST_VOCABULARY = 2**24  # tokenizers allocates this many entries upfront, and aborts if out of memory
+LARGEST_VOCABULARY = 2**24  # `tokenizers` allocates this many entries upfront, and aborts if out of memory
 _HUB_FILES = ["*token*.json", "vocab.*", "merges.txt", "*.model", "config.json"]
 
 EncodeBatch = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]

@@ -77,7 +77,8 @@ class Evaluator:
             bos=self.recipe.data.bos,
         )
         self.look()
-        alone = self.updater.world.size == 1  # `look` is a collective; halving a batch adds calls
+        # `look` is a collective, and a process that halves its batch would call it more often than the others.
+        alone = self.updater.world.size == 1
         with self.updater.autocast(), gathered(self.updater.model):
             return measure(
                 NativeAdapter(self.updater.model),
@@ -106,5 +107,5 @@ def _batches(run: Run) -> list[Tensor]:
 
 
 def first_position(rates: Mapping[str, Sequence[float]] | None) -> dict[str, float] | None:
-    """Return the sink rates of position 1 by threshold, percent; None if `rates` is None."""
+    """Return the entry of position 1 for each threshold in `rates` (sink rates in percent); None if `rates` is None."""
     return None if rates is None else {eps: of_positions[0] for eps, of_positions in rates.items()}

@@ -134,7 +134,7 @@ def _saved(config: ModelConfig, bf16: bool) -> tuple[float, float, float]:
 def _saved_bytes(own: Iterable[Tensor], forward: Callable[[], Any], block: nn.Module | None = None) -> tuple[int, int]:
     """Return the bytes that autograd saves in `forward`, inside and outside `block`, excluding the tensors in `own`."""
     counted = {tensor.untyped_storage().data_ptr(): tensor for tensor in own}
-    sizes, places = {True: 0, False: 0}, [False]  # key: inside the block?
+    sizes, places = {True: 0, False: 0}, [False]  # True: inside the block; the last of `places` is the current one
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -1,9 +1,10 @@
 """`model.init_from`: initialise a run with the weights of a checkpoint.
 
-    Llama        directory, .gguf file or name on the Hub; sizes, tokenizer and weights are loaded in float32
-    sinklab run  run directory (newest valid checkpoint) or exported run, of any variant; loaded likewise
+    Llama        directory, .gguf file or name on the Hub
+    sinklab run  run directory (newest valid checkpoint) or exported run, of any variant
 
-Tensors that the checkpoint lacks are new. They are initialised to preserve the outputs where that is possible:
+The run takes sizes, tokenizer and weights (as float32) from the checkpoint. Tensors that the checkpoint lacks are
+initialised to preserve the outputs where that is possible:
 
     sink logit              `model.attention.bias.start`, default -12: attention of about 6e-6
     key of k and kv biases  `start` as above, as a learned offset added to the logit

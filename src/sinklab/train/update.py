@@ -65,7 +65,7 @@ class Updater:
             world.on_all_ranks(lambda: begin(model, load_start(init_from), run.dataset.tokenizer_path))
         self.model = model.to(self.device)
         recompute_blocks(self.model, self.recipe.train.recompute)
-        with self.autocast():  # FSDP needs a forward pass
+        with self.autocast():  # `share` runs a forward pass for FSDP
             self._losses, self._apart = share(self.model, self.recipe.losses, self.recipe.train.parallel, world)
         self.compiles_loss = compiles_loss(self.recipe.train.compile, self.device, world)
         self._training_losses = compiled(self._losses, dynamic=False) if self.compiles_loss else self._losses

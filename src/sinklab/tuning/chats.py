@@ -8,7 +8,7 @@ text of message i is the text that the message adds:
 which is a prefix of the whole rendered conversation. A template that violates this rule is rejected.
 
 The text is tokenized up to each boundary of the assistant's text. A token that would cross a boundary is split there,
-as in generation. Rejected: character offsets, which are wrong for tokenizers that drop characters.
+as in generation. Rejected alternative: character offsets, which are wrong for tokenizers that drop characters.
 
 Conversations are truncated to the maximum length, and excluded if no assistant tokens remain. The remaining ones are
 shuffled with the seed, and the first of them are held out (`sft_dataset.py`).

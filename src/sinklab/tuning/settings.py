@@ -17,7 +17,7 @@ LONGEST = 2048
 HELD_OUT = 100
 SINK_LENGTH = 64
 EVALUATIONS = 10
-TOKENS_AT_A_TIME = 4096  # tokens per micro-batch
+TOKENS_AT_A_TIME = 4096  # maximum tokens of a default micro-batch of more than one conversation
 
 
 class TuneOptions(CommandSettings, frozen=True):

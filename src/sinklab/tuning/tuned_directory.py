@@ -126,7 +126,7 @@ class Tuning(VersionedDocument):
 
 
 def tuned_beside(run: Path) -> Path:
-    """Return the tuning directory of a run in a sweep; it is not inside the run's directory, whose files are hashed."""
+    """Return the tuning directory of a run in a sweep: RUN-sft, beside the run's directory, whose files are hashed."""
     return run.with_name(f"{run.name}-sft")
 
 
@@ -159,7 +159,7 @@ def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
 
 
 def write_rows(path: Path, rows: Sequence[BaseModel]) -> None:
-    """Write rows as .jsonl, atomically."""
+    """Write rows as .jsonl, atomically; raises as `write_text`."""
     write_text(path, "".join(json.dumps(row.model_dump(mode="json"), allow_nan=False) + "\n" for row in rows))
 
 

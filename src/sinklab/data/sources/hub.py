@@ -31,7 +31,7 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
     except ImportError as error:
         raise InputError(
             f"source {source} needs the package datasets, which is not installed: pass a .txt or .jsonl file, or "
-            f"{install_command('data')}"
+            f"install it with {install_command('data')}"
         ) from error
     selected: dict[str, Any] = {"split": split} if files is None else {"split": "train", "data_files": files}
     try:
@@ -49,7 +49,7 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
 
 
 def hub_files(source: str) -> list[str]:
-    """List the .txt and .jsonl files (also .gz, .zst) of a dataset on the hub or in a local folder, sorted.
+    """List the .txt, .jsonl, .jsonl.gz and .jsonl.zst files of a dataset on the hub or in a local folder, sorted.
 
     If files are in folders with the name of the split, only these files are listed.
 
