@@ -34,9 +34,15 @@ def assess(
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
         text: a .txt or .jsonl file or a folder of them, read as one stream; None for the validation text of a run.
+        options: settings; without `parts`, the usual parts that can be run on the model.
+        loading: options for loading the model.
         out: directory of assessment.json, which is written after every part; None writes no file. A repeated call
             resumes the assessment and may add parts.
         where_possible: whether to skip requested parts that cannot be run on the model, instead of raising an error.
+        observe: callback for progress events.
+
+    Returns:
+        The assessment, with the results of earlier calls.
 
     Raises:
         InputError: before anything is written, if the model, the text or an option is invalid, a requested part cannot
@@ -107,7 +113,7 @@ def open_separable(name: str, loading: Loading) -> Model:
 def _so_far(
     ledger: Ledger[Assessment], text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions
 ) -> Assessment:
-    """Load the assessment saved by an earlier call with the same settings, or create one without results."""
+    """Load the assessment saved by an earlier call, or create one without results; other settings raise InputError."""
     model, tokens_NT = text.model, text.sequences(settings.sequences, settings.length)
     asked = {
         "model": model.name,
@@ -137,8 +143,8 @@ def _jobs(
 ) -> tuple[dict[str, PartJob], dict[str, str]]:
     """Return the jobs of the parts that can be run on the model, and the reason for each skipped part, by name.
 
-    Without `skips`, a part that cannot be run raises InputError. An unreadable or too short text always raises it,
-    except for a part with `long_text`, which is treated as a part that cannot be run.
+    Without `skips`, a part that cannot be run raises InputError. A text that is unreadable or too short always raises
+    it, except for a part with `long_text`, which then counts as a part that cannot be run.
     """
     jobs: dict[str, PartJob] = {}
     skipped: dict[str, str] = {}

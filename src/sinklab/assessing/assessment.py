@@ -16,7 +16,7 @@ from sinklab.schema import VersionedDocument
 ASSESSMENT = "assessment.json"
 HELD_OUT = "held_out"
 OF_THE_MODEL = {"model", "files"}
-"""Keys of `Assessment.asked` that may differ between comparable assessments."""
+"""Keys of `Assessment.asked` that may differ between assessments in the same table (`comparable`)."""
 
 LOSSES = ((1.0, "A very large loss"), (0.1, "A large loss"), (0.01, "A small loss"))
 """Lower bounds of the added loss in nats per token, each with its wording in the summary (docs/assess.md)."""
@@ -28,7 +28,7 @@ class Assessment(VersionedDocument):
     """Content of assessment.json, where each part has its own key; the value is null until the part is finished.
 
     Attributes:
-        asked: model, hashes of its files and of the tokens, settings and dtype, which determine the results.
+        asked: inputs that determine the results: model, hashes of its files and of the tokens, settings and dtype.
         context, layers: context length in tokens and number of layers of the model.
         notes: notes on the model, the text and the settings.
         skipped: reason for skipping each skipped part, by name of the part.
@@ -81,7 +81,10 @@ class Assessment(VersionedDocument):
         return ((part.question, row) for part in self.results.values() for row in part.rows() if row.answer)
 
     def answer(self) -> list[str]:
-        """Return the summary: the loss added without the sink and, if assessed, the sink's cost, a sentence each."""
+        """Return the sentences of the summary: the loss added without the sink and, if assessed, the cost of the sink.
+
+        If the loss without the sink was not assessed, the first sentence says how to assess it.
+        """
         answers = [one for _, one in self.answers()]
         lost = [(one.added, one.lost) for one in answers if one.lost and one.added is not None]
         gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
@@ -98,10 +101,7 @@ class Assessment(VersionedDocument):
         return [remark for part in self.results.values() if (remark := part.remark())]
 
     def errors(self) -> list[str]:
-        """Return a list with one note on each part's standard errors, as a range or a single number.
-
-        The list is empty without standard errors.
-        """
+        """Return a list with one note, the range of the standard errors of each part; empty without standard errors."""
         errors = {
             name: found
             for name, part in self.results.items()
@@ -111,7 +111,7 @@ class Assessment(VersionedDocument):
         return [f"Standard errors of the added losses (nats): {ranges}."] if ranges else []
 
     def numbers(self) -> dict[str, float]:
-        """Collect the scalar results of the finished parts by name."""
+        """Collect the scalar results of the finished parts by name, in nats per token."""
         return {name: value for part in self.results.values() for name, value in part.values()}
 
     @property
@@ -146,7 +146,7 @@ def load_assessment(path: Path) -> Assessment:
 
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:
-    """Return the largest group of assessments with the same text and settings, by name of the model."""
+    """Return the largest group of assessments with the same text, settings and dtype; keys as in `assessments`."""
     asked = {
         name: repr(sorted((key, repr(value)) for key, value in one.asked.items() if key not in OF_THE_MODEL))
         for name, one in assessments.items()

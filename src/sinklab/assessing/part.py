@@ -1,4 +1,4 @@
-"""Base class of the parts of an assessment, with their text and their output: table rows, scalar results, figure.
+"""Base class of the parts of an assessment, and classes for their text, table rows, scalar results and figures.
 
 Each part is a subclass of `AssessPart` in its own file in `parts/`, and is discovered automatically. Its fields are
 its entry in assessment.json. Losses and KL divergences are in nats per token. Positions and layers are 1-based;
@@ -39,7 +39,7 @@ class AssessText:
         self.conversations = model.conversations(keep_bos=not model.special)
 
     def sequences(self, most: int, length: int, fewest: int = 1) -> Tensor:
-        """Return `fewest` to `most` sequences of `length` tokens, special tokens included: (N, T).
+        """Return the token ids (N, T) of `fewest` to `most` sequences of `length` tokens, special tokens included.
 
         Raises:
             InputError: if the text is too short or cannot be read, or sequences of `length` tokens contain fewer than
@@ -63,7 +63,7 @@ class AssessText:
         return self.model.arrange(torch.tensor(stream[: count * body]).view(count, body), special > 0, None)
 
     def split(self, most: int, others: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return 1 to `most` sequences (N, T) and 1 to `others` different sequences (M, T).
+        """Return token ids of 1 to `most` sequences (N, T) and of 1 to `others` further sequences (M, T).
 
         Raises:
             InputError: if the text is too short for two sequences, or as for `sequences`.
@@ -120,15 +120,15 @@ class PartRow:
     """A result of a part: one intervention, the unchanged model, or a difference of two interventions.
 
     Attributes:
-        what: description in the table of all interventions.
+        what: description of the row in the table of all interventions.
         effect: loss and KL divergence under the intervention; None for a row that is not in that table.
         added: loss minus that of the unchanged model on the same targets, or another difference of losses; None for an
             answer without a loss.
         more: remark shown at the end of the row; empty for none.
-        answer: description in the table of answers to the parts' questions; empty if the row is not an answer.
+        answer: description of the row in the table of answers to the parts' questions; empty if it is not an answer.
         lost: wording in the summary if `added` is the loss without the sink, such as "with the first key hidden".
         gained: wording in the summary if `added` is the cost of the sink, such as "in static int8".
-        numbers: names of the scalar results whose value is `added` (see `AssessPart.numbers`), with N filled in.
+        numbers: names of the scalar results whose value is `added` (see `AssessPart.numbers`), with an integer for N.
     """
 
     what: str
@@ -165,9 +165,9 @@ class PartFigure:
     Attributes:
         rows: data points as mappings from field to value, including the fields of the axes and of `colour`.
         y: vertical axis; default: the added loss.
-        kind: "lines" (a line per series), "dots" (dots joined in each category of y) or "scatter".
+        kind: "lines" (a line per series), "dots" (dots, those with the same y joined by a line) or "scatter".
         reference: position of a dashed line on the y axis (for "dots", on the x axis).
-        colour: field that contains the name of the series.
+        colour: field that contains the series name, or a category, by which points are coloured.
         series: order of the series in the legend.
         tooltip: additional fields of the tooltip, as triples of field, title and number format.
     """
@@ -197,8 +197,8 @@ class AssessPart(ReadDocument, ABC):
         long_text: whether the part needs a long text. --quick omits it, and if the text is too short, it is skipped
             unless `--parts` names it. For other parts, a text that is too short is an error.
         on_request: whether the part runs only if `--parts` names it, because it is slow.
-        loss_without_sink: value of `--parts`, with further options, for the loss without the sink (rows with `lost`);
-            empty if the part does not measure it.
+        loss_without_sink: value of `--parts` and further options with which the part measures the loss without the sink
+            (rows with `lost`); empty if it does not measure it.
         numbers: scalar results of the part.
         sequences, length: number of sequences N and tokens per sequence T.
         unchanged: loss of the unchanged model on the same text, in windows of its context.
@@ -218,7 +218,7 @@ class AssessPart(ReadDocument, ABC):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        """Return the reason why the part cannot be run on the model; None if it can."""
+        """Return the reason why the part cannot be run on the model with these settings; None if it can."""
         return None
 
     @classmethod
@@ -239,7 +239,7 @@ class AssessPart(ReadDocument, ABC):
         return None
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Iterate over the scalar results declared in `numbers`, as pairs of name (with N filled in) and value."""
+        """Iterate over the scalar results declared in `numbers`, as pairs of name (an integer for N) and value."""
         return ((name, row.added) for row in self.rows() if row.added is not None for name in row.numbers)
 
     @abstractmethod

@@ -1,17 +1,20 @@
 """Loss and KL divergence at every position, of the unchanged model and under interventions on the same text.
 
     loss_t = -log p(x_t+1 | x_1 .. x_t)                             nats
-    kl_t   = sum_v p_t(v) (log p_t(v) - log q_t(v))                 nats; p of the unchanged model, q of the edited one
+    kl_t   = sum_v p_t(v) (log p_t(v) - log q_t(v))                 nats
+
+p_t is the next-token distribution of the unchanged model, q_t that of the model under an intervention.
 
 On sequences longer than its context, the unchanged model is evaluated in windows of its context that overlap by half.
 Of each window after the first, only tokens that are not in the previous window are scored, so that every target beyond
 the first context is predicted from at least half a context.
 
 Logits are computed in slices of rows. log p of the unchanged model is computed once and cached for all interventions,
-up to `LOG_PROBABILITIES_KEPT` bytes per text; for further rows it is recomputed under every intervention. Loss and KL
-divergence are computed in slices that fit in the CPU cache, so that an intervention costs little more than one forward
-pass with the LM head. Rejected: kl = sum p log p - sum p z_q + lse(z_q) with cached sum p log p, which does not require
-log q but is inaccurate where the divergence is small; half precision, for the same reason.
+up to `LOG_PROBABILITIES_KEPT` bytes per text; for further rows it is recomputed under every intervention. On a CPU,
+loss and KL divergence are computed in slices that fit in its cache, so that an intervention costs little more than one
+forward pass with the LM head. Rejected: kl = sum p log p - sum p z + logsumexp(z), with z the logits of q and a cached
+sum p log p, which does not require log q but is inaccurate where the divergence is small; half precision, for the same
+reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -77,11 +80,11 @@ class ByPosition:
 
 
 def standard_error(x_NP: Tensor) -> float | None:
-    """Compute the standard error of the mean of x, clustered by blocks; None for a single block.
+    """Compute the standard error of the mean of x, clustered by B blocks; None for a single block.
 
-    A block has up to 64 successive positions of one sequence.
+    A block has up to 64 successive positions of one sequence. The standard error is
 
-    (B / (B - 1) sum_b (sum of x in block b - size of b * mean)^2)^(1/2) / (N P)
+        (B / (B - 1) sum_b (sum of x in block b - size of b * mean of x)^2)^(1/2) / (N P)
     """
     deviations_B = torch.stack([block_NK.sum(1) for block_NK in (x_NP - x_NP.mean()).split(TARGETS_OF_A_BLOCK, 1)])
     B = deviations_B.numel()
@@ -141,7 +144,7 @@ class PairedReader:
         return {"sequences": N, "length": T, "unchanged": self.unchanged.effect()}
 
     def under(self, edit: Edit | None = None, *, compute: Compute = LayerCall.output) -> ByPosition:
-        """Return loss and KL divergence with edited or replaced attention calls.
+        """Return loss and KL divergence at every target, with edited or replaced attention calls.
 
         Sequences are evaluated whole, also if they are longer than the context. The caller may additionally modify the
         model in a `with` block, except for its LM head.
@@ -165,7 +168,7 @@ class PairedReader:
         """Measure an intervention on each KV head alone, ordered by layer and head.
 
         Args:
-            under: function (KV heads) -> loss and KL divergence on this reader's text with these heads changed.
+            under: function (KV heads) -> loss and KL divergence on this reader's text with the intervention on them.
         """
         heads = sorted(key_heads(self.adapter))
         return [
@@ -223,7 +226,11 @@ class PairedReader:
         return ByPosition(first, loss_NP, kl_NP, None if hidden_NTE is self._unchanged_NTE else self.unchanged.loss_NP)
 
     def _log_p(self, number: int, states_RE: Tensor) -> Tensor:
-        """Return the unchanged model's log-probabilities of row slice `number` (0-based), cached if possible."""
+        """Return log-probabilities of the unchanged model for `states_RE`, cached while the maximum size permits.
+
+        Args:
+            number: 0-based number of the slice of rows, which identifies it in the cache.
+        """
         if number < len(self._log_p_RV):
             return self._log_p_RV[number]
         log_p_RV = F.log_softmax(self.adapter.logits(states_RE), -1)
@@ -254,13 +261,16 @@ def changed_attention(
 
 
 def first_importance(layer: LayerCall) -> Tensor:
-    """Compute alpha of the first position, or of any learned leading tokens (with a bias key) in total: (B, H)."""
+    """Compute alpha of the first position: (B, H).
+
+    If the model has learned leading tokens, their total alpha is returned, which includes that of a bias key.
+    """
     alpha = layer.importance()
     return alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
 
 
 def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
-    """Average effects over draws; return the fields of an `Effect` except `error`, and each draw's loss as `losses`."""
+    """Return fields of a result over draws: mean `loss` and `kl`, `targets` of one draw, and all losses as `losses`."""
     losses = [one.loss for one in effects]
     kl = fmean(one.kl for one in effects)
     return {"loss": fmean(losses), "kl": kl, "targets": effects[0].targets, "losses": losses}
@@ -280,7 +290,7 @@ def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
 
 
 def probe(adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output) -> list[LayerCall]:
-    """Run the model on four tokens under the interventions of `PairedReader.under`; return the edited attention calls.
+    """Run the model on four tokens with edited or replaced attention calls; return each layer's edited call.
 
     Raises:
         InputError: if an intervention cannot be applied.

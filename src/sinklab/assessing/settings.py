@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Placed = Literal["cache", "text"]
 CacheSize = Annotated[int, Field(ge=2)]
 """Number of keys in a cache, including the query's own."""
-LONGEST = 2**13  # maximum tokens per sequence of the length part, or 5/4 of the context if that is more
+LONGEST = 2**13  # the length part reads 2 contexts, at most LONGEST tokens, but at least 5/4 of the context
 KEPT = (0, 1, 2, 4)
 CACHE_GROUP = 32  # size of a quantisation group of the KV cache, in tokens or channels
 PART_FILES = ", ".join(file.name for file in iter_modules([str(Path(__file__).parent / "parts")]))
@@ -31,7 +31,7 @@ class DefaultSizes:
         within: maximum number of tokens per sequence, except in the streaming and length parts.
         tokens: total number of tokens, except in the streaming and length parts; at least one sequence.
         streamed: total number of tokens of the streaming part, and of the length part; at least one sequence each.
-        kept: numbers of first tokens kept in the rolling cache.
+        kept: numbers of first tokens kept in the rolling cache; each is evaluated.
     """
 
     within: int
@@ -50,7 +50,7 @@ def _names(given: object) -> object:
 
 
 class AssessOptions(CommandSettings, frozen=True):
-    """Settings of an assessment; the default of a setting that is None or empty depends on the model."""
+    """Settings of an assessment; if one is None or empty, its default depends on the model or on other settings."""
 
     panel = MEASURED
 
@@ -92,7 +92,8 @@ class AssessOptions(CommandSettings, frozen=True):
     )
     budgets: Annotated[Several[CacheSize], Flag("--budget")] = Field(
         default=(),
-        description="Keys kept by eviction; budgets uses the smallest; repeatable; default: 1/8 and 1/4 of --length.",
+        description="Keys kept by the parts eviction and (only the smallest) budgets; repeatable; default: 1/8 and 1/4 "
+        "of --length.",
     )
     sink_tokens: int = Field(default=1, ge=1, description="Number of first tokens that form the sink.")
     residual: Annotated[int, Flag(panel=ADVANCED)] = Field(
@@ -123,7 +124,8 @@ class AssessSettings(AssessOptions, frozen=True):
 
     Attributes:
         stream_sequences: number of sequences of the streaming part.
-        long_length: tokens per sequence of the length part; None if the model cannot read beyond its context.
+        long_length: tokens per sequence of the length part; None if the model cannot read beyond its context
+            (`Adapter.ends`).
     """
 
     sequences: int = Field(default=...)

@@ -1,7 +1,8 @@
 """Budgets: KV heads that need the full cache, and the loss when the other heads keep only the sink and recent keys.
 
 After DuoAttention (2410.10819, section 2.2), where retrieval heads are those that "significantly alter model outputs
-when restricted to recent tokens and attention sinks". A restriction applies to all query heads of a KV head:
+when restricted to recent tokens and attention sinks". A restricted KV head keeps C keys, the first n and the latest
+C - n, for all its query heads; T is the length of the sequences:
 
     seen(t) = { s <= t : s < n or s > t - (C - n) },      keys keep their positions in the text
     cost of a KV head = KL divergence from the unchanged model when this head alone is restricted
@@ -15,8 +16,8 @@ A fraction f of the KV heads keeps all keys and the other heads keep C keys. The
     by cost           the heads with the highest cost keep all keys
     by sink share     the heads with the lowest importance of the first position keep all keys
     random            random heads keep all keys, mean of several draws
-    one for all       every head keeps f T + (1 - f) C keys (rounded), including the first n; the total at the end of
-                      the text is the same
+    one for all       every head keeps f T + (1 - f) C keys (rounded), including the first n, so that at the end of the
+                      text the total over heads is the same
 """
 
 import random
@@ -55,11 +56,11 @@ BY_COST, BY_SINK, ANY, FOR_ALL = "by cost", "by sink share", "random", "one for 
 
 
 class HeadBudget(Effect):
-    """Loss when some KV heads keep all keys and the others few, or all heads the same number; mean over draws.
+    """Loss when some KV heads keep all keys and the others few, or when all keep the same number; mean over draws.
 
     Attributes:
         policy: rule that selects the heads with all keys, or `one for all`.
-        full: nominal fraction f of the KV heads with all keys, which determines `keys`.
+        full: nominal fraction f of the KV heads with all keys; for `one for all`, it only determines `keys`.
         keys: number of keys per KV head at the end of the text, mean over heads.
         losses: loss of each draw; several for the policy `random`, else one.
     """
@@ -76,8 +77,9 @@ class Budgets(AssessPart):
     Attributes:
         size, first: number C of keys of a restricted head, and number n of first keys among them, learned leading
             tokens included.
-        heads: loss and KL divergence when each KV head alone is restricted, on other sequences.
-        sink_shares: importance of the first position by KV head, in the order of `heads` and on the same sequences.
+        heads: loss and KL divergence when each KV head alone is restricted, on separate sequences.
+        sink_shares: importance of the first position by KV head (mean over its query heads), in the order of `heads`
+            and on the same sequences.
         retrieval: the quarter of the KV heads (layer, head) with the highest cost; the other heads are streaming heads.
         restricted: loss with C keys for every head.
         policies: loss by fraction of heads with all keys and by policy.
@@ -124,7 +126,7 @@ class Budgets(AssessPart):
         return PartJob(passes * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
     def rows(self) -> Iterator[PartRow]:
-        """The answers are the policies with all keys for a quarter of the heads."""
+        """The answers are the losses of all policies at f = 1/4."""
         yield self.unchanged_row()
         yield self.row(f"{self.size} keys, first {self.first} kept", self.restricted)
         names = {BY_COST: "budget_by_head_added", FOR_ALL: "budget_for_all_added"}

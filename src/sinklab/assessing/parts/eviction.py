@@ -1,4 +1,6 @@
-"""Eviction: the loss with a KV cache of C keys, by eviction policy; keys keep their positions in the text.
+"""Eviction: the loss with a KV cache of C keys, by eviction policy. Keys keep their positions in the text.
+
+The cache of a query includes its own key. The policies keep these keys:
 
     recent                 the C latest keys
     first and recent       the first n and the C - n latest keys (StreamingLLM, 2309.17453)
@@ -6,10 +8,10 @@
     heavy without sink     as `heavy hitters`, but the first n keys are kept only while recent
     random                 the C // 2 latest keys, and random older keys
 
-Evicted keys do not return to the cache. As in H2O's public code, the attention to a key is summed over the queries at
-which it was in the cache, with the softmax over the cache, and half of the budget is for recent keys. Query heads that
-share a KV head share a cache, so their sums are added; H2O's code predates grouped-query attention and has a cache per
-query head.
+Evicted keys do not return to the cache. As in H2O's public code, half of the budget is for recent keys, and the
+attention to a key is summed over the queries for which it was in the cache, with the softmax over the cache. Query
+heads that share a KV head share a cache, so their sums are added; H2O's code predates grouped-query attention and has a
+cache per query head.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +32,7 @@ from sinklab.models.intercept import Edit
 from sinklab.plots import PlotAxis
 
 POLICIES = 5
-LEAST_SHARE = 1e-20  # if a row has less attention on the keys in the cache, it is recomputed
+LEAST_SHARE = 1e-20  # a row with less attention in total on the keys in the cache is recomputed
 
 
 class Evicted(Effect):
@@ -139,7 +141,7 @@ def _restricted(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], 
 
 
 def _row_of_softmax(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
-    """Return an equivalent of `_row` for softmax that renormalises full rows over the keys in the cache."""
+    """Return a faster equivalent of `_row` for softmax: full rows, renormalised over the keys in the cache."""
     groups = layer.call.k_BGTD.shape[1]
     scores_BHLL, bias_BHL = layer.scores()
     scores_BGRLL = scores_BHLL.unflatten(1, (groups, -1))

@@ -6,12 +6,13 @@ broadcast sinks induce low-rank outputs". The definitions and thresholds below a
     share            mean over queries t of A_t,sink / sum_s A_ts          a sink if above SHARE
     value_norm       |v_sink| / mean over other s of |v_s|                 nop if at most NEGLIGIBLE
     output_share     mean_t |A_t,sink v_sink| / mean_t |o_t|               broadcast if at least LARGE, and
-    effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    at most LOW of V
+    effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    at most LOW * V
 
-with s_i the singular values of the head's outputs o_t, of dimension V. The queries t are those after the sink, in all
-sequences; the sum over s includes a bias. The sink is the bias key or sink logit if the model has one, otherwise the
-first position. With several registers it is the first register, and the others count as tokens. A gate can replace the
-sink of a nop head, and a register or sink token that of a broadcast head.
+with A the attention weights, v the values, o the head's outputs, of dimension V, and s_i the singular values of the
+matrix of all o_t. The sink is the bias key or sink logit if the model has one, otherwise the first position; with
+several registers it is the first register, and the others count as tokens. The queries t are those after the sink (all,
+for a bias key or sink logit), in all sequences. The sum over s includes a bias. A gate can replace the sink of a nop
+head, and a register or sink token that of a broadcast head.
 """
 
 from collections import Counter
@@ -170,10 +171,11 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
 
 
 def _sums(layer: LayerCall, scores_BHLL: Tensor, bias_BHL: Tensor | None, out_BHLV: Tensor) -> list[Tensor]:
-    """Sum statistics of heads over sequences.
+    """Compute statistics of each head, summed over the sequences of a batch.
 
-    (H,) each: share of attention on the sink, norms of the sink's value, the other values, the sink's contribution and
-    the output. Last: Gram matrices (H, V, V) of the outputs.
+    Returns:
+        Means over positions, (H,) each: share of attention on the sink, norm of the sink's value, of the other values,
+        of the sink's contribution to the output, and of the output; last, the Gram matrices (H, V, V) of the outputs.
     """
     v_BHLV = layer.value_BGSV.repeat_interleave(scores_BHLL.shape[1] // layer.value_BGSV.shape[1], 1).float()
     if bias_BHL is None:

@@ -1,11 +1,13 @@
 """Key ablations: the loss with the sink's value, key, attention or logit removed or changed.
 
+With logits z, attention weights A, values v and outputs o, the selected keys s are ablated in four ways:
+
     value zeroed   o_t - sum over selected s of A_ts v_s
     hidden         the selected keys are masked; rows that sum to one are normalised over the other keys
     spread         A_ts of the selected keys is divided equally among the other keys of the row (cf. 2410.10781)
-    shifted        z_ts + d for the selected keys, before the similarity; d = -inf is `hidden`
+    shifted        z_ts + d for the selected keys, before the softmax or its replacement; d = -inf is `hidden`
 
-The keys selected for each query:
+One of these sets of keys is selected for each query t:
 
     bias     the bias key or sink logit of the model, with its own value (usually zero)
     sink     the first n keys (a learned sink token is the first), for the queries after them
@@ -50,6 +52,7 @@ class AblatedKeys(ReadDocument):
     """Losses with the sink, or an equal number of control keys, ablated.
 
     Attributes:
+        keys: set of the ablated keys, as in the module docstring.
         share: share of attention on the ablated keys, 0 to 1, mean over layers, heads and queries with such keys; for a
             bias, over all queries of the layers with a bias.
         value_zeroed, hidden, spread: loss with each of the three ablations.
@@ -100,7 +103,7 @@ class KeyAblations(AssessPart):
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
-        """The answers are all ablations of the bias and the sink, and the control keys hidden."""
+        """The answers are all ablations of the bias and the sink except shifts, and the control keys hidden."""
         yield self.unchanged_row()
         first = "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys"
         names = {"bias": "learned bias", "sink": first}
@@ -134,7 +137,9 @@ class KeyAblations(AssessPart):
 
 @dataclass(frozen=True)
 class SelectedKeys:
-    """Selection of the keys to ablate for every query, with the ablations as attention edits or compute functions.
+    """Selection of the keys to ablate for every query, and four ablations of an attention call.
+
+    `hidden` and `shifted` are edits of the call, `value_zeroed` and `spread` compute its output.
 
     Attributes:
         keys: set of keys (see the module docstring).

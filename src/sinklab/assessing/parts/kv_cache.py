@@ -7,24 +7,24 @@ Values x that share a scale are rounded as in KIVI (2402.02750; jy-yuan/KIVI 876
     keys     per channel: 32 successive tokens of one channel of a KV head, after RoPE
     values   per token: 32 successive channels of one token of a KV head
 
-The last group may be shorter. Without `residual`, every key and value is rounded, including the query's own. The public
-code does not support 3 bits; the formula is the same.
+The last group may be shorter. Without `residual`, every key and value is rounded, including the query's own. 3 bits,
+which the public code does not support, are rounded by the same formula.
 
 `residual` R, a multiple of 32, keeps recent positions in full precision, as KIVI's cache does during decoding
-(models/llama_kivi.py). For query t and key s, counted from 0, with the query's own key and value in the cache:
+(models/llama_kivi.py). For query t and key s, both counted from 0; the cache includes the query's own key and value:
 
     keys     full precision for s >= R floor(t / R): each block of R keys is rounded after the query of its last key
     values   full precision for t - s <= R: each value is rounded after query s + R
 
-Spared positions stay in full precision and are excluded from the scales: no position; the first n; or outlier tokens
-detected by PrefixQuant's rule (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py, with block outputs):
+Spared positions stay in full precision and are excluded from the scales. They are none, the first n, or outlier tokens
+detected by PrefixQuant's rule (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py) on block outputs:
 
     M_t = max over channels of |output of the block at t|,   t is an outlier where M_t > 64 median_s M_s in some block
 
     due_to_sink = loss(no position spared) - loss(the first n spared)               nats per token, as in `quantisation`
 
-By head: each KV head is rounded alone to 2 bits, on other sequences. Then all KV heads are rounded except the tenth
-with the highest cost (KL divergence), or except as many random heads.
+In addition, each KV head is rounded alone to 2 bits, on separate sequences. Then all KV heads are rounded except the
+tenth with the highest cost (KL divergence), or except as many random heads.
 """
 
 import random
@@ -66,7 +66,7 @@ EXEMPT = 10  # one KV head in ten is exempt from rounding
 
 
 class CacheRounding(ReadDocument):
-    """Losses with the KV cache rounded to `bits` bits, except for `KVCache.residual` recent positions.
+    """Losses with the KV cache rounded to `bits` bits; `KVCache.residual` recent positions are in full precision.
 
     Attributes:
         everything: loss with no position spared.
@@ -90,7 +90,7 @@ class KVCache(AssessPart):
         settings: losses by number of bits.
         head_bits: number of bits in `heads`, `without_exempt` and `without_random`.
         residual: number R of recent positions in full precision; 0 rounds all positions.
-        heads: loss and KL divergence when each KV head alone is rounded, on other sequences.
+        heads: loss and KL divergence when each KV head alone is rounded, on separate sequences.
         exempt: the tenth (at least one) of the KV heads (layer, head) with the highest KL divergence in `heads`.
         without_exempt, without_random: loss with all KV heads rounded to `head_bits` except the exempt heads, or as
             many random heads.
@@ -192,7 +192,7 @@ class KVCache(AssessPart):
 
 
 def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
-    """Round x to `bits` bits in groups along an axis; entries in the boolean mask `spared` are excluded."""
+    """Round x to `bits` bits in groups of 32 along an axis; entries where `spared` is True are left as they are."""
     x_XI, spared_XI = x.movedim(axis, -1), spared.expand_as(x).movedim(axis, -1)
     width = x_XI.shape[-1]
     padding = (0, -width % CACHE_GROUP)

@@ -1,4 +1,4 @@
-"""Length: loss by position of the target, within and beyond the training context."""
+"""Length: loss by position of the target, within and beyond the model's context."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,8 +23,8 @@ class Bucket(ReadDocument):
     """Losses of the targets at positions start .. stop - 1.
 
     Attributes:
-        whole: loss with whole sequences; its KL divergence is from the model in windows of the context.
-        within: loss of the same targets in windows of the context.
+        whole: loss on whole sequences; its KL divergence is from the model in windows of the context.
+        within: loss of the same targets in windows of the context (see `reading`).
     """
 
     start: int
@@ -39,7 +39,7 @@ class Bucket(ReadDocument):
 
 
 class LossByLength(AssessPart):
-    """Loss by bucket of target positions; `context` is the training context in tokens."""
+    """Loss by bucket of target positions; `context` is the context length of the model in tokens."""
 
     name = "length"
     rank = 4

@@ -1,12 +1,13 @@
 """Pruning: the loss when attention heads are removed in order of their sink share, or in control orders.
 
-    share of a head = mean over queries t after the sink of the share of A_t,sink         (as in the part `heads`)
+    share of a head = mean over queries t after the sink of A_t,sink / sum_s A_ts         (as in the part `heads`)
 
 After 2601.06787, which first removes the heads with the highest mean attention of all queries to position 0, by zeroing
 their slices of the output projection (no public code was found). That mean is (1 + (T - 1) share) / T if rows sum to
 one, so the order is the same. For a model with a bias key or sink logit, the share on the bias is used.
 
-A removed head's output is zeroed before norms, gates and the output projection. Heads of all layers are ordered:
+A removed head's output is zeroed before norms, gates and the output projection. Heads of all layers are removed in
+one of these orders:
 
     sink first     descending share
     sink last      ascending share

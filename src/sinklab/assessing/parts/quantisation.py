@@ -8,11 +8,11 @@ Values are rounded to a grid and remain floating-point numbers:
 
     q(x) = s * clip(round(x / s), -m, m),  s = max |x| / m,  m = 2^(bits - 1) - 1         (symmetric)
 
-The maximum is over the values that share a scale. Activations: the calibration sequences (static), a sequence (dynamic)
-or a token. Weights: an output channel, or a group within a row. Only the linear layers of the blocks are quantised.
-Embedding, LM head, norms and the products inside attention are not; SmoothQuant (2211.10438) also quantises these
-products. Mixture-of-experts models are refused: transformers fuses experts into one tensor, so that hooks cannot
-observe the inputs of its second product, and separate experts process only some of the tokens.
+The maximum is over the values x that share a scale: for activations, all calibration sequences (static), one sequence
+(dynamic) or one token; for weights, one output channel, or a group of 32 in its row. Only the linear layers of the
+blocks are quantised. Embedding, LM head, norms and the products inside attention are not; SmoothQuant (2211.10438) also
+quantises the latter. Mixture-of-experts models are refused: hooks cannot observe the inputs of the down projections if
+transformers fuses the experts into one tensor, and separate experts process only some of the tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -86,8 +86,8 @@ class Outliers(ReadDocument):
         kurtosis: kurtosis over channels, mean over tokens.
         largest: largest absolute activation.
         largest_norm, median_norm: maximum and median l2 norm over tokens.
-        channels: number of channels with a value more than six standard deviations from the mean; mean and standard
-            deviation are over all values.
+        channels: number of channels with a value more than six standard deviations from the mean (2306.12929); mean
+            and standard deviation are over all values.
     """
 
     layer: int
@@ -178,7 +178,7 @@ class Quantisation(AssessPart):
 def assess_quantisation(
     adapter: Adapter, tokens_NT: Tensor, calibration_NT: Tensor, sink_tokens: int, step: Step
 ) -> Quantisation:
-    """Measure the loss for every setting, with and without quantisation of the sink positions.
+    """Measure the loss for every setting in SETTINGS, with and without quantisation of the sink positions.
 
     Args:
         calibration_NT: separate sequences from which static scales are computed.
@@ -250,7 +250,7 @@ def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
 
 
 def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
-    """Return a weight (O, I) rounded per output channel or in groups of 32 within a row; the last may be shorter."""
+    """Round a weight (O, I) per output channel, or in groups of 32 within a row, of which the last may be shorter."""
     if kind == "int8 per channel":
         return on_grid(weight_OI, INT8, weight_OI.abs().amax(1, keepdim=True))
     width = weight_OI.shape[1]
@@ -288,7 +288,7 @@ def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
 
 @contextmanager
 def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
-    """Record the largest |x| of each linear layer's inputs in the `with` block, after the first `skipped` tokens."""
+    """Yield the largest |x| of each layer's inputs in the `with` block, without the first `skipped` positions."""
     found: Maxima = {}
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -1,13 +1,14 @@
 """Streaming: the loss on long text with a rolling KV cache that keeps or drops the first tokens (2309.17453, table 3).
 
-A mask and a shift of positions simulate the rolling cache exactly in a single forward pass. A cached key was computed
-from the keys that were in the cache at the time of its own token; in each layer, this equals a mask that limits query t
-to the keys in the cache at t. A full cache holds C keys, including the query's own: the first n and the latest C - n
-keys. The public code of StreamingLLM does not count the query's own key, so its caches have one key more.
+A mask and a shift of positions simulate the rolling cache exactly in a single forward pass. The key of token t in a
+rolling cache depends only on the keys that were in the cache at t. A mask that limits query t to these keys has the
+same effect in each layer. A full cache holds C keys, including the query's own: the first n and the latest C - n. The
+public code of StreamingLLM does not count the query's own key, so its caches have one key more.
 
-By default, positions are those in the cache: key i of the cache has position i, and the query has position C - 1 once
-the cache is full. Distances to the latest keys are as in the text; the distance to a first key s is min(t, C - 1) - s.
-To shift queries relative to the first keys only, queries and keys are concatenated:
+By default, positions are those in the cache, counted from 0: key i of the cache has position i, and the query has
+position C - 1 once the cache is full. Distances to the latest keys are as in the text; the distance to a first key s is
+min(t, C - 1) - s. To shift queries relative to the first keys only, each query is concatenated with its copy at
+position min(t, C - 1), and each key with zeros:
 [q_t, q_min(t, C-1)] . [k_s, 0] for a recent key, [q_t, q_min(t, C-1)] . [0, k_s] for a first key.
 """
 
@@ -50,7 +51,7 @@ class Streaming(AssessPart):
 
     Attributes:
         positions: whether key positions are those in the rolling cache ("cache") or in the text ("text").
-        caches: losses by size of the cache and number of first keys kept, which is below the size.
+        caches: losses for each cache size and each smaller number of first keys kept.
     """
 
     name = "streaming"
@@ -90,9 +91,10 @@ class Streaming(AssessPart):
         return PartJob((1 + readings) * len(tokens_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
-        """The answers are the losses of the smallest cache with the fewest and the most first tokens kept.
+        """The answers are the losses with the smallest cache and the fewest or the most first tokens kept.
 
-        If the fewest are 0 and the most are not, their difference, the loss without the sink, is an answer as well.
+        If the fewest are 0 and the most are not, the difference of these losses, the loss without the sink, is an
+        answer as well.
         """
         yield self.unchanged_row()
         size = min(one.cache for one in self.caches)
@@ -109,7 +111,7 @@ class Streaming(AssessPart):
             yield PartRow("", None, fewest.loss - most.loss, answer="difference between the two", lost=lost)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Add the loss and the gap of the largest cache, by number N of first keys kept."""
+        """Add the loss of the largest cache by number N of first keys kept, also minus that with most kept."""
         yield from super().values()
         size = max(one.cache for one in self.caches)
         largest = {one.first: one.loss for one in self.caches if one.cache == size}
@@ -236,5 +238,5 @@ class RollingCache:
 
 
 def _side_by_side(one: Tensor, other: Tensor, parts: int) -> Tensor:
-    """Concatenate two query or key tensors within each of the `parts` of the last dimension."""
+    """Concatenate two query or key tensors within each of the `parts` equal parts of the last dimension."""
     return torch.cat((one.unflatten(-1, (parts, -1)), other.unflatten(-1, (parts, -1))), -1).flatten(-2)

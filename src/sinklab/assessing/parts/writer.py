@@ -13,19 +13,19 @@ Within the feed-forward layer that adds most up to the block with the largest |x
 
     a_j W_down[c, j] g,      g = feed-forward / (output of the layer in c)
 
-where g is 1, or the factor that a norm after the layer applies to c. The down projection W_down is identified by its
-gradient, not by name: the gradient of that output with respect to W_down is non-zero in row c only. a_j is entry j of
-this row, and includes the routing weight of an expert. The addition of an expert is the sum over its neurons.
+where g is 1, or the factor that a norm after the layer applies to c. The down projection W_down is identified by a
+gradient, not by name: the gradient of the layer's output in c with respect to W_down is non-zero in row c only. a_j is
+entry j of this row, and includes the routing weight of an expert. An expert adds the sum over its neurons.
 
 The first position is that of the first learned token, if the model has any.
 
 The single weight is the W_down[c, j], among those of the 8 neurons with the largest additions, that leaves the smallest
-|x_c| after the block with the largest |x| when this weight alone is set to zero. (Later blocks often subtract x_c in
-any case.) `super_weight` is True if the public
-code of super weights (2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py) selects the same weight: c is the
-largest |output| of the down projection, and j its largest |input|. Also zeroed are the neuron, the expert (its down
-projection, as for super experts, 2507.23279), the layer's output at the first position (2510.06477, section 3.3) and,
-as a control, the largest weight of the down projection to another channel.
+|x_c| after the block with the largest |x| when this weight alone is set to zero. (After later blocks, |x_c| is not
+informative, because they often cancel x_c in any case.) `super_weight` is True if the public code of super weights
+(2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py) selects the same weight: c has the largest |output| of the
+down projection, and j its largest |input|. Also zeroed are the neuron, the expert (its down projection, as for super
+experts, 2507.23279), the layer's output at the first position (2510.06477, section 3.3) and, as a control, the largest
+weight of the down projection to another channel.
 """
 
 import re
@@ -57,7 +57,7 @@ Sublayer = Literal["attention", "feed-forward"]
 
 
 class BlockWrites(ReadDocument):
-    """Additions of one block (1-based) to channel c at the first position, mean over sequences."""
+    """Additions of one block (`layer`, 1-based) to channel c at the first position, mean over sequences."""
 
     layer: int
     attention: float
@@ -89,7 +89,7 @@ class NeuronWrites(ReadDocument):
 
 
 class ExpertWrites(ReadDocument):
-    """Addition of one expert (0-based) of the down projection `name` to channel c at the first position."""
+    """Addition `adds` of one expert (0-based) of the down projection `name` to channel c at the first position."""
 
     name: str
     expert: int
@@ -130,7 +130,7 @@ class Writer(AssessPart):
         ffn_layer: block of the feed-forward layer with the largest addition up to `block`.
         experts: experts of this feed-forward layer that add to x_c, largest addition first; empty without experts.
         neurons: up to 8 neurons of this feed-forward layer with the largest additions, largest first.
-        weight: neuron of the single weight W_down[c, j].
+        weight: neuron j of the single weight W_down[c, j].
         super_weight: whether the rule of the public super-weight code selects the same weight; None with experts or
             several down projections.
         zeroed: losses with nothing zeroed, then with each writer and the control zeroed.
@@ -214,7 +214,10 @@ class Writer(AssessPart):
 
 
 def feed_forward(block: nn.Module) -> nn.Module | None:
-    """Return the block's last child module that has weight matrices and does not mix positions; None if not found."""
+    """Return the feed-forward layer of a block: its last child with weight matrices that does not mix positions.
+
+    None if there is no such child.
+    """
     found = [
         child
         for name, child in block.named_children()
@@ -225,7 +228,7 @@ def feed_forward(block: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def silenced(part: nn.Module, positions: int | None = None) -> Iterator[None]:
-    """Set a feed-forward output to zero in the `with` block.
+    """Set the output of the feed-forward layer `part` to zero in the `with` block.
 
     Args:
         positions: length of the sequences, to zero only their first position; None zeroes all positions.
@@ -385,7 +388,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
 
 
 def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:
-    """Compute the residual stream at the first position, before the first and after every block: (M, N, E)."""
+    """Compute the residual stream at the first position, before the first and after every block: (blocks + 1, N, E)."""
     with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_NSE: x_NSE[:, 0]) as found:
         adapter.hidden(tokens_N1.to(adapter.device))
     return torch.stack(found).float()
@@ -394,7 +397,12 @@ def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:
 def _neurons_and_experts(
     maps: Sequence[DownMap], channel: int, behind: float, sign: int
 ) -> tuple[list[NeuronWrites], list[ExpertWrites]]:
-    """Return the neurons with the largest additions, and all experts with non-zero additions, largest first."""
+    """Return the neurons with the largest additions, and all experts with non-zero additions, largest first.
+
+    Args:
+        behind: factor g of the module docstring.
+        sign: 1 or -1; with -1, the most negative addition is the largest.
+    """
     neurons, experts = [], []
     for one in maps:
         writes = (one.activation * one.by_channel[channel]).float()
@@ -424,7 +432,7 @@ def _neurons_and_experts(
 def _zeroed(
     reader: PairedReader, block: int, channel: int, what: str, change: AbstractContextManager[None]
 ) -> ZeroedWriter:
-    """Measure the loss, the residual stream and the sink at the first position within the context `change`."""
+    """Measure loss, residual stream and sink at the first position within `change`, which zeroes weights or outputs."""
     written: list[Tensor] = []
     largest: list[Tensor] = []
     above: list[Tensor] = []
