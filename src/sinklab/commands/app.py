@@ -1,4 +1,4 @@
-"""Command line: results are printed to stdout, messages to stderr. Each command imports its heavy modules itself."""
+"""Command line: results are printed to stdout, messages to stderr. Slow imports are inside the commands."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -29,7 +29,7 @@ def main() -> None:
     end(app)
 
 
-class TrackerChoice(StrEnum):  # typer takes no lists of literals
+class TrackerChoice(StrEnum):  # typer does not support lists of literals
     """Experiment trackers to which training metrics can be logged."""
 
     wandb = "wandb"

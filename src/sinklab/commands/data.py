@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PrepareSettings(CommandSettings, frozen=True):
-    """Settings of `sinklab data prepare`; those of text, tokenizer and limits are named as in `DataConfig`.
+    """Settings of `sinklab data prepare`; those that are not listed here have the names of fields of `DataConfig`.
 
     Attributes:
         mix_kind: kind of the mix; None reads the files sequentially.
@@ -40,7 +40,7 @@ class PrepareSettings(CommandSettings, frozen=True):
         default=None, ge=1, le=LARGEST, description="Read at most this many bytes of text."
     )
     token_limit: Annotated[int | None, Flag("--limit-tokens")] = Field(
-        default=None, ge=2, le=LARGEST, description="Write at most this many training and validation tokens."
+        default=None, ge=2, le=LARGEST, description="Write at most this many tokens, training and validation together."
     )
     mix_kind: Annotated[Literal["weights", "files"] | None, Flag("--mix", metavar="KIND")] = Field(
         default=None,
@@ -50,7 +50,7 @@ class PrepareSettings(CommandSettings, frozen=True):
     weights: Path | None = Field(
         default=None,
         exclude=True,
-        description="With --mix weights: YAML file of domain: weight; default: the paper's 17 domains.",
+        description="With --mix weights: YAML file with lines `domain: weight`; default: the paper's 17 domains.",
     )
     absent: Annotated[Literal["refuse", "renormalise"], Flag(metavar="HOW")] = Field(
         default="refuse",
@@ -58,7 +58,7 @@ class PrepareSettings(CommandSettings, frozen=True):
         description="With --mix weights, for domains without files: refuse, or renormalise the other weights.",
     )
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
-        default=0, exclude=True, description="With --mix: random seed for the order of domains or files."
+        default=0, exclude=True, description="With --mix: random seed of the interleaving."
     )
 
     @property

@@ -37,7 +37,7 @@ def end(app: typer.Typer) -> NoReturn:
         signals.ignore_signals()
         if _is_first():
             stderr().print(_KEPT if kept else _NOT_KEPT, soft_wrap=True)
-    if _has_others():  # see joined_world
+    if _has_others():  # `joined_world` requires os._exit
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

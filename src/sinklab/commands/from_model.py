@@ -1,8 +1,8 @@
 """Generate command line options from the fields of pydantic settings models.
 
-A command has a settings model as a parameter; typer reads a signature with one option per field instead, and the
-command receives the validated model. In the help, options are sorted by panel, types have short names, and bounds are
-not shown.
+A command has a settings model as a parameter. Typer reads a signature with one option per field instead, and the
+command is called with the validated model. In the help, options are sorted by panel, types have short names, and bounds
+are not shown.
 Alternatives considered: pydantic-settings (based on argparse, whose help and messages differ from typer's),
 pydantic-typer and typantic (require a prefix on every option, or a single model), cyclopts (replaces typer).
 """
@@ -67,7 +67,7 @@ class PanelCommand(TyperCommand):
 
 
 class Only(tuple[str, ...]):
-    """Names of the fields of a settings parameter that become options, in order within a panel. Without it, all do."""
+    """Names of the fields of a settings parameter that become options, in this order within a panel; default: all."""
 
     def __new__(cls, *names: str) -> "Only":
         return super().__new__(cls, names)

@@ -17,7 +17,7 @@ from sinklab.signals import keeping_what_is_finished
 from sinklab.survey.request import Request
 
 
-class TableFormat(StrEnum):  # typer takes no lists of literals
+class TableFormat(StrEnum):  # typer does not support lists of literals
     """File formats in which the tables of a measurement can be saved."""
 
     csv = "csv"

@@ -33,11 +33,12 @@ FAMILIES_OUT = Path("runs/families")
 
 @dataclass(frozen=True)
 class Invocation:
-    """Arguments common to all measurements; each method except `sizes` measures, prints the result and saves it.
+    """Common arguments of `sinklab measure` and `compare`; each method except `sizes` measures, prints and saves.
 
     Attributes:
         text: file or folder of text to measure on; None for inputs without text.
-        request, loading: measurement and loading settings of every model; checkpoints differ in the revision.
+        request: settings of the measurements.
+        loading: options for loading the models; for checkpoints on the hub, `checkpoints` replaces the revision.
         out: results directory; with None, nothing is saved.
         as_json: print the result as JSON instead of tables.
     """
@@ -112,6 +113,8 @@ class Invocation:
         """Run `measured` with a progress bar over `total` measurements, print its result, and write report.html.
 
         Args:
+            measured: function (text, request, loading, out, observe) that runs the measurements and returns the result.
+            show: function that prints the result as tables.
             what: plural noun for the measurements, such as "domains".
 
         Raises:

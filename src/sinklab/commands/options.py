@@ -56,7 +56,7 @@ class LoadingOptions(CommandSettings, frozen=True):
         return Loading(**dict(self), say=partial(say_on, console))
 
     def within(self, model: str) -> str:
-        """Return the path of --subfolder in a local model directory; a name on the hub is returned unchanged."""
+        """Return the path of --subfolder in a local model directory; see `in_subfolder` for other names and errors."""
         from sinklab.models.huggingface.loading import in_subfolder
 
         return in_subfolder(model, self.subfolder)
@@ -102,7 +102,8 @@ class ReproduceSettings(CommandSettings, frozen=True):
     jobs: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
         default=None,
         ge=1,
-        description="Models trained concurrently (--engine local); default: one per GPU, else from the CPU cores.",
+        description="Models trained concurrently (--engine local); default: one per GPU; without a GPU, derived from "
+        "the number of CPU cores.",
     )
     engine: Annotated[EngineName, Flag(panel=ADVANCED, metavar="NAME")] = Field(
         default=EngineName.local, description="Execution engine: local, slurm or ray."
@@ -157,7 +158,7 @@ def run_job(
     what: str = "",
     steps: int | None = None,
 ) -> Any:
-    """Run a job with a progress display on stderr, and print its result: as JSON, or by calling `show`.
+    """Run a job with a progress display on stderr, print its result as JSON or by calling `show`, and return it.
 
     Args:
         work: function of the progress display that returns the result, an object with a `document()` method.

@@ -96,7 +96,8 @@ def experiments(
 def _plan_command(name: str) -> str:
     """Return the command that prints the plan of an experiment.
 
-    For an experiment on existing models, it contains placeholders for the text and, unless fixed, the model.
+    For an experiment on existing models, it contains a placeholder for the text and, unless the experiment has fixed
+    models, for the model.
     """
     from sinklab.experiments.shipped import load_experiment
 
@@ -172,7 +173,7 @@ def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "lis
 
     Raises:
         InputError: if there is no such experiment (with `all`: none at the scale), two different ones have the same id,
-            trained and measured experiments are combined, or an option belongs to the other kind.
+            some train models and some measure existing ones, or an option is invalid for this kind of experiment.
     """
     from sinklab.experiments.definition import SCALES
     from sinklab.experiments.shipped import experiment_ids, load_experiment

@@ -65,7 +65,7 @@ LOOKS_EVERY_S = 2.0
 
 
 def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
-    """Estimate the hours of a sweep without training its runs. On slurm or ray, this requires finished runs.
+    """Estimate the duration of a sweep without training its runs; on slurm or ray, only if some runs are finished.
 
     Raises:
         InputError: see `check_results`, `plan_sweep`, `unpack` and `preview`; also if --text does not exist.
@@ -192,14 +192,14 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
 
 
 def _warn_of_emulation(plan: SweepPlan, settings: ReproduceSettings) -> None:
-    """Print the warning of a sweep that trains on this machine, if a cell has one (`emulation_warning`)."""
+    """Print the `emulation_warning` of the cells' recipes, if the sweep trains on this machine."""
     recipes = [cell.recipe for cell in plan.cells.values()] if settings.engine == EngineName.local else []
     for warning in sorted({emulation_warning(recipe) for recipe in recipes} - {""}):
         stderr().print(warning, **PLAIN)
 
 
 def _jobs(settings: ReproduceSettings, runs: int) -> int:
-    """Return the number of concurrent runs: --jobs, or one per GPU, or without a GPU the result of `jobs_for`."""
+    """Return the number of concurrent runs: --jobs; else the number of GPUs; without a GPU, see `jobs_for`."""
     return settings.jobs or cards_here() or jobs_for(runs, cores_here())
 
 
@@ -234,7 +234,7 @@ def _assess_and_tune(
                     if isinstance(run, store.Unassessed):
                         _assess_run(run, progress)
                     else:
-                        assert chats is not None  # see check_chats
+                        assert chats is not None  # checked by check_chats
                         folder, sources = run.document.parent, TuneSources(chats)
                         ended = tune(str(run.directory), sources, run.options, folder, observe=progress)
                         if ended.exit_status:
@@ -287,7 +287,7 @@ def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSe
     to folders in it named by id; without --out, each is written to runs/models/MODEL/ID.
 
     Raises:
-        InputError: if a model or text is missing or cannot be used.
+        InputError: if a model or text is missing, or a model, text, --data or output directory cannot be used.
         SinklabError: if a measurement failed (the finished ones are saved, summarised and printed), or a result cannot
             be saved.
         KeyboardInterrupt, PreemptedError: on a signal; finished measurements are saved, and the same command resumes.
@@ -351,7 +351,7 @@ def preview_measured(experiments: Sequence[Experiment], settings: ReproduceSetti
 
 
 def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> dict[str, list[Pass]]:
-    """List the measurement passes (models, sequences, cells) of each experiment, by its id.
+    """Return the measurement passes of each experiment (cells measured on the same sequences), by experiment id.
 
     Raises:
         InputError: if a model or text is missing or cannot be used.

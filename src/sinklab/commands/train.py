@@ -56,7 +56,7 @@ def train_command(
         world.on_all_ranks(lambda: require(trackers))
         loaded = world.on_all_ranks(lambda: _recipe(recipe, overrides, world))
         if not anyway:
-            device, prepare = loaded.train.device, lambda: _data(loaded, console)  # if the vocabulary size is unknown
+            device, prepare = loaded.train.device, lambda: _data(loaded, console)  # to find the vocabulary size
             world.on_all_ranks(lambda: check_fits(sized(loaded, world.device(device), prepare), world))
         dataset = world.on_all_ranks(lambda: _data(loaded, console))
         with stop_on_signals() as should_stop:
@@ -137,8 +137,8 @@ def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step
     """Recompute loss and gradients on the batch of one step of a run, to find the first tensor with NaN or infinity.
 
     Raises:
-        InputError: if there is no such run or step, or several processes were started.
-        SinklabError: if none of the run's checkpoints is valid, or loss or gradient of an earlier step is not finite.
+        InputError: see `replay`; also if there is no such run, or several processes were started.
+        SinklabError: see `replay`.
     """
     with joined_world() as world:
         if world.size > 1:
@@ -148,7 +148,7 @@ def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step
 
 
 def _recipe(name: str, overrides: Iterable[str], world: World) -> Recipe:
-    """Load a recipe by name or path, and make its GPU, if any, the current device of this process."""
+    """Load a recipe and fill in unset values; with several processes, make this one's GPU the current CUDA device."""
     recipe = started(load_recipe(name, overrides))
     world.use(recipe.train.device)
     return recipe

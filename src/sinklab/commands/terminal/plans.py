@@ -95,7 +95,7 @@ def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Cons
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
-    """Print each part of the paper (table, proposition, ..) with its statement, our claims, and what is not encoded."""
+    """Print each part of the paper, such as a table, with its statement, our claims, and reasons for missing claims."""
     for name, part in parts.items():
         console.print(Text.assemble((printable(name), "bold"), f": {printable(part.says)}"))
         claims = ", ".join(one.removeprefix(f"{name}.") for one in part.claims)

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from sinklab.jobs.progress import JobEvent
 
 SPEAKS_EVERY = 10.0  # minimum seconds between progress lines without a terminal
-BEATS_EVERY = 1.0  # seconds between checks for a due progress line
+BEATS_EVERY = 1.0  # seconds between checks whether a progress line is due
 
 MANY = 8  # with more runs, only active runs are displayed
 LOOKS_EVERY = 1.0  # minimum seconds between estimates of the remaining time
 SPEED_OVER = 600.0  # seconds over which the speed is averaged, evaluations included
 SPEED_AFTER = 10.0  # seconds of training before the remaining time is estimated
-STALLED = 0.02  # minimum share of time spent waiting for data to be displayed
+STALLED = 0.02  # the share of time spent waiting for data is displayed from this value on
 YEAR = 365.25 * 86400  # seconds
 DAYS_WITH_HOURS = 10  # durations of more days are shown without hours
 
@@ -60,7 +60,7 @@ def _two_units(count: int, size: int, large: str, small: str) -> str:
 
 
 def elapsed(seconds: float) -> str:
-    """Format a growing duration, so that lines ten seconds apart differ: `1 min 10 s`, from ten minutes on `12 min`."""
+    """Format the duration of a running phase: as `duration`, but from 1 to 10 minutes with seconds, `1 min 10 s`."""
     return _two_units(round(seconds), 60, "min", "s") if 60 <= round(seconds) < 600 else duration(seconds)
 
 
@@ -80,10 +80,10 @@ def short_duration(seconds: float) -> str:
 
 
 class Board:
-    """Context with a live display: bars in a terminal; otherwise progress lines, at most one per SPEAKS_EVERY seconds.
+    """Context with a live display: bars in a terminal; otherwise a progress line every SPEAKS_EVERY seconds.
 
-    Without a terminal, a thread prints the current phase if there was no event for that long, for example while a large
-    model is loaded or a report is rendered.
+    Without a terminal, a thread prints the current phase if no line was printed for SPEAKS_EVERY seconds, for example
+    while a large model is loaded or a report is rendered.
 
     Args:
         phase: name of the first phase of the work.
@@ -170,7 +170,7 @@ class RunBoard(Board):
             for name, length in lengths.items()
         }
         self.steps = dict.fromkeys(lengths, 0)
-        self.first: dict[str, tuple[float, int]] = {}  # clock at a run's first event, and updates done before
+        self.first: dict[str, tuple[float, int]] = {}  # clock at a run's first event, and its updates until then
         self.timed: deque[tuple[float, int]] = deque()  # clock, and number of updates done while watching
         self.looked = clock()
         self.ended, self.given_up = 0, 0
@@ -204,7 +204,7 @@ class RunBoard(Board):
     def seconds_left(self) -> float | None:
         """Return the estimated seconds until all runs end, at the speed of all runs together in the last minutes.
 
-        None if no update was observed, or too few seconds of training.
+        None if no update was observed, or less than SPEED_AFTER seconds of training.
         """
         while len(self.timed) > 1 and self.timed[1][0] < self.clock() - SPEED_OVER:
             self.timed.popleft()
@@ -248,7 +248,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 class DataBoard(Board):
-    """Progress bar for each stage of data preparation, in bytes of text, with the tokens written per second."""
+    """Display of data preparation: a progress bar per stage, in bytes of text, with the tokens written per second."""
 
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         name, rate = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[rate]}")

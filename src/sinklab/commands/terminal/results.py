@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PROBLEMS = 20  # maximum number of problems, and of notes, listed per check
 GRADIENTS = 12
 """Number of parameters (largest gradients) that a replay lists."""
-VERDICT = 16, 30  # maximum width of a verdict in characters, on a console of less than 100 columns, and of 100 or more
+VERDICT = 16, 30  # maximum width of a verdict, on consoles of less than 100 columns, and of 100 or more
 SHARES = ("acc", "exact_match")
 """Prefixes of the names of task metrics that are shown in percent."""
 
@@ -94,7 +94,7 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
 
 
 def print_assessment(assessment: "Assessment", console: Console, full: bool = False) -> None:
-    """Print the conclusion of an assessment and the result of each part; with `full`, also of every intervention."""
+    """Print the summary of an assessment and the answers of its parts; with `full`, also all interventions."""
     print_title(f"{assessment.model}: {assessment.layers} layers, context {assessment.context:,}", console)
     console.print(" ".join(assessment.answer()), markup=False, highlight=False)
     print_table(result_tables.answers_table(assessment), console)
@@ -163,7 +163,7 @@ def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
 
 
 def print_parity(parity: "Parity", console: Console) -> None:
-    """Print a line per attention backend with its differences from eager attention, or why it is unavailable."""
+    """Print a line per attention backend with its differences from eager attention, and remarks on backends."""
     print_title(
         f"{parity.model}: {parity.sequences} sequences of {parity.length} tokens, {parity.dtype} on {parity.device}",
         console,

@@ -31,7 +31,7 @@ TONES = {
 
 
 def printable(text: str) -> str:
-    """Replace non-printable characters, including line feeds, by `�`, against control sequences in names."""
+    """Replace non-printable characters, including line feeds, by `�`, as names could contain control sequences."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
@@ -75,7 +75,7 @@ def _wanted(table: Table) -> list[int]:
 
 
 def _widths(table: Table, columns: Sequence[int], width: int, wanted: Sequence[int]) -> dict[int, int]:
-    """Return the width of each text column: full width for short columns, equal shares of the rest for long ones."""
+    """Return the width of each text column: short ones in full, long ones equal shares of the remaining width."""
     texts = sorted((at for at in columns if table.columns[at].text), key=wanted.__getitem__)
     left = width - EDGES - BETWEEN * len(columns) - sum(wanted[at] for at in columns if at not in texts)
     found: dict[int, int] = {}
