@@ -60,7 +60,8 @@ class TextSink(ReadDocument):
         eps: threshold on importance.
         bos: True if position 1 of the sequences is a special token.
         sink_1: Sink_1, percent of (sequence, layer, head) triples with an importance of position 1 above eps.
-        bias: sink rate of an added bias, sink logit, sink token or registers, percent; None if the model has none.
+        bias: sink rate in percent of an added bias, sink logit, remainder of stick-breaking, sink token or registers;
+            None if the model has none of these.
     """
 
     text: str
@@ -85,12 +86,12 @@ class TaskScores(ReadDocument):
         items: number of items scored.
         available: number of items of the task.
         left_out: number of drawn items excluded because an answer does not fit in the model's context.
-        cut: number of scored items whose prompt was truncated to the model's context.
+        cut: number of scored items with a prompt truncated to fit in the model's context.
         metrics: metrics by lm-eval's names.
         sink: sink on natural text; None if it cannot be measured on the items, usually because they are too short.
         records: name of the file with the item records, in the same directory; None if the results are not saved.
-        seconds: duration of the evaluation in the call that completed the task, in s. Answers that earlier calls saved
-            are not included.
+        seconds: duration of the evaluation in the call that completed the task, in seconds, without the time of
+            earlier calls.
     """
 
     version: str
@@ -133,8 +134,8 @@ class ItemRecord(ReadDocument):
         item: index in the task, from 0.
         doc_hash: lm-eval's SHA-256 of the item.
         target: correct answer, in the format of the task.
-        responses: the model's answer to each request of the item, after lm-eval's filter. It is the log-likelihood in
-            nats with True if greedy decoding gives the continuation, the log-likelihood of a text, or a generated text.
+        responses: the model's answer to each request of the item, after lm-eval's filter: a pair (log-likelihood in
+            nats, True if greedy decoding gives the continuation), the log-likelihood of a text, or a generated text.
         metrics: metrics of this item.
     """
 

@@ -30,8 +30,8 @@ class AnsweringModel(HFLM):
         model: loaded Hugging Face model.
         batch_size: requests per batch.
         answers: ledger of answers by `request_key`; saved answers are reused.
-        advance: callback, called with the number of requests answered since the last call. Requests with saved answers
-            are included.
+        advance: callback, called with the number of requests answered since the last call, including those with saved
+            answers.
     """
 
     def __init__(self, model: Model, batch_size: int, answers: LineLedger, advance: Callable[[int], None]) -> None:
@@ -59,12 +59,15 @@ class AnsweringModel(HFLM):
         return self._answered("generate_until", requests, super().generate_until)
 
     def overlong(self, context: str, continuation: str) -> bool:
-        """Return True if continuation, special tokens and one prompt token together exceed the model's context."""
+        """Return True if special tokens, one prompt token and the continuation do not fit in the model's context.
+
+        The last token of the continuation is only predicted, so it does not count.
+        """
         _, answer = self._split(context, continuation) if context else ([], self.tok_encode(continuation))
         return len(answer) + len(self._prefix) > self.max_length
 
     def cuts(self, context: str, continuation: str) -> bool:
-        """Return True if the prompt is truncated, because prompt and continuation exceed the model's context."""
+        """Return True if the prompt is truncated, because prompt and continuation do not fit in the model's context."""
         return bool(context) and sum(map(len, self._split(context, continuation))) > self.max_length + 1
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

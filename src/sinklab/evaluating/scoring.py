@@ -32,7 +32,7 @@ def score_task(
 ) -> tuple[TaskScores, list[ItemRecord]]:
     """Evaluate a model on a task, and measure its sink on `request.text`, by default on the items of the task.
 
-    Items with an answer that does not fit in the model's context are left out.
+    Items are left out if one of their answers does not fit in the model's context.
 
     Args:
         answers: the model's saved answers, which are reused; new answers are added.

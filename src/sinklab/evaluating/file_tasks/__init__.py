@@ -28,7 +28,7 @@ class FileTask:
 
     Attributes:
         name: name of the task in lm-eval.
-        files: names of the file in SINKLAB_DATA/eval; if several exist, the first is used.
+        files: possible names of the file in SINKLAB_DATA/eval; the first that exists is used.
         keys: keys of a line of the file, for error messages.
         metrics: metrics of lm-eval that are computed, means over items (docs/eval.md).
     """

@@ -17,8 +17,8 @@ class HellaSwag(FileTask):
     def converted(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert an item from the published format to that of lm-eval.
 
-        query = clean(activity_label + ": " + ctx_a + " " + capitalised ctx_b)
-        clean: replace " [title]" by ". ", remove other text in brackets, replace two spaces by one
+        query = clean(activity_label + ": " + ctx_a + " " + capitalised ctx_b); endings are cleaned as well
+        clean: strip, replace " [title]" by ". ", remove other text in brackets, replace two spaces by one
         """
 
         def clean(text: str) -> str:
