@@ -110,7 +110,10 @@ def keep_heavy_hitters(layer: LayerCall, budget: int, barred: int = 0) -> LayerC
 
 
 def keep_random_keys(layer: LayerCall, budget: int, seed: int) -> LayerCall:
-    """Return the call with every query restricted to recent and random keys, drawn by layer, sequence and KV head."""
+    """Return the call with every query restricted to recent and random keys.
+
+    The keys are drawn by layer, KV head and row of the batch. All batches have the same draws.
+    """
     draw = torch.Generator().manual_seed(seed + layer.index)
     rank_BGL = torch.rand(layer.call.k_BGTD.shape[:3], generator=draw).to(layer.call.k_BGTD.device)
     return _restricted(layer, budget, lambda t, kept_BGS: rank_BGL)
