@@ -60,6 +60,23 @@ def test_observers_see_the_edited_call_whoever_entered_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_a_cut_call_has_the_output_of_its_positions_only(name: str) -> None:
+    model, tokens = MODELS[name]()
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def observe(layer: LayerCall) -> None:
+        at = layer.leading + 5
+        pairs.append((layer.cut(at).own_output(), layer.output()[:, :, :at]))
+
+    adapter = adapt(model)
+    with evaluating(adapter.module), torch.no_grad(), intercept(adapter, observe=observe):
+        adapter.run(tokens)
+    assert pairs
+    for cut, whole in pairs:
+        torch.testing.assert_close(cut, whole)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_measuring_under_an_edit_measures_the_edited_calls(name: str) -> None:
     model, tokens = MODELS[name]()
     plain = sinklab.measure(model, tokens)

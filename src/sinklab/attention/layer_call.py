@@ -94,7 +94,7 @@ class LayerCall:
 
     def cut(self, positions: int) -> "LayerCall":
         """Return the call for the first `positions` positions; requires T = S and queries that see no removed key."""
-        return replace(self, call=self.call.cut(positions), value_BGSV=self.value_BGSV[:, :, :positions])
+        return replace(self, call=self.call.cut(positions), value_BGSV=self.value_BGSV[:, :, :positions], library=None)
 
     def rows(self) -> Iterator[Rows]:
         """Yield attention rows, including those of leading tokens, in blocks of queries (`OperationPart.rows`)."""
