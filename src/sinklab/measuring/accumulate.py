@@ -1,8 +1,8 @@
 """Running sums of a measurement, which avoid an array of size sequences x layers x heads x positions.
 
-The sums over sequences are counts of alpha > eps, alpha and norms by position, and quantities without positions (loss,
-bias, row sums). Alpha of the first position is stored for every sequence. The threshold is applied to the alpha of each
-sequence, not to its mean.
+The importance alpha, the norms and the counts of alpha > eps are summed over sequences by position; loss, bias and row
+sums have no positions. Alpha of position 1 is also stored for every sequence. The counts compare the alpha of each
+sequence with eps, not the mean alpha. In the shapes, A is the number of attention layers.
 """
 
 import math
@@ -24,7 +24,7 @@ from sinklab.measuring.records import Batch
 from sinklab.measuring.statistics.collecting import DetailTotals
 
 COUNTED = ("importance_BHT", "visible_BHT", "bias_BH", "window_start_BH")
-"""Quantities of `Batch.recorded` with a sink rate."""
+"""Quantities of `Batch.recorded` for which a sink rate is computed."""
 WORDS = {
     "importance_BHT": "importance values",
     "visible_BHT": "importance values over visible queries",
@@ -57,7 +57,7 @@ class Accumulator:
         self.first: list[Tensor] = []
         self.details: DetailTotals | None = None
         self._sums: dict[str, Tensor] = {}  # over sequences, by name
-        self._hits: dict[str, Tensor] = {}  # counts of alpha > threshold (E, positions or 1), by name or length
+        self._hits: dict[str, Tensor] = {}  # counts of alpha > eps (thresholds, positions or 1), by name or length
         self._triples: dict[str, Tensor] = {}  # number of (sequence, layer, head) triples, by the same keys
 
     def add(self, batch: Batch) -> None:
@@ -67,7 +67,7 @@ class Accumulator:
             SinklabError: if importance values or the norms of keys, values or hidden states are NaN or infinite (the
                 message names the layer), or the loss is NaN or infinite.
         """
-        batch = batch.on_cpu()  # else an out-of-memory error could leave partial sums (batches.py)
+        batch = batch.on_cpu()  # may run out of memory, so it precedes all changes of the sums
         recorded, valid_BT = dict(batch.recorded), batch.valid_BT
         importance_ABHT, (B, T) = recorded["importance_BHT"], valid_BT.shape
         self.sequences += B
@@ -116,8 +116,8 @@ class Accumulator:
         """Return the sink rate in percent for `thresholds[threshold]`, by position; None if `name` was not recorded.
 
         Args:
-            name: a quantity in `COUNTED`, or a truncation length. For a quantity without positions, the list has one
-                entry.
+            name: a quantity in `COUNTED`, or a truncation length as text. For a quantity without positions, the list
+                has one entry.
             threshold: index of the threshold.
         """
         if name not in self._hits:
@@ -135,7 +135,7 @@ class Accumulator:
     def mean(self, name: str) -> Tensor | None:
         """Return the mean of a tensor of `Batch.recorded` over sequences; None if it was not recorded.
 
-        With positions, the mean is over the sequences that have the position.
+        If the tensor has positions, the mean at each position is over the sequences that reach it.
         """
         count = self.sequences_T if name.endswith("T") else self.sequences
         return self._sums[name] / count if name in self._sums else None
@@ -216,7 +216,7 @@ def measurement_from(
         sink_rates_bias={eps: rate for eps, [rate] in totals.sink_rates("bias_BH").items() if several} or None,
         sink_rate_window_start=next(iter(totals.sink_rate("window_start_BH") or ()), None),
         uniform_ratio=totals.uniform_ratio(),
-        loss=totals.loss / totals.targets if totals.targets else None,  # none if off, one token, or all in a prefix
+        loss=totals.loss / totals.targets if totals.targets else None,  # None without targets (`Measurement.loss`)
         norm_ratio_sink_token=leading_ratio_M,
         backend=backend,
         dtype=dtype,

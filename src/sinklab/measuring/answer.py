@@ -12,16 +12,16 @@ from sinklab.models.layer_kinds import ranges_text
 
 STRENGTHS = ((70.0, "Strong"), (30.0, "Moderate"), (NOISE, "Weak"))
 """Minimum sink rate in percent for each adjective."""
-MOST_STRETCHES = 4  # maximum number of listed layer ranges; with more, only the number of layers is stated
+MOST_STRETCHES = 4  # maximum number of layer ranges in a summary; if there are more, it states the number of layers
 INPUTS: dict[Inputs, str] = {"natural": "", "random": " (random tokens)", "repeat": " (one token repeated)"}
 
 
 def answer(m: Measurement) -> list[str]:
     """Return two sentences: one on the sink, and one on massive activations and secondary sinks.
 
-    The first states presence, position and strength of the sink. For repeated tokens, the second states the outcome of
-    the check of the paper's propositions instead of the secondary sinks. Massive activations and secondary sinks that
-    were not measured are reported as not measured.
+    The first states presence, position and strength of the sink. If the paper's propositions were checked (on repeated
+    tokens), the second states the outcome of the check instead of the secondary sinks. Massive activations and
+    secondary sinks that were not measured are reported as not measured.
     """
     beside = f"{_massive(m)}; {_secondary(m) if m.propositions is None else _proposition(m.propositions)}."
     return [_sink(m), beside[0].upper() + beside[1:]]
@@ -29,14 +29,14 @@ def answer(m: Measurement) -> list[str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A candidate sink: a position, or the attention to a bias, sink logit, learned tokens or remainder.
+    """A candidate sink: a position, or all of bias, sink logit, learned tokens and stick-breaking remainder together.
 
     Attributes:
         name: how the summary refers to it, such as `BOS` or `position 5`.
         rate: percentage of (sequence, layer, head) triples with an importance above the threshold.
-        above_LH: whether its importance, mean over sequences, is above the threshold.
-        overall: sink rate from means over all queries; None unless `rate` is from means over the queries that see the
-            position.
+        above_LH: whether the importance, mean over sequences, is above the threshold, by layer and head.
+        overall: sink rate with the importance averaged over all queries t >= k; None unless `rate` is computed with
+            the average over the queries that see the position.
         always: whether a position that is not the strongest sink is listed even if its rate is below NOISE.
     """
 

@@ -53,15 +53,16 @@ def measure(
         batch_size: sequences per forward pass; affects memory and speed, not the result. By default as many as fit in
             memory, but at most 16 sequences and 8,192 tokens. It is halved when memory runs out.
         loss: if False, skip the loss and the logits, which saves up to a third of the compute of a small model.
-        details: also measure the statistics of details.py, such as entropy, query-key angles, attention by distance,
-            secondary sinks and kurtosis; the measurement takes about twice as long.
+        details: also measure the statistics of `Details` (details.py), such as entropy, query-key angles, attention by
+            distance, secondary sinks and kurtosis; the measurement takes about twice as long.
         maps: (layer, head) pairs, 1-based. The matrices of attention, cosine and norm product of these heads are added
             to `details`; implies `details`.
         explore: also save the attention map of every head on the first 128 tokens of the first sequence, in 8 bits
             (explored.py). This takes one more forward pass, and one byte per head, query and key. In a model with more
             than 1,000 heads, `maps` is required, and only the heads in `maps` are saved.
-        gradients: also measure the gradient norm of the loss at the attention input, by layer and position, and R_GS
-            (gradients.py). This takes another forward and a backward pass per batch. Padding is not supported.
+        gradients: also measure the gradient norm of the loss at the attention input, by layer and position, and the
+            ratio R_GS of gradient sinks (gradients.py). This takes another forward and a backward pass per batch.
+            Padding is not supported.
         ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "zero_massive:LAYER" (ablations.py).
             Padding is not supported.
         perturb: 1-based position whose token is replaced, to measure how far the effect spreads (mixing.py). Padding is

@@ -90,7 +90,7 @@ class Cost:
 
 @contextmanager
 def costing(device: torch.device) -> Iterator[Cost]:
-    """Record the wall-clock time and peak memory of the `with` block.
+    """Record the wall-clock time and peak memory of the `with` block in the yielded `Cost`.
 
     On a CUDA device, peak memory is the maximum of the memory of PyTorch's tensors inside the block; PyTorch's peak
     memory statistics are reset for this. On other devices, it is the peak memory of the whole process so far, or None

@@ -1,6 +1,6 @@
 """The measuring loop: run batches of tokens through a model and accumulate the statistics of each batch.
 
-Attention layers are recorded by records.py (sinklab transformers) or huggingface/probe.py (Hugging Face models).
+The attention layers are recorded by `NativeRecords` (sinklab transformers) or a `Recorder` (Hugging Face models).
 """
 
 from collections.abc import Sequence

@@ -86,7 +86,7 @@ def explore(
     heads: Sequence[tuple[int, ...]] | None,
     recording: Callable[[DetailsCollector], AbstractContextManager[Any]],
 ) -> Explored:
-    """Run the model on one sequence and collect its attention maps; the model is restored afterwards.
+    """Run the model on one sequence and return its attention maps; the model is restored afterwards.
 
     Args:
         tokens_T: real tokens of the sequence; only the first `MOST_TOKENS` are used.

@@ -1,4 +1,4 @@
-"""Optional parts of a measurement: ablations, spread of a replaced token, check of the paper's propositions."""
+"""Optional parts of a measurement: ablations, effect of a replaced token, check of the paper's propositions."""
 
 from pydantic import Field, FiniteFloat
 
@@ -47,7 +47,7 @@ class Ablation(Part):
 
     @property
     def highest_after(self) -> str:
-        """Highest sink rate in percent at positions 1 to T / 2 with the ablation, and its position: `76.8 at 2`."""
+        """Highest sink rate with the ablation at positions 1 to T / 2 (percent), and its position: `76.8 at 2`."""
         found = highest_rate(self.sink_rate)
         return "" if found is None else f"{found[1]:.1f} at {found[0]}"
 
@@ -92,17 +92,17 @@ class Propositions(Part):
     """The paper's proposition on a repeated token, and the model's deviation from it (propositions.py).
 
     Attributes:
-        position: positional embedding of the model.
+        position: kind of the model's positional embedding.
         number: number of the proposition, 1 to 4; None for absolute and learned positions, which no proposition covers.
         statement: text of the proposition.
         tokens: number of tokens checked, each repeated.
         length: length of the repetition, in tokens.
-        hidden_deviation: largest |h_t - h_1| / |h_1| over all tokens, positions and blocks.
+        hidden_deviation: largest |h_t - h_1| / |h_1| of the hidden states h, over tokens, positions t and blocks.
         attention_deviation: largest |difference| of an attention weight from the closed form (1/t if no proposition
             applies); None for rotary.
         bound_slack: for rotary, smallest value of (bound - attention weight), negative if a weight exceeds its bound;
             None for other embeddings.
-        tolerance: deviations, and weights that exceed the bound, up to this size are attributed to rounding.
+        tolerance: deviations up to this size, also of a weight above its bound, are attributed to rounding.
         dtype: dtype of the check: float32 also for a model of lower precision, if it could be converted (`in_float32`);
             None in older files.
         holds: whether both deviations and the slack are within the tolerance. None (inconclusive) if they are not and

@@ -1,4 +1,4 @@
-"""Input tokens (N, T) of a measurement, by kind of input.
+"""Input tokens of a measurement, N sequences of T tokens, by kind of input.
 
 natural   the first T tokens of each document that is long enough, in document order;
           from .txt files, consecutive sequences of T tokens; tokens that remain at the end of a piece
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], Sequence[int]]
 
-CHARACTERS = 2**16  # characters of a long document that are tokenised first; it may have a hundred million
-PER_TOKEN = 16  # minimum of these characters per requested token
+CHARACTERS = 2**16  # a longer document is cut here before it is tokenised; it may have a hundred million
+PER_TOKEN = 16  # the cut is after at least this many characters per requested token
 POOL = 64  # maximum size of the pool from which draws are taken, in multiples of the requested sequences
-SHARES = 5  # number of draws into which a short text is divided; a verdict needs five
+SHARES = 5  # number of draws into which a short text is divided; the verdict of a claim needs five
 
 
 def natural_text(
@@ -58,7 +58,7 @@ def natural_text(
         sequences, length: N and T; T includes `prefix`.
         prefix: token ids that will be prepended to each sequence.
         fewer: accept fewer sequences, but at least one, if the text is too short.
-        render: function from a conversation (`messages`) to text.
+        render: function (messages of a conversation, its place in the file) -> text.
 
     Returns:
         The sequences, each a slice of T - len(prefix) tokens of a result of `encode`.
@@ -122,7 +122,7 @@ def drawn_text(
 
 
 def with_prefix(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor:
-    """Build tokens_NT, int64, from the prefix and one body per row; all bodies have the same length."""
+    """Return the bodies, sequences of equal length, each preceded by the prefix: tokens_NT, int64."""
     return torch.tensor([[*prefix, *ids] for ids in bodies])
 
 
@@ -190,9 +190,9 @@ class _Cutter:
             yield ids[start : start + self.body]
 
     def _first(self, document: str) -> Sequence[int]:
-        """Tokenise a document, or the beginning of a long one, which has at least twice the needed tokens.
+        """Tokenise a document; of a long one only a beginning that has at least twice the needed tokens.
 
-        The last tokens of the beginning may differ from those of the whole document.
+        The last tokens of this beginning may differ from those of the whole document.
         """
         size = max(CHARACTERS, PER_TOKEN * self.body)
         while size < len(document):
@@ -263,7 +263,7 @@ def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
 
     Args:
         tokens: tensor or array of any shape, or rows (lists, arrays or tensors) of equal length.
-        name: name of the numbers in error messages.
+        name: plural noun for the integers in error messages.
 
     Raises:
         InputError: if `tokens` is none of these, rows have different lengths, or numbers are not integers.

@@ -37,7 +37,7 @@ def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple
 
     Args:
         sums_BHT: attention to each key, summed over the queries that may see it; index 0 is the first real token.
-        seen_by_BGT: number of queries that may see each key; axes B and G may have size 1.
+        seen_by_BGT: number of queries that may see each key; batch axis B and head axis G may have size 1.
         queries_B: number of real tokens of each sequence.
     """
     later_B1T = (queries_B[:, None, None] - torch.arange(sums_BHT.shape[-1], device=sums_BHT.device)).clamp(min=0)

@@ -1,8 +1,8 @@
 """The result of a measurement and its two files, `measurement.json` and `measurement.npz` (schema 1).
 
-L attention layers, H heads, T positions, N sequences, M places of the residual stream: before the first block and after
-every block. An array that does not apply to the model is None, and missing from the .npz. Other fields that do not
-apply are null in the .json, or missing if they are in LEFT_OUT. NaN is never written.
+L attention layers, H heads, T positions, N sequences, R registers, M places of the residual stream: before the first
+block and after every block. An array that does not apply to the model is None, and missing from the .npz. Other fields
+that do not apply are null in the .json, or missing if they are in LEFT_OUT. NaN is never written.
 """
 
 from collections.abc import Sequence
@@ -85,8 +85,8 @@ class Measurement(WithArrays):
             layer, head), by position from position 1. It is 1 under uniform attention, for every T.
         loss: cross-entropy in nats per token over targets 2..T (after the prefix under a prefix mask); None if there
             are no targets, or if the loss was not requested.
-        bits_per_byte: loss in bits per byte of the target text; None if there is no loss, if the input is not text, or
-            if the notes give another reason.
+        bits_per_byte: loss in bits per byte of the target text (survey/measure_one.py); None if there is no loss, if
+            the input is not text, in `sinklab.measure`, or if the notes give another reason.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M). inf
             (null in measurement.json) if only the first norm is nonzero; 1 if all norms are zero. None for sequences of
             one token, or if blocks cannot be found.
@@ -103,8 +103,8 @@ class Measurement(WithArrays):
         seconds: wall-clock time of the forward passes and the statistics, without gradients, ablations, `perturb`,
             propositions and `explore`.
         peak_memory_mb: peak memory of the device (CUDA) or of the whole process, MiB; None if unknown.
-        massive_activations: in the first sequence, the largest |activation| after each of the 8 blocks where its ratio
-            to the median is largest, in descending order (activations.py); None if blocks cannot be found.
+        massive_activations: in the first sequence, the largest |activation| after each of up to 8 blocks where its
+            ratio to the median is largest, in descending order (activations.py); None if blocks cannot be found.
         details: additional statistics (details.py); None, and left out of the files, unless requested.
         notes: remarks on the model and the measurement, such as a halved batch size.
         ablations: loss and sinks under each ablation (ablations.py); None unless requested.
@@ -119,7 +119,7 @@ class Measurement(WithArrays):
         importance_bias: the attention whose sink rate is `sink_rate_bias`, mean over sequences (L, H); None if one or
             more layers lack it.
         importance_registers: alpha of each register (L, H, R), mean over sequences; None if there are fewer than two.
-        row_sums: sum of the raw scores of a row, mean over sequences and queries (L, H); None if rows sum to one.
+        row_sums: sum of the raw scores of a query, mean over sequences and queries (L, H); None if it is always one.
         hidden_norm: l2 norm of the residual stream, mean over sequences (M, T); None if blocks cannot be found.
         gradient_norm: norm of the gradient of the mean loss with respect to the attention input (L, T); None unless
             requested.
@@ -294,7 +294,7 @@ class Measurement(WithArrays):
         return {name: np.asarray(values) for name, values in found.items() if values is not None}
 
     def to_dataframe(self, table: TableName = "importance") -> Any:
-        """Return a table as a pandas, polars or pyarrow data frame, whichever is installed.
+        """Return a table as a data frame of the first installed package of pandas, polars and pyarrow.
 
         Args:
             table: table name, see `columns`.

@@ -85,7 +85,7 @@ class Options(CommandSettings, frozen=True):
         eps: thresholds on alpha of the sink rate, in (0, 1); the first is the main one.
         lengths: increasing lengths below the sequence length. The sink rate is also computed on the sequences truncated
             to each of these lengths, in the same forward pass. Padding is not supported.
-        details: also measure the statistics of statistics/details.py.
+        details: also measure the statistics of `Details` (statistics/details.py).
         batch_size: sequences per forward pass; affects memory and speed, not the result. None means as many as fit in
             memory, but at most 16 sequences and 8,192 tokens (models/memory_budget.py). It is halved when memory runs
             out, with a note in the result.

@@ -35,8 +35,8 @@ class LayerRecord:
             logit, the remainder of stick-breaking, and a sink token or registers. None if the layer has none of these.
         visible_BHT: mean attention to each key over the queries that may see it; None if these are the queries t >= k
             for every key k, so that it equals alpha.
-        row_sums_BH: sum of the raw scores of a row, mean over real queries; None if rows sum to one.
-        registers_BHN: alpha of each register; None if there are fewer than two.
+        row_sums_BH: sum of the raw scores of a query, mean over real queries; None if it is always one.
+        registers_BHN: alpha of each of N registers; None if there are fewer than two.
         window_start_BH: attention of a query to the first key of its sliding window, mean over the queries whose window
             no longer contains position 1. None if there are no such queries, if learned tokens precede the sequence,
             and for Hugging Face models.

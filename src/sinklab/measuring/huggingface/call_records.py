@@ -66,7 +66,7 @@ class LayerTotals:
 
         Args:
             sums: column sums over the real queries of this pass.
-            seen_by_BGS: number of real queries of this pass that may see each key; axes B and G may have size 1.
+            seen_by_BGS: number of real queries of this pass that may see each key; axes B, G (heads) may be 1.
             row_sums_BH: raw row sums, summed over the real queries of this pass; None if rows sum to one.
             layer: attention call of this pass; its T queries, keys and values include padding.
 
@@ -109,7 +109,7 @@ class LayerTotals:
 
     @torch.no_grad()
     def record(self, real: RealTokens) -> LayerRecord:
-        """Return importance and norms of the tokens processed so far; `real` are the real tokens of their columns."""
+        """Return importance and norms of the real tokens processed so far; `real` contains their columns."""
         sums_BHT = all_BHT = self._sums["keys_BHT"]
         count_B = real.count_B.to(sums_BHT.device)
         if (earlier_BHT := self._sums.get("earlier_BHT")) is not None:  # of queries before the key (prefix masks)

@@ -36,9 +36,9 @@ class MatrixRecords(Recorder):
     ) -> None:
         super().__init__(model, attention_layers(model.config), lengths, details)
         self.backends = {"eager"}
-        self._drops_cache = False  # the caller's `use_cache`
+        self._drops_cache = False  # whether the caller passed use_cache=False
         self._records: list[LayerRecord] = []
-        self._matrices: list[dict[str, Any]] = []  # the fields of a `LayerRecord` that depend on the matrix, by layer
+        self._matrices: list[dict[str, Any]] = []  # by layer, the `LayerRecord` fields that depend on the matrix
 
     def _latest(self) -> list[LayerRecord]:
         return self._records

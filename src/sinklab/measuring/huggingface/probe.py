@@ -31,7 +31,7 @@ ONCE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
     """Make `model.generate` raise an error in unsupported modes, and pass its end-of-sequence ids to the recorder.
 
-    Beam search is unsupported: it also reorders sequences after the last pass, which a probe cannot detect.
+    Beam search is unsupported, because a probe cannot detect that it reorders sequences after the last pass.
 
     Raises:
         SinklabError: in `generate`, if the mode is not one of `ONCE`.
@@ -70,10 +70,11 @@ def probe(
 ) -> Iterator[Recorder]:
     """Record the attention that each token receives in every forward pass of `model` in the `with` block.
 
-    A record has the importance and the key and value norms of a layer (`LayerRecord`): a few numbers per head and
-    token, which are kept until `clear()` is called. The sequences of several passes are concatenated as in one batch. A
-    pass that continues from a KV cache, or repeats the sequences of the last pass with tokens appended, extends their
-    records. A model that is measured by matrix_records.py supports no KV cache: call `generate` with `use_cache=False`.
+    The attribute `layers` of the yielded recorder has a `LayerRecord` per attention layer, with importance and key and
+    value norms: a few numbers per head and token, which are kept until `clear()` is called. The sequences of several
+    passes are concatenated as in one batch. A pass that continues from a KV cache, or repeats the sequences of the last
+    pass with tokens appended, extends their records. A model that bypasses transformers' attention interface
+    (matrix_records.py) supports no KV cache: call `generate` with `use_cache=False`.
 
     The model, its configs and its hooks are restored afterwards, also after an exception. Padding, which is passed as
     an `attention_mask` of shape (sequences, positions), is excluded. So are the tokens that `model.generate` appends

@@ -48,10 +48,10 @@ class Recorder(ABC):
         self._tokens_BT: Tensor | None = None
         self._real: RealTokens | None = None
         self._paused = self._whole = False
-        self._seen = 0  # tokens of the current sequences, including padding
+        self._seen = 0  # length of the current sequences, including padding
         self._ends: Sequence[int] = ()  # end-of-sequence ids within `generate`
         self._text_BT: Tensor | None = None  # tokens of the prompt and of the passes within `generate`
-        self._prompt = 0  # tokens of the prompt
+        self._prompt = 0  # number of tokens of the prompt
 
     @property
     def backend(self) -> str:
@@ -119,7 +119,8 @@ class Recorder(ABC):
             mask_BT = torch.ones(len(given), self._seen, device=given.device)
         if self._ends and tokens_BT is not None:
             ended_BT = self._ended(tokens_BT, continued=bool(kept))
-            ended_BT = F.pad(ended_BT, (mask_BT.shape[-1] - ended_BT.shape[1], 0))  # generation from a cache
+            # The mask also covers the tokens that were in the cache before `generate`.
+            ended_BT = F.pad(ended_BT, (mask_BT.shape[-1] - ended_BT.shape[1], 0))
             mask_BT = (mask_BT != 0) & ~ended_BT.to(mask_BT.device)
         self._real = real_tokens(mask_BT)
 

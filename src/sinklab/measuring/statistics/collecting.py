@@ -46,10 +46,10 @@ def layer_details(
         mapped: heads whose maps are requested, 0-based.
 
     Returns:
-        The statistics of each sequence, by name: mean over queries (B, H), by distance (B, H, distances), by key
-        (B, H, R) or by query (B, H, R); statistics that need angles are missing if `angles` is None. And the maps
-        (3, R, R), by head: attention, cosine and norm product, summed over the batch; cosine and norm product are 0 if
-        `angles` is None.
+        The statistics of each sequence, by name, with R aligned positions: mean over queries (B, H), by distance
+        (B, H, distances), by key (B, H, R) or by query (B, H, R). Statistics that need angles are missing if `angles`
+        is None. The second dict contains the maps (3, R, R), by head: attention, cosine and norm product, summed over
+        the batch; cosine and norm product are 0 if `angles` is None.
     """
     layer: Layer | None = None
     sums: dict[str, tuple[OfRows, Tensor]] = {}
@@ -97,7 +97,7 @@ def draw(sums: Mapping[int, Tensor], block: ScoreBlock) -> None:
 
 
 def of_kind(kind: type[S]) -> dict[str, S]:
-    """Return the statistics that are derived from a base class, by name."""
+    """Return the statistics whose class is derived from `kind`, by name."""
     return {name: one for name, one in STATISTICS.items() if isinstance(one, kind)}
 
 
@@ -218,7 +218,7 @@ class DetailTotals:
     """Running sums of the statistics of `--details` over batches.
 
     Args:
-        eps: attention threshold of a secondary sink.
+        eps: threshold on alpha of a secondary sink.
         length: length T of the longest sequence.
     """
 
@@ -233,7 +233,7 @@ class DetailTotals:
         """Add the statistics of one batch, which may be on any device.
 
         Args:
-            importance_ABHR: alpha per sequence.
+            importance_ABHR: alpha in each of the A attention layers, per sequence.
             hidden_MBR: l2 norms of the residual stream; None if blocks cannot be found.
             valid_BR: bool, False past the end of a sequence. The three tensors are on the CPU.
         """
@@ -264,7 +264,7 @@ class DetailTotals:
         by_layer = {
             field: numbers for name, mean in self._means.items() for field, numbers in mean.fields(arrays.get(name))
         }
-        maps: dict[str, np.ndarray] = {}  # each entry is averaged over the sequences with its query
+        maps: dict[str, np.ndarray] = {}  # entry (t, k) is averaged over the sequences of at least t tokens
         if self._maps:
             means_KPTT = torch.stack(list(self._maps.values()), 1) / self._reaching_T.clamp(min=1)[:, None]
             names = ("map_attention", "map_cosine", "map_norm_product") if "cosine" in arrays else ("map_attention",)

@@ -292,11 +292,11 @@ def kurtosis(x_BTC: Tensor) -> Tensor:
 class MatrixEntropy(OfStates):
     """Normalised entropy H / ln min(n, E) of the singular values, H = - sum_j p_j ln p_j, p_j = s_j^2 / sum s^2.
 
-    s are the singular values of the (n, E) matrix of a sequence's hidden states, not centred; 0 for rank one, single
-    tokens and zero matrices, 1 for equal singular values. Sources: 2510.06477 (matrix-based entropy; a massive
-    activation leads to one dominant singular value) and 2502.02013, equation 1 with alpha = 1; the division by the
-    maximum entropy is `maxEntropy` in its code (github.com/OFSkean/information_flow). Unlike that code, negative
-    entries of the Gram matrix are kept, as in the formula.
+    s are the singular values of a sequence's hidden states, a matrix of n tokens by E channels, not centred. The result
+    is 0 for rank one, single tokens and zero matrices, and 1 for equal singular values. Sources: 2510.06477
+    (matrix-based entropy; a massive activation leads to one dominant singular value) and 2502.02013, equation 1 of
+    order 1; the division by the maximum entropy is `maxEntropy` in its code (github.com/OFSkean/information_flow).
+    Unlike in that code, negative entries of the Gram matrix are kept, as in the formula.
     """
 
     fields = ("matrix_entropy_by_block",)

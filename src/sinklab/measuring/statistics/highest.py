@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 NOISE = 1.0
-"""Minimum sink rate in percent; below it, texts say that there is no sink."""
+"""Sink rate in percent below which summaries state that there is no sink."""
 
 
 def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:

@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table by layer: one number, or `a / b`, the means at key 1 and at the other keys.
+    """A column of the table by layer: one number, or `a / b`, the means at position 1 and at later positions.
 
     Attributes:
         title: column title.

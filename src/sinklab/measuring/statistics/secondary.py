@@ -112,14 +112,14 @@ class SecondarySearch:
         """Search one batch, whose tensors are on the CPU; add its sinks to `strongest` and count their tokens.
 
         Args:
-            importance_ABHR: alpha per sequence.
+            importance_ABHR: alpha in each of the A attention layers, per sequence.
             hidden_MBR, alignment_MBR: norms of the hidden states, and cosines with the first token's; None if blocks
                 cannot be found.
             tokens_BR: token ids.
             valid_BR: bool, False past the end of a sequence.
 
         Returns:
-            100 if a head has alpha > eps at some position 5 .. T / 2 of a sequence, else 0: (A, B, H).
+            (A, B, H): 100 if alpha > eps at some position 5 .. T / 2, else 0, by attention layer, sequence and head.
         """
         position_R = torch.arange(1, valid_BR.shape[1] + 1)
         count_B1 = valid_BR.sum(1, keepdim=True)

@@ -113,7 +113,8 @@ class Angles:
     def __init__(self, q_BHTD: Tensor, k_BGTD: Tensor, mask: Mask) -> None:
         dtype = accumulate_dtype(q_BHTD.dtype)
         q_BHTD, k_BGTD = q_BHTD.detach().to(dtype), k_BGTD.detach().to(dtype)
-        k_BGTD = k_BGTD.repeat(1, 1, 1, q_BHTD.shape[-1] // k_BGTD.shape[-1])  # once for each query of a head
+        # In differential attention V2, a head has two concatenated queries and one key.
+        k_BGTD = k_BGTD.repeat(1, 1, 1, q_BHTD.shape[-1] // k_BGTD.shape[-1])
         self.q_norm_BHT = token_norms(q_BHTD)
         k_norm_BGT = token_norms(k_BGTD)
         self.k_norm_BHT = k_norm_BGT.repeat_interleave(q_BHTD.shape[1] // k_BGTD.shape[1], 1)
@@ -121,7 +122,7 @@ class Angles:
         self._cosines = bl.ScoreMatrix(*units, mask, scale=1.0)
 
     def block(self, part: bl.Block) -> tuple[Tensor, Tensor]:
-        """Compute the cosines of a block (B, H, Q, S), 0 at masked keys, and its mask: 1 where t sees k <= t, or 0."""
+        """Return the cosines of a block (B, H, Q, S), 0 at masked keys, and 1 where query t sees key k <= t, else 0."""
         cosine = self._cosines.raw(part)
         seen = self._cosines.hide_(torch.ones_like(cosine), part, 0)
         return cosine.mul_(seen), seen.tril_(part.start - part.low)
@@ -181,7 +182,7 @@ class ScoreBlock:
     @cached_property
     def by_distance_BHQD(self) -> Tensor:
         """Attention of every query to the keys in each distance bucket."""
-        first_B11 = self.layer.first_B11  # keys before an end have at least this distance
+        first_B11 = self.layer.first_B11  # keys before ends_BQD[b, q, d] have the distances of bucket d or more
         ends_BQD = torch.maximum(self._query_1Q1 - self.layer.starts_D + 1, first_B11)
         edges = self._up_to(torch.cat((ends_BQD, first_B11.expand(-1, ends_BQD.shape[1], 1)), -1))
         return edges[..., :-1] - edges[..., 1:]
@@ -194,7 +195,7 @@ class ScoreBlock:
 
     @cached_property
     def cosine_and_seen(self) -> tuple[Tensor, Tensor]:
-        """Cosines (B, H, Q, S), 0 at masked keys, and the mask: 1 where a real query t sees a key k <= t, else 0.
+        """Cosines, 0 at masked keys, and 1 where a real query t sees a key k <= t, else 0; both (B, H, Q, S).
 
         Requires access to the queries.
         """

@@ -7,9 +7,10 @@
     zero_massive:LAYER   the same entry is set to zero after this block only
 
 The losses without and with the ablation are over the same targets: those predicted by a query from which keys are
-hidden (mask_first), those present in both versions of the sequence (no_bos), or all targets. A later block may rewrite
-an entry that is zeroed once, as in Sun et al. (2402.17762, section 3): layer 12 of SmolLM2-135M-Instruct rewrites the
-channel zeroed after layer 2. The result therefore contains the largest remaining activation.
+hidden (mask_first), those present in both versions of the sequence (no_bos), or all targets. If an entry is zeroed
+after one block only, as in Sun et al. (2402.17762, section 3), a later block may write it again: layer 12 of
+SmolLM2-135M-Instruct does so for the channel zeroed after layer 2. The result therefore contains the largest remaining
+activation.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +81,7 @@ def measure_ablations(
         with plan.surgery:
             ablated = remeasure(tokens_NT[:, plan.dropped :], plan.first_target - plan.dropped)
             largest = strongest(_largest_by_block(adapter, tokens_NT[0]))[0] if plan.largest else None
-        if plan.hidden:  # only the first queries attend to hidden keys, one per key, and their rows sum to at most one
+        if plan.hidden:  # only as many queries as hidden keys attend to these; each row sums to at most one
             taken = (ablated.importance[..., : plan.hidden] * (ablated.length - np.arange(plan.hidden))).sum(-1)
             if taken.max() > plan.hidden * (1 + 1e-3):
                 raise SinklabError(

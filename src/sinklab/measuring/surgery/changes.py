@@ -21,19 +21,20 @@ def zeroed(
 ) -> Iterator[None]:
     """Set one channel of the residual stream to zero at one position of every sequence, after one block or several.
 
-    Sequences that end before the position are unchanged. Other hooks of a block read its output with the zero,
-    independent of the order in which they were registered.
+    Sequences that end before the position are unchanged. Other forward hooks of a block read its output with the zero,
+    also if they were registered earlier.
 
     Args:
         layer: number of the block, 1-based.
-        last_layer: the channel is zeroed after each block from `layer` to this one; by default only after `layer`.
         position: position, 1-based, without padding; 0, -1, .. count learned tokens (sink token or registers) backwards
             from the last one.
         dimension: channel, 0-based, as in `massive_activations`.
+        last_layer: the channel is zeroed after each block from `layer` to this one; by default only after `layer`.
 
     Raises:
-        InputError: if a layer or the position does not exist, or `last_layer` is below `layer`; in a forward pass, if
-            the dimension does not exist, or the attention mask is not a padding mask.
+        InputError: if a layer or the position does not exist, `last_layer` is below `layer`, or an exported model was
+            loaded with its own code; in a forward pass, if the dimension does not exist, or the attention mask is not a
+            padding mask.
         SinklabError: if the blocks cannot be found, or another thread changes, probes or intercepts the model; in a
             forward pass, if a KV cache with tokens, or a static one, is passed.
     """
@@ -75,7 +76,7 @@ def swapped_positions(model: LanguageModel, i: int, j: int) -> AbstractContextMa
 
     Raises:
         InputError: when entered, if the model has no learned positional embeddings, they are offloaded, a position does
-            not exist, or i equals j.
+            not exist, i equals j, or an exported model was loaded with its own code.
         SinklabError: when entered, if another thread changes, probes or intercepts the model.
     """
     return _rewritten_positions(model, {i: j, j: i})
@@ -130,9 +131,10 @@ def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
     logits, key biases, a learned sink token) remain visible. Sequences of at most n tokens are unchanged.
 
     Raises:
-        InputError: if n is below 1; in a forward pass, if the attention mask is not a padding mask.
+        InputError: if n is below 1, or an exported model was loaded with its own code; in a forward pass, if the
+            attention mask is not a padding mask.
         SinklabError: if the blocks cannot be found, or another thread changes, probes or intercepts the model; in a
-            forward pass of a Hugging Face model, if its attention accepts no explicit mask and is not replaced, the
+            forward pass of a Hugging Face model, if its attention accepts no explicit mask and is not intercepted, the
             keys cannot be hidden in every attention layer, or a static KV cache, or one with tokens, is passed.
     """
     if n < 1:

@@ -22,7 +22,7 @@ from sinklab.measuring.surgery.changes import masked_first_keys
 from sinklab.models.adapter import Adapter, residual_blocks
 from sinklab.models.hooks import evaluating, residual_stream, token_norms
 
-BATCH_SIZE = 4  # default number of sequences per forward pass, each with and without the replacement
+BATCH_SIZE = 4  # default number of sequences per forward pass, which runs each with and without the replacement
 MIXING_PASSES = 4  # forward passes per sequence: original and replaced token, with the first key and without it
 
 
@@ -62,7 +62,7 @@ def measure_mixing(
     def change(hidden_BTC: Tensor) -> Tensor:
         """Return |h' - h| / |h|, mean over later positions, summed over sequences.
 
-        The second half of the batch has the replaced token.
+        h' are the hidden states in the second half of the batch, which has the replaced token.
         """
         before, after = hidden_BTC[:, adapter.leading + position :].double().chunk(2)
         return (token_norms(after - before) / token_norms(before).clamp(min=1e-30)).mean(1).sum().cpu()
