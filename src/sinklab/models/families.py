@@ -29,7 +29,7 @@ class Family:
     Attributes:
         exported: the model was written by `sinklab export`.
         convertible: `from_llama` can convert the weights to a sinklab transformer.
-        alibi: attention uses ALiBi.
+        alibi: all models of this type use ALiBi.
         alibi_twice: eager attention adds ALiBi twice, because the mask already contains it. The default, fused
             attention, adds it once (transformers 5.17 to 5.23).
         true_hides: True in a boolean attention mask means masked out.
@@ -62,7 +62,7 @@ def family_of(model: Any) -> Family:
 
 
 def steepest_alibi(config: Any) -> int:
-    """Return a, where the last of H ALiBi slopes is 2^-a (H a power of two): 8, except where MPT's config differs."""
+    """Return the exponent a of the ALiBi slopes 2^(-a h / H), h = 1 .. H heads: 8, or MPT's `alibi_bias_max`."""
     return getattr(getattr(config, "attn_config", None), "alibi_bias_max", 8)
 
 

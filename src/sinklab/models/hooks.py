@@ -1,4 +1,4 @@
-"""PyTorch hooks that are removed afterwards, also after an exception; norms and hidden states recorded with them."""
+"""Register PyTorch hooks and remove them afterwards, also after an exception; record norms and hidden states."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,12 +42,14 @@ def forward_pass_hooks(
     entering: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
     leaving: Callable[[Any], None] = lambda output: None,
 ) -> Iterator[RemovableHandle]:
-    """Register hooks that run once per forward pass: around the outermost call of any of these modules.
+    """Register hooks that run once per forward pass, around the outermost call of any of these modules.
+
+    Their handles are yielded.
 
     Args:
         modules: a model and its submodules that may be called alone.
-        entering: called with (module, args, kwargs) before it.
-        leaving: called after it with the output; with None after an exception.
+        entering: called with (module, args, kwargs) before that call.
+        leaving: called with the output after that call; with None after an exception.
     """
     outermost: nn.Module | None = None
 

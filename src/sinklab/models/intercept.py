@@ -27,7 +27,7 @@ Observe = Callable[[LayerCall], Tensor | None]  # may return the attention outpu
 
 
 class Interceptable(Protocol):
-    """Part of `Adapter` that `intercept` uses; it cannot import `Adapter`, whose classes use `intercept`."""
+    """Part of `Adapter` that `intercept` uses; importing `Adapter` here would be circular."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -93,6 +93,8 @@ def intercept(
     adapter: Interceptable, *, edit: Edit | None = None, compute: Compute | None = None, observe: Observe | None = None
 ) -> Iterator[Interception]:
     """Edit, compute or observe every attention call of a model inside the `with` block.
+
+    The yielded `Interception` collects the names of the backends that computed the attention.
 
     Args:
         edit: function that returns the call to use instead of the given one.

@@ -53,7 +53,7 @@ class Sizes:
     def bytes_per_sequence(self, length: int) -> int:
         """Estimate an upper bound of the peak memory of one sequence of `length` tokens in bytes, without weights."""
         activations = 16 * self.width + 4 * self.ffn_width + 3 * self.vocabulary
-        recorded = 6 * self.layers * self.heads  # sums, alpha, and alpha in float64
+        recorded = 6 * self.layers * self.heads  # float32 numbers per token: sums, alpha, and alpha in float64
         square = FLOAT * self.matrices + self.masks
         return length * (FLOAT * (activations + recorded) + length * square)
 

@@ -23,12 +23,12 @@ def measured_in_turn(model: nn.Module) -> "threading.RLock":  # type: ignore[val
 
 @contextmanager
 def probed_alone(model: nn.Module) -> Iterator[None]:
-    """Let only one thread probe, intercept or change (surgery) the model in the `with` block.
+    """Let only one thread probe, intercept or change the model (measuring/surgery) in the `with` block.
 
     Other threads get an error instead of waiting, because waiting could deadlock.
 
     Raises:
-        SinklabError: if another thread probes or intercepts the model.
+        SinklabError: if another thread probes, intercepts or changes the model.
     """
     lock = _lock(_probed, model)
     if not lock.acquire(blocking=False):

@@ -313,7 +313,7 @@ def _is_compiled(block: Any) -> bool:
 
 
 def shift_rope(config: ModelConfig) -> ShiftRope | None:
-    """Return a function that shifts the RoPE positions of queries or keys; None if the layer has no RoPE.
+    """Return a function (x_BHLD, by_L) that shifts the RoPE positions of queries or keys; None if there is no RoPE.
 
     Only the channels that have RoPE are rotated, for example those of the separate rotary part in MLA.
 

@@ -130,7 +130,7 @@ class Size:
             the dtype of the checkpoint on the hub.
         float32_gb, bfloat16_gb: size of the weights in memory, in float32 and in bfloat16 or float16.
         peak_gb: estimated peak memory: weights, process and one batch. If the dtype is converted and the checkpoint is
-            larger than the batch, it is counted instead of the batch.
+            larger than the batch, the checkpoint is counted instead of the batch.
         published: published Sink_1 for these settings, percent; None if the paper has none.
     """
 

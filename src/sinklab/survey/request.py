@@ -23,7 +23,7 @@ DECIDING = (
     "details",
     "maps",
 )
-"""Settings that every request.json contains; others are added if they are set. Their order affects a hash."""
+"""Settings that every request.json contains; others are added if set. Their order affects the hashes in results."""
 
 
 class Request(CommandSettings, frozen=True):

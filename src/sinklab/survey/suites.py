@@ -70,7 +70,7 @@ class FamilyMember(ReadDocument):
 
 
 class FamiliesDocument(ReadDocument):
-    """families.json: the paper's open models; `measured` and `failed` are by Hugging Face id."""
+    """families.json: the paper's open models; the keys of `measured` and `failed` are Hugging Face ids."""
 
     measured: dict[str, FamilyMember] = Field(alias="models")
     failed: dict[str, str] = Field(default_factory=dict)
@@ -91,8 +91,8 @@ class MeasuredCheckpoint(ReadDocument):
         sink_bias: sink rate of a bias, sink logit, sink token or registers, percent; None if the model has none.
         uniform_ratio: importance of the first token divided by its value under uniform attention.
         loss: loss on the text, nats per token; None if not measured.
-        norm_ratio: |h_1| divided by the mean |h_t| of the other positions, maximum over blocks; None if unknown or
-            infinite.
+        norm_ratio: |h_1| divided by the mean |h_t| of the other positions, maximum over the embedding and all blocks;
+            None if unknown or infinite.
         by_layer: Sink_1 by attention layer, percent.
     """
 

@@ -1,4 +1,4 @@
-"""Modules and configs of a Hugging Face model: found, read, and set to an attention implementation; nothing is run."""
+"""Find modules and read configs of a Hugging Face model, and set its attention implementation, without running it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

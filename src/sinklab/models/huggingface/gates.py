@@ -80,7 +80,7 @@ class GateTrial:
     _logits: dict[nn.Linear, Tensor] = field(default_factory=dict)
 
     def hooks(self, places: Sequence[tuple[nn.Linear, nn.Linear]]) -> Iterator[RemovableHandle]:
-        """Register the hooks on the projections of `gate_places`."""
+        """Register hooks on the projections of `gate_places` and yield their handles."""
         for logits, output in places:
             yield logits.register_forward_hook(self._projected)
             yield output.register_forward_pre_hook(partial(self._entering, logits))

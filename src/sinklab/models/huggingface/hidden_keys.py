@@ -1,8 +1,8 @@
 """Hide the first keys in a Hugging Face model through the attention mask.
 
-Attention modules of transformers accept `attention_mask`, which is None (causal), boolean or additive, so one hook
-covers all model families, those that do not use the attention interface included, and the model computes its attention
-as before. The hooked modules are counted: an attention layer that is not reached is an error.
+Attention modules of transformers accept `attention_mask`, which is None (causal), boolean or additive. One hook
+therefore covers all model families, also those that do not use the attention interface, and the model computes its
+attention as before. The hooked modules are counted: an attention layer that is not reached is an error.
 """
 
 import inspect
@@ -28,7 +28,7 @@ class HiddenKeys:
 
     Args:
         blocks: decoder blocks of the model.
-        columns: function of `HuggingFaceAdapter.first_columns`.
+        columns: function yielded by `HuggingFaceAdapter.first_columns`.
 
     Raises:
         SinklabError: in a forward pass, if the attention implementation accepts no explicit mask, or the keys cannot be
@@ -43,7 +43,7 @@ class HiddenKeys:
         self._expected, self._reached, self._running = anatomy.attention_layers(model.config), 0, False
 
     def register(self) -> Iterator[RemovableHandle]:
-        """Register the hooks."""
+        """Register the hooks and yield their handles."""
         yield self._blocks[0].register_forward_pre_hook(self._beginning)
         yield from forward_pass_hooks({self._model, *anatomy.bodies(self._model)}, self._entering, self._ending)
         for block in self._blocks:

@@ -116,7 +116,7 @@ def _selected(mask: Tensor | None, chosen_BTK: Tensor, keys: int) -> Tensor:
 def _additive(bias: Tensor | None) -> Score | None:
     """Return the score function z + bias[b, h, q, k]; None if there is no bias.
 
-    Batch and head axes of the bias broadcast. Its queries are the last positions.
+    Batch and head axes of the bias broadcast; its queries are at the last positions of its keys.
     """
     if bias is None:
         return None

@@ -1,4 +1,4 @@
-"""Loss of a forward pass without storing all logits: 4 GB in float32 for 32,768 tokens and a vocabulary of 32,768.
+"""Loss of a forward pass without storing all logits (4 GB in float32 for 32,768 tokens and as large a vocabulary).
 
 The first call computes the final hidden states and the logits of one position. Then the model is called once for each
 chunk of positions, with its body returning the stored hidden states. The model's own code thus computes everything

@@ -1,4 +1,4 @@
-"""`Adapter` of a Hugging Face causal language model; sinklab can compute its attention calls."""
+"""`Adapter` of a Hugging Face causal language model."""
 
 import dataclasses
 import inspect
@@ -418,7 +418,7 @@ class HuggingFaceAdapter:
 
 
 def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
-    """Return a function that shifts the RoPE positions of queries or keys (half-split RoPE).
+    """Return a function (x_BHLD, by_L) that shifts the RoPE positions of queries or keys (half-split RoPE).
 
     None unless the model has exactly one rotary embedding, shared by all layer types.
     """

@@ -184,7 +184,7 @@ def serve() -> None:
 
 
 class Conversations:
-    """Renders conversations as text, and records how for the notes of the result.
+    """Renders conversations as text, and returns notes on how they were rendered.
 
     Args:
         tokenizer: tokenizer whose chat template is applied. If it is None or has no template, conversations are
