@@ -1,4 +1,4 @@
-"""Schemas of claims and of their checks, which are judged by the rule in docs/verdicts.md.
+"""Schemas of claims in experiment files, and of the checks that decide them by the rule in docs/verdicts.md.
 
 claims:
   - id: bias_takes_the_sink
@@ -23,7 +23,7 @@ from sinklab.survey.open_models import families
 Scale = Literal["tiny", "mini", "small", "60m", "1b"]
 
 Analysis = Literal["confirmatory", "exploratory"]
-"""Confirmatory: a claim of the paper, judged on runs or measurements made after it. Exploratory: any other claim."""
+"""Confirmatory: claims of the paper, written before the runs or measurements that decide them. Exploratory: others."""
 
 
 class _Check(Part):
@@ -51,8 +51,8 @@ class QuantityClaim(_Check):
     Attributes:
         value: name of the quantity (`quantities.py`), averaged over a run's last three evaluations unless it has a
             single value per run, such as a step.
-        at_step: average the last three evaluations up to this step instead (see `RunNumbers.value`); default: those at
-            the end of the run.
+        at_step: average the last three evaluations up to this step (see `RunNumbers.value`); default: the last three
+            of the run.
     """
 
     value: QuantityName
@@ -103,7 +103,7 @@ class Differs(_Bounds):
     """The quantity is larger (greater) or smaller (less) at all seeds of one cell than at all seeds of another cell.
 
     This is the rule for five seeds per cell; `counts.separated` is the rule for any number. The verdict is "direction
-    only" if the comparison holds, but a condition on `by`, `times`, `at_least`, `at_most` or `absent` does not.
+    only" if the comparison holds, but not the condition set by `by`, `times`, `at_least`, `at_most` or `absent`.
 
     Attributes:
         cell: the cell with the larger value (greater) or the smaller value (less).
@@ -190,7 +190,7 @@ class Precedes(_OneCell):
 
 
 class Diverges(_OneCell):
-    """Training of a cell diverges (loss, gradient or weights not finite) at every seed (diverges) or none (trains)."""
+    """Training of a cell diverges (loss, gradient or weights not finite) at every seed, or at none (trains)."""
 
     kind: Literal["diverges", "trains"] = Field(alias="is")
 
@@ -217,7 +217,7 @@ class _OverSubjects(_OneCell, QuantityClaim):
 
 
 class AlikeOverDomains(_OverSubjects):
-    """At every draw, a cell's quantity differs between the first text domain and each other by at most `margin`."""
+    """At every draw, a quantity differs by at most `margin` between the first text domain and each other domain."""
 
     kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
     margin: float = Field(gt=0)
@@ -245,27 +245,30 @@ class _OverSizes(_OverSubjects):
 
 
 class GrowsWithSize(_OverSizes):
-    """The quantity of a cell increases with model size within each family."""
+    """The quantity of a cell increases with model size within each family, by the rule of `Monotone` (rising)."""
 
     kind: Literal["grows_with_size"] = Field(default="grows_with_size", alias="is")
 
 
 class AlikeOverSizes(_OverSizes):
-    """At every draw, a cell's quantity differs between a family's smallest model and each other by at most `margin`."""
+    """At every draw, a quantity differs by at most `margin` between a family's smallest model and each other model."""
 
     kind: Literal["alike_over_sizes"] = Field(default="alike_over_sizes", alias="is")
     margin: float = Field(gt=0)
 
 
 OverSubjects = AlikeOverDomains | GrowsWithSize | AlikeOverSizes
-"""A check of one cell across the given domains or models; `over` converts it to a check of several cells."""
+"""Checks of one cell across the user's domains or models; `over` converts them to checks of several cells."""
 
 
 def over(check: OverSubjects, cells: tuple[str, ...]) -> Alike | Monotone:
-    """Convert a check across domains or models to a check of their cells in the results.
+    """Convert a check across domains or models to a check of the cells that have their results.
 
     Args:
-        cells: names of these cells (SUBJECT/CELL); cells of models are ordered by increasing model size.
+        cells: names of the cells (SUBJECT/CELL), one per domain or model; models are ordered by increasing size.
+
+    Returns:
+        A rising `Monotone` check for `grows_with_size`, else an `Alike` check.
     """
     if isinstance(check, GrowsWithSize):
         return Monotone.model_validate({"is": "rising", "over": cells, "value": check.value})
@@ -281,7 +284,7 @@ def parts_of(check: Check) -> tuple[Check, ...]:
 
 
 def counted_by(check: Check) -> str:
-    """Return the count that decides a check: `no overlap` if it compares two cells, else `seed by seed`."""
+    """Return the rule that decides a check: `no overlap` if it has a part `greater` or `less`, else `seed by seed`."""
     return "no overlap" if any(isinstance(part, Differs) for part in parts_of(check)) else "seed by seed"
 
 
@@ -310,11 +313,11 @@ class Claim(Part):
         text: statement of the claim.
         check: the check that decides the claim; required unless `same_as` is set.
         same_as: another claim, as EXPERIMENT.CLAIM, whose check is used (`load_experiment` copies it). A claim with
-            `same_as` is not counted.
+            `same_as` is not counted in the numbers of verdicts.
         scales: scales at which the claim is made; default: all.
-        asks_massive: judge the claim only if training at least doubles the norm ratio of the baseline (True), or of
-            the cell with this name; False: always judge it. Default: the experiment's setting if the check uses a
-            quantity in `definition.NORMS`, else False.
+        asks_massive: True or the name of a cell: judge the claim only if training at least doubles the norm ratio of
+            the baseline or of this cell. False: always judge it. Default: the experiment's setting if the check uses
+            a quantity in `definition.NORMS`, else False.
         positions: judge the claim only for models that add positional embeddings to the token embeddings ("added"), or
             only for models that do not ("other").
         proposition: judge the claim only for models to which the paper's proposition with this number applies.

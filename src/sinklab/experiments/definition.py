@@ -159,7 +159,7 @@ class MeasuredCell(Part):
         inputs: kind of sequences: natural text, random or repeated tokens. Required in experiment files.
         sequences, length: number of sequences N, and tokens per sequence T.
         eps: threshold of the sink rate.
-        loss: also compute the loss, which takes up to a third of the compute.
+        loss: also compute the loss, which takes up to a third of the compute of a small model.
         details: also compute the statistics of `sinklab measure --details`.
         swap_position: two 1-based positions whose learned positional embeddings are swapped.
         replace_position: 1-based positions (i, j); the learned positional embedding of i is replaced by that of j.
@@ -227,16 +227,16 @@ class Experiment(Part):
             DOMAIN/CELL or MODEL/CELL. Default: measure every cell once per replicate.
         columns: quantities in the table of results.
         against: two quantities of measured cells; a figure plots the second quantity against the first.
-        published: table with the paper's numbers for the cells.
+        published: table of the paper with numbers for the cells.
         assess: parts of `sinklab assess` to run on the validation text of every run.
         tune: settings of `sinklab sft` for fine-tuning every run on the conversations of --data.
         evidence: confirmatory or exploratory; default for the claims.
         stated: date on which the claims were written; default for the claims.
         seeds: number of seeds or of draws of sequences, or maximum number of models, unless --seeds is passed.
         first_seed: first seed of the runs; smaller seeds are not used.
-        asks_massive: judge claims that use a quantity in `NORMS` only if training at least doubles the norm ratio of
-            the baseline (True), or of the cell with this name; False: always judge them. A claim may set its own
-            condition.
+        asks_massive: True or the name of a cell: judge claims that use a quantity in `NORMS` only if training at
+            least doubles the norm ratio of the baseline or of this cell. False: always judge them. A claim may set
+            its own condition.
         rank: sort key in lists, sweeps and summaries, ascending.
     """
 
@@ -272,7 +272,7 @@ class Experiment(Part):
     @model_validator(mode="before")
     @classmethod
     def _cross_cells_with_changes(cls, said: Any) -> Any:
-        """Replace the cells of a grid by their product with `changes`, unless they are it already (after a dump)."""
+        """Combine the cells with `changes`; cells that are already combined, as in a manifest, are unchanged."""
         if not isinstance(said, dict) or not said.get("changes"):
             return said
         cells, axes = said.get("cells", {}), said["changes"]
@@ -428,7 +428,7 @@ class Experiment(Part):
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]
 
     def massive_cell(self, claim: Claim) -> str | None:
-        """Return the cell whose norm ratio must at least double for the claim to be judged; None for no condition.
+        """Return the cell whose norm ratio training must at least double for the claim to be judged; None without one.
 
         If the claim does not set `asks_massive` and uses a quantity in `NORMS`, the experiment's setting applies.
         """

@@ -48,7 +48,7 @@ class RunRecord(VersionedDocument):
         seconds: training time in seconds, without evaluations and checkpoints.
         tokens_per_second: mean training tokens per second of the updates; None if unknown.
         peak_memory_mb: peak GPU memory of rank 0 during training, or peak process memory on CPU, in MB (2**20 bytes).
-            None if this process did no update, or if the peak is unknown.
+            None if the process that recorded the run did no update, or if the peak is unknown.
         kurtosis: kurtosis of the hidden states after training, maximum over blocks; None if the run failed, or was
             recorded without its checkpoints.
         files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run, by file name; missing
@@ -148,7 +148,7 @@ class CellSummary(ReadDocument):
 
     Attributes:
         sink_rate: Sink_k for k = 1, 2, .., percent of (sequence, layer, head) triples.
-        sink_rate_bias: sink rate of a bias, sink logit or sink token, percent.
+        sink_rate_bias: see `sink_bias` in `quantities.py`, percent.
         valid_loss: validation loss, nats per token.
         hidden_norm_ratio_max: |h_1| over the mean |h_t| of the other positions, maximum over blocks.
         seeds: number of finished runs or measurements.
@@ -183,7 +183,7 @@ class CellSummary(ReadDocument):
         return found[0] if found else None
 
     def estimate(self, name: str) -> CellEstimate | None:
-        """Return median and range of a quantity over `runs`, else from `values`; None if neither has a value."""
+        """Return median and range of a quantity over `runs`, or from `values` if no run has it; None if unknown."""
         return estimated(self.runs, name) or self.values.get(name)
 
     def by_seed(self, name: str) -> list[tuple[CellRun, float]]:
@@ -255,7 +255,7 @@ class JudgedClaim(ReadDocument):
         finds: sentence with the effect size that five seeds detect with 80 % power, from pilot runs; empty if there are
             no pilot runs of the quantity.
         elsewhere: verdict and evidence of an earlier sweep with five seeds or more, in sentences; empty if this sweep
-            has as many, or if there is no such sweep.
+            has five seeds or more, or if there is no earlier one.
     """
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -322,9 +322,9 @@ class ExperimentSummary(ReadDocument):
         baseline: cell with which the other cells are compared; empty for measured cells.
         columns: quantities in the table of results.
         published: the paper's numbers by cell and quantity; {"trains": 0.0} for a cell whose training failed there.
-        elsewhere: for measured cells, all numbers of the paper's table, by model, cell and quantity.
+        elsewhere: for measured cells, numbers of the paper's table by model, cell and quantity (`measured.paper_rows`).
         against: two quantities; a figure plots the second quantity against the first. Empty for no figure.
-        families: model family by cell, for the cells of this figure whose model is in the paper's list.
+        families: model family by cell, for the colours of that figure; only cells of models in the paper's list.
         adapted: differences between the models at this scale and the paper's, with their reasons, in sentences.
         seeds: seeds in the table; empty for all.
         replicate: unit of replication: seed, draw or model.
@@ -420,9 +420,10 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
 
 
 def chance_of_claims(claims: Sequence[JudgedClaim]) -> str:
-    """Return a sentence with the number of confirmatory claims that chance would reproduce; empty if there are none.
+    """Return a sentence with the number of confirmatory claims that chance would reproduce.
 
-    It is 1/32 of the claims that five seeds decide seed by seed, if half of all seeds satisfy each claim.
+    If half of all seeds satisfied each claim, five seeds would reproduce 1/32 of the claims judged seed by seed. The
+    sentence is empty if there are no such claims.
     """
     number = sum(
         claim.rule == "seed by seed" and claim.analysis == ANALYSES[0] and claim.verdict in JUDGED and not claim.same_as

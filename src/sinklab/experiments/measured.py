@@ -133,9 +133,9 @@ def measure_experiment(
     observe: Observer = ignore,
     data: Path | None = None,
 ) -> MeasuredResults:
-    """Measure every cell on each draw of sequences or with each model, and judge the claims.
+    """Measure every cell on each draw of sequences or with each model, and return the results.
 
-    Models are loaded one at a time. After each measurement, the measurement is saved and summary.json is rewritten.
+    Models are loaded one at a time. Each measurement is saved, and the claims are then judged again in summary.json.
 
     Args:
         models: run directories, model directories, .gguf files or Hugging Face ids; empty to measure the `models` of
@@ -146,7 +146,7 @@ def measure_experiment(
         loading: options for loading the models.
         out: directory for the measurements and summary.json; a repeated call runs only missing measurements.
         observe: callback for progress and results.
-        data: file with the items of the downstream task, for experiments that have one; default: see `chosen_tasks`.
+        data: file with the items of the downstream task, for experiments that have one; default: see `chosen_task`.
 
     Raises:
         InputError: before any measurement, see `with_models`, `subjects_of`, `passes_of` and `chosen_task`; also if
@@ -216,7 +216,7 @@ class _OneAtATime:
         self._model: Model | None = None
 
     def get(self, wanted: Pass, replicate: int) -> Model:
-        """Return the model of a replicate, loading it if necessary; as a transformers model for downstream tasks.
+        """Return the model of a replicate, loading it if necessary; for downstream tasks, a transformers model.
 
         Raises:
             InputError: if the model cannot be loaded, or is incompatible with the settings of its passes.
@@ -236,7 +236,7 @@ class _OneAtATime:
 def claims_about(
     experiment: Experiment, subjects: Sequence[Subject], found: Propositions | None
 ) -> Iterator[Claim | Undecidable]:
-    """Yield the claims that apply to the given models, with checks of the cells in the results.
+    """Yield the claims that apply to the given models; their checks refer to the cells in the results.
 
     A claim that compares domains is converted to a claim about the cells of these domains, and a claim that compares
     model sizes to one claim per family. With `each: model`, a `within` claim is converted to one claim per model. A

@@ -21,8 +21,8 @@ def _data(name: str) -> Any:
 def published_tables() -> Mapping[str, Mapping[str, dict[str, float]]]:
     """Load the paper's numbers from `published.yaml`, by table, row and quantity.
 
-    In table 1, a row is an existing model, and its numbers are Sink_1 by cell: by kind of input (natural, random,
-    repeat), or of the base and the chat model (natural, chat). A row whose training failed in the paper is
+    The rows of table 1 are existing models. Instead of quantities, they have Sink_1 by cell: natural, random and repeat
+    (kinds of input), or natural (base model) and chat (chat model). A row whose training failed in the paper is
     {"trains": 0.0}.
     """
     return {
@@ -69,7 +69,7 @@ class Covered(Part):
     """A table, figure, takeaway, proposition or section of the paper.
 
     Attributes:
-        says: paraphrased statement.
+        says: paraphrase of the paper's statement.
         claims: claims that encode the statement, as EXPERIMENT.CLAIM.
         without: reason why no claim encodes the statement, or a part of it; empty if claims encode all of it.
     """
@@ -86,11 +86,11 @@ def paper_coverage() -> Mapping[str, Covered]:
 
 
 class DrawnNumber(Part):
-    """Our number and the paper's for a statement, plotted in the figure that compares them.
+    """A quantity for which the report plots our value and the paper's value.
 
     Attributes:
         cell: name of our cell, in the experiment of the statement's first claim.
-        value: quantity of both numbers, in percent.
+        value: name of the quantity, in percent.
         row: row of the paper, as TABLE.ROW of `published.yaml`.
     """
 
@@ -115,8 +115,8 @@ class PaperStatement(Part):
     Attributes:
         says: short form of the statement.
         paper: the paper's numbers for the statement; rates are percent of heads.
-        claims: claims that encode the statement, as EXPERIMENT.CLAIM; claims not made at a scale are omitted.
-        number: numbers to plot; None if the paper prints no percentage.
+        claims: claims that encode the statement, as EXPERIMENT.CLAIM; some are made at certain scales only.
+        number: quantity to plot; None if the paper prints no percentage.
         caveat: difference between our claims and the paper's statement, a sentence.
     """
 

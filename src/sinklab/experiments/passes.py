@@ -95,7 +95,7 @@ class Pass:
         models: models by folder name; several models are replicates, a single model is measured on several draws.
         text: file or folder of text for natural inputs; None for other inputs.
         cells: cells by their names in the results.
-        fewer: whether fewer sequences than requested are accepted if the text is short.
+        fewer: whether a text that is too short for the requested number of sequences is accepted.
     """
 
     name: str
@@ -153,7 +153,8 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
         text: file or folder of text; for an experiment over domains, a folder with a file per domain.
 
     Raises:
-        InputError: if models are missing, repeated or too many, or the text is missing, or has no file for a domain.
+        InputError: if models are missing, repeated or too many, the text is missing, or an experiment over domains has
+            no folder with .txt or .jsonl files.
     """
     _check_inputs(experiment, models, text)
     if _named(experiment):

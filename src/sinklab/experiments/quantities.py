@@ -10,12 +10,14 @@ sink_K_visible    Sink_K with alpha averaged over the queries that can see the k
 sink_first_P      Sink_1 + .. + Sink_P, percent; above 100 if triples have several sinks
 importance_first  alpha of the first position, mean over layers and heads, percent
 sink_K_to_M       Sink_K + .. + Sink_M, percent
-sink_bias         sink rate of an added bias, sink logit or sink token, percent
+sink_bias         sink rate of a bias, sink logit, sink token, registers or remainder of stick-breaking, percent
 sink_1_or_bias    Sink_1 + sink_bias, percent; Sink_1 if there is no bias
-sink_growth       Sink_1 at the end minus Sink_1 at the last evaluation up to half of the steps, percentage points
+sink_growth       Sink_1 (mean of the last three evaluations) minus Sink_1 at the last evaluation up to half of the
+                  steps, percentage points
 sink_window_start sink rate of the first key of a window, percent, with alpha averaged over the queries that cannot see
                   position 1
-valid_loss        validation loss, nats per token; train_loss: training loss since the previous evaluation
+valid_loss        validation loss, nats per token
+train_loss        training loss, mean over the updates since the previous evaluation, nats per token
 norm_ratio        |h_1| over the mean |h_t| of the other positions, maximum over blocks; None if infinite
 norm_untrained    norm_ratio of the untrained model (step 0)
 norm_lowest       minimum of norm_ratio over all evaluations after step 0
@@ -32,7 +34,7 @@ emergence_step    first evaluated step with Sink_1 >= 10 %; like the other steps
                   evaluation reaches the threshold
 norm_step         first evaluated step at which norm_ratio reaches 2 from below; the first evaluation if it was never
                   below 2. An untrained model (width 64) has 2.4 to 3.3: its attention is nearly uniform, so later
-                  positions average many values and have smaller norms. Training decreases the ratio at first
+                  positions average many values and have smaller norms. Early training decreases the ratio
 layer_step_L      first evaluated step with sink_layer_L >= 50 %
 loss_change       discontinuity of valid_loss at emergence_step, nats per token (`discontinuity_at`)
 

@@ -62,9 +62,9 @@ def load_experiment(name: str) -> Experiment:
 
 
 def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
-    """Return a claim with `same_as` with the check of the referenced claim, its scales and its `asks_massive`.
+    """Copy to a claim with `same_as` the check of the referenced claim.
 
-    The claim's own scales and `asks_massive` are kept, if it sets them.
+    The scales and `asks_massive` of the referenced claim are copied, too, unless the claim sets its own.
 
     Raises:
         ValueError: if the referenced claim does not exist, or is a reference itself.
@@ -99,7 +99,7 @@ class ScaleCost:
     Attributes:
         cells, claims: number of cells and claims at the scale.
         hours: estimated hours to train all cells and seeds sequentially on one core or one GPU.
-        estimated: phrase with the method of estimation.
+        estimated: phrase on how the hours were estimated (`Pace.said`).
     """
 
     cells: int

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from sinklab.measuring.measurement import Measurement
 
 SHOWN = 0.05
-"""Minimum sink rate, percent, that the headline calls a sink; lower rates are printed as 0.0."""
+"""Minimum sink rate, percent, at which the headline names a sink; lower rates are printed as 0.0."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Values of a quantity at the seeds of a cell, with their mean and sample standard deviation."""
+    """Values of a quantity, one per seed of a cell, with their mean and sample standard deviation."""
 
     values: tuple[float, ...]
 
@@ -93,7 +93,7 @@ class CellRow:
 
     @property
     def sink_bias(self) -> Spread | None:
-        """Sink rate of a bias, sink logit or sink token, percent; None if the model has none."""
+        """Sink rate of a bias, sink logit, sink token or registers, percent; None if the model has none of these."""
         return Spread.of(one.sink_rate_bias for one in self.latest)
 
     @property
@@ -235,10 +235,10 @@ def sparkline(values: Sequence[float], highest: float, width: int = 16) -> str:
 
 
 def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | None], where: str) -> list[dict[str, Any]]:
-    """Average a value of the evaluations by cell and step, over the seeds that reached the step.
+    """Average a value of the evaluations by cell and step, over the seeds that have a value at the step.
 
     Args:
-        value: function that returns the value of an evaluation, or None to omit it.
+        value: function that returns the value of an evaluation; None if the evaluation has none.
         where: value of the field `where` in all rows, such as `first token` or `validation`.
 
     Returns:

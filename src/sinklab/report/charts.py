@@ -1,4 +1,4 @@
-"""Figures, and the four functions that draw their Altair charts: lines, dots, scatter and heatmap.
+"""Figures, and the four functions that draw their Altair charts: `lines`, `dots`, `scatter` and `heatmap`.
 
 The functions read no files and do not depend on runs; data are rows (dicts by field) or matrices. Texts from models and
 files are passed as data, never as part of an expression or a field name, so that they are not evaluated. Positions,
@@ -67,7 +67,7 @@ class ColourScale:
 
 @dataclass(frozen=True)
 class Figure:
-    """One or more charts under one title.
+    """A figure of one or more charts.
 
     Attributes:
         key: anchor in the page, and start of the names of the chart files.
@@ -106,7 +106,9 @@ def lines(
     """Draw a line chart: a line per combination of `colour`, `dash` and `apart`, with points and an optional band.
 
     Args:
-        rows: values by field, including `colour`, `dash`, `apart`, `band` and the fields of the axes.
+        rows: one point each: values by field, with the fields of the axes and those named by `colour`, `dash`, `apart`
+            and `band`.
+        x, y: axes.
         colour: field that determines the colour; None for one colour. If `order` has several values, a click on a
             value in the legend highlights its lines.
         order: values of `colour`, in the order of the palette; None for numbers on a sequential scale.
@@ -118,6 +120,7 @@ def lines(
         curves: rows of dashed grey curves, with the fields of both axes and `of`, the name of the curve.
         tips: further fields in the tooltip of a point.
         height: height in pixels.
+        title: title above the chart; None for none.
     """
     fields = [y.field, *(band or ())]
     across, up = _channel("x", x, rows, [x.field]), _channel("y", y, [*rows, *curves], fields)
@@ -170,8 +173,10 @@ def scatter(
     """Draw a scatter plot with a point per row of data; a categorical y axis has a row per category.
 
     Args:
-        rows: values by field, including those of the axes, `colour`, `join` and `label`; FIELD_low and FIELD_high, if
-            present, are the ends of an error bar along the axis of FIELD.
+        rows: one point each: values by field, with the fields of the axes and those named by `colour`, `join` and
+            `label`; FIELD_low and FIELD_high, if present, are the ends of an error bar along the axis of FIELD.
+        x, y: axes.
+        colour: field that determines the colour, if `order` has several values.
         order: values of `colour`, in the order of the palette.
         join: field; points with the same value are connected by a line.
         label: field with the text next to each point.
@@ -309,7 +314,7 @@ def _listed_height(labels: Sequence[Any], label_width: int) -> int:
 
 @dataclass(frozen=True)
 class Side:
-    """An axis of a heatmap: its title, the number of the first row or column, and whether rows are counted upwards."""
+    """An axis of a heatmap: title, number of the first row or column, and whether row numbers increase upwards."""
 
     title: str
     first: int = 1
@@ -355,6 +360,8 @@ def heatmap(
     Args:
         values_YX: the matrix; its first row is at the top, or at the bottom if `rows.upwards`.
         scale: colour scale, shared by comparable heatmaps.
+        title: title above the heatmap.
+        rows, columns: titles and numbering of the axes.
         height: total height in pixels; default: about 300, but at least 9 and at most 34 per row.
         lowest: values of an additional lowest row, shape (X,), labelled `uniform` (attention).
     """

@@ -113,9 +113,9 @@ def collect(dirs: list[Path]) -> ReportData:
 
 
 def _free_prefix(top: Path, names: Collection[str], taken: Collection[str]) -> str:
-    """Return the shortest suffix of the directory's path that, as a prefix, makes all `names` differ from `taken`.
+    """Return a prefix, the shortest end of the path of `top`, with which none of `names` is in `taken`.
 
-    The prefix ends with a slash; it is empty if no name is taken.
+    The prefix ends with a slash; it is empty if the names without a prefix are free.
     """
     parts = top.resolve().parts
     prefixes = ("".join(f"{part}/" for part in parts[len(parts) - count :]) for count in range(len(parts) + 1))
@@ -258,11 +258,11 @@ class ListedRun:
         name, seed: name and seed in the recipe.
         step: last step that was evaluated or has a checkpoint; 0 if there is none, or if the run is damaged.
         steps: number of steps in the recipe; None if unknown.
-        sink_rate, sink_rate_bias: sink rates of the first position and of a bias, sink logit or sink token at the last
-            evaluation, percent; None if unknown.
+        sink_rate, sink_rate_bias: sink rate of the first position, and that of a bias, sink logit, sink token or
+            registers, at the last evaluation, percent; None if unknown.
         valid_loss: validation loss at the last evaluation, nats per token; None if unknown.
-        differs: settings (KEY=VALUE) that differ from the shipped recipe of the same name. If there is no such recipe,
-            settings that differ from those of at least one other listed run.
+        differs: settings (KEY=VALUE) that differ from the shipped recipe of the same name or, if there is no such
+            recipe, from the recipe of another listed run.
         why: error message of a failed or damaged run; empty for other runs.
         sink_elsewhere: rate and position of the highest sink at the last evaluation, as text; empty if the highest sink
             is at the first token, is below 1 % or is unknown.

@@ -145,7 +145,7 @@ class ReportData:
         dirs: directories of the results.
         runs: training runs and measurements, ordered by cell (as in `cells`), then by seed. Runs of packed sweeps and
             of sweeps of several experiments are only in `sweeps`.
-        claims: claims whose experiment is not listed in their summary. All other claims are in `sweeps`.
+        claims: claims of summaries that do not list the claim's experiment. All other claims are in `sweeps`.
         summary_cells: cells of the summaries by name, without those of packed sweeps and of sweeps of several
             experiments. If a name is already used in an earlier directory, all cells and runs of the directory are
             named `DIRECTORY/CELL`.
@@ -208,7 +208,7 @@ class ReportData:
 
     @property
     def entries(self) -> dict[str, FamilyMember | MeasuredCheckpoint | dict[str, object]]:
-        """The entries of all suite documents for the measurements in `runs`, by cell."""
+        """Entries of the suite documents for the measurements in `runs`, by cell."""
         return {run.cell: suite.document.measured[name] for suite in self.suites for name, run in suite.runs(self)}
 
     @property

@@ -20,9 +20,9 @@ from sinklab.tables import SINK_1
 
 SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs", "runs", "d"))
 FAR = 100
-"""Minimum ratio of the last step to the first step after 0 for a symlog axis.
+"""Minimum ratio of the last checkpoint's step to the first step above 0 for a symlog axis.
 
-Public runs save their early checkpoints at powers of two.
+The early checkpoints of public runs are often at powers of two.
 """
 FEWEST = 2
 """Minimum number of sequence lengths for a figure by length."""
@@ -230,7 +230,7 @@ CURVES = {
     "loss": "Loss (nats per token)",
     "norm_ratio": "Norm ratio of the first token",
 }
-"""Axis titles of the curves over checkpoints, by field of `MeasuredCheckpoint`."""
+"""Quantities plotted over checkpoints: axis titles by field of `MeasuredCheckpoint`."""
 
 
 def _checkpoints(document: suites.CheckpointsDocument, eps: float, number: int) -> list[Figure]:

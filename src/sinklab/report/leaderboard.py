@@ -1,7 +1,7 @@
 """The leaderboard of mitigations: every cell of the experiments on mitigations, with median and range over seeds.
 
-The cells of `mitigations_retuned` (other learning rates) are a column, not rows. To add a column, add an entry to
-`_scores`, or set `column` of a number of an assessment (`assessing/parts/`).
+The experiment `mitigations_retuned` (other learning rates) gives a column, the lowest loss of each cell, and no rows.
+To add a column, add an entry to `_scores`, or set `column` of a number of an assessment (`assessing/parts/`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from sinklab.tables import SINK_1, Table, TableCell, TableColumn, counted
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
 LOSS, SINK = "Valid. loss", SINK_1
 FAR = 1.0
-"""Difference from the baseline's loss, in nats per token, above which the axis is symlog instead of linear."""
+"""Maximum difference from the baseline's loss, nats per token, for a linear loss axis; else the axis is symlog."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class Leaderboard:
     """The leaderboard of mitigations, with cells ordered by ascending validation loss; cells without a loss are last.
 
     Attributes:
-        scale: scale of the first experiment.
-        baseline: cell with which the other cells are compared.
+        scale, baseline: scale and baseline cell of the first experiment on mitigations.
         assessed: whether any run has an assessment.
         columns: columns of the table after the column of cell names.
         scores: scores of each cell, one per column; None if unknown.
@@ -210,9 +209,9 @@ def _of_runs(values: Iterable[float | None]) -> SeedScore | None:
 
 
 def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
-    """Return the lowest median loss of a cell over the learning rates of `RETUNED`, with the learning rate as note.
+    """Return the lowest median loss of a cell over the learning rates of `RETUNED`, with that learning rate as note.
 
-    Returns None if `RETUNED` was not run or has no loss for the cell.
+    The score is None if `RETUNED` was not run or has no loss for the cell.
     """
     cells = sweep.summary.cells_of(RETUNED) if RETUNED in sweep.summary.experiments else {}
     found = [

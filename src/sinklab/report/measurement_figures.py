@@ -1,4 +1,4 @@
-"""Figures of measurements: importance by head, layer and position, raw scores, norms, mixing, and --details.
+"""Figures of measurements: importance by head, layer and position, raw scores, norms, mixing and detailed statistics.
 
 The module also prepares the attention maps of --explore, which `templates/explore.js` draws.
 """
@@ -48,7 +48,7 @@ VISIBLE = "visible queries"
 LAYER_FIELDS = ("cell", "where", "layer")
 AFTER_BLOCK = "After block (0 is the embedding)"
 MAP_CELLS = 64  # maximum number of rows of a map; larger maps are downsampled, because every entry is an SVG element
-FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # causes of large logits, then value norms
+FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # keys of the first figures
 LAST = ("secondary", "map-attention", "map-cosine", "map-norms")
 
 
@@ -120,9 +120,9 @@ def _masks_note(data: ReportData) -> str:
 
 
 def _importance_scale(maps: list[np.ndarray], data: ReportData) -> ColourScale:
-    """Return the colour scale of importance, from 0 to at least the largest ε of the runs.
+    """Return the colour scale of importance, from 0 to the largest importance, but at least the largest ε of the runs.
 
-    The lower bound keeps a model without a sink from being drawn in strong colours.
+    With a smaller upper end, a model without a sink would be drawn in strong colours.
     """
     highest = max(float(matrix.max()) for matrix in maps)
     return ColourScale("importance", 0, max(*(run.eps for run in data.runs), math.ceil(highest * 10) / 10))
@@ -225,7 +225,7 @@ def _mixing(data: ReportData) -> Figure | None:
 def details_figures(data: ReportData) -> list[Figure]:
     """Draw the figures of --details and --map that have data.
 
-    The order is `FIRST`, then the other figures in the order of the statistics, then `LAST`.
+    Figures with keys in `FIRST` are first, those in `LAST` last, and the others in the order of the statistics.
     """
     specs: dict[str, list[tuple[str, PlotSpec]]] = {}
     for name, statistic in STATISTICS.items():
@@ -331,7 +331,7 @@ def _heatmaps(data: ReportData, name: str, spec: Heatmap) -> Figure:
 
 
 def _buckets(data: ReportData, parts: list[tuple[str, BucketLines]]) -> Figure:
-    """Draw statistics by bucket of distances or query positions, with a line per cell and statistic, and a table."""
+    """Draw a line chart of statistics by bucket of distances or query positions, with the values in a table."""
     rows = [row for name, part in parts for row in _bucket_rows(data, name, part.series)]
     spec = parts[0][1]
     drawn = [row for row in rows if not spec.logarithmic or row["value"] > 0]

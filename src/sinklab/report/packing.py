@@ -1,7 +1,7 @@
 """Pack a sweep into a folder for version control: results and recipes of its runs, without weights and local paths.
 
-summary.json, asked/, README.md     results and manifests
-report.html, charts/*.svg           drawn from this folder alone
+summary.json, asked/, README.md     results, manifests, and counts and claims as text
+report.html, charts/*.svg           report, generated from the other files of this folder
 EXPERIMENT/                         the experiment's packed runs (experiments/sweep/packed.py)
 checksums.txt                       SHA-256 of every other file
 

@@ -50,7 +50,7 @@ from sinklab.tables import Table
 
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
-"""Converter options that disallow loading data from any URL; chart data is inline."""
+"""Options of vl-convert that disallow loading data from URLs; chart data is inline."""
 EXPERIMENT_WIDTH = 420
 """Width in pixels of the charts of an experiment in chart files."""
 PNG_END = 12
@@ -308,8 +308,8 @@ def content_policy(scripts: list[str]) -> str:
 def _title(data: ReportData) -> str:
     """Return the page's title, with one part per directory.
 
-    The part of a sweep is the id of its only experiment, or else its scale, so that a copy of the sweep has the same
-    title. For a sweep without a single scale, and for other directories, the part is the directory's name.
+    For a sweep, the part is the id of its only experiment or, for several experiments, their scale, so that a copy of
+    the sweep has the same title. For other directories, and without a common scale, it is the name of the directory.
     """
     swept: dict[Path, str] = {}
     for sweep in data.sweeps:

@@ -1,4 +1,4 @@
-"""Tables of measurements, comparisons and assessments for page, terminal and notebooks, and the page's templates."""
+"""Tables of measurements, comparisons and assessments for the page, terminal and notebooks; the page's templates."""
 
 import math
 import re
@@ -22,7 +22,7 @@ from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
 from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers
 
 BREAKS = re.compile(r"(?<=[_/])(?=\w)")
-POSITIONS = 6  # number of leading positions with a row of their own in the table of a measurement
+POSITIONS = 6  # number of first positions with a row of their own in the table of a measurement
 SHOWN_SINKS = 3  # maximum number of secondary sinks shown at positions 2 to 4, and likewise at later positions
 Labelled = Sequence[tuple[str, Measurement]]
 """Pairs of label and measurement; the label of a single measurement may be empty."""
@@ -155,8 +155,8 @@ def _positions(m: Measurement) -> Table:
     """Make the table of sink rates (by threshold) and importance by position.
 
     Rows are the first `POSITIONS` positions, the maximum over later positions, and a bias if there is one. The maximum
-    excludes the second half of the sequence, where few queries see a position, and the attention of the token to itself
-    dominates the mean.
+    excludes the second half of the sequence: few queries see these keys, so that the attention of a token to itself
+    dominates the mean over queries.
     """
     shown, half = min(POSITIONS, m.length), m.length // 2
     rates = rates_by_eps(m)
@@ -203,8 +203,8 @@ def _massive(m: Measurement) -> Table | None:
 def layers_table(measured: Labelled) -> Table:
     """Make a table with a row per layer: importance, norm ratios and gradient of position 1, row sums, and statistics.
 
-    A row for the embedding is added if hidden states were measured. The details' statistics declare their own columns;
-    empty columns are omitted.
+    A row for the embedding is added if hidden states were measured. Each statistic of --details with a `column` adds
+    this column; empty columns are omitted.
     """
     statistics = {label: _statistics(m.details, m.layers) if m.details else {} for label, m in measured}
     titles = list(dict.fromkeys(title for found in statistics.values() for title in found))
@@ -250,7 +250,7 @@ def layers_table(measured: Labelled) -> Table:
 
 
 def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
-    """Return the columns of statistics by title, as formatted values by 0-based layer; angle statistics are first."""
+    """Return formatted values by column title of a statistic and 0-based layer; angle statistics are first."""
     columns: dict[str, dict[int, str]] = {}
     for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
         if (column := statistic.column) is None:
@@ -268,7 +268,7 @@ def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
 
 
 def mixing_table(measured: Labelled) -> Table | None:
-    """Make a table, by block, of the change in later hidden states when a token is replaced; None if not measured."""
+    """Make a table with a row per block: change of later hidden states if a token is replaced; None if not measured."""
     found = [(label, one) for label, m in measured if (one := m.mixing)]
     if not found:
         return None
@@ -285,10 +285,10 @@ def mixing_table(measured: Labelled) -> Table | None:
 
 
 def secondary_table(measured: Labelled, shown: int | None = None) -> Table | None:
-    """Make a table of the secondary sinks (secondary.py); None if there are none.
+    """Make a table of the secondary sinks (`measuring/statistics/secondary.py`); None if there are none.
 
     Args:
-        shown: maximum number of sinks of a model at positions 2 to 4, and at later positions; None shows all.
+        shown: maximum number of sinks of a model at positions 2 to 4, and again at later positions; None shows all.
     """
     found: list[tuple[str, SecondarySink]] = []
     rates: list[str] = []
@@ -321,6 +321,7 @@ def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
     """Make a table of the loss added by the interventions that answer the questions of the assessment.
 
     Args:
+        key: anchor of the table in the page.
         of: appended to the title.
     """
     columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]

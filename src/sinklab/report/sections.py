@@ -23,7 +23,7 @@ class GlancePart:
 
     Attributes:
         claim: the claim with its verdict.
-        ours: (name, values of all seeds as text) pairs of the claim's cells. Empty if the evidence contains other
+        ours: (name, values of all seeds as text) pairs of the claim's cells. Empty if the claim was judged on other
             values, such as those at one step; the page then shows the evidence.
         key: anchor of the experiment's section; empty if there is none.
     """
@@ -35,7 +35,7 @@ class GlancePart:
 
 @dataclass(frozen=True)
 class GlanceLine:
-    """A statement of the paper with its claims in all sweeps; it is shown as not run if there are no claims."""
+    """A statement of the paper with its claims in all sweeps; without claims, it is shown as not run."""
 
     statement: PaperStatement
     parts: Sequence[GlancePart]
@@ -124,8 +124,8 @@ class ExperimentGroup:
 
     Attributes:
         key: anchor of the group.
-        folded: whether the group is initially collapsed. Only the group of experiments not run is, and only if the
-            page has more than one experiment.
+        folded: whether the group is initially collapsed: True only for the experiments that were not run, if the page
+            has several experiments.
     """
 
     key: str

@@ -1,6 +1,6 @@
 """Figures of a sweep: our values compared with the paper's, and the figures of each experiment.
 
-An experiment has figures of its values by cell, of one quantity against another, of training curves, and by layer.
+An experiment can have four figures: values by cell, one quantity against another, training curves, and sinks by layer.
 """
 
 import os
@@ -27,7 +27,7 @@ FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
 FEWEST_ORDERED = 3
 """Minimum number of cells named `WORD_NUMBER` for which the cells are ordered by number."""
 LAYER_NUMBERS = ("sink_layer_", "layer_step_")
-"""Prefixes of quantities of a single layer; an experiment with such a quantity has a figure of all layers."""
+"""Prefixes of quantities of one layer; an experiment with such a quantity has a figure of the sinks by layer."""
 STATEMENT_PIXELS = 215
 STEPS = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
 CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool]] = (
@@ -42,7 +42,7 @@ CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool
 )
 """Training curves as (quantities, axis title, value of an evaluation, whether the axis starts at zero).
 
-A curve is drawn for experiments with one of the quantities. The loss at step 0 is omitted.
+A curve is drawn if an experiment uses one of the quantities in its table or claims. The loss at step 0 is omitted.
 """
 
 
@@ -204,7 +204,7 @@ def against(cells: dict[str, CellSummary], experiment: ExperimentSummary) -> Dra
 
 
 def forests(sweeps: Sequence[Sweep], page: Path) -> list[Figure]:
-    """Draw a figure for each sweep with claims about the paper's statements: its values next to the paper's.
+    """Draw a figure for each sweep with claims about the paper's main statements: our values next to the paper's.
 
     Args:
         page: folder of the page; links of points are relative to it.
@@ -251,7 +251,7 @@ def _forest(sweep: Sweep, key: str, page: Path) -> Figure | None:
 def with_ends(field: str, value: float, spread: Sequence[float | None], baseline: float = 0.0) -> dict[str, Any]:
     """Return the coordinate FIELD of a point and the ends FIELD_low and FIELD_high of its error bar.
 
-    The baseline is subtracted from all three. The ends are omitted if fewer than two values of `spread` are known.
+    `baseline` is subtracted from all three. The ends are omitted if fewer than two values of `spread` are known.
     """
     known = [one - baseline for one in spread if one is not None]
     ends = {f"{field}_low": min(known), f"{field}_high": max(known)} if len(known) > 1 else {}

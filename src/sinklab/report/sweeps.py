@@ -42,7 +42,7 @@ class Sweep:
         top: the directory of summary.json.
         summary: content of summary.json, with `CellRun.edited` recomputed by `read_sweep`.
         files: parent of the run directories: `top`, or a temporary folder if the runs are packed.
-        packed: folder of the packed files with a run, by the run's directory; empty if the runs are not packed.
+        packed: folder with the packed files of a run, by run directory; empty if the runs are not packed.
     """
 
     top: Path
@@ -132,15 +132,13 @@ def with_runs(summary: Summary, changed: Callable[[CellRun], CellRun]) -> Summar
 
 @dataclass(frozen=True)
 class SweepOrigins:
-    """Total time, versions and machines of the finished and failed runs of sweeps.
-
-    The time of a run is the duration of its training or measurement.
+    """Total duration of training and measurements, versions and machines of the finished and failed runs of sweeps.
 
     Attributes:
         runs: number of runs.
-        core_hours: time multiplied by the number of threads, summed over the runs on CPUs, in hours. Runs without
-            env.json count as one CPU thread.
-        card_hours: time summed over the runs on other devices (GPUs), in hours.
+        core_hours: hours multiplied by the number of threads, summed over the runs on CPUs. A run without env.json
+            counts as a run on a CPU with one thread.
+        card_hours: hours of the runs on other devices (GPUs), summed.
         facts: (title, text) pairs from env.json, such as (`PyTorch`, `2.13.0`).
     """
 
@@ -151,7 +149,7 @@ class SweepOrigins:
 
 
 def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
-    """Collect time, versions and machines of the runs; None if no run has finished or failed.
+    """Collect durations, versions and machines of the runs; None if no run has finished or failed.
 
     Raises:
         SinklabError: if env.json of a run cannot be read or is damaged.
@@ -204,10 +202,12 @@ def value_text(value: object) -> str:
 
 
 def later_sink_of(cell: CellSummary, name: str) -> str:
-    """Return a cell's highest sink rate and its position as text, such as `76.8 % at position 2`.
+    """Return a cell's highest sink rate and its position as text for the quantity `sink_1`: `76.8 % at position 2`.
 
-    The text is empty if this position is the first token, if the rate is below 1 % or unknown, or if the quantity
-    `name` is not `sink_1`.
+    The text is empty for other quantities, if the position is 1, and if the rate is below 1 % or unknown.
+
+    Args:
+        name: name of the quantity.
     """
     return later_sink_text(cell.sink_rate) if name == "sink_1" else ""
 

@@ -6,8 +6,8 @@ and reference lines have fixed colours. Chart files use dark text on white.
 
 from typing import Any
 
-# Okabe and Ito's colour-blind-safe palette with a lighter blue. Its black and yellow are left out, because each is
-# unreadable on one of the two backgrounds. The last six colours are for experiments with many cells.
+# Okabe and Ito's colour-blind-safe palette with a lighter blue, and without black and yellow, which are unreadable on a
+# dark and on a light background. The last six colours are additional ones for experiments with many cells.
 PALETTE = [
     "#1F83C4",
     "#D55E00",

@@ -99,7 +99,7 @@ class Engine(Protocol):
     """
 
     def room(self) -> int:
-        """Return the number of runs that can be submitted now: free slots, or unlimited for a cluster with a queue."""
+        """Return the number of runs that can be submitted now: free slots, or `sys.maxsize` for a cluster's queue."""
         ...
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
@@ -131,7 +131,7 @@ class Engine(Protocol):
 
 
 class MetricsTail:
-    """Incremental reader of a run's metrics.jsonl, which may not exist yet. Repeated evaluations are skipped."""
+    """Incremental reader of a run's metrics.jsonl, which may not exist yet; skips evaluations repeated on resuming."""
 
     def __init__(self, run: PlannedRun) -> None:
         self.run = run

@@ -7,8 +7,8 @@ EXPERIMENT/assessments.jsonl.gz   a line per assessed run
 EXPERIMENT/tunings.jsonl.gz       a line per tuned run: its sft.json
 checksums.txt                     SHA-256 of every file, as `sha256sum -c` reads it
 
-A run is stored with the first experiment that uses it. `unpack` writes these files to run directories, recipe.yaml and
-metrics.jsonl byte for byte; `reproduce` treats the runs as finished, although they have no weights.
+A run is stored with the first experiment that uses it. `unpack` restores the run directories; recipe.yaml and
+metrics.jsonl are identical to the originals. `reproduce` treats the runs as finished, although they have no weights.
 """
 
 import gzip

@@ -1,4 +1,4 @@
-"""Plan a sweep: a recipe per cell and seed, the hash of each with its data, and the order of training."""
+"""Plan a sweep: the recipe and hash of every run (a cell with a seed), and the order of training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
         InputError: if an experiment lacks the scale, a base recipe is missing or not YAML, a recipe is invalid with its
             overlays (the message names the field), an initial checkpoint is unusable or does not fit its model, or two
             experiments have cells of the same name with different recipes.
-        SinklabError: if none of the checkpoints of a run that is an initial checkpoint is valid.
+        SinklabError: if a run is given as initial checkpoint and has no valid checkpoint.
     """
     cells: dict[str, SweepCell] = {}
     order: dict[tuple[str, int], None] = {}

@@ -1,4 +1,4 @@
-"""Preview of a sweep: finished runs, and estimated hours of the missing runs. Writes nothing.
+"""Preview of a sweep: finished runs, and estimated hours of the missing runs. No file is written.
 
 The throughput is that of finished runs. If there are none, updates are timed, or matmuls if the model is large.
 The cost of a run is counted in FLOPs (`train/flops.py`): three forward passes per training sequence, one per evaluated
@@ -134,7 +134,7 @@ def preview(
     done = {run.hash for run in placed.runs if record_of(run.directory, run.hash) is not None}
     ended = {pair for pair, run_hash in placed.hashes.items() if run_hash in done}
     unknown = {(name, seed): _key(plan.cells[name].recipe, seed) for name, seed in plan.order if name not in known}
-    if unknown:  # a record may be that of a shorter run, which the run in its directory extends
+    if unknown:  # while a run extends a shorter run, its directory has the record of the shorter run
         recorded = {_key(recipe, record.seed) for record, recipe in _read_runs(found.values()) if record.hash in found}
         ended |= {pair for pair, key in unknown.items() if key in recorded}
     same_runs = {name: cell.recipe.model_dump_json(exclude={"name"}) for name, cell in plan.cells.items()}
@@ -273,9 +273,9 @@ def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
 
 
 def _seconds_each(work: Callable[[], object], limit: float, device: torch.device) -> float:
-    """Return the median duration of a call of `work`, in seconds, over calls that take `limit` seconds together.
+    """Return the median duration of a call of `work` in seconds.
 
-    A warm-up call precedes them.
+    After a warm-up call, `work` is called until the calls have taken `limit` seconds in total.
     """
     work()
     taken: list[float] = []

@@ -259,7 +259,7 @@ def _read(
 
 @dataclass(frozen=True)
 class Unassessed:
-    """A finished run without all parts of `sinklab assess`, on its validation text, that its experiments request.
+    """A finished run that lacks parts of `sinklab assess`, on its validation text, requested by its experiments.
 
     Attributes:
         doing, done: verb forms for progress messages.

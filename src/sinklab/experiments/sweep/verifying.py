@@ -23,7 +23,7 @@ from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.recipe import load_recipe
 
 BEGUN = "begun"
-"""Key of env.json with the start time of the run, UTC in ISO format."""
+"""Key of env.json with the start time of the run in UTC, ISO 8601."""
 
 SAME_NUMBERS = ("processor", "device", "torch", "python", "threads", "compiles_loss")
 """Keys of env.json that must be equal for a retrained run to match bit for bit."""
@@ -35,8 +35,9 @@ ROUNDING = 1e-9
 """Tolerance, relative and absolute, of numbers that are recomputed from the same metrics."""
 
 FIRST_LOSS, LAST_LOSS = 1e-3, 0.15
-"""Relative tolerances of the first validation loss after step 0 and of the last validation loss. They apply if a key of
-`SAME_NUMBERS` differs; the second is larger because training amplifies rounding differences."""
+"""Relative tolerances of the first validation loss after step 0 and of the last, if a key of `SAME_NUMBERS` differs.
+
+`LAST_LOSS` is larger because training amplifies rounding differences."""
 
 
 @dataclass
@@ -47,7 +48,8 @@ class Verified:
         name: name of the check.
         checked: number of items checked (files, runs, claims).
         problems: problems found, one per entry.
-        notes: remarks that are no problems: how a retrained run was compared, exploratory claims stated late.
+        notes: remarks that are not problems: how a retrained run was compared, and exploratory claims stated, or any
+            claims changed, after their runs began.
     """
 
     name: str
@@ -246,8 +248,8 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
 def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:
     """Check that every claim was stated no later than the day (UTC) on which the first run of its cells began.
 
-    A later confirmatory claim is a problem. A later exploratory claim is a note, as is a later change of a claim, which
-    is shown with it. References, claims without a date and runs without a start time are not checked.
+    A later confirmatory claim is a problem; a later exploratory claim, or a later change of any claim, is a note.
+    References (`same_as`), claims without a date and runs without a start time are not checked.
 
     Args:
         runs: run directories by hash.

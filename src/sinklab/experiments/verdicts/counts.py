@@ -31,25 +31,26 @@ def seed_by_seed(held: Sequence[bool]) -> bool | None:
 
 
 def pairs_against(above: Sequence[float], below: Sequence[float]) -> int:
-    """Count the pairs, one value of `above` and one of `below`, in which that of `above` is not the larger one."""
+    """Count the pairs (a, b) of a value of `above` and a value of `below` with a <= b."""
     return sum(a <= b for a in above for b in below)
 
 
 def separated(above: Sequence[float], below: Sequence[float]) -> bool:
-    """Return True if `above` exceeds `below` in the exact one-sided rank sum test.
+    """Return True if `above` exceeds `below` in the exact one-sided rank sum test, with p <= SEPARATED.
 
-    The condition is p <= SEPARATED; ties count against it (`pairs_against`).
+    Pairs of equal values count as opposing pairs (`pairs_against`).
     """
     return rank_sum_p(len(above), len(below), pairs_against(above, below)) <= SEPARATED
 
 
 def rank_sum_p(n: int, m: int, against: int) -> float:
-    """Compute the exact p-value of the rank sum test (Mann and Whitney, 1947), p = P(U <= u), u = `against`.
+    """Compute the exact one-sided p-value of the rank sum test, P(U <= against) (Mann and Whitney, 1947).
 
-    Among all orderings of n + m distinct numbers, p is the share with at most `against` opposing pairs. In an opposing
-    pair, one of the n numbers is smaller than one of the m numbers.
+    U is the number of opposing pairs, in which one of the n numbers is smaller than one of the m numbers. All orderings
+    of the n + m distinct numbers are equally likely.
 
     Args:
+        n, m: number of values in the two samples; the alternative hypothesis is that those of the first are larger.
         against: number of opposing pairs, 0 to n m.
     """
     return sum(_orders(n, m, u) for u in range(against + 1)) / math.comb(n + m, n)

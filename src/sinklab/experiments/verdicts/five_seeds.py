@@ -1,8 +1,8 @@
-"""Power of five seeds, shown with claims about trained cells, and earlier verdicts, shown with claims judged on fewer
-seeds (docs/verdicts.md).
+"""Effects that five seeds detect with 80 % power, and earlier verdicts by five seeds or more (docs/verdicts.md).
 
-pilots.json contains the spread of pilot runs, from which the effect that five seeds detect with 80 % power follows.
-committed.json contains the verdicts of committed results. Both files are optional.
+The effects are computed from the spread over the seeds of pilot runs, in pilots.json, and are stated with claims about
+trained cells. The earlier verdicts are those of committed results, in committed.json, and are stated with claims that
+are judged on fewer seeds. Both files are optional.
 """
 
 from functools import cache
@@ -39,7 +39,7 @@ class PilotSpread(ReadDocument):
         sd: standard deviation over the seeds of a cell, pooled over the cells.
         sd_of_difference: standard deviation of the difference between two cells at the same seed, pooled over the pairs
             of cells; None if there is only one cell.
-        cells: random seeds of the pilot runs by cell.
+        cells: training seeds of the pilot runs by cell.
     """
 
     sd: float = Field(ge=0)
@@ -55,7 +55,7 @@ class Pilots(VersionedDocument):
 
 @cache
 def shipped_pilots() -> Pilots:
-    """Load the shipped pilots.json; if there is no such file, return no spreads."""
+    """Load the shipped pilots.json; `scales` is empty if there is no such file."""
     return Pilots.model_validate(_shipped(PILOTS))
 
 
@@ -107,7 +107,7 @@ class Committed(VersionedDocument):
 
 @cache
 def shipped_verdicts() -> Committed:
-    """Load the shipped committed.json; if there is no such file, return no verdicts."""
+    """Load the shipped committed.json; `scales` is empty if there is no such file."""
     return Committed.model_validate(_shipped(COMMITTED))
 
 

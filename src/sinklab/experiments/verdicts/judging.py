@@ -151,7 +151,8 @@ def _part(check: Check, runs: Runs, published: Published | None) -> tuple[Verdic
 def _at_eps(check: Check, runs: Runs) -> Verdict | None:
     """Return the verdict at the threshold `runs.eps`; None if the sink rates were not recorded at that threshold.
 
-    It is also None if the check uses no rate in `AT_EPS`, a percentage that is not in `AT_EPS`, a step, or `stands_at`.
+    It is also None for `stands_at`, for a check without a rate in `AT_EPS`, and for a check that also uses a step or a
+    percentage not in `AT_EPS`.
     """
     names = set(quantities_of(check))
     others = {name for name in names - AT_EPS.keys() if quantity(name).unit in ("%", "steps")}

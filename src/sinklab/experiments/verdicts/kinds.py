@@ -1,4 +1,4 @@
-"""Evaluate checks on the runs of their cells: one function per kind of check, one for `equal` and `alike`."""
+"""Evaluate checks on the runs of their cells, with one function per kind of check; `equal` and `alike` share one."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ class Finding:
         said: evidence as text.
         seeds: number of replicates. For two unpaired cells, the smaller of their numbers; for paired cells, the number
             of replicates that all cells have.
-        size: False if a size, bound, absence or rate stated with the comparison does not hold, or if a number of the
-            paper is outside its prediction interval; else True.
+        size: False if a size, bound, absence or rate that the check also requires does not hold, or if a number of the
+            paper is outside the prediction interval of a new seed; else True.
     """
 
     holds: bool | None
@@ -125,7 +125,7 @@ def _measured(found: Mapping[str, T], name: str, at_step: int | None) -> Mapping
 
 
 def put_to(check: SingleCheck, runs: Runs) -> Finding:
-    """Evaluate a check on the runs of its cells; if a cell has no value, `holds` is None and `seeds` is 0."""
+    """Evaluate a check on the runs of its cells; if values are missing, `holds` is None and `seeds` is 0."""
     try:
         return _found(check, runs)
     except _UnmeasuredError as error:

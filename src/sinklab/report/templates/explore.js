@@ -47,7 +47,7 @@ async function explorer(section, data, place) {
   const shares = (at, from) => Array.from(maps.subarray((at * size + from) * size, (at * size + from + 1) * size), (n) => (n / 255) ** 2);
   const scale = Math.max(data.eps, ...data.first.flat());
 
-  // The grid of heads, with the last layer at the top as in the other heatmaps.
+  // Makes the grid of heads, with the last layer at the top as in the other heatmaps.
   grid.style.setProperty("--rows", data.layers);
   for (let layer = data.layers; layer >= 1; layer--) {
     const line = element("div", { role: "row" }, element("span", { role: "rowheader", "aria-label": `layer ${layer}` }, String(layer)));

@@ -1,5 +1,5 @@
 // Draws the charts of the page lazily: when they are near the viewport, when their <details> is opened, or before
-// printing. A link to an element inside a closed <details> opens it.
+// printing. A link to an element inside a closed <details> opens this <details>.
 // Sets data-charts on <body> after the first charts have been drawn, for tests and for printing scripts.
 const { config, specs } = JSON.parse(document.getElementById("charts").textContent);
 const NEAR = "1200px";
@@ -114,7 +114,8 @@ function unfold() {
 window.addEventListener("hashchange", unfold);
 unfold();
 
-// Draws the remaining visible charts before printing, which waits for promises but not for events; drawing needs none.
+// Draws the remaining visible charts before printing. Printing waits for promises, but not for events, and drawing
+// uses promises only.
 const visible = (place) => !place.closest("details:not([open])");
 window.addEventListener("beforeprint", () => [...waiting.keys()].filter(visible).forEach(draw));
 

@@ -1,8 +1,8 @@
 """Engine that trains runs concurrently on this machine, one process per run.
 
-Processes are forked from a server with all imports done, so that a run starts in a fraction of a second. Each process
-has its own cores and GPUs if there are enough. On Ctrl-C, SIGTERM or SIGUSR1 the parent asks the processes to stop;
-each saves a checkpoint, and the same call resumes the runs later. A process whose parent has died saves and stops, too.
+Processes are forked from a server that has imported all modules, so that a run starts in a fraction of a second. Each
+process has its own cores and GPUs if there are enough. On Ctrl-C, SIGTERM or SIGUSR1 the parent requests a stop: each
+process saves a checkpoint, from which the same command resumes. A process whose parent has died saves and stops, too.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ class LocalEngine:
         self._stopping = False
 
     def room(self) -> int:
-        """Return the number of free shares of the machine."""
+        """Return the number of free shares of the machine; 0 after `stop`."""
         return 0 if self._stopping else len(self._free)
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
