@@ -111,7 +111,7 @@ def test_an_experiment_that_is_named_is_listed_in_full(run: Run, tmp_path: Path)
     [
         (("sigmoid: sigmoid", "sigmoid: sigmod"), "cells.sigmoid: unknown variant 'sigmod'"),
         (("cell: sigmoid", "cell: other"), "claim learns refers to unknown cell 'other'"),
-        (("sigmoid: sigmoid", "a/b: sigmoid"), "'a/b' is not a valid cell or change name: use a folder name"),
+        (("sigmoid: sigmoid", "a/b: sigmoid"), "invalid name of a cell or value, 'a/b': it must not be empty"),
         (("title:", "titel:"), "titel"),
         (('"Three ways"', "[3"), "cannot be loaded"),
         (("weight_decay: 0.5", "weight_decay: much"), "cell decayed of mine is not a valid recipe: optim.weight_decay"),

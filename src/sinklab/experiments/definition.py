@@ -121,7 +121,9 @@ def _kind_of_cell(said: Any) -> Literal["trained", "measured"]:
 
 def _is_a_folder(name: str) -> str:
     if not name or name.startswith(".") or "/" in name:
-        raise ValueError(f"{name!r} is not a valid cell or change name: use a folder name without / or leading dot")
+        raise ValueError(
+            f"invalid name of a cell or value, {name!r}: it must not be empty, contain / or begin with a dot"
+        )
     return name
 
 

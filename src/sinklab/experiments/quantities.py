@@ -309,7 +309,7 @@ class RunNumbers:
         return now / before if before and now is not None else None
 
     def sink_growth(self) -> float | None:
-        """Return Sink_1 minus its value at the last evaluation up to half of the steps, in percentage points.
+        """Return `value("sink_1")` minus Sink_1 at the last evaluation up to half of the steps, in percentage points.
 
         None if either is unknown.
         """

@@ -341,7 +341,12 @@ def heatmaps(
     height: int | None = None,
     small: bool = True,
 ) -> Figure:
-    """Draw a figure of heatmaps, one per (title, matrix), that share a colour scale."""
+    """Draw a figure of heatmaps, one per (title, matrix), that share a colour scale.
+
+    Args:
+        key, title, caption, small: see `Figure`.
+        rows, columns, height: see `heatmap`.
+    """
     drawn = [heatmap(matrix, scale, name, rows, columns, height) for name, matrix in named]
     return Figure(key, title, caption, drawn, scale, small)
 

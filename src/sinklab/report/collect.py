@@ -113,7 +113,7 @@ def collect(dirs: list[Path]) -> ReportData:
 
 
 def _free_prefix(top: Path, names: Collection[str], taken: Collection[str]) -> str:
-    """Return a prefix, the shortest end of the path of `top`, with which none of `names` is in `taken`.
+    """Return a prefix for `names`: the shortest end of the path of `top` with which no name is in `taken`.
 
     The prefix ends with a slash; it is empty if the names without a prefix are free.
     """

@@ -295,7 +295,7 @@ def assessment_figures(data: ReportData) -> list[Figure]:
 
 
 def _answers(document: Assessment, of: str, number: int) -> Figure | None:
-    """Draw the added loss of each answer of an assessment; None if no answer has an added loss."""
+    """Draw the added loss of every answer of an assessment that has one; None if there are none."""
     kinds = ("loss without the sink", "cost of the sink", "other changes")
     rows = [
         {

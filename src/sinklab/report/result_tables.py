@@ -250,7 +250,7 @@ def layers_table(measured: Labelled) -> Table:
 
 
 def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
-    """Return formatted values by column title of a statistic and 0-based layer; angle statistics are first."""
+    """Return the columns of the statistics, angles first: formatted values by title of the column and 0-based layer."""
     columns: dict[str, dict[int, str]] = {}
     for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
         if (column := statistic.column) is None:

@@ -70,7 +70,7 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class PlannedSweep:
-    """A plan with the runs' hashes, which depend on the prepared data, and directories.
+    """A plan with the hashes and directories of the runs; the hashes depend on the prepared data.
 
     Attributes:
         runs: distinct runs in the order of training; cells with the same recipe share their runs.
@@ -97,13 +97,13 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
     """Build the recipes of all cells, and the order of training; needs no data.
 
     Args:
-        questions: requested experiments, all at the same scale.
+        questions: requested experiments, all at the same scale, for which each has a base recipe (`scale_of`).
         overlay: overlay on every recipe.
 
     Raises:
-        InputError: if an experiment lacks the scale, a base recipe is missing or not YAML, a recipe is invalid with its
-            overlays (the message names the field), an initial checkpoint is unusable or does not fit its model, or two
-            experiments have cells of the same name with different recipes.
+        InputError: if a base recipe is missing or not YAML, a recipe is invalid with its overlays (the message names
+            the field), an initial checkpoint is unusable or does not fit its model, or two experiments have cells of
+            the same name with different recipes.
         SinklabError: if a run is given as initial checkpoint and has no valid checkpoint.
     """
     cells: dict[str, SweepCell] = {}

@@ -58,7 +58,7 @@ def rank_sum_p(n: int, m: int, against: int) -> float:
 
 @cache
 def _orders(n: int, m: int, against: int) -> int:
-    """Count the orderings of n + m numbers with exactly `against` opposing pairs, by recursion on the largest."""
+    """Count the orderings of n + m numbers with `against` opposing pairs, by recursion on the largest number."""
     if against < 0:
         return 0
     if n == 0 or m == 0:

@@ -182,7 +182,7 @@ def _waits_for(check: Check, runs: Runs) -> str:
 
 
 def _unmet_condition(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
-    """Return the claim, unjudged and with the reason, if training is not known to double a cell's norm ratio.
+    """Return the claim with the reason why it is not judged, if training is not known to double a cell's norm ratio.
 
     Return None if training is known to double it, if there is no such condition, or for an unresolved reference.
 
