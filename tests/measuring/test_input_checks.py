@@ -145,7 +145,7 @@ def test_a_second_thread_does_not_probe_what_another_probes(model: Any) -> None:
     with ThreadPoolExecutor(1) as pool:
         with sinklab.probe(model) as watch:
             model(TOKENS)
-            with pytest.raises(SinklabError, match="another thread probes or intercepts this model"):
+            with pytest.raises(SinklabError, match="another thread measures or changes this model"):
                 pool.submit(probed).result()
         pool.submit(probed).result()
     assert len(watch.layers) == 3

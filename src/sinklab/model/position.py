@@ -139,12 +139,12 @@ def alibi_slopes(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(own + between, dtype=dtype)
 
 
-def alibi_terms(heads: int, length: int, steepest: float = 8) -> Tensor:
-    """Return -m_h d for every head and distance d < `length`, (H, length), float64, with m_h = 2^(-steepest h / H).
+def alibi_terms(heads: int, length: int, exponent: float = 8) -> Tensor:
+    """Return -m_h d for every head and distance d < `length`, (H, length), float64, with m_h = 2^(-exponent h / H).
 
-    If H is not a power of two, the slopes of `alibi_slopes` are raised to the power steepest / 8.
+    If H is not a power of two, the slopes of `alibi_slopes` are raised to the power exponent / 8.
     """
-    return -(alibi_slopes(heads).double() ** (steepest / 8))[:, None] * torch.arange(length)
+    return -(alibi_slopes(heads).double() ** (exponent / 8))[:, None] * torch.arange(length)
 
 
 class DistanceTerm(nn.Module):

@@ -61,7 +61,7 @@ def family_of(model: Any) -> Family:
     return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""), CONVENTIONAL)
 
 
-def steepest_alibi(config: Any) -> int:
+def alibi_exponent(config: Any) -> int:
     """Return the exponent a of the ALiBi slopes 2^(-a h / H), h = 1 .. H heads: 8, or MPT's `alibi_bias_max`."""
     return getattr(getattr(config, "attn_config", None), "alibi_bias_max", 8)
 

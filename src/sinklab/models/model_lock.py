@@ -33,7 +33,7 @@ def probed_alone(model: nn.Module) -> Iterator[None]:
     lock = _lock(_probed, model)
     if not lock.acquire(blocking=False):
         raise SinklabError(
-            "another thread probes or intercepts this model: wait until it ends, or use a separate model per thread"
+            "another thread measures or changes this model: wait until it ends, or use a separate model per thread"
         )
     try:
         yield

@@ -17,7 +17,7 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.model.position import PositionKind, alibi_terms
-from sinklab.models.families import ROTARY_CLASS, ROTARY_EMBEDDING, SINK_LOGITS, family_of, steepest_alibi, text_config
+from sinklab.models.families import ROTARY_CLASS, ROTARY_EMBEDDING, SINK_LOGITS, family_of, alibi_exponent, text_config
 from sinklab.models.hooks import NO_CACHE, FirstColumns, evaluating, forward_pass_hooks, hooked
 from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.attention_inputs import attention_modules, replaced_inputs
@@ -264,7 +264,7 @@ class HuggingFaceAdapter:
         """Return the ALiBi biases of every head at distances 0 .. length - 1: (H, length); 0 without ALiBi."""
         if not family_of(self.module).alibi:
             return torch.zeros(self.heads, length)
-        return alibi_terms(self.heads, length, steepest_alibi(self.module.config))
+        return alibi_terms(self.heads, length, alibi_exponent(self.module.config))
 
     @contextmanager
     def first_columns(self) -> Iterator[FirstColumns]:
