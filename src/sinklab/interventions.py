@@ -197,7 +197,7 @@ class Intervention:
             contains the key; None outside unions.
         values: allowed values of the key, as text.
         default: default value, as text; empty for a required key.
-        neutral: value with which training equals that of the baseline, as text; empty if no such value is known.
+        neutral: value at which the key has no effect on training, as text; empty if no such value is known.
         explanation: description in one line.
     """
 
