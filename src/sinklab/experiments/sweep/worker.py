@@ -135,7 +135,7 @@ def _trained(
     trainer = Trainer(run, report, should_stop, world, record)
     with closing(trainer):
         watch(Event(planned.name, "ready", trainer.state.step))
-        if (recorded := world.from_first(planned.recorded)) is not None:  # by another process
+        if (recorded := world.from_first(planned.recorded)) is not None:  # meanwhile, by another process
             return recorded
         measured = run.directory / "measurement.json"
         if world.from_first(lambda: measured.is_file() and trainer.state.step == run.recipe.train.steps):

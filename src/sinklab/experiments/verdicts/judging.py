@@ -77,7 +77,7 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
             claim, published = one, experiment.published if scale in PAPER_SCALES else None
             unmet = _unmet_condition(claim, experiment.massive_cell(claim), own)
             judged = unmet or judge_claim(claim, Runs(own), published)
-            piloted = claim.check if (scale, scale) in experiment.base.items() else None  # the recipe of the pilots
+            piloted = claim.check if (scale, scale) in experiment.base.items() else None  # pilots use this recipe
             judged = judged.model_copy(update={"finds": detectable(piloted, scale) if piloted else ""})
         day = claim.stated or experiment.stated
         origin = {
@@ -226,7 +226,7 @@ def _beside_published(found: Finding, check: Check, published: Published, runs: 
         value, ours = published.numbers_of(cell).get(name), list(runs.by_seed(cell, name).values())
         if value is None or len(ours) < FEWEST:
             continue
-        rounding = 0.5 * 10.0**-of.decimals  # of the printed number: seeds at 0 % do not exclude a printed 0.04 %
+        rounding = 0.5 * 10.0**-of.decimals  # so that seeds at 0 % do not exclude a printed 0.04 %
         reach = float(stdtrit(len(ours) - 1, 0.975)) * (1 + 1 / len(ours)) ** 0.5 * stdev(ours) + rounding
         low, high = fmean(ours) - reach, fmean(ours) + reach
         lies = low <= value <= high

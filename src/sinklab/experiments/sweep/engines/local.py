@@ -198,7 +198,7 @@ def _train(run: PlannedRun, share: MachineShare, environment: Mapping[str, str],
     """
     from sinklab.experiments.sweep.worker import train_cell
 
-    os.environ.clear()  # the fork server has the environment of its start, with the first run
+    os.environ.clear()  # the fork server has the environment of its own start
     os.environ.update(environment)
     if share.cards is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = share.cards

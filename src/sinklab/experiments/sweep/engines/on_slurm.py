@@ -180,7 +180,7 @@ class SlurmEngine:
         for one in self._submitted.values():
             stop_file(self._folder, one.tail.run).touch()
         self._cancel("--state=PENDING")
-        self._cancel("--signal=TERM", "--state=RUNNING")  # stop files may become visible late
+        self._cancel("--signal=TERM", "--state=RUNNING")  # network file systems may show stop files late
         self._polled = 0.0
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class SlurmEngine:
 
     def _cancel(self, *options: str) -> None:
         if ids := [one.job.job_id for one in self._submitted.values()]:
-            # no error for jobs that have ended
+            # --quiet: no error for jobs that have ended
             subprocess.run(["scancel", "--quiet", *options, *ids], capture_output=True, check=False)
 
     def _poll(self) -> list[Event]:
