@@ -234,6 +234,7 @@ def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator
     types = members(field)
     parts = [one for one in types if "properties" in one]
     values, default = " | ".join(map(_value, types)), _written(field["default"]) if "default" in field else ""
+    unchanged = default if baseline else ""
     if choice := field.get("discriminator"):
         tag = choice["propertyName"]
         chosen = field["default"][tag]
@@ -246,17 +247,17 @@ def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator
         names = [
             one["properties"][nested["propertyName"]]["const"] for one in parts
         ]  # their fields have rows elsewhere
-        yield Intervention(key, kind, " | ".join([*names, "null"]), default, default, field.get("description", ""))
+        yield Intervention(key, kind, " | ".join([*names, "null"]), default, unchanged, field.get("description", ""))
         return
     if not parts:
         known = NEUTRAL.get(f"{key} ({kind})") or NEUTRAL.get(key)
-        neutral = known.said if known is not None else default if baseline else ""
+        neutral = known.said if known is not None else unchanged
         yield Intervention(key, kind, values, default, neutral, field.get("description", ""))
     elif len(types) > 1:
         explanation = field.get("description") or _first_paragraph(parts[0])
-        yield Intervention(key, kind, values, default, default, explanation)
-    for part in parts:
-        yield from _rows_below(part, key, kind, baseline)
+        yield Intervention(key, kind, values, default, unchanged, explanation)
+    for part in parts:  # a section whose default is null is added by setting any of its fields
+        yield from _rows_below(part, key, kind, baseline and field.get("default", part) is not None)
 
 
 def _rows_below(part: Schema, key: str, kind: str | None, baseline: bool) -> Iterator[Intervention]:

@@ -5,6 +5,7 @@ from statistics import mean
 
 import pytest
 import torch
+import yaml
 
 from sinklab.attention.config import kinds_of
 from sinklab.data.prepare import prepare
@@ -85,6 +86,17 @@ def test_the_catalogue_says_of_every_neutral_value_where_it_is_chosen() -> None:
     }
     assert rows["model.attention.operation.start (scalable_softmax)"].neutral == ""
     assert rows["model.attention.operation.alpha (softmax)"].neutral == "1"
+
+
+def test_a_default_that_is_listed_as_neutral_leaves_the_default_recipe() -> None:
+    """`losses.tweo.tau=3`, the default within an optional section, would add that section."""
+    rows = [row for row in catalogue() if row.neutral and row.neutral == row.default and row.kind is None]
+    for row in rows:
+        value = yaml.safe_load(row.default)
+        for part in reversed(row.key.split(".")):
+            value = {part: value}
+        assert build_recipe({}, value) == build_recipe({}), row.key
+    assert len(rows) > 15
 
 
 def test_the_catalogue_explains_every_row() -> None:

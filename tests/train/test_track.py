@@ -175,6 +175,10 @@ def test_lists_become_a_number_per_position_without_null_values() -> None:
     row = {"step": 3, "sink_rate": [5.0, 0.5], "hidden_norm_ratio": [1.0], "bias": None, "domains": {"law": 2.5}}
     numbers = {"step": 3, "sink_rate/1": 5.0, "sink_rate/2": 0.5, "hidden_norm_ratio/0": 1.0, "domains/law": 2.5}
     assert numbers_of(row) == numbers
+    assert numbers_of({"norm_ratio_sink_token": [1.5, 2.5]}) == {
+        "norm_ratio_sink_token/0": 1.5,
+        "norm_ratio_sink_token/1": 2.5,
+    }
 
 
 def test_positions_layers_and_heads_count_from_one() -> None:

@@ -19,7 +19,8 @@ from sinklab.train.directory.run import Run
 
 PROJECT = "sinklab"
 TrackerName = Literal["wandb", "tensorboard"]
-FROM_0 = {"hidden_norm_ratio"}  # index 0 is the input of the first block; other lists are numbered from 1
+# Lists whose first value is that before the first block, number 0; other lists are numbered from 1.
+FROM_0 = {"hidden_norm_ratio", "norm_ratio_sink_token"}
 
 
 @contextmanager
