@@ -2,7 +2,7 @@
 
     import sinklab
     result = sinklab.measure(model, tokens)          # a Measurement: sinks, norms, loss
-    with sinklab.probe(model) as watch:              # a Hugging Face model, in your own loop or in generate
+    with sinklab.probe(model) as watch:              # record the forward passes of a Hugging Face model
         model.generate(...)
     watch.layers[0].importance_BHT                   # importance alpha, (batch, head, position)
 

@@ -15,8 +15,8 @@ class RealTokens:
     Attributes:
         mask_BT: bool, True at real tokens; they are contiguous in every row.
         count_B: number of real tokens of each row.
-        index_BR: column in the padded batch of each of the R = max(count_B) aligned positions; arbitrary where
-            `valid_BR` is False.
+        index_BR: column of the r-th real token (from 0) of each row, r < R = max(count_B); arbitrary where `valid_BR`
+            is False.
         valid_BR: bool, False past the last real token of a row.
         padded: True if any position is padding.
     """

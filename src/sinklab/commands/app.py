@@ -124,8 +124,8 @@ def export(
 ) -> None:
     """Export a run to a Hugging Face model directory: safetensors, config, tokenizer, model card.
 
-    The export uses an architecture of transformers if one implements the recipe, such as Llama for the default recipe.
-    Other exports load after `sinklab.register()`, or with trust_remote_code=True, from the exported modelling file.
+    If transformers has an equivalent architecture (Llama for the recipe tiny), it loads the export. Other exports load
+    after `sinklab.register()`, or with trust_remote_code=True, which runs the exported modelling file.
 
     Example: sinklab export runs/k my-model
     """

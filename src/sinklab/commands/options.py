@@ -72,7 +72,8 @@ class ReproduceSettings(CommandSettings, frozen=True):
     panel = INPUT
 
     scale: Annotated[str, Flag(metavar="NAME")] = Field(
-        default="tiny", description="tiny, mini, small, 60m or 1b; the experiment must define this scale."
+        default="tiny",
+        description="Size of the trained models: tiny, mini, small, 60m or 1b; the experiment must support it.",
     )
     seeds: int | None = Field(
         default=None,

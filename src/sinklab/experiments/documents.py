@@ -121,8 +121,8 @@ class CellEstimate(ReadDocument):
     """Median and range of a quantity over the replicates of a cell.
 
     Attributes:
-        seeds: values in the order of the replicates (seeds, draws or models). Replicates without a value are omitted;
-            None is a step that was never reached.
+        seeds: values in the order of the replicates (seeds, draws or models). Replicates without a value are omitted.
+            If the quantity is a training step, None means that it was never reached.
         median, smallest, largest: median, minimum and maximum of `seeds`, where a step that was never reached counts as
             infinite; None if the result is infinite.
         untrained, lowest: for `norm_ratio`, medians of `norm_untrained` and `norm_lowest` over the seeds; else None.

@@ -92,9 +92,10 @@ def _places(m: Measurement) -> list[_Place]:
 
 
 def _layers(above_LH: np.ndarray) -> list[str]:
-    """Return a phrase that names the layers in which most heads have the sink.
+    """Return a list with a phrase on the layers in which more than half of the heads have the sink.
 
-    If there is no such layer, the phrase names the layer with most of them. The list is empty if no head has the sink.
+    If there is no such layer, the phrase names the layer with the highest share. Of more than MOST_STRETCHES ranges it
+    gives only the number of layers. The list is empty if no head has the sink.
     """
     share_L = above_LH.mean(1)
     most = [layer for layer, share in enumerate(share_L, 1) if share > 0.5]

@@ -69,7 +69,8 @@ def gradient_norms(
     Args:
         tokens_NT: token ids, without padding.
         first_target: 1-based position of the first target included in the loss.
-        batch_size: sequences per backward pass; by default as many as fit in memory with the activations of all blocks.
+        batch_size: sequences per backward pass; by default as many as fit in memory with the activations of all blocks,
+            at most 16 sequences and 8,192 tokens.
 
     Raises:
         InputError: see `Adapter.attention_inputs`.

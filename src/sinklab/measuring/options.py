@@ -135,7 +135,9 @@ class Options(CommandSettings, frozen=True):
     )
     loss: bool = Field(default=True, description="Skip the loss and the logits; up to a third faster on small models.")
     batch_size: Annotated[int | None, BeforeValidator(_whole), Flag(panel=ADVANCED)] = Field(
-        default=None, ge=1, description="Sequences per batch; default: what fits in memory, at most 16 (8,192 tokens)."
+        default=None,
+        ge=1,
+        description="Sequences per batch; default: as many as fit in memory, at most 16 sequences and 8,192 tokens.",
     )
     first_target: int = 2
     model_name: str = ""

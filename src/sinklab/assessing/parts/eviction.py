@@ -112,7 +112,7 @@ def keep_heavy_hitters(layer: LayerCall, budget: int, barred: int = 0) -> LayerC
 def keep_random_keys(layer: LayerCall, budget: int, seed: int) -> LayerCall:
     """Return the call with every query restricted to recent and random keys.
 
-    The keys are drawn by layer, KV head and row of the batch. All batches have the same draws.
+    Keys are drawn independently for each layer, KV head and sequence of a batch; all batches have the same draws.
     """
     draw = torch.Generator().manual_seed(seed + layer.index)
     rank_BGL = torch.rand(layer.call.k_BGTD.shape[:3], generator=draw).to(layer.call.k_BGTD.device)

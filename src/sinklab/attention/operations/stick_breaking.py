@@ -60,7 +60,8 @@ class StickBreaking(OperationPart):
     kind: Literal["stick_breaking"] = "stick_breaking"
     rest: Literal["dropped", "own", "learned"] = Field(
         default="dropped",
-        description="value of the remaining attention: zero (dropped), the query's own, or a learned vector per head",
+        description="value vector of the remaining attention: zero (dropped), that of the query's own position (own), "
+        "or a learned vector per head (learned)",
     )
     sequential: ClassVar[bool] = True
     normal: ClassVar[bool] = True

@@ -39,7 +39,10 @@ class FileTask:
     metrics: ClassVar[tuple[str, ...]] = ("acc", "acc_norm")
 
     def converted(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a line without `query` to the fields of `ChoiceItem`; a missing key raises KeyError."""
+        """Convert a line without `query` to the fields of `ChoiceItem`; a missing key raises KeyError.
+
+        A subclass for another format overrides this method; here it always raises KeyError.
+        """
         return {**row, "query": row["query"]}
 
     def local_file(self) -> Path | None:

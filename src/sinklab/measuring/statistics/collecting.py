@@ -153,7 +153,7 @@ class DetailsCollector:
             yield
 
     def begin(self, real: RealTokens) -> None:
-        """Discard the previous forward pass and start a new one, whose batch has the real tokens `real`."""
+        """Clear the records of the previous forward pass; `real` are the non-padding tokens of the next batch."""
         self._layers, self._values, self._gates, self._real = [], [], {}, real
 
     def values(self, values_BGTV: Tensor) -> None:

@@ -90,7 +90,7 @@ class BucketLines(PlotSpec):
 
 @dataclass(frozen=True)
 class SequenceLines(PlotSpec):
-    """Line chart of a per-sequence statistic by block (M), next to the first token's norm ratio and the sink rate.
+    """Three line charts: a per-sequence statistic and the norm ratio by block (M), and the sink rate by layer.
 
     Attributes:
         what: axis label.

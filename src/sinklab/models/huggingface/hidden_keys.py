@@ -2,7 +2,8 @@
 
 Attention modules of transformers accept `attention_mask`, which is None (causal), boolean or additive. One hook
 therefore covers all model families, also those that do not use the attention interface, and the model computes its
-attention as before. The hooked modules are counted: an attention layer that is not reached is an error.
+attention as before. Calls of the hook are counted in every forward pass: a number other than that of the attention
+layers is an error.
 """
 
 import inspect

@@ -383,8 +383,8 @@ class HuggingFaceAdapter:
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
         """Call `receive(index, gates_BHTX)` for every gated attention layer in each forward pass of the `with` block.
 
-        Gates on the attention output are found by running the model on a few tokens (gates.py). There are none if the
-        model does not use transformers' attention interface.
+        Gates on the attention output are found by running the model on a few tokens (gates.py). None are found if
+        the model does not use transformers' attention interface.
         """
         places, trial = gate_places(self.module) if self.dispatches else [], GateTrial()
         if places:
