@@ -93,7 +93,7 @@ def test_another_task_is_its_name_and_its_file(tmp_path: Path, monkeypatch: pyte
     file = hellaswag_file(tmp_path / "eval" / "sheep.jsonl", sheep_items(3))
     (task,) = chosen_tasks(["sheep"], None)
     assert (task.name, task.data, task.size) == ("sheep", "sheep.jsonl", 3)
-    with pytest.raises(InputError, match="items of hellaswag or sheep, and --tasks sheep,hellaswag contains several"):
+    with pytest.raises(InputError, match="items of hellaswag or sheep, and --tasks sheep,hellaswag has several"):
         chosen_tasks(["sheep", "hellaswag"], file)
 
 
