@@ -43,11 +43,11 @@ IN_LOSS = {"copy to the card, train/evaluator.py losses": BATCHES_OF_LOSS, "toli
 IN_MEASUREMENT = {
     "copy to the card, measuring/driver.py measure": BATCHES_OF_METRIC,
     "copy to the card, attention/real_tokens.py to": BATCHES_OF_METRIC,
-    "copy from the card, attention/importance.py _seen_by": 1,  # once for a mask
+    "copy from the card, attention/importance.py seen_by": 1,  # once for a mask
     "synchronize, device.py on_host": BATCHES_OF_METRIC + 1,  # and the largest activations
     "synchronize, measuring/batches.py costing": 1,
 }
-OF_DOCUMENTS = {**IN_MEASUREMENT, "copy from the card, attention/importance.py _seen_by": BATCHES_OF_METRIC}
+OF_DOCUMENTS = {**IN_MEASUREMENT, "copy from the card, attention/importance.py seen_by": BATCHES_OF_METRIC}
 
 
 @pytest.fixture(scope="module")
