@@ -36,8 +36,7 @@ IN_STEP = {
 }
 WITHOUT_FUSED_CHECK = {  # checked before the optimiser's step
     "copy to the card, data/loader.py batch": 1,
-    "tolist, train/update.py add": 1,
-    "tolist, train/update.py read": 1,
+    "tolist, train/update.py _finite": 2,
 }
 IN_LOSS = {"copy to the card, train/evaluator.py losses": BATCHES_OF_LOSS, "tolist, train/evaluator.py losses": 1}
 IN_MEASUREMENT = {
