@@ -1,4 +1,4 @@
-"""Shell commands that install extras. sinklab is not on a package index, so `pip install sinklab[EXTRA]` would fail."""
+"""Shell commands that install extras. sinklab is not on a package index, so pip cannot find its extras by name."""
 
 import re
 import shlex

@@ -73,7 +73,7 @@ def test_a_matrix_has_a_row_per_cell_and_a_column_per_combination() -> None:
         ({"changes": {"decay": ["small", "large"]}}, "each axis needs named values"),
         ({"changes": {"decay": {0.5: SMALL}}}, "whose keys are text"),
         ({"cells": {1: {}}}, "whose keys are text"),
-        ({"changes": {"decay": {"a/b": SMALL}}}, "without / or"),
+        ({"changes": {"decay": {"a/b": SMALL}}}, "contain / or begin with a dot"),
         ({"changes": {"decay": {"a+b": SMALL}}}, "is not a valid name of a value in changes"),
         ({"baseline": "softmax"}, "baseline 'softmax' is not a cell"),
     ],
