@@ -1,4 +1,4 @@
-"""Command line: results are printed to stdout, messages to stderr. Slow imports are inside the commands."""
+"""The command line `sinklab`: results go to stdout, messages to stderr. Commands import slow modules when called."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -67,7 +67,10 @@ def train(
     overrides: Annotated[
         list[str] | None, option(TRAINING, "Override a recipe key; repeatable.", "--set", metavar="KEY=VALUE")
     ] = None,
-    out: Annotated[Path | None, option(OUTPUT, "Run directory; default: runs/NAME-HASH.")] = None,
+    out: Annotated[
+        Path | None,
+        option(OUTPUT, "Run directory; default: runs/NAME-HASH, with the recipe's name and the run's hash."),
+    ] = None,
     replay: Annotated[
         int | None,
         option(
@@ -92,7 +95,7 @@ def train(
 
     With several processes: torchrun --nproc-per-node 8 -m sinklab train 60m
 
-    Ctrl-C (exit status 130), SIGTERM and SIGUSR1 (75) save a checkpoint and stop; the same command resumes.
+    On Ctrl-C (exit status 130), SIGTERM or SIGUSR1 (exit status 75), a checkpoint is saved; the same command resumes.
     """
     from sinklab.commands.train import plan_command, replay_command, train_command
 
@@ -124,8 +127,8 @@ def export(
 ) -> None:
     """Export a run to a Hugging Face model directory: safetensors, config, tokenizer, model card.
 
-    If transformers has an equivalent architecture (Llama for the recipe tiny), it loads the export. Other exports load
-    after `sinklab.register()`, or with trust_remote_code=True, which runs the exported modelling file.
+    transformers loads the export if it has an equivalent architecture, such as Llama for the recipe tiny. Other exports
+    load after `sinklab.register()`, or with trust_remote_code=True, which runs the exported modelling file.
 
     Example: sinklab export runs/k my-model
     """
@@ -147,7 +150,7 @@ def export(
 def interventions(as_json: Json = False) -> None:
     """List the recipe keys that change a model or its training, with allowed, default and neutral values.
 
-    At a neutral value, training is bit-identical to the baseline. Not every key has a known neutral value.
+    A key at its neutral value has no effect on training. Not every key has a known neutral value.
 
     Example: sinklab interventions
     """
@@ -175,7 +178,7 @@ def report(
         Path | None, option(OUTPUT, "Also copy the sweep, without weights, into this folder for version control.")
     ] = None,
 ) -> None:
-    """Write report.html from the results on disk, and print its tables; unfinished runs are included.
+    """Write report.html from the results on disk, and print its main tables; unfinished runs are included.
 
     Example: sinklab report runs/lab --format svg
     """
@@ -205,13 +208,13 @@ def verify(
     seed: Annotated[int, option(INPUT, "Random seed for drawing the runs.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Verify packed results: checksums, recipe hashes, dates and verdicts of claims; optionally retrain some runs.
+    """Verify packed results: checksums, run hashes, dates and verdicts of claims; optionally retrain some runs.
 
     Example: sinklab verify results/tiny --retrain 2
 
-    A retrained run must match bit for bit if processor, Python and torch versions and number of threads are as
-    recorded. Otherwise its first and last validation loss must match within the printed tolerances. The exit status is
-    1 if a check fails.
+    A retrained run must match bit for bit if it has the recorded processor, device, Python and torch versions, number
+    of threads and compilation of the loss. Otherwise, its first validation loss after step 0 and its last must match
+    within the printed tolerances. The exit status is 1 if a check fails.
     """
     from dataclasses import asdict
 
@@ -239,8 +242,9 @@ def runs(
 
     Example: sinklab runs runs
 
-    States: running, done, stopped (the same command resumes it), failed, not begun (no checkpoint), damaged. Keys are
-    compared with the shipped recipe of the same name or, if there is none, with the other listed runs.
+    States: running, done, stopped (the command that started the run resumes it), failed, not begun (no checkpoint),
+    damaged. Recipe keys are compared with the shipped recipe of the same name or, if there is none, with the other
+    listed runs.
     """
     from dataclasses import asdict
 

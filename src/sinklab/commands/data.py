@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class PrepareSettings(CommandSettings, frozen=True):
-    """Settings of `sinklab data prepare`; those that are not listed here have the names of fields of `DataConfig`.
+    """Settings of `sinklab data prepare`; fields not listed here are described by their help or in `DataConfig`.
 
     Attributes:
-        mix_kind: kind of the mix; None reads the files sequentially.
-        weights: YAML file with the weights of a mix; None for the paper's.
-        absent, seed: as in `WeightedMix`.
+        mix_kind: kind of the data mix; if None, the files are read sequentially.
+        weights: YAML file with the weights of a `WeightedMix`; None for the paper's weights.
+        absent, seed: as in `WeightedMix`; `seed` also as in `UniformMix`.
     """
 
     panel = INPUT
@@ -66,7 +66,8 @@ class PrepareSettings(CommandSettings, frozen=True):
         """Data mix that the options specify; None without --mix.
 
         Raises:
-            InputError: if an option belongs to another kind of mix, or the weights file cannot be read or is invalid.
+            InputError: if --weights or --absent is set without --mix weights, or the weights file cannot be
+                read or is invalid.
         """
         from sinklab.data.config import UniformMix, WeightedMix
 
@@ -94,7 +95,8 @@ def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            help="stdlib, site-packages, a .txt or .jsonl file, a folder of them, hf:NAME or synthetic:NAME."
+            help="stdlib or site-packages (files of this Python), a .txt or .jsonl file, a folder of them, hf:NAME "
+            "(dataset on the Hugging Face hub) or synthetic:NAME."
         ),
     ],
     options: PrepareSettings,
@@ -106,8 +108,8 @@ def prepare(
 
     Example: sinklab data prepare stories.txt --tokenizer train:4096 --out data/stories
 
-    The same command resumes after an interruption, and the shards are byte-identical. Encoding uses all cores, or
-    RAYON_NUM_THREADS threads.
+    The same command resumes after an interruption; the shards are byte-identical to those of an uninterrupted call.
+    Encoding uses all cores, or RAYON_NUM_THREADS threads.
     """
     from sinklab.commands.terminal.plans import print_estimate
     from sinklab.data.prepare import prepare_settings, settings_of

@@ -1,4 +1,4 @@
-"""Run a command, set the exit status, and print errors to stderr. Only rank 0 prints errors common to all ranks."""
+"""Run a command, print its errors to stderr, and set its exit status. Only rank 0 prints errors common to all ranks."""
 
 import errno
 import os
@@ -69,7 +69,7 @@ def _status(app: typer.Typer) -> int:
             return 1
         if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
             raise
-        message = error.format_message()  # type: ignore[attr-defined]  # empty after a help text
+        message = error.format_message()  # type: ignore[attr-defined]  # empty if a help text was printed
         if message and _is_first():  # all processes have the same command line
             _say_error(f"{message}{'' if message[-1] in '.?' else '.'} See --help.")
         return 2

@@ -22,15 +22,17 @@ def evaluate(
     out: Annotated[
         Path | None,
         option(
-            OUTPUT, "Directory for evaluation.json and items; default for a run: its own. The same command resumes."
+            OUTPUT,
+            "Directory for evaluation.json and items; default for a run: the run directory. The same command resumes.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a model on downstream tasks with lm-eval (extra eval), and measure its sink.
+    """Evaluate a model on downstream tasks with lm-eval (sinklab's extra `eval`), and measure its sink.
 
-    HellaSwag items are read from --data, or from eval/hellaswag_val.jsonl or .jsonl.gz in SINKLAB_DATA. Without such a
-    file, and for other tasks, items are downloaded from the Hugging Face hub. docs/eval.md defines the metrics.
+    HellaSwag items are read from --data, or from eval/hellaswag_val.jsonl or .jsonl.gz in the folder $SINKLAB_DATA.
+    Without such a file, and for other tasks, items are downloaded from the Hugging Face hub. docs/eval.md defines the
+    metrics.
 
     Example: sinklab eval runs/tiny-0 --tasks hellaswag --limit 200 --data hellaswag_val.jsonl.gz
     """

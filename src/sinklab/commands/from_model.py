@@ -76,8 +76,8 @@ class Only(tuple[str, ...]):
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that the fields of its settings models, nested ones included, are command line options.
 
-    Fields without a description have no option. The default value of a settings parameter sets the defaults of its
-    options. An invalid value of a settings model raises InputError.
+    Fields without a description, or left out of `Only`, have no option. The default value of a settings parameter sets
+    the defaults of its options. The returned function raises InputError if a value of a settings model is invalid.
     """
     settings: dict[str, tuple[type[CommandSettings], CommandSettings | None, tuple[str, ...]]] = {}
     parameters: list[inspect.Parameter] = []
@@ -109,7 +109,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _model(kind: type[CommandSettings], default: CommandSettings | None, given: Mapping[str, Any]) -> CommandSettings:
-    """Return a settings model with the option values by field name; a field whose value is None keeps its default."""
+    """Build a settings model from option values by field name; a field whose value is None keeps its default."""
     values = dict(default or ())
     for name, field in kind.model_fields.items():
         if _is_nested(field.annotation):

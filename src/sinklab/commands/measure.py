@@ -1,4 +1,4 @@
-"""`sinklab measure`, `compare` and `parity`. The slow imports are in `measurements.py`."""
+"""`sinklab measure`, `compare` and `parity`. The commands import slow modules when called."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -53,7 +53,7 @@ def measure(
         list[str] | None,
         option(
             INPUT,
-            "Models of the paper: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; repeatable.",
+            "Model families of the paper: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; repeatable.",
             metavar="NAME",
         ),
     ] = None,
@@ -120,7 +120,10 @@ def measure(
     if model is None:
         raise InputError("pass a MODEL, or families of models: --family gpt2 (see --help)")
     if models_dir is not None or dry_run:
-        raise InputError(f"{'--dry-run' if dry_run else '--models-dir'} requires --family: remove it to measure MODEL")
+        raise InputError(
+            f"{'--dry-run' if dry_run else '--models-dir'} requires --family: pass --family instead of MODEL, or leave "
+            "the option out"
+        )
     model = loading.within(model)
     with keeping_what_is_finished(many and out is not None):
         if by_domain:
@@ -146,7 +149,7 @@ def compare(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare measurements of several models on the same text or kind of tokens, such as base and chat models.
+    """Compare measurements of several models, such as base and chat, on the same text or kind of tokens.
 
     Example: sinklab compare BASE CHAT --text chats.jsonl --out compared
 
@@ -171,7 +174,7 @@ def parity(
         list[str] | None,
         option(
             MEASURED,
-            "eager, sdpa, flex_attention or flash_attention_2 to _4; repeatable; default: all.",
+            "eager, sdpa, flex_attention, flash_attention_2, _3 or _4; repeatable; default: all.",
             metavar="NAME",
         ),
     ] = None,

@@ -38,8 +38,8 @@ class Invocation:
     Attributes:
         text: file or folder of text to measure on; None for inputs without text.
         request: settings of the measurements.
-        loading: options for loading the models; for checkpoints on the hub, `checkpoints` replaces the revision.
-        out: results directory; with None, nothing is saved.
+        loading: options for loading the models; the method `checkpoints` replaces the revision.
+        out: results directory; if None, nothing is saved.
         as_json: print the result as JSON instead of tables.
     """
 
@@ -56,7 +56,7 @@ class Invocation:
             tables: file formats in which the tables are also saved (`frames.py`): csv, parquet.
 
         Raises:
-            InputError, SinklabError: see `measure_model`.
+            InputError, SinklabError: see `measure_model`, `write_tables` and `write_report`.
         """
 
         def work(progress: JobProgress) -> Measurement:
@@ -98,7 +98,7 @@ class Invocation:
         self._survey("models", len(models), partial(compare_models, models), print_comparison)
 
     def sizes(self, names: Sequence[str], models_dir: Path | None) -> None:
-        """Print the number of parameters and the required disk and memory of families' models, without measuring.
+        """Print the number of parameters and the required disk and memory of the models of families, without measuring.
 
         Raises:
             InputError: if there is no such family or directory, or the device is not usable.
@@ -110,16 +110,17 @@ class Invocation:
     def _survey(
         self, what: str, total: int, measured: Callable[..., Any], show: Callable[[Any, Console], None]
     ) -> None:
-        """Run `measured` with a progress bar over `total` measurements, print its result, and write report.html.
+        """Run `measured` with a progress bar, print its result and, with `out`, write report.html.
 
         Args:
+            what: plural noun for the measurements, such as "domains".
+            total: number of measurements.
             measured: function (text, request, loading, out, observe) that runs the measurements and returns the result.
             show: function that prints the result as tables.
-            what: plural noun for the measurements, such as "domains".
 
         Raises:
             UnsavedError: if the result could not be saved; it has been printed.
-            SinklabError: if a measurement failed; the finished ones have been printed and, with `out`, saved.
+            SinklabError: if the result lists failed measurements; the others have been printed and, with `out`, saved.
         """
 
         def work(progress: JobProgress) -> Any:

@@ -56,14 +56,14 @@ class LoadingOptions(CommandSettings, frozen=True):
         return Loading(**dict(self), say=partial(say_on, console))
 
     def within(self, model: str) -> str:
-        """Return the path of --subfolder in a local model directory; see `in_subfolder` for other names and errors."""
+        """Return a model name with --subfolder appended if it is a local directory; for errors, see `in_subfolder`."""
         from sinklab.models.huggingface.loading import in_subfolder
 
         return in_subfolder(model, self.subfolder)
 
 
 MOST_SEEDS = 1000
-"""Maximum number of replicates per cell. A mistyped number is rejected before the sweep is planned."""
+"""Maximum number of replicates per cell, so that a mistyped number is rejected before the sweep is planned."""
 
 
 class ReproduceSettings(CommandSettings, frozen=True):
@@ -104,7 +104,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
         default=None,
         ge=1,
         description="Models trained concurrently (--engine local); default: one per GPU; without a GPU, derived from "
-        "the number of CPU cores.",
+        "the numbers of runs and CPU cores.",
     )
     engine: Annotated[EngineName, Flag(panel=ADVANCED, metavar="NAME")] = Field(
         default=EngineName.local, description="Execution engine: local, slurm or ray."

@@ -37,12 +37,12 @@ def lab(
     """Train three kinds of tiny models that differ in their sink: softmax, K biases and sigmoid attention.
 
     Softmax attention develops a sink on the first token. With K biases, the sink moves to the bias. Sigmoid attention
-    without normalisation has almost no sink. A verdict requires five models of each kind; by default, one is trained,
-    and shipped results of five are shown for comparison.
+    without normalisation has almost no sink. A verdict requires five models of each kind. By default, one of each is
+    trained, and the verdicts of shipped results with five are shown for comparison.
 
     Example: sinklab lab --steps 500 --out runs/short
 
-    Prints a table and writes report.html. After Ctrl-C, the same command resumes.
+    The command prints a table and writes report.html. After Ctrl-C, the same command resumes.
     """
     from sinklab.commands.reproducing import train_experiments
     from sinklab.experiments.shipped import load_experiment
@@ -116,7 +116,7 @@ def reproduce(
         typer.Argument(
             metavar="EXPERIMENT...",
             help="Ids (see sinklab experiments), your own .yaml files, or all: every experiment that trains models at "
-            "--scale; those that fine-tune them only with --data.",
+            "--scale; experiments with fine-tuning are included only if --data is passed.",
         ),
     ],
     settings: ReproduceSettings,
@@ -133,9 +133,10 @@ def reproduce(
 
     figure_30 trains its models and fine-tunes them on conversations: --data CHATS.jsonl.
 
-    Prints our numbers next to the paper's and the verdict of each claim, and writes summary.json and report.html.
-    Finished runs in the directory are not retrained. Concurrent commands with the same directory, also on several
-    machines with a shared file system, divide the runs among themselves. After Ctrl-C, the same command resumes.
+    The command prints our numbers next to the paper's and the verdict of each claim, and writes summary.json and
+    report.html. Finished runs in the directory are not retrained. Concurrent commands with the same directory, also on
+    several machines with a shared file system, divide the runs among themselves. After Ctrl-C, the same command
+    resumes.
     """
     found = named_experiments(names, settings)
     if found[0].requests:
@@ -168,12 +169,13 @@ def reproduce(
 def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
     """Return the named experiments without duplicates; all must train models, or all must measure existing models.
 
-    The name `all` selects the shipped experiments that train models at the scale; those that fine-tune their runs
+    The name `all` selects the shipped experiments that train models at the scale; those that fine-tune their models
     are included only if conversations are passed (--data).
 
     Raises:
-        InputError: if there is no such experiment (with `all`: none at the scale), two different ones have the same id,
-            some train models and some measure existing ones, or an option is invalid for this kind of experiment.
+        InputError: if an experiment does not exist (with `all`: none at the scale) or cannot be loaded, two different
+            ones have the same id, some train models and some measure existing ones, or an option is invalid for this
+            kind of experiment.
     """
     from sinklab.experiments.definition import SCALES
     from sinklab.experiments.shipped import experiment_ids, load_experiment

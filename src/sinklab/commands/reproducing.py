@@ -58,17 +58,20 @@ NAMED = "named"
 """Folder in MODELS for the results of experiments with fixed models."""
 
 SUMMARISED_EVERY_S = 60.0
-"""Minimum interval in seconds between writes of summary.json at the ends of runs, for the case of a power cut."""
+"""Minimum interval in seconds between writes of summary.json during the sweep, which limit the loss at a power cut."""
 
 LOOKS_EVERY_S = 2.0
 """Interval in seconds between checks of runs that other processes assess or fine-tune."""
 
 
 def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
-    """Estimate the duration of a sweep without training its runs; on slurm or ray, only if some runs are finished.
+    """Find the finished runs of a sweep and estimate its duration without training its runs.
+
+    On slurm or ray, only the duration of each run is estimated, and only if there are finished runs in the directory.
 
     Raises:
-        InputError: see `check_results`, `plan_sweep`, `unpack` and `preview`; also if --text does not exist.
+        InputError: see `check_results`, `plan_sweep`, `unpack`, `preview`, `pace_here` and `ReproduceSettings.overlay`.
+        SinklabError: if an env.json cannot be read or is damaged.
     """
     out, overlay = settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
@@ -132,7 +135,7 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
         SinklabError: if a file of an earlier run is damaged, or a file cannot be written.
         KeyboardInterrupt: on Ctrl-C; progress is saved, and the same command resumes.
         PreemptedError: on SIGTERM or SIGUSR1; progress is saved, and the same command resumes.
-        Exit: with status 1 if a run failed; divergence of a cell that may diverge is not a failure.
+        Exit: with status 1 if a run failed; divergence of a run whose cell may diverge is not a failure.
     """
     console, out, overlay = stderr(), settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
@@ -265,7 +268,7 @@ def _assess_run(run: store.Unassessed, observe: Observer) -> None:
 
 
 def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, str]:
-    """Return the reason for failure by name of the run; divergence of a cell that may diverge is not a failure."""
+    """Return the reason for failure by run name; divergence of a run whose cell may diverge is not a failure."""
     expected = {
         planned.hashes[name, seed]
         for name, cell in planned.plan.cells.items()
@@ -284,7 +287,7 @@ def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSe
     """Run the missing measurements of experiments on existing models, judge the claims, and print the summary.
 
     Progress is printed to stderr, the summary to standard output. A single experiment is written to --out, several
-    to folders in it named by id; without --out, each is written to runs/models/MODEL/ID.
+    to subfolders named by their ids; without --out, each is written to runs/models/MODEL/ID.
 
     Raises:
         InputError: if a model or text is missing, or a model, text, --data or output directory cannot be used.

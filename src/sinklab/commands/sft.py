@@ -35,8 +35,9 @@ def sft(
 ) -> None:
     """Fine-tune a model on the assistant tokens of conversations, measuring the sink at every evaluation.
 
-    The defaults are the paper's: learning rate 2e-5, cosine, 64 conversations of at most 2,048 tokens per update, one
-    epoch. The same command resumes interrupted training. The tuned model is saved in Hugging Face format in OUT/model.
+    The defaults are the paper's: learning rate 2e-5 with cosine schedule, 64 conversations of at most 2,048 tokens per
+    update, one epoch. The same command resumes interrupted training. The tuned model is saved in Hugging Face format in
+    OUT/model.
 
     Example: sinklab sft runs/k --data chats.jsonl --out runs/k-chat
     """

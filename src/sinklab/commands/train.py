@@ -39,7 +39,7 @@ def train_command(
     Rank 0 prints the last evaluation or, with `as_json`, the measurement.
 
     Args:
-        out: run directory; default: runs/NAME-HASH.
+        out: run directory; default: runs/NAME-HASH, with the recipe's name and the run's hash.
         anyway: train even if the memory estimate exceeds the memory of the GPU or machine.
 
     Raises:
@@ -119,7 +119,7 @@ def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
 
 
 def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, bool]:
-    """Estimate parameters, FLOPs and memory of training a recipe with the processes that were started.
+    """Estimate parameters, FLOPs and memory of training a recipe, with the number of processes set by torchrun.
 
     Returns:
         The estimates, and True if this process (rank 0) prints them.
@@ -134,7 +134,7 @@ def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, b
 
 
 def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step: int, console: Console) -> Replay:
-    """Recompute loss and gradients on the batch of one step of a run, to find the first tensor with NaN or infinity.
+    """Recompute and return loss and gradients of one step of a run, with the first tensor that has NaN or infinity.
 
     Raises:
         InputError: see `replay`; also if there is no such run, or several processes were started.
