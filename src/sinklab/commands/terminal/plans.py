@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
-    """Print two lines per experiment: number of cells and time per scale; question or title, truncated to the width."""
+    """Print two lines per experiment: id, number of cells and time per scale; then question or title, truncated."""
     scales: list[Scale] = [scale for scale in SCALES if any(scale in one.scales for one in found)]
     jobs = jobs_here()
     rows = [("", "cells", *scales)]
@@ -133,7 +133,7 @@ def print_preview(ahead: Preview, console: Console) -> None:
 
 
 def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console) -> None:
-    """Print a line per pass: models, sequences (replicates x N x T), inputs, cells; then tokens and download size.
+    """Print a line per pass (replicates x sequences x tokens, models, inputs, cells), then tokens and download size.
 
     Args:
         planned: triples of experiment id, pass, and numbers of its replicates.

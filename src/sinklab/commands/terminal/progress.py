@@ -80,12 +80,13 @@ def short_duration(seconds: float) -> str:
 
 
 class Board:
-    """Context with a live display: bars in a terminal; otherwise a progress line every SPEAKS_EVERY seconds.
+    """Context manager with a live display: bars in a terminal, otherwise a line at most every SPEAKS_EVERY seconds.
 
     Without a terminal, a thread prints the current phase if no line was printed for SPEAKS_EVERY seconds, for example
     while a large model is loaded or a report is rendered.
 
     Args:
+        console: console to print to.
         phase: name of the first phase of the work.
         clock: clock in seconds.
         columns: columns of rich's progress bars.
@@ -117,7 +118,7 @@ class Board:
         return not self.console.is_terminal and self.clock() - self._said >= SPEAKS_EVERY
 
     def begin(self, phase: str) -> None:
-        """Set the current phase without printing. A new phase resets the duration."""
+        """Set the current phase without printing. If its name is new, its duration restarts at zero."""
         if phase != self._phase:
             self._phase, self._place, self._since = phase, phase, self.clock()
 
@@ -127,7 +128,7 @@ class Board:
         self.console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
 
     def reached(self, name: str, done: float, total: float | None, shown: str = "", unit: str = "") -> None:
-        """Print a progress line `NAME: DONE of TOTAL UNIT, SHOWN`, if one is due."""
+        """Set the progress text to `NAME: DONE of TOTAL UNIT, SHOWN`, and print it if a line is due."""
         of = "" if total is None else f" of {total:,.0f}"
         self.reach(f"{name}: {done:,.0f}{of}{unit and ' '}{unit}" + (f", {shown}" if shown else ""))
 
@@ -148,10 +149,12 @@ class Board:
 
 
 class RunBoard(Board):
-    """Live display of a line per run (steps, loss, sink rate) and the remaining time; with many runs, active runs only.
+    """Live display of steps, loss and sink rate of each run, or of each active run if there are more than MANY.
+
+    The last line shows the steps of all runs and the remaining time.
 
     Without a terminal, a line is printed per evaluation, and at most every SPEAKS_EVERY seconds in between. Failures
-    are printed at once.
+    are printed immediately.
 
     Args:
         console: console to print to.
@@ -202,9 +205,9 @@ class RunBoard(Board):
             self._show(event, latest if event.row is not None else "")
 
     def seconds_left(self) -> float | None:
-        """Return the estimated seconds until all runs end, at the speed of all runs together in the last minutes.
+        """Return the estimated seconds until all runs end, at their total speed in the last SPEED_OVER seconds.
 
-        None if no update was observed, or less than SPEED_AFTER seconds of training.
+        Returns None if no update, or training for less than SPEED_AFTER seconds, was observed.
         """
         while len(self.timed) > 1 and self.timed[1][0] < self.clock() - SPEED_OVER:
             self.timed.popleft()

@@ -47,7 +47,7 @@ SHARES = ("acc", "exact_match")
 
 
 def print_report(data: ReportData, console: Console) -> None:
-    """Print the tables of a report and its notes, then each experiment with its claims, then the other claims."""
+    """Print the tables of runs and suites, the notes, each experiment with its claims, and then the other claims."""
     for table in [*([cells_table(data, curves=True)] if data.cells else []), *result_tables.suite_tables(data)]:
         print_table(table, console)
     print_notes([f"{name}: {note}" for name, note in data.notes], console)
@@ -192,7 +192,7 @@ def print_parity(parity: "Parity", console: Console) -> None:
 
 
 def print_scores(scores: "DownstreamScores", console: Console) -> None:
-    """Print a line per metric of every downstream task, with the sink rate on the task's items, then the notes."""
+    """Print a line per metric of every downstream task, with Sink_1 (on the items or on a text), and then the notes."""
     columns = [*names("task", "metric"), *numbers("", "value", "standard error"), *numbers(",d", "items")]
     columns += [TableColumn("Sink_1", "%", ".1f")]
     rows = [

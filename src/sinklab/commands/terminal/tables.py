@@ -31,7 +31,7 @@ TONES = {
 
 
 def printable(text: str) -> str:
-    """Replace non-printable characters, including line feeds, by `�`, as names could contain control sequences."""
+    """Replace non-printable characters, including line feeds, by `�`, because names may contain control sequences."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
