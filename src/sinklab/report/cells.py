@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sinklab.measuring.measurement import Measurement
 
 SHOWN = 0.05
-"""Minimum sink rate, percent, at which the headline names a sink; lower rates are printed as 0.0."""
+"""Minimum sink rate, percent, at which a headline on several models names a sink; lower rates round to 0.0."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -70,7 +70,7 @@ class CellRow:
         latest: last evaluation of every run, updated with its measurement (`ReportedRun.latest`), or one evaluation
             with the values of the summary.
         measured: measurements of the runs that have one.
-        seconds: duration of the training, or of the measurement if nothing was trained; None if unknown.
+        seconds: durations, in seconds, of training or of measuring an existing model; None if unknown.
     """
 
     cell: str
@@ -83,17 +83,17 @@ class CellRow:
 
     @property
     def sink_first(self) -> Spread | None:
-        """Sink rate of the first token, percent; None if unknown."""
+        """Sink rates of the first token over the runs, percent; None if unknown."""
         return Spread.of(next(iter(one.sink_rate or ()), None) for one in self.latest)
 
     @property
     def sink_visible(self) -> Spread | None:
-        """Sink rate of the first token over the queries that can see it, percent; None if equal to `sink_first`."""
+        """`sink_first` with importance averaged only over queries that can see the key; None if equal or unknown."""
         return Spread.of(next(iter(one.sink_rate_visible or ()), None) for one in self.latest)
 
     @property
     def sink_bias(self) -> Spread | None:
-        """Sink rate of a bias, sink logit, sink token or registers, percent; None if the model has none of these."""
+        """Sink rates of a bias, sink logit, sink token or registers over the runs, percent; None if there are none."""
         return Spread.of(one.sink_rate_bias for one in self.latest)
 
     @property

@@ -21,13 +21,13 @@ from sinklab.tables import Table
 
 ChartRows = Sequence[Mapping[str, Any]]
 Drawing = alt.LayerChart | alt.FacetChart
-"""A chart without a width; `page.py` sets it for the page and for chart files."""
+"""A chart without a width, which depends on the output: page, chart file or notebook."""
 Tip = tuple[str, str, str]
 """A field of a tooltip with its title and number format; the format is empty for text."""
 
 HEIGHT, SHORT, ROW_HEIGHT, LINE_HEIGHT, SEED_HEIGHT = 260, 220, 26, 12, 7
 SMALL, WIDE_CHART = 300, 640
-"""Widths in pixels of charts in files and notebooks: small charts (`Figure.small`), and others."""
+"""Widths in pixels of small charts (`Figure.small`) in files and notebooks, and of other charts in files."""
 LABEL_WIDTH = 220
 LETTER = 7
 """Mean width of a character of an axis label in pixels."""
@@ -363,7 +363,7 @@ def heatmap(
     """Draw a matrix as a heatmap; NaN and infinite entries are left blank.
 
     Args:
-        values_YX: the matrix; its first row is at the top, or at the bottom if `rows.upwards`.
+        values_YX: matrix (Y rows, X columns); its first row is at the top, or at the bottom if `rows.upwards`.
         scale: colour scale, shared by comparable heatmaps.
         title: title above the heatmap.
         rows, columns: titles and numbering of the axes.
@@ -413,7 +413,7 @@ def heatmap(
 
 
 def scale_over(what: str, matrices: Iterable[np.ndarray], diverging: bool = False) -> ColourScale:
-    """Return a colour scale over all finite values and zero, with ends rounded outwards to one significant digit.
+    """Return a colour scale of zero and all finite values, with ends rounded outwards to one significant digit.
 
     A diverging scale is symmetric about zero. The upper end is 1 if it would otherwise be zero.
     """

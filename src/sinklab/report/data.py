@@ -147,7 +147,7 @@ class ReportData:
             of sweeps of several experiments are only in `sweeps`.
         claims: claims of summaries that do not list the claim's experiment. All other claims are in `sweeps`.
         summary_cells: cells of the summaries by name, without those of packed sweeps and of sweeps of several
-            experiments. If a name is already used in an earlier directory, all cells and runs of the directory are
+            experiments. If an earlier directory already uses one of a directory's names, all of its cells and runs are
             named `DIRECTORY/CELL`.
         suites: result documents of several measurements.
         sweeps: directories whose summary lists experiments; each experiment has a section on the page.

@@ -295,7 +295,7 @@ def assessment_figures(data: ReportData) -> list[Figure]:
 
 
 def _answers(document: Assessment, of: str, number: int) -> Figure | None:
-    """Draw the added loss of every answer of an assessment that has one; None if there are none."""
+    """Draw the added losses of the answers of an assessment; None if no answer has one."""
     kinds = ("loss without the sink", "cost of the sink", "other changes")
     rows = [
         {

@@ -1,6 +1,6 @@
-"""The leaderboard of mitigations: every cell of the experiments on mitigations, with median and range over seeds.
+"""The leaderboard of mitigations: cells of experiments whose ids begin with `mitigations`, with medians and ranges.
 
-The experiment `mitigations_retuned` (other learning rates) gives a column, the lowest loss of each cell, and no rows.
+The experiment `mitigations_retuned` (other learning rates) has no rows; it gives a column with each cell's lowest loss.
 To add a column, add an entry to `_scores`, or set `column` of a number of an assessment (`assessing/parts/`).
 """
 
@@ -20,7 +20,7 @@ from sinklab.tables import SINK_1, Table, TableCell, TableColumn, counted
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
 LOSS, SINK = "Valid. loss", SINK_1
 FAR = 1.0
-"""Maximum difference from the baseline's loss, nats per token, for a linear loss axis; else the axis is symlog."""
+"""Maximum absolute difference from the baseline's loss, nats per token, for a linear axis; else it is symlog."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
     if not cells:
         return None
     runs = [run for name in experiments for cell in summary.cells_of(name).values() for run in cell.runs if run.hash]
-    # Assessments are scored only for the largest group of runs assessed with the same text and settings.
+    # Only the largest group of runs assessed with the same text, settings and dtype is scored.
     assessed = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
     numbers = {run_hash: assessment.numbers() for run_hash, assessment in assessed.items()}
     found = {name: _scores(sweep, name, cell, numbers) for name, cell in cells.items()}

@@ -106,7 +106,7 @@ def _by_layer(data: ReportData) -> Figure | None:
 
 
 def uniform_importance(length: int) -> np.ndarray:
-    """Return the importance of every position under uniform causal attention (metrics.py), shape (T,)."""
+    """Return the importance of every position under uniform causal attention (see metrics.py), shape (length,)."""
     return metrics.uniform_importance(torch.tensor([length]), length)[0].numpy()
 
 
@@ -120,7 +120,7 @@ def _masks_note(data: ReportData) -> str:
 
 
 def _importance_scale(maps: list[np.ndarray], data: ReportData) -> ColourScale:
-    """Return the colour scale of importance, from 0 to the largest importance, but at least the largest ε of the runs.
+    """Return the colour scale of importance, from 0 to its maximum, rounded up to 0.1, or to the largest ε if greater.
 
     With a smaller upper end, a model without a sink would be drawn in strong colours.
     """
@@ -423,7 +423,7 @@ class Explorer:
         title: title of the section.
         note: description of the sequence and of the maps.
         data: JSON-serializable data for `templates/explore.js`. `maps` contains bytes n of shape (heads, S, S), query
-            by key, compressed with zlib and encoded in base64; the attention weight is (n / 255)^2.
+            by key for S tokens, compressed with zlib and encoded in base64; the attention weight is (n / 255)^2.
     """
 
     key: str

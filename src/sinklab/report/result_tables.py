@@ -29,7 +29,7 @@ Labelled = Sequence[tuple[str, Measurement]]
 
 
 def suite_tables(data: ReportData) -> list[Table]:
-    """Make the page's tables of model comparisons, ablations, and propositions on repeated tokens."""
+    """Make the report's tables of model comparisons, ablations, and propositions on repeated tokens."""
     compared = [
         replace(comparison_table(suite.document.rows, list(suite.document.measured)), key=f"comparison-{number}")
         for number, suite in enumerate(data.suites)

@@ -1,6 +1,6 @@
 """Figures of a sweep: our values compared with the paper's, and the figures of each experiment.
 
-An experiment can have four figures: values by cell, one quantity against another, training curves, and sinks by layer.
+An experiment has up to four figures: values by cell, one quantity against another, training curves, sinks by layer.
 """
 
 import os
