@@ -95,7 +95,8 @@ def train(
 
     With several processes: torchrun --nproc-per-node 8 -m sinklab train 60m
 
-    On Ctrl-C (exit status 130), SIGTERM or SIGUSR1 (exit status 75), a checkpoint is saved; the same command resumes.
+    Ctrl-C (exit status 130), SIGTERM and SIGUSR1 (exit status 75) stop training after a checkpoint is saved; the same
+    command resumes.
     """
     from sinklab.commands.train import plan_command, replay_command, train_command
 

@@ -94,7 +94,7 @@ class Invocation:
         self._survey("checkpoints", total, measured, partial(print_survey, CheckpointsDocument))
 
     def compare(self, models: Sequence[str]) -> None:
-        """Measure several models on the same text; for errors, see `compare_models` and `_survey`."""
+        """Measure several models on the same text or kind of tokens; for errors, see `compare_models` and `_survey`."""
         self._survey("models", len(models), partial(compare_models, models), print_comparison)
 
     def sizes(self, names: Sequence[str], models_dir: Path | None) -> None:

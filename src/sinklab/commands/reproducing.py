@@ -98,7 +98,8 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
 
     Raises:
         InputError: if the file is missing or malformed, contains no conversation or is not used by any experiment, two
-            experiments have different tuning settings, trl is not installed, or torchrun started several processes.
+            experiments have different tuning settings, trl or accelerate is not installed, or torchrun started several
+            processes.
     """
     tuned = [one for one in experiments if one.tune is not None]
     if not tuned:

@@ -98,7 +98,7 @@ class CellRow:
 
     @property
     def later_sink(self) -> tuple[int, float] | None:
-        """Position (1-based) and mean rate over runs, in percent, of the highest sink.
+        """Position (1-based) and mean rate over runs, in percent, of the highest sink at positions 1 to T / 2.
 
         None if the highest sink is at the first token, is below 1 % or is unknown.
         """
@@ -270,7 +270,7 @@ def averaged(fields: Sequence[str], values: Iterable[Sequence[Any]]) -> list[dic
 
 
 def growth_of_sink(data: ReportData, cell: str) -> list[float]:
-    """Return the sink rate at every evaluated step, percent: maximum of first token and bias, averaged over seeds."""
+    """Return the sink rate (percent) at every step with a known rate: mean over seeds of max(first token, bias)."""
     rows = curve(
         data.runs_of(cell),
         lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,

@@ -213,7 +213,7 @@ class ReportData:
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """Pairs of name and text: the notes of each measured run, and the reason of each failed measurement."""
+        """Pairs of name and text: the notes of each measured run, and the reason for each failed measurement."""
         failed = [(name, why) for suite in self.suites for name, why in suite.document.failed.items()]
         return [
             *((self.label(run), note) for run, one in self.measured for note in one.notes),

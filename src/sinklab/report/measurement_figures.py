@@ -120,7 +120,7 @@ def _masks_note(data: ReportData) -> str:
 
 
 def _importance_scale(maps: list[np.ndarray], data: ReportData) -> ColourScale:
-    """Return the colour scale of importance, from 0 to its maximum, rounded up to 0.1, or to the largest ε if greater.
+    """Return the colour scale of importance, from 0 to the greater of the maximum (rounded up to 0.1) and all ε.
 
     With a smaller upper end, a model without a sink would be drawn in strong colours.
     """

@@ -220,7 +220,7 @@ def _file_spec(chart: charts.Drawing, width: int) -> dict[str, Any]:
 def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str]) -> list[Path]:
     """Write every chart of the report, without links, into `out_dir`.
 
-    Files are named `<figure>.<format>`, or `<figure>-<number>.<format>` if the figure has several charts.
+    Files are named KEY.FORMAT (KEY: `Figure.key`), or KEY-NUMBER.FORMAT if the figure has several charts.
 
     Returns:
         The paths written, in reading order.

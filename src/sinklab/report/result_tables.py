@@ -268,7 +268,7 @@ def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
 
 
 def mixing_table(measured: Labelled) -> Table | None:
-    """Make a table with a row per block: change of later hidden states if a token is replaced; None if not measured."""
+    """Make a table of the change of later hidden states after a token is replaced, by block; None if not measured."""
     found = [(label, one) for label, m in measured if (one := m.mixing)]
     if not found:
         return None
@@ -339,7 +339,7 @@ def _remarks(document: Assessment) -> list[str]:
 
 
 def assessment_table(document: Assessment, title: str = "Costs and benefits of the sink", key: str = "") -> Table:
-    """Make a table of loss, added loss, perplexity and KL divergence under every intervention, ordered by part."""
+    """Make a table of loss, added loss, perplexity and KL divergence under the interventions, ordered by part."""
     columns = [
         *names("Part", "Change"),
         TableColumn("Loss", "nats / token", ".4f"),
