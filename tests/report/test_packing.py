@@ -172,6 +172,16 @@ def test_a_recipe_that_names_a_path_of_this_machine_is_refused(tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("file", ["sigmoid-*/recipe.yaml", "asked/table_6.json"])
+def test_a_damaged_recipe_or_manifest_is_refused_with_its_path(sweep_folder: Path, file: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(sweep_folder, tmp_path / "tiny"))
+    damaged = next(copy.glob(file))
+    damaged.write_text("{unfinished: [", encoding="utf-8")
+    with pytest.raises(InputError, match=rf"{damaged.name} cannot be read .*rerun the experiment"):
+        pack_sweep([copy], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_cannot_be_packed_is_refused_and_stays_as_it_is(sweep_folder: Path, tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()

@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sinklab.errors import InputError
-from sinklab.experiments.documents import SUMMARY, CellRun, Summary, chance_of_claims, read_record, verdict_counts
+from sinklab.experiments.documents import (
+    SUMMARY,
+    CellRun,
+    Summary,
+    chance_of_claims,
+    first_line,
+    read_record,
+    verdict_counts,
+)
 from sinklab.experiments.sweep.packed import (
     METRICS,
     PACKED_FILES,
@@ -96,15 +104,20 @@ def _manifests(sweep: Sweep) -> list[Path]:
 
 
 def _check_paths(sweep: Sweep) -> None:
-    """Raise InputError if a recipe or manifest is not a mapping, or contains an absolute path.
+    """Raise InputError if a recipe or manifest cannot be read, is not a mapping, or contains an absolute path.
 
     Absolute paths are rejected because they may not exist on another machine.
     """
     folders = [folder for run in sweep.summary.runs if (folder := sweep.folder(run)) is not None]
     recipes = [folder / RECIPE for folder in folders if (folder / RECIPE).is_file()]
     for path in (*_manifests(sweep), *recipes):
-        text = path.read_text(encoding="utf-8")
-        document = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+        try:
+            text = path.read_text(encoding="utf-8")
+            document = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{path} cannot be read ({first_line(error)}): rerun the experiment to rewrite the file"
+            ) from error
         if not isinstance(document, dict):
             raise InputError(f"{path} is damaged: it must contain a mapping; rerun the experiment to rewrite the file")
         for key, value in leaves(document).items():
