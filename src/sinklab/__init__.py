@@ -4,14 +4,14 @@
     result = sinklab.measure(model, tokens)          # a Measurement: sinks, norms, loss
     with sinklab.probe(model) as watch:              # record the forward passes of a Hugging Face model
         model.generate(...)
-    watch.layers[0].importance_BHT                   # importance alpha, (batch, head, position)
+    watch.layers[0].importance_BHT                   # alpha of the first attention layer, (batch, head, position)
 
     sinklab.Measurement.load("runs/m")               # the result of `sinklab measure --out runs/m`
     Trainer(.., callbacks=[sinklab.SinkCallback(tokens)])     # measure at every evaluation, with transformers or trl
 
     sinklab.register()                               # AutoModelForCausalLM then loads all `sinklab export` directories
 
-Names are imported lazily. help(sinklab.measure) describes the arguments of `measure`.
+Each of these names is imported on first use. help(sinklab.measure) describes the arguments of `measure`.
 """
 
 from importlib import import_module

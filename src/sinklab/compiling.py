@@ -9,7 +9,7 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FORMS = 128  # maximum compiled variants of one function, which differ in operation, mask, shape and gradient mode
+FORMS = 128  # compiled variants allowed per function; they differ in operation, mask, shape and gradient mode
 
 
 def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[P, R]:
@@ -28,7 +28,7 @@ def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[
 
 @functools.cache
 def can_compile() -> bool:
-    """Return True if torch.compile works on this machine's CPU, which needs a C++ compiler and Python's headers."""
+    """Return whether torch.compile works on this machine's CPU: it needs a C++ compiler and Python's headers."""
     try:
         torch.compile(lambda x: x.sin() + 1, fullgraph=True)(torch.ones(64))
     except Exception:  # Inductor raises a different exception for each missing component

@@ -33,7 +33,8 @@ def pick_device(name: str) -> torch.device:
 def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a CPU or CUDA device multiplies 16-bit floats natively. Emulation is slower than float32.
 
-    Returns False for other devices, and for a CPU on which ATEN_CPU_CAPABILITY disables AVX-512 and AMX in PyTorch.
+    Returns False for other devices, and for CPUs on which PyTorch uses neither AVX-512 nor AMX, for example because
+    the environment variable ATEN_CPU_CAPABILITY disables them.
 
     Args:
         dtype: bfloat16 or float16.
@@ -47,7 +48,7 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return float32 if the device is a CPU that emulates `dtype`, else `dtype`.
+    """Return float32 if `dtype` is bfloat16 or float16 and the device is a CPU that emulates it, else `dtype`.
 
     Emulated bfloat16 is much slower than float32: 5 times in matrix products with AVX-512, 50 times with AVX2 only.
     """
@@ -58,8 +59,8 @@ def float32_if_emulated(dtype: torch.dtype, device: torch.device) -> torch.dtype
 def processor_name() -> str:
     """Return the name of this machine's CPU with its family and model, or its architecture if the name is unknown.
 
-    Virtual machines give several generations of CPUs the same name, such as "AMD EPYC". Family and model distinguish
-    them, because their results differ in rounding.
+    In virtual machines, several generations of CPUs have the same name, such as "AMD EPYC", but round differently.
+    Family and model distinguish them.
     """
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
@@ -100,7 +101,7 @@ def keep_freed_memory() -> None:
 
     By default glibc returns large blocks to the system, which must zero the pages again at each step. This takes 3 to
     13 % of a small model's training time (benchmarks/train_cpu.py). The setting lasts until the process ends and does
-    not change numerical results. It has no effect without glibc, or if the environment variable
+    not change numerical results. This function is a no-op without glibc, or if the environment variable
     MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ or GLIBC_TUNABLES is set.
     """
     variables = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -112,7 +113,7 @@ def keep_freed_memory() -> None:
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants in malloc.h
-KEPT = 2**28  # bytes of free memory kept at the end of the heap
+KEPT = 2**28  # maximum bytes of free memory kept at the end of the heap
 LARGEST_KEPT = 2**25  # bytes; freed blocks above it return to the system; older glibc refuses a higher limit
 INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
 WITHOUT_AVX512 = ("DEFAULT", "NO AVX", "AVX2")

@@ -1,6 +1,6 @@
 """Rendering functions of `Measurement`: `chart` for `plot()`, and `html` for the HTML view in notebooks.
 
-`sinklab/__init__.py` sets them to functions of `sinklab.report`, so that `sinklab.measuring` does not import it.
+`sinklab/__init__.py` sets them to functions that import `sinklab.report`, so that `sinklab.measuring` does not.
 """
 
 from collections.abc import Callable

@@ -28,11 +28,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, exceeded quota, f
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yield the path of an empty temporary file next to `path`; at the end of the `with` block it replaces `path`.
+    """Yield the path of an empty temporary file, which replaces `path` at the end of the `with` block.
 
     If the block raises an exception, the temporary file is removed and `path` is unchanged. Missing parent folders are
-    created. If `path` is a symbolic link, its target is replaced and the link is kept. The file has the permissions of
-    the file that it replaces, else those of the umask.
+    created. If `path` is a symbolic link, its target is replaced and the link is kept. The new file has the permissions
+    of the replaced file; if there was none, the umask determines them.
 
     Raises:
         InputError: see `target_of`.
@@ -122,7 +122,7 @@ def parse_yaml(text: str) -> Any:
 
     Raises:
         ValueError: if the text is not YAML, repeats a key, is nested too deeply, or has more than `MOST_VALUES` values,
-            as with recursive aliases.
+            for example because an alias contains itself.
     """
     try:
         document = yaml.load(text, _UniqueKeys)
@@ -176,7 +176,7 @@ def sha256_of(path: Path) -> str:
 
 
 def is_at(file: IO[Any], path: Path) -> bool:
-    """Return whether an open file is still the file at `path`; a lock on a removed file excludes no other process."""
+    """Return whether an open file is still the file at `path`, so that a lock on it excludes other processes."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Catalogue of interventions: the recipe keys that change a model or its training, with variants and neutral values.
 
-The rows of the catalogue come from the recipe's JSON schema. With its neutral value, a key has no effect on training.
+The rows of the catalogue come from the recipe's JSON schema. A key that has its neutral value does not affect training.
 A variant is an overlay on a base recipe (`sinklab.train.recipe.build_recipe`). The variants in this module need at
 least two layers and a head dimension that is a multiple of 8. Their windows of 8 tokens have an effect only in contexts
 longer than 8.
@@ -44,7 +44,7 @@ def _attention_key(choice: Choice, key: str, kind: type[Kind]) -> str:
 
 _WINDOW = {"kind": "window", "width": 8}
 
-_UNCLIPPED: Overlay = {"optim": {"clip": None}}  # additional weights change the rounding of the gradient norm
+_UNCLIPPED: Overlay = {"optim": {"clip": None}}  # with more weights, the norm that clipping uses is rounded differently
 
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
@@ -154,7 +154,7 @@ NEUTRAL: dict[str, NeutralExample] = {
     "model.mixer.every (kimi_delta)": NeutralExample("1", {"model": {"mixer": {"kind": "kimi_delta", "every": 1}}}),
     "optim.clip": NeutralExample("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
 }
-"""Neutral values by dotted recipe key. For a key inside a member of a union, the kind follows: `key (kind)`."""
+"""Neutral values by dotted recipe key. A key of one member of a union has the member's kind added: `key (kind)`."""
 
 ROOTS = ("model", "data", "losses", "optim", "schedule")
 
@@ -228,8 +228,8 @@ def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator
     """List the rows of a field of the recipe's schema and of its nested fields.
 
     Args:
-        baseline: True if the field belongs to the default member of every union that contains it, so that its default
-            is the baseline's value.
+        baseline: True if the field's default is the baseline's value: every union that contains the field has its
+            member with the field as default, and no section that contains the field is null by default.
     """
     types = members(field)
     parts = [one for one in types if "properties" in one]

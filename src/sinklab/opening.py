@@ -56,8 +56,9 @@ class Model:
         step: training step of a run, also if it was loaded as a Hugging Face model; None for other models.
         planned_steps: total number of training steps of a run; None for Hugging Face models.
         notes: notes from loading the model, shown with results.
-        held_out: function that returns the first N tokens of a run's validation text, and prepares the data again if
-            necessary; None for Hugging Face models. It raises the errors of `validation_tokens`.
+        held_out: function that returns the first N token ids of a run's validation text, or all if there are fewer. It
+            prepares the data again if necessary, and raises the errors of `validation_tokens`. None for Hugging Face
+            models.
     """
 
     name: str
@@ -108,7 +109,7 @@ class Model:
         """Return a renderer that applies the model's chat template, or writes lines `role: content` if it has none.
 
         Args:
-            keep_bos: keep the BOS that the template writes.
+            keep_bos: keep the BOS that the template writes, instead of removing it.
         """
         own = isinstance(self.tokenizer, Tokenizer)
         return Conversations() if own else Conversations(self.tokenizer, keep_bos)
@@ -124,13 +125,16 @@ def open_model(
     """Load a run directory (which contains a recipe.yaml), a model directory or .gguf file, or a model on the hub.
 
     Args:
-        step: step of a run's checkpoint; default: the newest. Ignored for other models and with `as_transformers`.
-        as_transformers: load the newest checkpoint of a run as the Hugging Face model that `sinklab export` writes.
+        loading: dtype, device and other options.
+        step: step of a run's checkpoint; default: the newest valid one. Ignored for other models and with
+            `as_transformers`.
+        as_transformers: load the newest valid checkpoint of a run as the Hugging Face model that `sinklab export`
+            writes. Ignored for other models.
 
     Raises:
-        InputError: see `check_name`, `check_revision`, `load_pretrained`, `load_run` and `export_run`; for example if
+        InputError: see `check_name`, `check_revision`, `load_pretrained`, `load_run` and `export_run`, for example if
             the model does not exist or cannot be loaded, or a file of the model cannot be read.
-        SinklabError: see `load_run` and `export_run`; for example if no checkpoint of a run is valid.
+        SinklabError: see `load_run` and `export_run`, for example if no checkpoint of a run is valid.
     """
     check_name(name)
     check_revision(name, loading.revision)
@@ -154,8 +158,8 @@ def model_files(place: Path) -> str | None:
     """Return a SHA-256 of the names, sizes and contents of a local model's files; None if the path does not exist.
 
     Included are weights, config.json, recipe.yaml, Python code, tokenizer files and chat templates, also in subfolders.
-    Links without a target are left out. The hash does not depend on modification times, so a copy has the same hash.
-    Hashing takes about a second per GB.
+    If `place` is a file, only that file is hashed. Links without a target are left out. The hash does not depend on
+    modification times, so a copy has the same hash. Hashing takes about a second per GB.
 
     Raises:
         InputError: if a file cannot be read.

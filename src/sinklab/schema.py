@@ -51,8 +51,8 @@ class NeutralExample:
 
     Attributes:
         said: description of the values in the catalogue.
-        values: values of the kind's fields, or recipe values.
-        against: values of the kind's fields, or recipe values, of the baseline; None if it is the base recipe.
+        values: in `Kind.neutral` values of the kind's fields, in `interventions.NEUTRAL` nested recipe values.
+        against: such values of the baseline; None if the baseline is the base recipe.
     """
 
     said: str
@@ -64,9 +64,9 @@ class Kind(Part):
     """A member of a union discriminated by `kind`.
 
     Attributes:
-        examples: examples by name, of attention operations, biases and masks. Each is a tested variant
+        examples: examples by name; only attention operations, biases and masks have them. Each is a tested variant
             (`interventions.VARIANTS`).
-        neutral: neutral examples by recipe key, relative to the key of the union; "" is the example for the whole kind.
+        neutral: neutral examples by recipe key, relative to the key of the union; "" is the key of the whole kind.
     """
 
     examples: ClassVar[Mapping[str, Example]] = {}

@@ -1,7 +1,7 @@
 """Base class of command settings, and fields shared by several commands.
 
 A settings model declares bounds, default and help text of each setting. `commands/from_model.py` derives the command
-line options from its fields. Result documents contain its `model_dump`.
+line options from its fields. Result documents contain the `model_dump` of the settings.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class CommandSettings(BaseModel, frozen=True):
 
         Raises:
             InputError: if a value is invalid, a required one is missing, or a name is unknown. The message names the
-                first such option, its value and what is expected.
+                first such option, its value and what is expected. An InputError of a validator is raised unchanged.
         """
         try:
             super().__init__(**values)
@@ -71,7 +71,7 @@ class CommandSettings(BaseModel, frozen=True):
 
 
 def flag_of(settings: type[CommandSettings], field: str) -> Flag:
-    """Return the `Flag` declared for a settings field, or a `Flag` without properties."""
+    """Return the `Flag` declared for a settings field, or a `Flag` with default values if there is none."""
     return next((one for one in settings.model_fields[field].metadata if isinstance(one, Flag)), Flag())
 
 

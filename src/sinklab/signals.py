@@ -57,7 +57,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
-    """Treat signals (by default SIGINT, SIGTERM and SIGUSR1) as stop requests in the `with` block."""
+    """Set the yielded StopRequest on signals (by default SIGINT, SIGTERM and SIGUSR1) in the `with` block."""
     request = StopRequest()
     with _handled(numbers or (signal.SIGINT, *PREEMPTING), request.handle):
         yield request
@@ -67,8 +67,8 @@ def stop_on_signals(*numbers: int) -> Iterator[StopRequest]:
 def left_on_signals() -> Iterator[None]:
     """Make SIGTERM and SIGUSR1 raise PreemptedError in the main thread, as SIGINT raises KeyboardInterrupt.
 
-    Python drops exceptions that are raised in callbacks of the garbage collector or of weak references. If one of these
-    two exceptions is dropped, the process sends itself SIGTERM or SIGINT after 10 ms.
+    Python drops exceptions that are raised in callbacks of the garbage collector or of weak references. If it drops a
+    PreemptedError, the process sends itself SIGTERM after 10 ms; for a KeyboardInterrupt, SIGINT.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -113,7 +113,7 @@ def was_kept() -> bool:
 
 
 def ignore_signals() -> None:
-    """Ignore further stop signals in a process that is already stopping."""
+    """Ignore SIGINT, SIGTERM and SIGUSR1 from now on, in a process that is already stopping."""
     for number in (signal.SIGINT, *PREEMPTING):
         signal.signal(number, signal.SIG_IGN)
 

@@ -47,8 +47,9 @@ class TableCell:
     Attributes:
         value: number (formatted by its column) or text; None for a missing value.
         note: small text after the value, such as the spread over seeds.
-        tone: style of the cell: a verdict or `warn`. In HTML, only text columns other than the row header are styled.
-        link: hyperlink target; ignored in the terminal.
+        tone: style of the cell: a verdict or `warn`; ignored in Markdown. In HTML, only text columns other than the row
+            header are styled.
+        link: hyperlink target, used only in HTML.
     """
 
     value: float | str | None
@@ -66,7 +67,7 @@ class TableColumn:
 
     Attributes:
         title: column heading.
-        unit: unit, shown below the title.
+        unit: unit, shown below the title; omitted in Markdown.
         form: format specification of the numbers.
         text: whether cells are text, which is left-aligned and wrapped. Leading text columns name the rows.
         help: explanation of the column for the notes below a table; used only by the leaderboard.
@@ -154,7 +155,7 @@ def numbers(form: str, *titles: str, unit: str = "") -> list[TableColumn]:
 
 
 def markdown(table: Table) -> str:
-    """Render a table in Markdown, without title, units and notes. Markdown and HTML markup in cells is escaped."""
+    """Render a table in Markdown, without its title, its notes and the units. Markup in titles and cells is escaped."""
     lines = [_row(column.title for column in table.columns), _row("---" for _ in table.columns)]
     lines += [_row(" ".join(filter(None, (text, cell.note))) for text, cell in row) for row in table.cells()]
     return "\n".join(lines)
@@ -165,7 +166,7 @@ def _row(texts: Iterable[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape Markdown and HTML markup, and collapse whitespace, including newlines, to single spaces."""
+    """Return the text with Markdown and HTML markup escaped, and whitespace collapsed to single spaces."""
     plain = " ".join(text.split()).replace("\\", "\\\\")
     for character in "|`*_[]":
         plain = plain.replace(character, f"\\{character}")

@@ -57,7 +57,11 @@ class Ledger(Generic[AnyDocument]):
         return one_writer(self.path)
 
     def earlier(self, load: Callable[[Path], AnyDocument]) -> AnyDocument | None:
-        """Load the results of an earlier call with `load`, or return None; errors of `load` are not caught."""
+        """Return the results of an earlier call, or None if there are none. Raises the errors of `load`.
+
+        Args:
+            load: function that reads the document at a path.
+        """
         there = self.path is not None and self.path.is_file() and self.path.stat().st_size
         return load(self.path) if self.path and there else None
 
@@ -110,7 +114,8 @@ class JobStep:
 
     Attributes:
         name: name of the step in events.
-        run: function that computes and saves the result, and returns a short summary of it (may be empty).
+        run: function (progress reporter) that computes and saves the result, and returns a short summary of it (may be
+            empty).
         kept: short summary of the result saved by an earlier call (may be empty); None if the step must be run.
     """
 
@@ -155,6 +160,8 @@ def run_steps(
 class LineLedger:
     """Small results by key in a .jsonl file: the settings in the first line, then one line per result.
 
+    The constructor creates the file, or rewrites it without an incomplete last line.
+
     Args:
         path: path of the file; None keeps the results in memory only.
         what: description of the results, such as "answers".
@@ -162,7 +169,7 @@ class LineLedger:
 
     Raises:
         InputError: if the file contains results with other settings, or was not written by sinklab.
-        SinklabError: if the file cannot be written; it is created or rewritten without an incomplete last line.
+        SinklabError: if the file cannot be written.
     """
 
     def __init__(self, path: Path | None, what: str, request: Mapping[str, Any]) -> None:
@@ -177,7 +184,7 @@ class LineLedger:
         write_text(path, "".join(f"{json.dumps(line)}\n" for line in lines))
 
     def get(self, key: str) -> Any:
-        """Return the result of a key, or None."""
+        """Return the result of a key; None if there is none."""
         return self._results.get(key)
 
     def add(self, results: Mapping[str, Any]) -> None:
@@ -192,7 +199,7 @@ class LineLedger:
             append_line(self._path, "\n".join(lines))
 
     def remove(self) -> None:
-        """Delete the file."""
+        """Delete the file, if there is one; the results stay in memory."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
