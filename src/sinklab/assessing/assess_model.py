@@ -33,8 +33,10 @@ def assess(
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        text: a .txt or .jsonl file or a folder of them, read as one stream; None for the validation text of a run.
-        options: settings; without `parts`, the usual parts that can be run on the model.
+        text: a .txt or .jsonl file, a folder of them, or another source of `documents` such as stdlib, read as one
+            stream; None for the validation text of a run.
+        options: settings; without `parts`, the default parts (`USUAL`, or `IN_QUICK` with `quick`) that can be run on
+            the model.
         loading: options for loading the model.
         out: directory of assessment.json, which is written after every part; None writes no file. A repeated call
             resumes the assessment and may add parts.
@@ -47,10 +49,11 @@ def assess(
     Raises:
         InputError: before anything is written, if the model, the text or an option is invalid, a requested part cannot
             be run on the model, or `out` is not writable or contains an assessment with other settings; during the
-            assessment, if a requested part turns out to be impossible.
+            assessment, if a requested part turns out to be impossible and `where_possible` is False.
         HeldError: if another process is writing an assessment to `out`.
         UnsavedError: if a result cannot be saved; the error contains the assessment so far.
-        SinklabError: if a loss or KL divergence is not finite; the results of finished parts remain saved.
+        SinklabError: if the model cannot be loaded (see `open_model`), `out` cannot be locked, or a loss or KL
+            divergence is not finite; the results of finished parts remain saved.
     """
     parts = sorted(set(map(known_part, options.parts)), key=list(PARTS).index)
     options = options.model_copy(update={"parts": tuple(parts)})
@@ -99,10 +102,10 @@ def _cannot_be_run(part: str, why: str) -> InputError:
 
 
 def open_separable(name: str, loading: Loading) -> Model:
-    """Open a model whose attention can be edited.
+    """Load a model, and check that its attention can be edited.
 
     Raises:
-        InputError: if the model cannot be loaded, or its attention cannot be edited.
+        InputError, SinklabError: see `open_model`; InputError also if the attention cannot be edited.
     """
     model = open_model(name, loading)
     if why := model.adapter.inseparable():

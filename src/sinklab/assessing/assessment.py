@@ -28,8 +28,10 @@ class Assessment(VersionedDocument):
     """Content of assessment.json, where each part has its own key; the value is null until the part is finished.
 
     Attributes:
-        asked: inputs that determine the results: model, hashes of its files and of the tokens, settings and dtype.
-        context, layers: context length in tokens and number of layers of the model.
+        model: name or path of the model.
+        context, layers: context length in tokens and number of blocks of the model.
+        asked: inputs that determine the results: model, hashes of its files and of the tokens, settings, dtype and, if
+            the text is the validation text of a run, `held_out`.
         notes: notes on the model, the text and the settings.
         skipped: reason for skipping each skipped part, by name of the part.
         seconds: run time in seconds, by name of the part.
@@ -97,7 +99,7 @@ class Assessment(VersionedDocument):
         return [*said, *([f"The sink itself costs {_nats(gained)}."] if gained else [])]
 
     def remarks(self) -> list[str]:
-        """Return the remarks of the finished parts, which are printed below the result table."""
+        """Return the remarks of the finished parts that have one; they are printed below the result table."""
         return [remark for part in self.results.values() if (remark := part.remark())]
 
     def errors(self) -> list[str]:
@@ -135,7 +137,7 @@ def load_assessment(path: Path) -> Assessment:
     """Read an assessment.json.
 
     Raises:
-        InputError: if the file is missing, or is not a valid assessment.
+        InputError: if the file is missing, cannot be read, or is not a valid assessment.
     """
     try:
         return Assessment.model_validate(parse_json(path.read_text(encoding="utf-8")))
@@ -146,7 +148,7 @@ def load_assessment(path: Path) -> Assessment:
 
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:
-    """Return the largest group of assessments with the same text, settings and dtype; keys as in `assessments`."""
+    """Return the largest group of assessments with the same tokens, settings and dtype; keys as in `assessments`."""
     asked = {
         name: repr(sorted((key, repr(value)) for key, value in one.asked.items() if key not in OF_THE_MODEL))
         for name, one in assessments.items()

@@ -31,7 +31,8 @@ class AssessText:
     """A model and the text on which it is assessed: one token stream, cut into sequences.
 
     Args:
-        text: a .txt or .jsonl file or a folder of them; None for the validation text of a run.
+        text: a .txt or .jsonl file, a folder of them, or another source of `documents`; None for the validation text of
+            a run.
     """
 
     def __init__(self, model: Model, text: Path | None) -> None:
@@ -163,8 +164,9 @@ class PartFigure:
     """The data and axes of a figure, which `report` draws.
 
     Attributes:
+        title, caption: heading of the figure and text below it.
         rows: data points as mappings from field to value, including the fields of the axes and of `colour`.
-        y: vertical axis; default: the added loss.
+        x, y: horizontal and vertical axis; default of y: the added loss.
         kind: "lines" (a line per series), "dots" (dots, those with the same y joined by a line) or "scatter".
         reference: position of a dashed line on the y axis (for "dots", on the x axis).
         colour: field that contains the series name, or a category, by which points are coloured.
@@ -194,8 +196,9 @@ class AssessPart(ReadDocument, ABC):
         name: name of the part in `--parts`, assessment.json and experiments, and of its file.
         rank: position of the part in the order of execution and display.
         question: question that the part answers.
-        long_text: whether the part needs a long text. --quick omits it, and if the text is too short, it is skipped
-            unless `--parts` names it. For other parts, a text that is too short is an error.
+        long_text: whether the part needs a long text. --quick omits such a part unless `--parts` names it. If the text
+            is too short for it, it is skipped like a part that cannot be run on the model. For other parts, a text that
+            is too short is an error.
         on_request: whether the part runs only if `--parts` names it, because it is slow.
         loss_without_sink: value of `--parts` and further options with which the part measures the loss without the sink
             (rows with `lost`); empty if it does not measure it.
@@ -227,7 +230,7 @@ class AssessPart(ReadDocument, ABC):
         """Tokenise the text and return the job that runs the forward passes of the part.
 
         Raises:
-            InputError: if the text is too short, cannot be read or is missing (`AssessText.sequences`).
+            InputError: if the text is too short or cannot be read (see `AssessText.sequences`).
         """
 
     @abstractmethod
@@ -255,7 +258,7 @@ class AssessPart(ReadDocument, ABC):
         return self.row("unchanged", self.unchanged, f"{self.sequences} x {self.length:,} tokens")
 
     def added(self, effect: Effect) -> float:
-        """Return the loss under an intervention minus the loss of the unchanged model."""
+        """Return the loss under an intervention minus the loss of the unchanged model, in nats per token."""
         return effect.loss - self.unchanged.loss
 
     def point(self, effect: Effect, series: str, x: object, y: object = None) -> dict[str, object]:

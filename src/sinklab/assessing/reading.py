@@ -5,16 +5,16 @@
 
 p_t is the next-token distribution of the unchanged model, q_t that of the model under an intervention.
 
-On sequences longer than its context, the unchanged model is evaluated in windows of its context that overlap by half.
-Of each window after the first, only tokens that are not in the previous window are scored, so that every target beyond
-the first context is predicted from at least half a context.
+On sequences longer than its context, the unchanged model is evaluated in windows of its context, which overlap by at
+least half. Of each window after the first, only tokens that are not in the previous window are scored, so that every
+target beyond the first context is predicted from at least half a context.
 
 Logits are computed in slices of rows. log p of the unchanged model is computed once and cached for all interventions,
 up to `LOG_PROBABILITIES_KEPT` bytes per text; for further rows it is recomputed under every intervention. On a CPU,
 loss and KL divergence are computed in slices that fit in its cache, so that an intervention costs little more than one
-forward pass with the LM head. Rejected: kl = sum p log p - sum p z + logsumexp(z), with z the logits of q and a cached
-sum p log p, which does not require log q but is inaccurate where the divergence is small; half precision, for the same
-reason.
+forward pass with the LM head. Two alternatives were rejected because they are inaccurate where the divergence is small:
+half precision, and kl = sum p log p - sum p z + logsumexp(z), with z the logits of q and a cached sum p log p, which
+does not require log q.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -139,7 +139,11 @@ class PairedReader:
                 self._passed()
 
     def result_fields(self) -> dict[str, Any]:
-        """Return the fields that the results of all parts share: `sequences`, `length` and `unchanged`."""
+        """Return the fields that the results of all parts share: `sequences`, `length` and `unchanged`.
+
+        Raises:
+            SinklabError: see `ByPosition.effect`; the same holds for `by_key_head`.
+        """
         N, T = self.tokens_NT.shape
         return {"sequences": N, "length": T, "unchanged": self.unchanged.effect()}
 
@@ -177,7 +181,7 @@ class PairedReader:
         ]
 
     def _within_context(self, whole_NTE: Tensor | None) -> Tensor:
-        """Compute the unchanged model's hidden states in windows of its context that overlap by half.
+        """Compute the unchanged model's hidden states (N, T, E) in windows of its context, as in the module docstring.
 
         Args:
             whole_NTE: hidden states of the whole sequences, reused for the first window; None to compute that window.
@@ -246,8 +250,8 @@ def changed_attention(
 ) -> Iterator[None]:
     """Edit or replace a model's attention calls in the `with` block, in evaluation mode.
 
-    Score scales other than 1 / sqrt(D) are folded into the queries. `compute` computes the output with and without an
-    edit, so that the unchanged and the edited model use the same kernel.
+    Score scales other than 1 / sqrt(head dimension) are folded into the queries. `compute` computes the output with and
+    without an edit, so that the unchanged and the edited model use the same kernel.
     """
 
     def edited(layer: LayerCall) -> LayerCall:
@@ -261,7 +265,7 @@ def changed_attention(
 
 
 def first_importance(layer: LayerCall) -> Tensor:
-    """Compute alpha of the first position: (B, H).
+    """Compute the importance alpha of the first position, for each sequence of the batch and query head: (B, H).
 
     If the model has learned leading tokens, their total alpha is returned, which includes that of a bias key.
     """
@@ -283,7 +287,7 @@ def key_heads(adapter: Adapter) -> KeyHeads:
 
 
 def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
-    """Return a boolean mask (G,) of the KV heads of the layer that are in `heads`."""
+    """Return a boolean mask (G,) over the layer's G KV heads, True for those in `heads`."""
     G = layer.call.k_BGTD.shape[1]
     chosen = [(layer.index, head) in heads for head in range(1, G + 1)]
     return torch.tensor(chosen, device=layer.call.k_BGTD.device)

@@ -45,7 +45,7 @@ QUICK = DefaultSizes(2**8, 2**9, 2**10, (0, 4))
 
 
 def _names(given: object) -> object:
-    """Split a comma-separated list of part names into a tuple, which is empty for `all`."""
+    """Split a comma-separated list of part names into a tuple; `all` gives an empty tuple."""
     return () if given == "all" else split_names(given)
 
 
@@ -62,14 +62,14 @@ class AssessOptions(CommandSettings, frozen=True):
     quick: bool = Field(
         default=False,
         exclude_if=lambda quick: not quick,
-        description="Smaller defaults that take minutes: sequences of 256 tokens, 512 in total, streaming 1,024; "
-        "--keep 0 and 4; no length part. Explicit options take precedence.",
+        description="Smaller defaults that take minutes: sequences of 256 tokens, 512 tokens in total, 1,024 in "
+        "streaming; --keep 0 and 4; no length part. Explicit options take precedence.",
     )
     sequences: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None,
         ge=1,
         le=MOST,
-        description="Number of sequences; default: 2,048 tokens in total, 4,096 in streaming.",
+        description="Number of sequences; default: as many as have 2,048 tokens in total, or 4,096 in streaming.",
     )
     length: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None, ge=8, le=MOST, description="Tokens per sequence; default: the context, at most 1,024."

@@ -16,8 +16,8 @@ A fraction f of the KV heads keeps all keys and the other heads keep C keys. The
     by cost           the heads with the highest cost keep all keys
     by sink share     the heads with the lowest importance of the first position keep all keys
     random            random heads keep all keys, mean of several draws
-    one for all       every head keeps f T + (1 - f) C keys (rounded), including the first n, so that at the end of the
-                      text the total over heads is the same
+    one for all       every head keeps f T + (1 - f) C keys, rounded, including the first n. At the end of the text the
+                      total over heads is then the same, apart from the rounding
 """
 
 import random
@@ -188,6 +188,9 @@ def assess_budgets(
         others_MT: sequences on which the cost and the sink share of each KV head are measured.
         size, first: number C of keys of a restricted head, and number n of first keys among them.
         seed: random seed of the policy `random`.
+
+    Raises:
+        SinklabError: if a loss or KL divergence is not finite.
     """
     alone = PairedReader(adapter, others_MT, step)
     heads = alone.by_key_head(lambda chosen: alone.under(RestrictedHeads(size, first, chosen)))

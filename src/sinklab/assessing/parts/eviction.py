@@ -5,7 +5,7 @@ The cache of a query includes its own key. The policies keep these keys:
     recent                 the C latest keys
     first and recent       the first n and the C - n latest keys (StreamingLLM, 2309.17453)
     heavy hitters          the C // 2 latest keys, and older keys with the most accumulated attention (H2O, 2306.14048)
-    heavy without sink     as `heavy hitters`, but the first n keys are kept only while recent
+    heavy without sink     as `heavy hitters`, but once the cache is full, the first n keys are kept only while recent
     random                 the C // 2 latest keys, and random older keys
 
 Evicted keys do not return to the cache. As in H2O's public code, half of the budget is for recent keys, and the
@@ -95,7 +95,7 @@ def keep_heavy_hitters(layer: LayerCall, budget: int, barred: int = 0) -> LayerC
 
     Args:
         budget: number C of keys in the cache, including the query's own.
-        barred: number of first keys that are kept only while recent.
+        barred: number of first keys that are kept only while recent, once the cache is full.
     """
     B, _, L, _ = layer.call.q_BHTD.shape
     total_BGL = layer.call.q_BHTD.new_zeros(B, layer.call.k_BGTD.shape[1], L, dtype=torch.float32)
@@ -177,7 +177,12 @@ def assess_eviction(
     """Measure the loss for every eviction policy and budget.
 
     Args:
-        first: number n of first keys that are kept or barred, a learned sink token included.
+        budgets: numbers C of keys in the cache.
+        first: number n of first keys that are kept or barred, at most C - 1; a learned sink token is included.
+        seed: random seed of the policy `random`.
+
+    Raises:
+        SinklabError: if a loss or KL divergence is not finite.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     found = []

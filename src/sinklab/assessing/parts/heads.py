@@ -9,7 +9,7 @@ broadcast sinks induce low-rank outputs". The definitions and thresholds below a
     effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    at most LOW * V
 
 with A the attention weights, v the values, o the head's outputs, of dimension V, and s_i the singular values of the
-matrix of all o_t. The sink is the bias key or sink logit if the model has one, otherwise the first position; with
+matrix of all o_t. The sink is the bias key or sink logit if the layer has one, otherwise the first position; with
 several registers it is the first register, and the others count as tokens. The queries t are those after the sink (all,
 for a bias key or sink logit), in all sequences. The sum over s includes a bias. A gate can replace the sink of a nop
 head, and a register or sink token that of a broadcast head.
@@ -63,7 +63,7 @@ class Heads(AssessPart):
     """Roles of all query heads.
 
     Attributes:
-        sink: "bias" if the model has a bias key or sink logit, otherwise "first position".
+        sink: "bias" if any layer has a bias key or sink logit, otherwise "first position".
         width: dimension V of the head outputs in the first attention layer; it may differ in other layers.
         heads: role of every query head.
         counts: number of heads of each kind; kinds without heads are omitted.
@@ -128,7 +128,8 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
     """Classify every query head by the role of its sink.
 
     Raises:
-        InputError: if the attention weights cannot be edited (`LayerCall.scores`).
+        InputError: if the attention weights cannot be computed (`LayerCall.scores`).
+        SinklabError: if a loss or KL divergence is not finite.
     """
     reader, with_bias = PairedReader(adapter, tokens_NT, step), False
     sums: dict[int, list[Tensor]] = {}
@@ -199,7 +200,7 @@ def _sums(layer: LayerCall, scores_BHLL: Tensor, bias_BHL: Tensor | None, out_BH
 
 
 def effective_rank(gram_VV: Tensor) -> float:
-    """Compute the exponential of the entropy of a Gram matrix's normalised eigenvalues; 0 for a zero matrix."""
+    """Compute exp(-sum_i p_i log p_i), with p the normalised eigenvalues of a Gram matrix; 0 for a zero matrix."""
     values = torch.linalg.eigvalsh(gram_VV).clamp(min=0)
     total = values.sum()
     if total <= 0:

@@ -207,10 +207,11 @@ def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RoundedCache:
-    """Attention edit that rounds keys and values to `bits` bits.
+    """Rounding of keys and values to `bits` bits: an attention edit, and with `output` a compute function.
 
     Attributes:
-        spared_S: boolean mask of positions in full precision, learned leading tokens included; None for no position.
+        spared_S: boolean mask (S,) over positions, learned leading tokens included; those that are True stay in full
+            precision. None for no position.
         heads: KV heads that are rounded; None for all.
         residual: number R of recent positions in full precision, used by `output` only.
     """
@@ -281,6 +282,7 @@ def assess_kv_cache(
 
     Raises:
         InputError: see `RoundedCache.output`.
+        SinklabError: if a loss or KL divergence is not finite.
     """
     kept = LOG_PROBABILITIES_KEPT // len(tokens_NT)
     readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]

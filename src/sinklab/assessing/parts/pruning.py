@@ -4,7 +4,7 @@
 
 After 2601.06787, which first removes the heads with the highest mean attention of all queries to position 0, by zeroing
 their slices of the output projection (no public code was found). That mean is (1 + (T - 1) share) / T if rows sum to
-one, so the order is the same. For a model with a bias key or sink logit, the share on the bias is used.
+one, so the order is the same. In layers with a bias key or sink logit, the share on the bias is used.
 
 A removed head's output is zeroed before norms, gates and the output projection. Heads of all layers are removed in
 one of these orders:
@@ -146,7 +146,8 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -
     """Measure the loss by order and fraction of heads removed, and with all heads of a kind removed.
 
     Raises:
-        InputError: if the attention weights cannot be edited (`LayerCall.scores`).
+        InputError: if the attention weights cannot be computed (`LayerCall.scores`).
+        SinklabError: if a loss or KL divergence is not finite.
     """
     roles = assess_heads(adapter, tokens_NT, step).heads
     reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(seed)

@@ -186,6 +186,7 @@ def assess_quantisation(
 
     Raises:
         InputError: if a linear layer, such as an expert, processes only some of the tokens.
+        SinklabError: if a loss or KL divergence is not finite.
     """
     spared = adapter.leading + sink_tokens
     maps = linear_maps(adapter.blocks)
@@ -250,7 +251,7 @@ def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
 
 
 def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
-    """Round a weight (O, I) per output channel, or in groups of 32 within a row, of which the last may be shorter."""
+    """Round a weight (O, I) to int8 per output channel, or to int4 in groups of at most 32 along a row."""
     if kind == "int8 per channel":
         return on_grid(weight_OI, INT8, weight_OI.abs().amax(1, keepdim=True))
     width = weight_OI.shape[1]
@@ -288,7 +289,10 @@ def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
 
 @contextmanager
 def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
-    """Yield the largest |x| of each layer's inputs in the `with` block, without the first `skipped` positions."""
+    """Yield a dict that collects the largest |x| of each layer's inputs in the `with` block, by module.
+
+    The first `skipped` positions of each sequence are left out.
+    """
     found: Maxima = {}
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -303,7 +307,7 @@ def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
 
 @contextmanager
 def quantised_weights(maps: Sequence[LinearMap], weights: Weights) -> Iterator[dict[nn.Module, Tensor]]:
-    """Quantise the weights of the layers in the `with` block; yields the original weights, restored on exit."""
+    """Quantise the weights of the layers in the `with` block, and restore them on exit; yields the original weights."""
     exact = {one.module: one.weight.clone() for one in maps}
     try:
         for one in maps:

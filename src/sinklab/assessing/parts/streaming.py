@@ -111,7 +111,10 @@ class Streaming(AssessPart):
             yield PartRow("", None, fewest.loss - most.loss, answer="difference between the two", lost=lost)
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Add the loss of the largest cache by number N of first keys kept, also minus that with most kept."""
+        """Iterate over the values of the rows, and `streamed_loss_N` and `streamed_gap_N` of the largest cache.
+
+        The gap is the loss with N first keys kept, minus the loss with the most first keys kept.
+        """
         yield from super().values()
         size = max(one.cache for one in self.caches)
         largest = {one.first: one.loss for one in self.caches if one.cache == size}
@@ -145,6 +148,7 @@ def assess_streaming(
 
     Raises:
         InputError: if `positions` is "cache" and an attention operation has no logits q.k, so RoPE cannot be shifted.
+        SinklabError: if a loss or KL divergence is not finite.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     caches = []

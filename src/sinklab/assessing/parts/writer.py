@@ -1,7 +1,7 @@
 """Writer: the block, neuron, expert and single weight that write the massive activation of the first position.
 
-Channel c has the largest |x| of the residual stream at the first position over all blocks, where x is the mean over
-sequences. Each block adds to x_c
+Let x be the residual stream at the first position, mean over sequences. Channel c is the channel of the largest |x|
+after any block. Each block adds to x_c
 
     feed-forward = x_c after the block - x_c after the block with its feed-forward output set to zero
     attention    = x_c after the block - x_c before it - feed-forward              (or another token mixer)
@@ -266,7 +266,8 @@ class DownMap:
 
     Attributes:
         name: parameter name within the feed-forward layer.
-        weight: weight of shape (I, E) or (E, I), with a leading axis for experts, if any.
+        weight: weight of shape (I, E) or (E, I), with I neurons and E channels of the residual stream, and a leading
+            axis for experts, if any.
         axis: axis of the E channels.
         activation: activation a_j of each neuron, (I,) or (experts, I).
     """
@@ -283,7 +284,12 @@ class DownMap:
 
 
 def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int) -> tuple[list[DownMap], Tensor]:
-    """Return the down projections of a feed-forward layer, and its output (E,) at the first position, mean over N."""
+    """Return the down projections of a feed-forward layer, and its output (E,) at the first position, mean over N.
+
+    Args:
+        part: the feed-forward layer.
+        channel: channel of the output whose gradient identifies the down projections.
+    """
     outputs: list[Tensor] = []
     weights = {name: weight for name, weight in part.named_parameters() if weight.ndim > 1}
     asked = [weight.requires_grad for weight in weights.values()]
@@ -315,6 +321,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
 
     Raises:
         InputError: if no weight that writes this activation is found.
+        SinklabError: if a loss or KL divergence is not finite.
     """
     tokens_N1, S = tokens_NT[:, :1], adapter.leading + tokens_NT.shape[1]
     parts = [part for block in adapter.blocks if (part := feed_forward(block)) is not None]  # one per block
