@@ -79,9 +79,11 @@ def compare_backends(
 
     Args:
         model: model directory, .gguf file, or name on the hub.
+        text: see `measure_model`; only natural inputs need one.
+        request: settings of the input sequences; its ablations and measured quantities are not computed.
         backends: names from `measuring.huggingface.parity.BACKENDS`; default: all. Eager attention and sinklab's are
             always included.
-        observe: callback, called with a progress event when a backend starts.
+        observe: callback, called with a progress event before each backend runs.
 
     Raises:
         InputError: if the model is a run directory or does not run with eager attention, a backend is unknown, or

@@ -2,8 +2,8 @@
 
 Checkpoints are revisions of a model on the hub, folders of a directory, or checkpoints of a run. Steps are parsed
 from names such as those of Pythia (step1000), OLMo (stage1-step1000-tokens5B) and Hugging Face's Trainer
-(checkpoint-1000). In names such as chck_100M, a number with M, B or T is a number of tokens (words in BabyLM's names).
-Such checkpoints are ordered by tokens.
+(checkpoint-1000). In names such as chck_100M, a number with M, B or T is a number of tokens (in BabyLM's names, of
+words), by which the checkpoints are ordered.
 """
 
 import re
@@ -41,8 +41,8 @@ class SavedModel:
     """A checkpoint of a model during training.
 
     Attributes:
-        step: number of updates or tokens at the checkpoint.
-        unit: unit of `step`.
+        step: number of updates, or of tokens, before the checkpoint.
+        unit: unit of `step`: "step" for updates, or "tokens".
         name: name of the revision or folder; `step_N` for a run.
         model: Hugging Face id, model directory or run directory.
         revision: revision on the hub; None for a local model.
@@ -75,7 +75,7 @@ def measure_checkpoints(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Survey:
-    """Measure checkpoints of a model at several steps of its training, on the same sequences.
+    """Measure checkpoints of a model at several steps of its training, with the same text and settings.
 
     Args:
         model: Hugging Face id if `revisions` are passed; else a folder of checkpoints or a run directory.
@@ -87,7 +87,7 @@ def measure_checkpoints(
 
     Raises:
         InputError: see `saved_models`; also if text or an option is unusable, `out` cannot be written or has results
-            with other settings, or all checkpoints fail. If only some checkpoints fail, they are listed in the results.
+            with other settings, or all checkpoints fail. If only some fail, the results list them with the reasons.
         HeldError: if another process writes to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
         SinklabError: if `out` cannot be locked.
@@ -130,7 +130,7 @@ def measure_checkpoints(
 def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     """List the checkpoints of a model, ordered by step or by tokens.
 
-    Folders are skipped if their name contains no step or number of tokens, or if they have no config.json.
+    A folder is skipped if its name contains neither a step nor a number of tokens, or if it has no config.json.
 
     Raises:
         InputError: if the model is neither local nor a valid hub name, revisions of a local model are requested, a name
@@ -179,7 +179,10 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
 
 
 def folders_without_step(folder: Path) -> list[str]:
-    """Return the names of model folders that `saved_models` skips because they contain no step or number of tokens."""
+    """Return the names of the model folders in `folder` that `saved_models` skips because of their names, sorted.
+
+    The list is empty for a run directory.
+    """
     folders = [] if is_run(str(folder)) else sorted(path.parent.name for path in folder.glob("*/config.json"))
     return [name for name in folders if step_in(name) is None]
 

@@ -37,7 +37,7 @@ class Comparison:
 
     Attributes:
         text: path or name of the text; None if no text was used.
-        measured: measurement of each model, by label (`labels`).
+        measured: measurement of each model, by label (`labels`; with the subfolder for a model on the hub, if any).
     """
 
     text: str | None
@@ -85,17 +85,20 @@ def compare_models(
     """Measure two or more models on the same text, or on random or repeated tokens.
 
     Args:
-        models: run directories, model directories, .gguf files or names on the Hugging Face hub.
+        models: run directories, model directories, .gguf files or names on the Hugging Face hub; the first one is the
+            reference of the differences.
         text: text for all models (see `measure_model`); only natural inputs need one.
         out: output directory: comparison.json and one directory per model. A repeated call resumes. None saves nothing.
 
     Raises:
-        InputError: before any measurement, if there are fewer than two models or a model is repeated, a config cannot
-            be loaded, the text or an option is unusable, or `out` cannot be written or has results with other settings.
-            Later, if a model cannot be loaded or measured on this text, for example because the text is too short.
+        InputError: before any measurement, if there are fewer than two models, a model is repeated, the config of a
+            model to be measured cannot be loaded, the text or an option is unusable, or `out` cannot be written or has
+            results with other settings. Later, if a model cannot be loaded or measured on this text, for example
+            because the text is too short.
         HeldError: if another process writes to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the comparison so far.
-        SinklabError: if a model cannot be loaded or measured. Finished measurements are kept in `out`.
+        SinklabError: if `out` cannot be locked, or a model cannot be loaded or measured. Finished measurements are kept
+            in `out`.
     """
     if len(models) < 2:
         raise InputError("a comparison needs two models or more: sinklab compare A B --text FILE")
@@ -150,7 +153,7 @@ def labels(models: Sequence[str]) -> dict[str, str]:
 
 
 def _parts(model: str) -> tuple[str, ...]:
-    """Return the parts of a local model's resolved path, without the root; for a Hugging Face id, the id alone."""
+    """Return the parts of a local model's resolved path, without the root; for a Hugging Face id, one part: the id."""
     path = Path(model).expanduser()
     if path.exists():
         return path.resolve().parts[1:]

@@ -1,4 +1,7 @@
-"""Measure the paper's open models and compare their sink rates with the published ones; estimate disk and memory."""
+"""Measure the paper's (2410.10781) open models and compare their sink rates with the published ones.
+
+The required disk space and memory can be estimated before a model is downloaded.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -38,13 +41,13 @@ def measure_families(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Survey:
-    """Measure every model of the named families. Models that fail are listed in the results.
+    """Measure every model of the named families. The results list models that fail, with the reasons.
 
     Args:
         names: families of open_models.yaml, or `all`.
         text: text for all models (see `measure_model`); only natural inputs need one.
-        models_dir: directory of local models, in folders named by the Hugging Face id or its last part. The hub is then
-            not used.
+        models_dir: directory of local models, in folders named by the Hugging Face id or its last part. With it, the
+            hub is not used.
         out: output directory: families.json and one directory per model. A repeated call resumes and may add families;
             models measured earlier stay in the results. None saves nothing.
 
@@ -129,8 +132,8 @@ class Size:
         disk_gb: size of the .safetensors files in the model's directory. If there are none, size of the parameters in
             the dtype of the checkpoint on the hub.
         float32_gb, bfloat16_gb: size of the weights in memory, in float32 and in bfloat16 or float16.
-        peak_gb: estimated peak memory: weights, process and one batch. If the dtype is converted and the checkpoint is
-            larger than the batch, the checkpoint is counted instead of the batch.
+        peak_gb: estimated peak memory: weights, process, and activations and logits of one batch. If the dtype is
+            converted and the checkpoint is larger than the batch, the checkpoint is counted instead of the batch.
         published: published Sink_1 for these settings, percent; None if the paper has none.
     """
 

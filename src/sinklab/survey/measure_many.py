@@ -41,7 +41,8 @@ class Item:
     Attributes:
         name: name of the measurement in the results, and of the subdirectory of the output directory that contains it.
         request: settings that affect the measurement, JSON-serializable.
-        measure: function that runs the measurement; its argument is called with (sequences done, total sequences).
+        measure: function (progress callback) that runs the measurement. It calls the callback with (sequences done,
+            total sequences).
     """
 
     name: str
@@ -49,7 +50,7 @@ class Item:
     measure: Callable[[Progress], Measurement]
 
     def finished(self, folder: Path) -> Measurement | None:
-        """Load the measurement that an earlier call has saved in `folder`; None if there is none.
+        """Return the measurement that an earlier call has saved in `folder`; None if there is none.
 
         Raises:
             InputError: see `Measurement.load`; also if the measurement has other settings, or its request.json is
@@ -109,7 +110,7 @@ def measure_all(
 
     Raises:
         InputError: before any measurement, if `out` cannot be written, the subdirectory of an item is a run directory,
-            or existing files were not written by sinklab, are damaged, or have other settings.
+            or existing files were not written by sinklab, are damaged, or contain results with other settings.
         HeldError: if another process writes the same document.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
         SinklabError: if `out` cannot be locked.
@@ -166,7 +167,7 @@ def summary_line(measurement: Measurement) -> str:
 
 
 def text_hash(text: Path | None) -> str | None:
-    """Hash a text; None if `text` is None.
+    """Return a SHA-256 of a text; None if `text` is None.
 
     For files, the contents are hashed, so a copy has the same hash. For other sources, see `identity`.
 
@@ -197,7 +198,7 @@ def deciding_request(
 
 @dataclass(frozen=True)
 class Survey:
-    """Result of a survey: measurements and reasons for failures, and the layout of their JSON document.
+    """Result of a survey: measurements and reasons for failures, and the layout of the survey's JSON document.
 
     Attributes:
         header: settings in the document, such as model and text.
@@ -237,8 +238,8 @@ def measure_domains(
 
     Raises:
         InputError: if `folder` is not a folder of texts, the inputs are not natural, model or an option is unusable,
-            `out` cannot be written or has results with other settings, or all domains fail. If only some domains fail,
-            they are listed in the results.
+            `out` cannot be written or has results with other settings, or all domains fail. If only some fail, the
+            results list them with the reasons.
         HeldError: if another process writes to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
         SinklabError: if the model cannot be loaded (see `open_model`), or `out` cannot be locked.

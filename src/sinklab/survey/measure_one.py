@@ -145,7 +145,7 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
 
 
 def measure_loaded(model: Model, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-    """Measure a loaded model; the other arguments are those of `measure_model`.
+    """Measure the attention sinks of a loaded model; the other arguments are those of `measure_model`.
 
     Raises:
         InputError, SinklabError: see `read_tokens` and `measure_with_study`.

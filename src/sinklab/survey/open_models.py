@@ -1,4 +1,4 @@
-"""Load `open_models.yaml`: the open models that the paper measures, with sizes and published sink rates."""
+"""Load `open_models.yaml`: the open models that the paper (2410.10781) measures, with sizes and sink rates."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,11 +16,11 @@ EVERY = "all"
 
 
 class Setting(Part):
-    """Settings of the paper's measurement of the published sink rates; its text is not public.
+    """Settings with which the paper measured the published sink rates; its text is not public.
 
     Attributes:
         sequences, length: number of sequences, and tokens in each.
-        eps: threshold on importance.
+        eps: threshold on importance above which a head has a sink.
     """
 
     sequences: int

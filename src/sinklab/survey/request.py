@@ -23,7 +23,7 @@ DECIDING = (
     "details",
     "maps",
 )
-"""Settings that every request.json contains; others are added if set. Their order affects the hashes in results."""
+"""Keys that `Request.document` always contains; others are added if set. Hashes in results depend on the key order."""
 
 
 class Request(CommandSettings, frozen=True):
@@ -74,7 +74,8 @@ class Request(CommandSettings, frozen=True):
 
         Raises:
             InputError: see `Options.check_lengths` and `Study.check`; also if an ablation is requested without the loss
-                or on sequences of one token, or the ablation `no_bos` on inputs that have no BOS.
+                or on sequences of one token, or the ablation `no_bos` with the setting `no_bos` or with random or
+                repeated tokens, which have no BOS.
         """
         self._in_order().check_lengths(self.length)
         if self.study.ablate and not (self.options.loss and self.length > 1):

@@ -27,8 +27,8 @@ class ComparedQuantity(ReadDocument):
     Attributes:
         quantity, unit: name and unit of the quantity.
         values: value by model; None if it is missing or infinite.
-        differences: difference from the first model, by model. None if either value is None. For losses per token, also
-            None if the vocabularies differ or are unknown.
+        differences: value minus that of the first model, by model except the first. None if either value is None. For
+            losses per token, also None if the vocabularies differ or are unknown.
         infinite: models with an infinite value.
     """
 
@@ -70,7 +70,7 @@ class FamilyMember(ReadDocument):
 
 
 class FamiliesDocument(ReadDocument):
-    """families.json: the paper's open models; the keys of `measured` and `failed` are Hugging Face ids."""
+    """families.json: the paper's (2410.10781) open models; `measured` and `failed` are by Hugging Face id."""
 
     measured: dict[str, FamilyMember] = Field(alias="models")
     failed: dict[str, str] = Field(default_factory=dict)
@@ -84,13 +84,14 @@ class MeasuredCheckpoint(ReadDocument):
     """Main numbers of a checkpoint of a model during training.
 
     Attributes:
-        step: number of updates or tokens at the checkpoint.
-        unit: unit of `step`.
+        step: number of updates, or of tokens, before the checkpoint.
+        unit: unit of `step`: "step" for updates, or "tokens".
         checkpoint: name of the revision or folder; `step_N` for a run.
         sink_1: Sink_1, percent of (sequence, layer, head) triples.
-        sink_bias: sink rate of a bias, sink logit, sink token or registers, percent; None if the model has none.
+        sink_bias: sink rate of a bias, sink logit, stick-breaking remainder, sink token or registers, percent; None if
+            the model has none of them.
         uniform_ratio: importance of the first token divided by its value under uniform attention.
-        loss: loss on the text, nats per token; None if not measured.
+        loss: loss on the input sequences, nats per token; None if not measured.
         norm_ratio: |h_1| divided by the mean |h_t| of the other positions, maximum over the embedding and all blocks;
             None if unknown or infinite.
         by_layer: Sink_1 by attention layer, percent.
@@ -108,7 +109,7 @@ class MeasuredCheckpoint(ReadDocument):
 
 
 class CheckpointsDocument(ReadDocument):
-    """checkpoints.json: one model during training; the keys of `measured` and `failed` are `step_N` or `tokens_N`."""
+    """checkpoints.json: one model during training; `measured` and `failed` are by key, `step_N` or `tokens_N`."""
 
     model: str
     measured: dict[str, MeasuredCheckpoint] = Field(alias="checkpoints")
