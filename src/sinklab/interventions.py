@@ -23,7 +23,7 @@ class Variant:
 
     Attributes:
         overlay: nested recipe values that replace those of a base recipe.
-        may_diverge: True if training may diverge, because the paper reports it or because outputs are unbounded.
+        may_diverge: True if training may diverge: the intervention's paper reports it, or outputs are unbounded.
     """
 
     overlay: Overlay
@@ -228,8 +228,8 @@ def _rows(field: Schema, key: str, kind: str | None, baseline: bool) -> Iterator
     """List the rows of a field of the recipe's schema and of its nested fields.
 
     Args:
-        baseline: True if the field's default is the baseline's value: every union that contains the field has its
-            member with the field as default, and no section that contains the field is null by default.
+        baseline: whether the default of the field is the baseline's value. It is not if the field belongs to a union
+            member that is not the default, or to a section that is null by default.
     """
     types = members(field)
     parts = [one for one in types if "properties" in one]

@@ -38,7 +38,7 @@ class Example:
 
     Attributes:
         values: field values that differ from the kind's defaults.
-        may_diverge: True if training may diverge, because the paper reports it or because outputs are unbounded.
+        may_diverge: True if training may diverge: the intervention's paper reports it, or outputs are unbounded.
     """
 
     values: Mapping[str, object] = field(default_factory=dict)

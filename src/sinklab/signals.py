@@ -29,7 +29,7 @@ class PreemptedError(BaseException):
 
 
 class StopRequest:
-    """Flag that stop signals set. Calling an instance returns whether a stop was requested."""
+    """Flag that the signal handler `handle` sets. Calling an instance returns whether a stop was requested."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
@@ -44,7 +44,7 @@ class StopRequest:
         return INTERRUPTED if self._by == signal.SIGINT else CALL_AGAIN
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Set the flag (signal handler).
+        """Set the flag; the signal handler of `stop_on_signals`.
 
         Raises:
             KeyboardInterrupt: on Ctrl-C if the flag is already set.
@@ -91,7 +91,7 @@ def left_on_signals() -> Iterator[None]:
         sys.unraisablehook = dropped
 
 
-_KEPT = threading.Event()  # not an attribute of the exception: Typer converts Ctrl-C to an exit status
+_KEPT = threading.Event()  # not an attribute of the exception, as Typer replaces Ctrl-C by an exit status
 
 
 @contextmanager

@@ -48,8 +48,9 @@ def assess(
 
     Raises:
         InputError: before anything is written, if the model, the text or an option is invalid, a requested part cannot
-            be run on the model, or `out` is not writable or contains an assessment with other settings; during the
-            assessment, if a requested part turns out to be impossible and `where_possible` is False.
+            be run on the model, or `out` is not writable or contains an assessment that is invalid or has other
+            settings; during the assessment, if a requested part turns out to be impossible and `where_possible` is
+            False.
         HeldError: if another process is writing an assessment to `out`.
         UnsavedError: if a result cannot be saved; the error contains the assessment so far.
         SinklabError: if the model cannot be loaded (see `open_model`), `out` cannot be locked, or a loss or KL

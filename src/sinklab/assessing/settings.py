@@ -57,7 +57,7 @@ class AssessOptions(CommandSettings, frozen=True):
     parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all", metavar="NAMES")] = Field(
         default=(),
         exclude=True,
-        description=f"Comma-separated list of {PART_FILES}; all: those that are not slow (docs/assess.md).",
+        description=f"Comma-separated list of {PART_FILES}; all: the parts that are not slow (docs/assess.md).",
     )
     quick: bool = Field(
         default=False,
@@ -78,7 +78,7 @@ class AssessOptions(CommandSettings, frozen=True):
         default=None,
         ge=8,
         le=MOST,
-        description="Tokens per sequence of streaming; default: 4 times --length, or less if the model has a maximum.",
+        description="Tokens per sequence in streaming; default: 4 times --length, or less if the model has a limit.",
     )
     caches: Annotated[Several[CacheSize], Flag("--cache")] = Field(
         default=(), description="Keys in the rolling cache; repeatable; default: 1/16 and 1/4 of --stream-length."
@@ -153,7 +153,8 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
     stream_length = options.stream_length or longest
     if adapter.ends and stream_length > context:
         raise InputError(
-            f"--stream-length {stream_length}: {model.name} is limited to {context} tokens, as {adapter.ends}"
+            f"--stream-length {stream_length}: {model.name} is limited to {context} tokens, as {adapter.ends}: set at "
+            f"most --stream-length {context}"
         )
     caches = options.caches or tuple(sorted({max(2, stream_length // 16), max(2, stream_length // 4)}))
     budgets = options.budgets or tuple(sorted({max(2, length // 8), max(2, length // 4)}))

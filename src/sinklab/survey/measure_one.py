@@ -87,8 +87,8 @@ class ReadTokens:
         tokens_NT: token ids, (N, T).
         sizes_NT: number of UTF-8 bytes of text of each token, (N, T); 0 for prepended special tokens, negative if the
             number is unknown or the recipe replaced the token. None for random and repeated tokens.
-        bos_tokens: number of special tokens at the start of each sequence. If the tokenizer adds none, 1 if the chat
-            template wrote BOS in any conversation.
+        bos_tokens: number of special tokens prepended to each sequence. If none are prepended, 1 if the chat template
+            wrote BOS in any conversation, else 0.
         conversations: renderer of the conversations in the text; its notes say how they were rendered.
     """
 

@@ -37,7 +37,7 @@ class OpenModel(Part):
         dtype: data type of the checkpoint on the Hugging Face hub.
         parameters: number of parameters, with tied embeddings counted once.
         width, vocabulary: hidden size, and number of rows of the embedding.
-        published: published Sink_1 in percent, by kind of input; empty if the paper has none.
+        published: published Sink_1 in percent, by kind of input; empty if the paper has no number.
         source: part of the paper with the published rates, such as "table 1" or "text"; None if there are none.
     """
 

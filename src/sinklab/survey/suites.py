@@ -54,7 +54,7 @@ class ComparisonDocument(ReadDocument):
 
 
 class FamilyMember(ReadDocument):
-    """Published and measured sink rate of one of the paper's open models.
+    """Published and measured sink rate of one of the open models of the paper (2410.10781).
 
     Attributes:
         family: family in open_models.yaml.

@@ -85,7 +85,7 @@ class KVCache(AssessPart):
     """Loss with a rounded KV cache, and the KV heads that are most costly to round.
 
     Attributes:
-        sink_positions: number of first positions kept in full precision, including a learned sink token or registers.
+        sink_positions: number n of first positions in `first_spared`, including a learned sink token or registers.
         found: positions of the outlier tokens of each sequence, 1-based; learned leading tokens are at 0, -1 and so on.
         settings: losses by number of bits.
         head_bits: number of bits in `heads`, `without_exempt` and `without_random`.
@@ -338,7 +338,7 @@ def joined(read: Sequence[ByPosition]) -> ByPosition:
 
 
 def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
-    """Return a boolean mask (N, S) of the outlier tokens by PrefixQuant's rule, learned leading tokens included."""
+    """Return a boolean mask (N, S) of the outlier tokens by PrefixQuant's rule; S includes learned leading tokens."""
     found = []
     with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_BSC: x_BSC.abs().amax(-1)) as largest:
         for tokens_1T in tokens_NT.split(1):

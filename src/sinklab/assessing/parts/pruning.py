@@ -143,7 +143,10 @@ class WithoutHeads:
 
 
 def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -> Pruning:
-    """Measure the loss by order and fraction of heads removed, and with all heads of a kind removed.
+    """Measure the loss by order and fraction of heads removed, and with all nop or all broadcast heads removed.
+
+    Args:
+        seed: random seed of the orders with random heads.
 
     Raises:
         InputError: if the attention weights cannot be computed (`LayerCall.scores`).

@@ -5,10 +5,10 @@ rolling cache depends only on the keys that were in the cache at t. A mask that 
 same effect in each layer. A full cache holds C keys, including the query's own: the first n and the latest C - n. The
 public code of StreamingLLM does not count the query's own key, so its caches have one key more.
 
-By default, positions are those in the cache, counted from 0: key i of the cache has position i, and the query has
-position C - 1 once the cache is full. Distances to the latest keys are as in the text; the distance to a first key s is
-min(t, C - 1) - s. To shift queries relative to the first keys only, each query is concatenated with its copy at
-position min(t, C - 1), and each key with zeros:
+If the model supports it, positions are by default those in the cache, counted from 0: key i of the cache has position
+i, and the query has position C - 1 once the cache is full. Distances to the latest keys are as in the text; the
+distance to a first key s is min(t, C - 1) - s. To shift queries relative to the first keys only, each query is
+concatenated with its copy at position min(t, C - 1), and each key with zeros:
 [q_t, q_min(t, C-1)] . [k_s, 0] for a recent key, [q_t, q_min(t, C-1)] . [0, k_s] for a first key.
 """
 
@@ -38,7 +38,7 @@ class CachedReading(Effect):
     Attributes:
         cache: number of keys in the cache, including the query's own.
         first: number of first keys kept in the cache.
-        perplexity: exp(loss); None if it overflows.
+        perplexity: exp(loss); None for a loss of 700 nats or more.
     """
 
     cache: int

@@ -214,9 +214,9 @@ class Writer(AssessPart):
 
 
 def feed_forward(block: nn.Module) -> nn.Module | None:
-    """Return the feed-forward layer of a block: its last child with weight matrices that does not mix positions.
+    """Return the feed-forward layer of a block; None if there is none.
 
-    None if there is no such child.
+    It is the last child module that has weight matrices and a name without the words in `MIXES_POSITIONS`.
     """
     found = [
         child
