@@ -4,7 +4,7 @@ from typing import Any
 
 
 class SinklabError(Exception):
-    """Base class of errors that end a command (exit status 1). The message says what happened and what to do.
+    """Base class of errors that end a command (usually exit status 1). The message says what happened and what to do.
 
     Attributes:
         printed_elsewhere: True if another process of the command prints the error, so that this process does not.

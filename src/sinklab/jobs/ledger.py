@@ -57,11 +57,7 @@ class Ledger(Generic[AnyDocument]):
         return one_writer(self.path)
 
     def earlier(self, load: Callable[[Path], AnyDocument]) -> AnyDocument | None:
-        """Return the results of an earlier call, or None if there are none. Raises the errors of `load`.
-
-        Args:
-            load: function that reads the document at a path.
-        """
+        """Return the results of an earlier call, read with `load`; None if there are none. `load` may raise errors."""
         there = self.path is not None and self.path.is_file() and self.path.stat().st_size
         return load(self.path) if self.path and there else None
 

@@ -43,7 +43,7 @@ class HeadRole(ReadDocument):
     """Role of the sink in one query head; `layer` and `head` are 1-based.
 
     Attributes:
-        share: share of attention on the sink, 0 to 1, mean over the queries after it.
+        share: share of attention on the sink, 0 to 1, mean over the queries after it (for a bias, over all queries).
         value_norm: norm of the sink's value vector divided by the mean norm of the other keys' value vectors.
         output_share: mean norm of the sink's contribution to the head's output, divided by the mean norm of the output.
         effective_rank: effective rank of the head's outputs, at most their dimension.

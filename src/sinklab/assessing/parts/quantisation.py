@@ -289,10 +289,7 @@ def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
 
 @contextmanager
 def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
-    """Yield a dict that collects the largest |x| of each layer's inputs in the `with` block, by module.
-
-    The first `skipped` positions of each sequence are left out.
-    """
+    """Yield a dict that collects each layer's largest |x| of the inputs after the first `skipped` positions."""
     found: Maxima = {}
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
