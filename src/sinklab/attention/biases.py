@@ -1,11 +1,13 @@
 """Attention biases: an additional token, key, value or logit, usually learned (2410.10781, tables 4, 5, 12, 13).
 
-Every query attends to a bias key k_s with the logit z_t = q_t.k_s * scale, where q_t is the query after RoPE. The
-softcap applies to z_t, a relative position bias does not. A sink logit is used directly as z, without scale and
-softcap. The operation's similarity is applied to z; kernel attention applies its feature map to q_t and k_s instead.
+Every query q_t (after RoPE) attends to a bias key k' with the logit z_t = q_t.k' * scale. The softcap applies to z_t, a
+relative position bias does not. A learned offset is added after the softcap. A sink logit is used directly as z_t,
+without scale and softcap. The operation's similarity is applied to z_t. Kernel attention applies its feature map to q_t
+and k' instead.
 
-In a softmax row with the log-sum-exp lse of the other scores, the attention weight of the bias key is sigmoid(z - lse),
-and all other weights are multiplied by sigmoid(lse - z). Neither the sequence nor the mask becomes longer.
+In a softmax row, let lse be the log-sum-exp of the logits of the other keys. The attention weight of the bias key is
+then sigmoid(z_t - lse), and all other weights are multiplied by sigmoid(lse - z_t). Only a sink token makes the
+sequence and the mask longer.
 
 B batch, H query heads, G KV heads, T queries, D key dimension, V value dimension.
 """
@@ -22,7 +24,7 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.schema import LARGEST, Example, Kind, NeutralExample, Part
 
 ASIDE = -12.0
-"""Default `start` of a bias that is added to a trained model; its attention is 6e-6 in a row whose lse is 0."""
+"""Default `start` of a bias that is added to a trained model; the weight sigmoid(-12 - lse) is 6e-6 for lse = 0."""
 
 
 class BiasPart(Kind):
@@ -54,7 +56,7 @@ class NoBias(BiasPart):
 
 
 class SinkToken(BiasPart):
-    """Learned token embeddings that the model prepends to the sequence; all tokens of the sequence attend to them."""
+    """Learned token embeddings that the model prepends to the sequence; all tokens can attend to them."""
 
     kind: Literal["sink_token"] = "sink_token"
     count: int = Field(
@@ -143,7 +145,7 @@ class SinkLogit(BiasPart):
 
 
 class OffByOne(BiasPart):
-    """Sink logit fixed at 0; softmax becomes softmax-off-by-one, exp(z_ts) / (1 + sum_s exp(z_ts)) (2410.17174)."""
+    """Sink logit fixed at 0; softmax becomes softmax-off-by-one, exp(z_ts) / (1 + sum_j exp(z_tj)) (2410.17174)."""
 
     kind: Literal["off_by_one"] = "off_by_one"
     adds_logit: ClassVar[bool] = True
@@ -159,11 +161,11 @@ class BiasParameters(nn.Module):
     """Parameters of a bias. Attributes that the bias does not use are None.
 
     Attributes:
-        key: learned key, (G, d_a), or (1, d_a) if shared; d_a is the head dimension unless `learnable_dims` is set.
-        value: learned value, (G, V), or (1, V) if shared.
+        key: learned key, (G, d), or (1, d) if shared; d is `learnable_dims`, by default D.
+        value: learned value of the bias key, or the V bias, (G, V), or (1, V) if shared.
         fixed: direction and norm of the bias key's value, the same for all heads; None if it is learned or zero.
         logit: learned sink logit, (H,); None for off-by-one, whose logit is fixed at 0.
-        offset: learned offset of the bias key's logit, (H,); None unless the recipe sets `start`.
+        offset: learned offset of the bias key's logit, (H,); None unless the recipe sets `start` of a K or KV bias.
         initial: mean and standard deviation of the initial values, by parameter name. It contains only the parameter
             whose `start` the recipe sets, and is empty without a `start`. model/init.py initialises all others.
     """
@@ -185,14 +187,14 @@ class BiasParameters(nn.Module):
         self.fixed = bias.value if bias.kind == "k" and bias.value != "zero" else None
 
     def key_per_head(self) -> Tensor | None:
-        """Return the bias key k_s per query head, (H, D), zero outside the learned dimensions; None without a key."""
+        """Return the bias key per query head, (H, D), zero outside the learned dimensions; None without a key."""
         if self.key is None:
             return None
         missing = self.head_width - self.key.shape[1]
         return self._per_head(F.pad(self.key, (0, missing)) if missing else self.key)
 
     def value_per_head(self) -> Tensor | None:
-        """Return the value of the bias key, or the V bias, per query head, (H, V); None means zero."""
+        """Return the value of the bias key, or the V bias, per query head, (H, V); None if it is zero."""
         if self.fixed is not None and self.key is not None:
             return self._per_head(self.fixed.build(self.value_width, self.key)[None])
         return None if self.value is None else self._per_head(self.value)
@@ -212,18 +214,23 @@ class BiasParameters(nn.Module):
         return parameter.expand(self.heads, -1) if rows == 1 else parameter.repeat_interleave(self.heads // rows, 0)
 
 
-SMALLEST_LOGIT = -1e30  # instead of log 0: the difference of two infinities has no gradient
+SMALLEST_LOGIT = -1e30  # used as log 0, because the gradient of logaddexp(-inf, -inf) is NaN
 
 
 def with_extra_key(
     out_BHTV: Tensor, lse_BHT: Tensor, logits_BHT: Tensor, value_HV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add a key outside the sequence to every row, and return the new output and log-normaliser (out_BHTV, lse_BHT).
+    """Add a key with logit l and value v to every row, and return the new output and log-normaliser.
+
+    lse' = log(exp(lse) + exp(l)),  out' = out exp(lse - lse') + v exp(l - lse').
 
     Args:
-        out_BHTV, lse_BHT: attention output and log of the row sum (log-normaliser) without this key.
-        logits_BHT: log-similarity of every query with this key, such as a bias key.
-        value_HV: value of the key; None means zero.
+        out_BHTV, lse_BHT: attention output and log of the row sum (log-normaliser) without the key.
+        logits_BHT: log-similarity l of every query with the key.
+        value_HV: value v of the key; None means zero.
+
+    Returns:
+        out' (B, H, T, V) in the dtype of out_BHTV, and lse' (B, H, T).
     """
     total_BHT = torch.logaddexp(lse_BHT.clamp(min=SMALLEST_LOGIT), logits_BHT.clamp(min=SMALLEST_LOGIT))
     out = out_BHTV * torch.exp(lse_BHT - total_BHT)[..., None].to(out_BHTV.dtype)
@@ -234,6 +241,6 @@ def with_extra_key(
 
 
 def extra_logits(q_BHTD: Tensor, key_HD: Tensor, scale: float) -> Tensor:
-    """Compute the bias key's scores z_t = q_t.k_s * scale in float32 (float64 for float64): (B, H, T)."""
+    """Compute the bias key's raw logits q_t.k' * scale in float32 (float64 for float64): (B, H, T)."""
     dtype = accumulate_dtype(q_BHTD.dtype)
     return torch.einsum("bhtd,hd->bht", q_BHTD.to(dtype), key_HD.to(dtype)) * scale

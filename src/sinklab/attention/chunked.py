@@ -1,12 +1,12 @@
-"""The `chunked` backend: attention in blocks of queries, which the backward pass recomputes; O(T * block) memory.
+"""The `chunked` backend: attention in blocks of queries, with the scores of only one block in memory at a time.
 
-The forward pass stores only its inputs, the output out and the log row sum lse. In the backward pass, with their
-gradients dout and dlse, the gradient with respect to a logit is P * (dout.v - dout.out + dlse), P = exp(logit - lse).
-Autograd propagates it through the score function to z = q.k * scale, one block at a time; the gradients of q and k are
-computed explicitly.
+The forward pass stores only its inputs, the output out and the log row sum lse. The backward pass recomputes the scores
+of each block. Let dout and dlse be the gradients with respect to out and lse. The gradient with respect to a logit is
+P * (dout.v - dout.out + dlse), P = exp(logit - lse). Autograd propagates it through the score function to
+z = q.k * scale. The gradients with respect to q, k and v are computed explicitly.
 
 If the score function has a `similarity`, and row sums Z = exp(lse) are in range (`LARGEST_LOG_SUM`), similarities are
-not converted to logits: the gradient with respect to a similarity is (dout.v - dout.out + dlse) / Z.
+not converted to logits. The gradient with respect to a similarity is then (dout.v - dout.out + dlse) / Z.
 
 Rejected alternative: `torch.utils.checkpoint` around each block. It doubles the memory traffic of key and value
 gradients, because autograd allocates a full gradient for every slice.
@@ -81,7 +81,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def finite_normaliser(lse: Tensor) -> Tensor:
-    """Return lse with +inf in rows without visible keys, so that exp(logit - lse) is 0 there instead of NaN."""
+    """Return lse with -inf (no visible key) replaced by +inf, so that exp(logit - lse) is 0 instead of NaN."""
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
@@ -108,7 +108,7 @@ def _weights(matrix: bl.ScoreMatrix, block: bl.Block) -> tuple[Tensor, Tensor, T
 
 
 def _fits(lse: Tensor, score: Score) -> bool:
-    """Return True if every row sum exp(lse) is in range without subtracting a peak."""
+    """Return True if all row sums exp(lse) are in range; row sums of 0 are allowed if `score.vanishes`."""
     fits = lse.abs() < LARGEST_LOG_SUM
     return bool((fits | (lse == -math.inf) if score.vanishes else fits).all())
 
@@ -120,15 +120,15 @@ _in_range: Callable[[Tensor, Score], bool] = torch.compiler.disable(_fits)  # ty
 def with_graph(
     matrix: bl.ScoreMatrix, block: bl.Block, tensors: list[Tensor], direct: bool = False
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Compute a block's logits with an autograd graph to its raw scores z and the score function's tensors.
+    """Compute a block's unmasked logits with an autograd graph from its raw scores z and the score function's tensors.
 
     Args:
         tensors: tensors of the score function.
         direct: compute the similarities instead of the logits, if the score has a similarity.
 
     Returns:
-        z; the logits or similarities computed from it; and copies of the tensors that require gradients. z and the
-        copies are leaves of the graph. Without a score function, the logits are z and there is no graph.
+        z; the logits or similarities computed from z; and detached copies of those tensors that require gradients. z
+        and the copies are leaves of the graph. Without a score function, the logits are z and there is no graph.
     """
     z, score = matrix.raw(block), matrix.score
     if score is None:
@@ -142,7 +142,10 @@ def with_graph(
 
 
 def add_gradients(totals: list[Tensor | None], tensors: list[Tensor], parts: list[Tensor]) -> None:
-    """Add a block's gradients `parts`, one per tensor that requires a gradient, to `totals` in place; None is zero."""
+    """Add a block's gradients `parts`, one per tensor that requires a gradient, to `totals` in place.
+
+    `totals` has an entry for every tensor; None means zero.
+    """
     waiting = iter(parts)
     for i, tensor in enumerate(tensors):
         if tensor.requires_grad:
@@ -153,6 +156,6 @@ def add_gradients(totals: list[Tensor | None], tensors: list[Tensor], parts: lis
 def chunked_attend(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, score: Score | None, mask: Mask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out_BHTV, lse_BHT) of `primitive.attend` in blocks, differentiable in q, k, v and score tensors."""
+    """Compute (out_BHTV, lse_BHT) of `primitive.attend` in blocks, differentiable in q, k, v and `score.tensors`."""
     tensors = score.tensors if score is not None else ()
     return _Chunked.apply(q_BHTD, k_BGSD, v_BGSV, score, mask, scale, *tensors)  # type: ignore[return-value]

@@ -26,7 +26,7 @@ class WindowMask(Kind):
     """Sliding window mask: query t sees keys t - width + 1 .. t."""
 
     kind: Literal["window"] = "window"
-    width: int = Field(ge=1, description="number of keys a query sees, including its own")
+    width: int = Field(ge=1, description="maximum number of keys that a query sees, including its own")
     examples: ClassVar = {"window": Example({"width": 8})}
     neutral: ClassVar = {"width": NeutralExample("the context or more", {"width": BEYOND})}
 
@@ -35,7 +35,7 @@ class WindowMask(Kind):
 
 
 class PrefixMask(Kind):
-    """Prefix mask: causal, but every query also sees the first `length` keys. The loss excludes these as targets."""
+    """Prefix mask: causal, but every query also sees the first `length` keys, which are not targets of the loss."""
 
     kind: Literal["prefix"] = "prefix"
     length: int = Field(ge=1, description="number of initial keys that every query sees")
@@ -63,13 +63,13 @@ AttentionMask = Annotated[CausalMask | WindowMask | PrefixMask | DocumentMask, F
 
 
 class AttentionConfig(Part):
-    """Config of the computation of the attention output from q, k and v."""
+    """Attention section of a recipe: computation of the attention output from q, k and v."""
 
     operation: Operation = Softmax()
     bias: Bias = NoBias()
     mask: AttentionMask = CausalMask()
     softcap: float | None = Field(
-        default=None, gt=0, description="softcap of the q.k scores z: softcap * tanh(z / softcap)"
+        default=None, gt=0, description="softcap of the q.k scores z: softcap * tanh(z / softcap); null: none"
     )
     backend: Backend = "auto"
 
@@ -85,7 +85,7 @@ class AttentionConfig(Part):
         if not operation.has_logits and (given := [key for key, is_set in on_logits.items() if is_set]):
             raise ValueError(
                 f"{given[0]} acts on logits, and operation {name} is a kernel without logits: leave it out, or use an "
-                "operation on logits such as softmax (bias kv adds a key without a logit)"
+                "operation on logits such as softmax (bias kv without start is supported)"
             )
         if operation.sequential and (bias.adds_logit or bias.adds_key):
             raise ValueError(

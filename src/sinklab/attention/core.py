@@ -31,8 +31,8 @@ class AttentionCore(nn.Module):
         config: attention section of a recipe.
         kv_heads: number of KV heads G.
         head_width: width D of queries and keys.
-        position: function that builds the score function of a relative position bias (ALiBi, relative, T5), which is
-            not applied to a bias key; None without one. Its tensors may require gradients.
+        position: function that builds the score function of a relative position bias (ALiBi, relative, T5); None
+            without one. The bias is not applied to a bias key. The score function's tensors may require gradients.
         heads: number of query heads H, by default G.
         layer: 1-based layer index, used by operations whose initial values depend on the layer.
         context: training sequence length, used by operations that depend on the length; None if unknown.
@@ -40,9 +40,9 @@ class AttentionCore(nn.Module):
 
     Attributes:
         leading: number of learned tokens before the sequence (a sink token or registers).
-        proxy: True if the operation's scores do not sum to one, so that importance is computed from proxy scores.
+        proxy: True if the attention weights of a row do not sum to one; importance is then computed from proxy scores.
         bias: parameters of the attention bias.
-        learned: learned parameters of the operation, or None.
+        learned: learned parameters of the operation; None for operations without parameters.
         call_handler: function that computes the output in place of the core. `intercept` (models/intercept.py) sets
             it; otherwise None.
 
@@ -102,9 +102,9 @@ class AttentionCore(nn.Module):
         Args:
             documents_BL: document ID of every key position, required by the document mask. Leading tokens are included,
                 but their IDs are ignored. In padded rows, index 0 is the first position after the padding.
-            gates_BLH: output of the operation's gate, required by operations with a gate. Forgetting attention:
-                cumulative sums of the log forget gates at all key positions. Differential attention V2: logits of the
-                second softmax's weights, (B, T, H). Leading tokens are included.
+            gates_BLH: output of the operation's gate, required by two operations. Forgetting attention: cumulative sums
+                of the log forget gates at all key positions. Differential attention V2: logits of the second softmax's
+                weight for each query and head, (B, T, H). Leading tokens are included.
             padding_B: number of padding positions at the start of each row, before leading tokens; None without
                 padding.
 
@@ -113,7 +113,9 @@ class AttentionCore(nn.Module):
         """
         operation, mask = self.operation, self.mask_of_batch(documents_BL, padding_B)
         if gates_BLH is None and (operation.forgets or operation.weighs):
-            wanted = "cumulative sums of log forget gates" if operation.forgets else "the logits of a weight per query"
+            wanted = (
+                "cumulative sums of log forget gates" if operation.forgets else "logits of the second softmax's weights"
+            )
             raise ValueError(f"{operation.kind} attention requires {wanted}: pass gates_BLH")
         call = Call(
             q_BHTD,

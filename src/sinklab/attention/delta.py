@@ -6,7 +6,7 @@ S is a D x V matrix per head that maps keys to values. It decays by a_t; then th
 v_t, and equals v_t if b_t is 1 and the key has length 1. Time and memory are linear in T.
 
 The sequence is divided into chunks of C positions. Let S be the state before a chunk, and c_i the sum of g from the
-first position of the chunk to its position i. Position i adds k_i W_i^T to the state, with row i of the C x V matrix
+first position of the chunk to its position i. Position i adds k_i W_i^T to the state. W_i is row i of the C x V matrix
 W (section 3.3, the UT transform):
 
     W = X - Y S,   (I + L) [X, Y] = b [v, exp(c) k],   L_ij = b_i exp(c_i - c_j) k_i.k_j  for j < i
@@ -43,10 +43,10 @@ def gated_delta(
     rate_BHT: Tensor,
     state_BHDV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the outputs of all positions and the state after the last position.
+    """Compute the outputs of all positions and the state after the last position (equations in the module docstring).
 
     Args:
-        q_BHTD, k_BHTD: queries and keys, already scaled and normalised.
+        q_BHTD, k_BHTD: queries and keys, already scaled and normalised by the caller.
         v_BHTV: values.
         log_decay: log decay g, at most 0: (B, H, T), or (B, H, T, D) for one decay per channel of the key.
         rate_BHT: update rate b (beta in the paper), from 0 to 1.
@@ -77,7 +77,7 @@ def gated_delta(
     solved = torch.linalg.solve_triangular(corrections, wanted, upper=False, unitriangular=True)
     own_BHNCV, read_BHNCD = solved.split((V, D), dim=-1)
     scores_BHNCC = _decayed_products(q, k, decay)
-    # `unbind` instead of indexing each chunk, whose gradient would be a tensor of the size of the whole sequence.
+    # `unbind`, because the gradient of indexing one chunk is a tensor of the size of the whole sequence.
     parts = (q * since_start, k * till_end, scores_BHNCC, own_BHNCV, read_BHNCD, since_start[..., -1, :, None])
     chunks = zip(*(part.unbind(2) for part in parts), strict=True)
     state = q.new_zeros(B, H, D, V) if state_BHDV is None else state_BHDV.to(dtype)

@@ -1,7 +1,7 @@
-"""The `flex` backend: PyTorch's FlexAttention, a fused kernel for CUDA, in the dtype of the inputs.
+"""The `flex` backend: PyTorch's FlexAttention, a fused kernel for CUDA.
 
 Score functions and masks are those of the other backends, compiled into the kernel. Terms and factors common to all
-scores of a row are applied outside the kernel (`scores.Apart`). On a CPU there is only an uncompiled forward pass,
+scores of a row can be applied outside the kernel (`scores.Apart`). On a CPU there is only an uncompiled forward pass,
 which is sufficient for tests but not for training.
 
 B batch, H query heads, G KV heads, T queries, S keys, D key dimension, V value dimension.
@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
-    """Return True if the kernel supports the call: CUDA, float32 or 16-bit inputs, key and value dimensions >= 16.
+    """Return True if the kernel supports the call: CUDA, float32 or 16-bit queries, key and value dimensions >= 16.
 
     A value dimension of 0 is supported too (`flex_attend`).
     """

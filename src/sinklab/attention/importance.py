@@ -1,8 +1,8 @@
 """Importance alpha of every key position, computed without storing the attention matrix.
 
 alpha_k is the mean over queries t = k .. T of the attention weight A_tk, including query k (2410.10781, section 3.2).
-It is a column mean of the attention matrix, accumulated over blocks of queries. For operations whose scores do not sum
-to one, it is computed from the proxy scores |A_tk| / sum_s |A_ts|.
+It is a column mean of the attention matrix, accumulated over blocks of queries. For operations whose attention weights
+A_ts do not sum to one over the keys s, it is computed from the proxy scores |A_tk| / sum_s |A_ts|.
 
 Under a mask other than the causal one, some queries t >= k may not see key k, and some earlier queries may see it.
 `Importance.visible_BHT` is a second mean, over the queries that may see key k.
@@ -71,7 +71,7 @@ class Rows:
 
     Attributes:
         block: index ranges of the queries and keys.
-        weights_BHQS: attention weights, or proxy scores if the scores of a row do not sum to one; 0 at masked keys;
+        weights_BHQS: attention weights, or proxy scores if the weights of a row do not sum to one; 0 at masked keys;
             float32 (float64 for float64 input).
         bias_BHQ: attention to a bias key, to a sink logit or to the stick-breaking remainder; None if there are none of
             these.
@@ -86,7 +86,7 @@ class Rows:
 def score_rows(
     matrix: bl.ScoreMatrix, bias_logits_BHT: Tensor | None = None, block: int | None = None
 ) -> Iterator[Rows]:
-    """Yield the rows of the attention matrix in blocks of queries: exp(logit) divided by the row sum.
+    """Yield the rows of the attention matrix, exp(logit) divided by the row sum, in blocks of queries.
 
     Args:
         matrix: queries, keys, mask and score function.
@@ -147,10 +147,10 @@ def sum_rows(
 
 
 def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:
-    """Compute alpha_k = (sum over queries t = k..n of A[t, k]) / (n - k + 1); query k itself is included.
+    """Compute alpha_k = (sum over queries t = k .. n of A_tk) / (n - k + 1), k = 1 .. n.
 
     Args:
-        keys_BHT: column sums of the attention matrix, aligned so that index 0 is the first counted position.
+        keys_BHT: column sums of the attention matrix; index 0 is position k = 1.
         queries_B: number of queries n of each sequence; alpha is 0 at positions after the n-th.
 
     Returns:
@@ -168,9 +168,10 @@ def unpadded_importance(sums_BHS: Tensor, length: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def seen_by(mask: Mask, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Count the queries that can attend to each position; return the counts on the device, and a copy on the CPU.
+    """Count the queries that can attend to each position, for as many queries as positions.
 
-    The result is cached, so that the device is synchronised only once per mask.
+    Returns the counts, (B or 1, H or 1, positions), on the device, and a copy on the CPU. The result is cached, so that
+    the device is synchronised only once per mask.
     """
     counts_BGS = visible_queries(mask, positions, positions, device)
     return counts_BGS, counts_BGS.cpu()

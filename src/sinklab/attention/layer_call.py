@@ -1,7 +1,7 @@
 """One attention call of a layer of a sinklab or Hugging Face model, and the quantities measured from it.
 
-B batch, H query heads, G KV heads (H a multiple of G), T queries, S keys, V value dimension. The queries are at the
-last T of the S positions, which include learned leading tokens.
+B batch, H query heads, G KV heads (H a multiple of G), T queries, S keys, D key dimension, V value dimension. The
+queries are at the last T of the S positions, which include learned leading tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
 
 ShiftRope = Callable[[Tensor, Tensor], Tensor]
-"""Function (x_BHTD, by_T) -> x_BHTD that shifts the RoPE position of every token by `by_T`."""
+"""Function (x_BHTD, by_T) -> x_BHTD that shifts the RoPE position of query or key t by by_T[t] positions."""
 
 
 class LibraryKernel(NamedTuple):
@@ -39,17 +39,20 @@ class LibraryKernel(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Arguments of one attention call of a layer, with the values.
+    """Arguments of one attention call of a layer, including the values.
 
     Attributes:
         operation: attention operation; softmax for Hugging Face models.
         call: queries, keys, mask, biases and score functions.
         value_BGSV: values.
         leading: number of learned tokens before the sequence.
-        padding_B: number of padding positions of each row, before the leading tokens; None without padding.
+        padding_B: number of padding positions of each row, before the leading tokens; None without padding, and for
+            Hugging Face models.
         index: 1-based index of the layer among the attention layers; 0 outside `intercept`.
-        shift_rope: function that shifts RoPE positions; None without RoPE.
-        library: function of a Hugging Face model that computes the call; None for edited calls and sinklab models.
+        shift_rope: function that shifts RoPE positions; None outside `intercept`, in layers without RoPE, and for
+            Hugging Face models whose RoPE is not supported.
+        library: function of a Hugging Face model that computes the call; None for sinklab models, for edited calls, and
+            if the output is computed elsewhere.
     """
 
     operation: Operation
@@ -67,7 +70,7 @@ class LayerCall:
         return self.call.q_BHTD.shape[2]
 
     def output(self) -> Tensor:
-        """Compute the attention output, (B, H, T, V)."""
+        """Compute the attention output, (B, H, T, V), including a V bias."""
         out = self.operation.output(self.call, self.value_BGSV)
         if self.call.key_HD is None and self.call.value_HV is not None:  # V biases
             out = out + self.call.value_HV[:, None].to(out.dtype)
@@ -78,7 +81,7 @@ class LayerCall:
         return self.output() if self.library is None else self.library.output()
 
     def changed(self, **call: Any) -> "LayerCall":
-        """Return a copy with these new fields of `call`, and without `library`, which computes the unedited call."""
+        """Return a copy with these fields of `call` replaced, and `library` None, as it computes the unedited call."""
         return replace(self, call=replace(self.call, **call), library=None)
 
     def masked(self, mask: Mask) -> "LayerCall":
@@ -114,9 +117,9 @@ class LayerCall:
     def importance(self) -> Importance:
         """Compute alpha_k of every position and of the bias, sink token or registers (2410.10781, section 3.2).
 
-        Requires sequences without padding and T = S. If the operation's scores do not sum to one, alpha is computed
-        from the proxy scores, and the mean row sum is returned too. A leading token counts as a bias: its alpha is the
-        mean over all queries of the sequence, and is added to that of a bias key or of the stick-breaking remainder.
+        Requires sequences without padding and T = S. If the attention weights of a row do not sum to one, alpha is
+        computed from the proxy scores, and the mean row sum is returned too. Leading tokens count as a bias: the alpha
+        of each is the mean over all queries of the sequence, and their sum is added to that of the bias.
         """
         sums, n = self.column_sums(), self.leading
         if n:  # subtract the rows of leading tokens
@@ -138,7 +141,9 @@ class LayerCall:
         return Importance(alpha_BHT, bias_BH, row_sums_BH, seen_by_BGT, visible_BHT, several)
 
     def scores(self) -> tuple[Tensor, Tensor | None]:
-        """Compute the attention matrix A_BHTS, and the attention to a bias key or sink logit (B, H, T), else None.
+        """Compute the attention matrix, (B, H, T, S), and the attention to a bias key or sink logit, (B, H, T).
+
+        The second result is None without a bias key and a sink logit.
 
         Raises:
             InputError: for kernel, differential and stick-breaking attention.
@@ -164,7 +169,10 @@ class LayerCall:
         return scores_BHTS, bias_BHT
 
     def weighted(self, scores_BHTS: Tensor, bias_BHT: Tensor | None) -> Tensor:
-        """Compute sum_s A_ts v_s, including the value of a bias key or a V bias: (B, H, T, V)."""
+        """Compute the output sum_s A_ts v_s of the given attention weights A, (B, H, T, V).
+
+        The value of a bias key, weighted by `bias_BHT`, or a V bias is added.
+        """
         repeats = self.call.q_BHTD.shape[1] // self.value_BGSV.shape[1]
         out = scores_BHTS.to(self.value_BGSV.dtype) @ self.value_BGSV.repeat_interleave(repeats, 1)
         value_HV = self.call.value_HV

@@ -2,7 +2,8 @@
 
 Positions are absolute key positions, 0-based: with S keys and T queries, query t is at position S - T + t. In addition
 to the mask function (`allowed`), a mask has two ranges of keys for a block of queries. Keys outside `key_range` are
-seen by no query of the block, and are skipped. Keys in `full_range` are seen by all its queries, and need no masking.
+seen by no query of the block, and are skipped. Keys in `full_range` are seen by all queries of the block, and need no
+masking.
 
 B batch, H query heads, T queries, S keys.
 """
@@ -63,9 +64,9 @@ class Mask(ABC):
         return 0, 0
 
     def block(self, first: int, end: int, low: int, high: int, device: torch.device) -> Tensor:
-        """Return the boolean mask of queries at positions [first, end) and keys [low, high).
+        """Return the boolean mask of queries at positions [first, end) and keys [low, high), True at visible keys.
 
-        Its shape broadcasts to (*sizes, end - first, high - low).
+        The shape of the mask broadcasts to (*sizes, end - first, high - low).
         """
         rows, heads = self.sizes
         return self.allowed(
@@ -299,7 +300,7 @@ class Document(Mask):
         return Document(self.documents_BS[row : row + 1])
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        # `Leading` and `Padded` pass negative positions for leading tokens and padding; their results are not used.
+        # `Leading` and `Padded` pass negative positions for leading tokens and padding, and ignore the results.
         return (k <= q) & (self.documents_BS[b, q.clamp(min=0)] == self.documents_BS[b, k.clamp(min=0)])
 
     def __eq__(self, other: object) -> bool:

@@ -1,8 +1,8 @@
 """Attention output and column sums in one pass over blocks of scores.
 
 PyTorch's fused kernels do not return the attention weights, so a separate computation of the sums repeats q.k and exp.
-Here the scores of a block of queries, which usually fits in the CPU cache (`BLOCK_SCORES`), are normalised in place and
-used for both output and column sums. benchmarks/measure.py compares a measurement with a forward pass of the model.
+Here the scores of a block of queries are normalised in place and used for both output and column sums. A block usually
+fits in the CPU cache (`BLOCK_SCORES`). benchmarks/measure.py compares a measurement with a forward pass of the model.
 Rejected alternatives: a second exp with the kernel's `lse`, and a matrix product with ones for the sums. Neither was
 faster on the tested machine.
 
@@ -21,7 +21,7 @@ from sinklab.attention.operations.call import Call
 
 BLOCK_SCORES = 2**21  # scores per block: 8 MB in float32
 MOST_SCORES = 2**24  # upper limit of scores per block with many threads or query heads per KV head: 64 MB
-BLOCK_QUERIES = 128
+BLOCK_QUERIES = 128  # maximum number of queries per block
 
 
 @torch.no_grad()
@@ -36,8 +36,8 @@ def attend_and_sum(
         ends: E increasing lengths, at most T, of truncated sequences whose column sums are returned.
 
     Returns:
-        The output (B, H, T, V); the column sums over all counted queries; and for every length in `ends` the sum over
-        its counted queries t >= k, which is the column sum of the truncated sequence, (B, H, E, S).
+        The output (B, H, T, V), without a V bias; the column sums over all counted queries; and for every length in
+        `ends` the column sums over the counted queries t >= k of the truncated sequence, (B, H, E, S).
 
     Raises:
         ValueError: if the shapes of queries and keys do not match.
@@ -58,7 +58,7 @@ def attend_and_sum(
     out, sums = out_BHTV.view(rows, -1, T, V), segments_BHES.view(rows, -1, len(ends) + 1, S)
     repeats = H // G
     queries = max(1, min(T, BLOCK_QUERIES, MOST_SCORES // (repeats * S)))
-    each = repeats * queries * S  # scores of one KV head; a block has a head per thread if MOST_SCORES allows it
+    each = repeats * queries * S  # scores of one KV head; a block has one or more per thread if MOST_SCORES allows it
     most = max(1, min(max(torch.get_num_threads(), BLOCK_SCORES // each), MOST_SCORES // each, k.shape[1]))
     buffer = q.new_empty(most * each)
     segments = enumerate(itertools.pairwise((0, *ends, T)))
@@ -90,9 +90,9 @@ def attend_and_sum(
 
 
 def _normalise(z_HQS: Tensor, call: Call, b: int, heads: slice, block: bl.Block) -> tuple[Tensor, Tensor | None]:
-    """Return the softmax of a block's scores, which may overwrite them, and each row's total attention to keys.
+    """Return the softmax of a block's scores, which may be overwritten, and each row's total attention to keys.
 
-    The total is None without a sink logit, because it is then 1.
+    The total is None without a sink logit; it is then 1, or 0 in a row without visible keys.
     """
     score, mask, device = call.score(), call.mask.of(b, heads), z_HQS.device
     first, end = block.start + call.first, block.stop + call.first

@@ -29,6 +29,7 @@ def attend(matrix: ScoreMatrix, v_BGSV: Tensor, backend: Backend = "auto") -> tu
     """Compute the attention output and log-normaliser of every query; `chunked` and `flex` store no T x S matrix.
 
     out_t = sum_s exp(l_ts) v_s / Z_t,  lse_t = log Z_t,  Z_t = sum_s exp(l_ts),  l_ts = score(q_t.k_s * scale).
+    The sums are over the keys s that query t sees.
 
     Args:
         matrix: queries, keys, score function and mask. H must be a multiple of G (grouped-query attention); keys are

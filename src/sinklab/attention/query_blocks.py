@@ -1,6 +1,6 @@
 """Blocks of queries: the T x S score matrix is computed block by block, and not stored as a whole.
 
-B batch, H query heads, G KV heads (H a multiple of G), R = H / G, T queries, S keys, D key and V value dimension.
+B batch, H query heads, G KV heads (H a multiple of G), T queries, S keys, D key dimension.
 """
 
 import math
@@ -15,7 +15,7 @@ from sinklab.attention.scores import Score
 
 BLOCK_ELEMENTS = 2**18  # scores held at a time: 1 MB in float32, which stays in a core's cache
 BLOCK_ELEMENTS_CUDA = 2**24  # scores held at a time on CUDA: 64 MB, for fewer and larger kernels
-SMALLEST_BLOCK = 32  # queries
+SMALLEST_BLOCK = 32  # minimum number of queries per block
 CHUNK = 64  # positions per chunk of linear attention; scores within a chunk are computed explicitly
 
 
@@ -49,8 +49,8 @@ def check_shapes(q_BHTD: Tensor, k_BGSD: Tensor) -> None:
     (B, H, T, D), (Bk, G, S, Dk) = q_BHTD.shape, k_BGSD.shape
     if Bk != B or Dk != D or H % G or S < T:
         raise ValueError(
-            f"queries {tuple(q_BHTD.shape)} and keys {tuple(k_BGSD.shape)} do not match: batch and width must "
-            "be equal, query heads a multiple of key heads, keys at least as many as queries"
+            f"queries {tuple(q_BHTD.shape)} and keys {tuple(k_BGSD.shape)} do not match: batch size and width "
+            "must be equal, query heads a multiple of key heads, keys at least as many as queries"
         )
 
 

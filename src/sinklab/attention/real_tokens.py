@@ -28,7 +28,7 @@ class RealTokens:
     padded: bool
 
     def to(self, device: torch.device) -> "RealTokens":
-        """Return a copy with all tensors on `device`, made without synchronisation; self if they are already on it."""
+        """Return a copy with all tensors on `device`, without synchronising it; self if they are already on it."""
         if self.mask_BT.device == device:
             return self
         return _aligned(self.mask_BT.to(device, non_blocking=True), self.index_BR.shape[1], self.padded)

@@ -1,12 +1,12 @@
 """Score functions, applied to a raw score z = q.k * scale before the exponential, like FlexAttention's `score_mod`.
 
 A score function maps (z, batch, head, query position, key position, *tensors) to a logit. Every backend uses the same
-function. Its indices are broadcastable tensors in a block of scores, and scalars in FlexAttention. Tensors are passed
+function. The indices are broadcastable tensors in a block of scores, and scalars in FlexAttention. Tensors are passed
 explicitly, so that the chunked backend can differentiate with respect to them.
 
 An operation with a non-negative similarity sim(z) uses the score function z -> log sim(z), so that `lse` is the log of
-the row sum of sim. Its `Score` also contains the function sim(z), which is used instead while row sums are in range,
-because a logarithm is slow on a CPU, especially at zero.
+the row sum of sim. Its `Score` also contains the function sim(z). The chunked backend uses sim(z) while row sums are in
+range, because a logarithm is slow on a CPU, especially at zero.
 
 FlexAttention adds up the gradient of a captured tensor atomically, once per score, and supports only one use of each
 tensor. A `Score` may therefore have a second form for FlexAttention (`Apart`), without the terms common to a row.
@@ -46,7 +46,7 @@ class Score:
         return self.function(z, b, h, q, k, *self.tensors)
 
     def then(self, after: "Score | None") -> "Score":
-        """Return the composition: this score function followed by `after`."""
+        """Return the composition: this score function followed by `after`; `self` if `after` is None."""
         if after is None:
             return self
         mine, first = len(self.tensors), self.function
@@ -131,7 +131,7 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
 
     Args:
         log_kept_BSH: cumulative sums of log f, up to and including each position.
-        causal: False if queries may see later keys, whose scores z are unchanged.
+        causal: False if queries may see later keys; the scores z of later keys are unchanged.
     """
 
     def between(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_kept_BSH: Tensor) -> Tensor:
