@@ -1,8 +1,8 @@
 """Base classes of attention operations.
 
-Most operations with non-negative scores are defined by a log-similarity l_ts and a divisor Z_t. One call of `attend`
-with the logits l_ts returns (out, lse). The output of the operation is then out * exp(lse) / Z, and the row sum is
-exp(lse) / Z. If Z is exp(lse), the output is out and the row sum is 1.
+Most operations with non-negative attention weights A_ts are defined by a log-similarity l_ts and a divisor Z_t:
+A_ts = exp(l_ts) / Z_t. One call of `attend` with the logits l_ts returns (out, lse). The output of the operation is
+then out * exp(lse) / Z, and the row sum is exp(lse) / Z. If Z is exp(lse), the output is out and the row sum is 1.
 
 B batch, H query heads, G KV heads, T queries, L key positions, V value dimension.
 """
@@ -32,12 +32,12 @@ class OperationPart(Kind, ABC):
     sequential: ClassVar[bool] = False  # whether attention weights depend on the order of keys (stick-breaking)
     keys_per_head: ClassVar[int] = 1  # number of parts into which a head's queries and keys are split
     queries_per_head: ClassVar[int] = 1  # number of queries per head and position, concatenated
-    normal: ClassVar[bool] = False  # whether the scores of a row sum to one for all settings
-    weighs: ClassVar[bool] = False  # whether the operation uses a weight per query and head (`weight_gate`)
+    normal: ClassVar[bool] = False  # whether the attention weights of a row sum to one for all settings
+    weighs: ClassVar[bool] = False  # whether a `weight_gate` weights the second softmax
 
     @property
     def sums_to_one(self) -> bool:
-        """True if the scores of a row sum to one; otherwise importance is computed from proxy scores."""
+        """True if the attention weights of a row sum to one; else importance is computed from proxy scores."""
         return self.normal or self.plain
 
     @property
@@ -47,7 +47,7 @@ class OperationPart(Kind, ABC):
 
     @property
     def divides(self) -> bool:
-        """True if scores are divided by a row sum or norm, so that a key with value zero affects the output."""
+        """True if a row is divided by its sum or norm, so that a key with value zero affects the output."""
         return True
 
     @property
@@ -70,14 +70,14 @@ class OperationPart(Kind, ABC):
         return None
 
     def forget_gate(self, width: int, heads: int) -> nn.Module | None:
-        """Build the module that maps the attention input (B, L, width) to cumulative sums of log gates (B, L, heads).
+        """Build the module: attention input (B, L, width) -> cumulative sums of log forget gates (B, L, heads).
 
         Returns None for operations without forget gates.
         """
         return None
 
     def weight_gate(self, width: int, heads: int) -> nn.Module | None:
-        """Build the module that maps the attention input (B, L, width) to logits (B, L, heads) of a weight per query.
+        """Build the module: attention input (B, L, width) -> logits (B, L, heads) of the second softmax's weights.
 
         Returns None for operations without such weights (`weighs`).
         """
@@ -93,27 +93,30 @@ class OperationPart(Kind, ABC):
 
     @abstractmethod
     def rows(self, call: Call) -> Iterator[Rows]:
-        """Yield proxy scores |A_tk| / sum_s |A_ts|, including a bias key, in blocks of queries (2410.10781, table 6).
+        """Yield proxy scores |A_tk| / sum_s |A_ts| in blocks of queries (2410.10781, table 6).
 
-        They are the attention weights if the scores of a row sum to one. For stick-breaking, the remaining attention
-        is returned as the attention to a bias.
+        The sum includes a bias key or sink logit. If the attention weights of a row sum to one, the proxy scores equal
+        them. For stick-breaking, the remaining attention is returned as the attention to a bias.
         """
 
     @abstractmethod
     def row_sums(self, call: Call) -> Tensor:
-        """Compute the row sums sum_s A_ts, including a bias key or stick-breaking's remaining attention: (B, H, T)."""
+        """Compute the row sums sum_s A_ts: (B, H, T).
+
+        A bias key, a sink logit and the remaining attention of stick-breaking are included.
+        """
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Similarity and divisor that define the scores of an operation.
+    """Similarity and divisor that define the attention weights of an operation.
 
     Attributes:
         similarity: log-similarity l_ts, applied to the call's score; None is the identity.
         log_divisor: log Z_t (B, H, T); 0.0 means no divisor, None the row sum including a bias key or sink logit.
         log_addend: log of a term (B, H, T) that is added to the row sum in the divisor; None for no term. Used only
             if `log_divisor` is None.
-        factor: constant factor of the scores, applied after the division.
+        factor: constant factor of the attention weights, applied after the division.
     """
 
     similarity: Score | None = None
@@ -123,7 +126,7 @@ class Normalisation:
 
 
 class LogSimilarity(OperationPart):
-    """Base class of operations with scores exp(l_ts) / Z_t, times a constant factor."""
+    """Base class of operations with attention weights exp(l_ts) / Z_t, times a constant factor."""
 
     @abstractmethod
     def normalisation(self, call: Call) -> Normalisation:

@@ -34,10 +34,11 @@ class Call:
             forget gates.
         key_HD: bias key; None without one.
         offset_H: number added to the logit of the bias key after the softcap; None means zero.
-        logit_H: sink logit, used in place of a logit q.k_s; None without one.
+        logit_H: sink logit, used in place of a bias key's logit; None without one.
         value_HV: value of the bias key, or the V bias if there is no bias key; None means zero.
         learned: learned parameters of the operation; None without parameters.
-        weight_BTH: logits of a weight per query (`OperationPart.weight_gate`); None for operations without one.
+        weight_BTH: logits of the second softmax's weights (`OperationPart.weight_gate`); None for operations without
+            them.
         scale: factor of q.k; None means 1 / sqrt(D). Kernel attention and stick-breaking support only None.
     """
 
@@ -105,7 +106,10 @@ class Call:
         return keys_BHT.to(accumulate_dtype(self.q_BHTD.dtype))
 
     def bias_logits(self, similarity: Score | None = None) -> Tensor | None:
-        """Compute the log-similarity of every query with the bias key or sink logit: (B, H, T); None without either."""
+        """Compute the log-similarity of every query with the bias key or sink logit, (B, H, T); None without either.
+
+        Kernel attention passes queries and keys after the feature map; the result is then the similarity itself.
+        """
         if self.logit_H is not None:
             B, H, T, _ = self.q_BHTD.shape
             dtype = accumulate_dtype(self.q_BHTD.dtype)

@@ -24,7 +24,7 @@ class Lambda(nn.Module):
     Calling the module returns lambda, a scalar.
 
     Attributes:
-        q1, k1, q2, k2: learned vectors l, (D / 2,).
+        q1, k1, q2, k2: learned vectors l_q1, l_k1, l_q2, l_k2, each of half the head width.
         lambda_init: constant term of lambda.
         norm: RMSNorm over the width of each head's output.
     """
@@ -41,7 +41,7 @@ class Lambda(nn.Module):
 
 
 class Difference(OperationPart):
-    """Base class of operations A = softmax(z1) - w softmax(z2); the proxy scores are |A_ts| / sum_s |A_ts|."""
+    """Base class of operations A = softmax(z1) - w softmax(z2); the proxy scores are |A_ts| / sum_j |A_tj|."""
 
     @abstractmethod
     def strength(self, call: Call) -> Tensor:
@@ -137,9 +137,10 @@ class DifferentialV2(Difference):
 
 
 def halves(call: Call) -> tuple[Call, Call]:
-    """Return two calls: one with the first and one with the second half of every head's query, of width D / 2.
+    """Return two calls: one with the first and one with the second half of every head's query.
 
-    Each half is the query of one softmax. Keys are also split in halves, unless their dimension is already D / 2.
+    Each half is the query of one softmax. Keys and a bias key are also split in halves, unless they already have the
+    width of half a query (V2).
     """
     width = call.q_BHTD.shape[-1] // 2
 

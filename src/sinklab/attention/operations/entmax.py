@@ -56,9 +56,10 @@ NEWTON_STEPS = 10  # at most eight were needed for tested rows of a million keys
 
 @torch.no_grad()
 def thresholds(call: Call) -> tuple[Tensor, Tensor]:
-    """Compute the threshold tau and the slope 2 sum relu(z / 2 - tau) of every row, (B, H, T) each.
+    """Compute the threshold tau and the slope of every row, (B, H, T) each.
 
-    A bias key or sink logit is included. In a row without keys, tau is -1 and the slope is 1.
+    The slope, 2 sum relu(z / 2 - tau), is minus the derivative of the row sum with respect to tau. A bias key or sink
+    logit is included. In a row without keys, tau is -1 and the slope is 1.
     """
     q = call.q_BHTD
     matrix, bias_BHT = call.matrix(), call.bias_logits()

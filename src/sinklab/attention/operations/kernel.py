@@ -3,7 +3,7 @@
 Under causal and prefix masks it is computed as linear attention in O(T d_h^2). With a KV cache, the scores of the new
 queries are computed explicitly. Under other masks, or with backend eager or flex, one call of `attend` sums over the
 keys with positive similarity, and for signed kernels a second call over those with negative similarity. phi is also
-applied to a bias key. Kernels have no logits, so they support no softcap, no relative position bias and no sink logit.
+applied to a bias key. Kernels have no logits, so they support no softcap, relative position bias or sink logit.
 Importance is computed from the proxy scores |sim_ts| / sum_s |sim_ts|.
 
 B batch, H query heads, G KV heads, R = H / G, T queries, S keys, D key dimension, V value dimension, N chunks of C
@@ -50,7 +50,8 @@ class Kernel(OperationPart):
         """Compute the feature map phi(x): (.., D) -> (.., D).
 
         Args:
-            learned: learned parameters of phi; None if it has none.
+            x: queries, keys or a bias key.
+            learned: learned parameters of phi; None if phi has none.
         """
 
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from sinklab.attention.scores import (
 )
 from sinklab.schema import Example
 
-NORM = "exponent of the divisor (sum_s sim_ts ** p) ** (1 / p), where sim is the similarity; 1: the row sum"
+NORM = "exponent of the divisor (sum_s sim_ts ** p) ** (1 / p) with the similarity sim, exp for softmax; 1: the row sum"
 
 
 def by_norm(call: Call, similarity: Score | None, p: float) -> Normalisation:
@@ -40,10 +40,10 @@ def by_norm(call: Call, similarity: Score | None, p: float) -> Normalisation:
 
 
 class Softmax(LogSimilarity):
-    """Softmax: alpha * exp(z_ts) / (sum_s exp(z_ts) ** p) ** (1 / p) (2410.10781, table 14 left, figure 29)."""
+    """Softmax: alpha * exp(z_ts) / (sum_j exp(z_tj) ** p) ** (1 / p) (2410.10781, table 14 left, figure 29)."""
 
     kind: Literal["softmax"] = "softmax"
-    alpha: float = Field(default=1.0, gt=0, description="factor of the scores; for p = 1, it is the row sum")
+    alpha: float = Field(default=1.0, gt=0, description="factor of the attention weights; for p = 1, it is the row sum")
     p: float = Field(default=1.0, gt=0, description=NORM)
     examples: ClassVar = {
         "softmax_sums_to_2": Example({"alpha": 2.0}),
@@ -62,7 +62,7 @@ class Softmax(LogSimilarity):
 
 
 class Temperature(nn.Module):
-    """Module that computes the factor s log n + b of the scores, learned per head.
+    """Module that computes the factor s log n + b of a query's scores, with s and b per head, n the number of its keys.
 
     Attributes:
         scale: learned s, (H,).
@@ -76,9 +76,10 @@ class Temperature(nn.Module):
         self.initial = {"scale": (start, 0.0)} | ({} if offset is None else {"offset": (offset, 0.0)})
 
     def forward(self, keys_BHT: Tensor) -> Tensor:
-        """Compute the factor, (B, H, T), in the dtype of `keys_BHT`, the number of keys that each query sees.
+        """Compute the factor, (B, H, T), in the dtype of `keys_BHT`.
 
-        The head axis of `keys_BHT` may have size 1.
+        Args:
+            keys_BHT: number n of keys that each query sees; its head axis may have size 1.
         """
         factor_BHT = self.scale.to(keys_BHT.dtype)[:, None] * keys_BHT.log()
         return factor_BHT if self.offset is None else factor_BHT + self.offset.to(keys_BHT.dtype)[:, None]
@@ -87,10 +88,10 @@ class Temperature(nn.Module):
 class ScalableSoftmax(LogSimilarity):
     """Scalable softmax: softmax((s_h log n_t) z_ts), s learned per head, n_t the number of visible keys (2501.19399).
 
-    n_t also counts a bias key or sink logit. z includes softcap and position bias. `offset` enables the paper's variant
-    softmax((s_h log n_t + b_h) z_ts), which according to the paper generalises less well to long contexts. The default
-    start is 1 / (mean of log n over n = 1 .. 1024), so that the initial scale is about that of softmax. Only the
-    abstract and the formulas of the paper were available; its initial b is unknown.
+    n_t also counts a bias key or sink logit. The factor is applied after softcap and position bias. `offset` enables
+    the paper's variant softmax((s_h log n_t + b_h) z_ts), which according to the paper generalises less well to long
+    contexts. The default start is 1 / (mean of log n over n = 1 .. 1024), so that the initial scale is about that of
+    softmax. Only the abstract and the formulas of the paper were available; its initial b is unknown.
     """
 
     kind: Literal["scalable_softmax"] = "scalable_softmax"
@@ -144,7 +145,7 @@ class Forgetting(LogSimilarity):
 
     kind: Literal["forgetting"] = "forgetting"
     start: float = Field(
-        default=0.0, description="initial bias b of the gate f = sigmoid(w.x + b); a large b means no forgetting"
+        default=0.0, description="initial bias b of the gate f = sigmoid(w.x + b); with a large b, f is almost 1"
     )
     forgets: ClassVar[bool] = True
     normal: ClassVar[bool] = True
@@ -158,10 +159,10 @@ class Forgetting(LogSimilarity):
 
 
 class Similarity(LogSimilarity):
-    """Base class of operations with A_ts = sim(z_ts), divided by the row sum or p-norm if `normalised`."""
+    """Base class of operations with A_ts = sim(z_ts), divided by the p-norm of the row if `normalised`."""
 
     normalised: bool = Field(
-        default=False, description="divide by the p-norm of the row; for p = 1, scores then sum to one"
+        default=False, description="divide by the p-norm of the row; for p = 1, attention weights then sum to one"
     )
     p: float = Field(default=1.0, gt=0, description=NORM)
 

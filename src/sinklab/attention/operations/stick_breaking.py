@@ -2,17 +2,16 @@
 
 Going backwards from the newest key, key s with logit l_s receives the fraction beta_s = sigmoid(l_s) of the attention
 left by the later keys, A_s = beta_s prod over j > s of (1 - beta_j). The attention that remains after all keys is
-called the rest.
-With u = softplus(l), log A_s = l_s - sum over j >= s of u_j, and log rest = -(sum of all u_j). This takes one softplus,
-one cumulative sum and one exponential per score.
+called the rest. With u = softplus(l), log A_s = l_s - sum over j >= s of u_j, and log rest = -(sum of all u_j). This
+takes one softplus, one cumulative sum and one exponential per score.
 
 In the backward pass, the gradient with respect to log A_s is g_s = A_s dA_s, and with respect to a logit
 
     dl_s = g_s - beta_s (g_s + sum of g over the keys before s + rest drest),
 
-which takes another cumulative sum; dA_s and drest are the gradients with respect to A_s and the rest. The backward pass
-recomputes blocks of queries, with O(T * block) memory. Autograd differentiates the score function, one block at a time,
-as in `chunked.py`.
+which takes another cumulative sum. dA_s and drest are the gradients with respect to A_s and the rest. As in
+`chunked.py`, the backward pass recomputes the scores of one block of queries at a time, and autograd differentiates the
+score function.
 
 B batch, H query heads, G KV heads, T queries, S keys, Q queries of a block, D key dimension, V value dimension.
 """
@@ -54,7 +53,7 @@ class StickBreaking(OperationPart):
     a bias. `rest` sets its value: zero, as in the paper's formula (`dropped`); the query's own value (`own`), as in the
     released model (`sb_remainder` in github.com/IBM/dolomite-engine, `sb_dolomite`); or a learned vector per head,
     initially zero (`learned`), as in the later code (`head_bias`; the norm per head that follows it there is not
-    implemented). Biases that add keys or logits are not supported.
+    implemented). The biases k, kv, sink_logit and off_by_one are not supported.
     """
 
     kind: Literal["stick_breaking"] = "stick_breaking"
@@ -133,7 +132,7 @@ def broken(matrix: bl.ScoreMatrix, block: bl.Block, logits_BHQS: Tensor) -> tupl
 
 
 class _Stick(torch.autograd.Function):
-    """Computes output and rest (out_BHTV, rest_BHT) in blocks of queries, which are at the last T of S positions.
+    """Computes output and rest (out_BHTV, rest_BHT) in blocks of queries. The queries are at the last T of S positions.
 
     The output has the dtype of the values; the rest is float32 (float64 for float64).
     """
