@@ -1,8 +1,8 @@
 """One decoder layer: attention and feed-forward, with norms, positional embeddings and gates.
 
 B batch, L new positions (in the first call including leading tokens), S = L plus cached positions, E hidden size,
-H query heads, G KV heads, D head dimension, P keys per head, K = D / P key dimension. With a latent projection
-(`latent.py`), the dimensions of keys and values can differ.
+H query heads, G KV heads, D head dimension, P queries or keys of a head, K dimension of each of them. With a latent
+projection (`latent.py`), the dimensions of keys and values can differ.
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ from sinklab.model.values import NoValueResidual, ValueMixing, may_be_rounding, 
 
 @dataclass(frozen=True)
 class Places:
-    """Inputs of a layer that depend on positions.
+    """Inputs of a layer besides its hidden states and cache.
 
     Attributes:
         rotary: cos and sin, each (L, C), or (B, 1, L, C) with padding, where C is half the number of rotated channels;
             None in layers without RoPE.
-        documents_BL: document ID of every position, including cached and leading positions. In padded rows, index 0 is
-            the first position after the padding. None without a document mask.
+        documents_BL: document ID of every position, here including cached and leading positions. In padded rows, index
+            0 is the first position after the padding. None without a document mask.
         first: list to which the first layer appends its values, and from which later layers take them; None without
-            value residuals.
+            value residuals (values.py).
         padding_B: number of padding positions at the start of each row, including cached ones; None without padding.
         padded_BL: bool, True at positions that are padding; None without padding, or if earlier positions are cached.
     """
@@ -194,7 +194,10 @@ class ResidualBlock(nn.Module):
         return x_BLE if self.placement == "post" else self.attention_norm(x_BLE)
 
     def joined(self, x_BLE: Tensor, added_BLE: Tensor) -> Tensor:
-        """Add the token mixer's output to the residual stream, then the feed-forward network's, with their norms."""
+        """Compute the residual stream after the layer: add the outputs of token mixer and feed-forward network.
+
+        The norms of the layer are applied according to the placement (`NormConfig.placement`).
+        """
         if self.placement == "post":
             x_BLE = self.attention_norm(x_BLE + added_BLE)
             return self.ffn_norm(x_BLE + self.ffn(x_BLE))
@@ -208,8 +211,8 @@ class ResidualBlock(nn.Module):
 class DecoderBlock(ResidualBlock):
     """Decoder layer with attention and a feed-forward network.
 
-    The methods before and after the attention core can be compiled. The core is not, so that probes can observe it, and
-    so that training and measuring use the same kernels.
+    The methods before and after the attention core can be compiled. The core is not compiled, so that probes can
+    observe it, and so that training and measuring use the same kernels.
     """
 
     compiled_parts = ("before_core", "after_core")

@@ -41,11 +41,11 @@ class Pattern(Part):
     first: int | None = Field(default=None, ge=1, description="first pattern layer, 1-based; null: layer `every`")
     mask: AttentionMask | None = Field(default=None, description="mask of pattern layers; null: model.attention.mask")
     bias: Bias | None = Field(
-        default=None, description="bias of pattern layers, which cannot be a sink_token; null: model.attention.bias"
+        default=None, description="bias of pattern layers, other than sink_token; null: model.attention.bias"
     )
     position: Position | None = Field(
         default=None,
-        description="position of pattern layers, which cannot be absolute or learnable; null: model.position",
+        description="position of pattern layers, other than absolute and learnable; null: model.position",
     )
 
     def has(self, layer: int) -> bool:
@@ -71,7 +71,8 @@ class ModelConfig(Part):
     )
     norm: NormConfig = NormConfig()
     ffn: Literal["relu", "gelu", "swish", "reglu", "geglu", "swiglu"] = Field(
-        default="swiglu", description="feed-forward network act(x W) V, or (act(x W) * x U) V for kinds that end in glu"
+        default="swiglu",
+        description="feed-forward network act(x W) V, or (act(x W) * x U) V for kinds that end in glu",
     )
     mixer: Mixer = AttentionOnly()
     pattern: Pattern | None = Field(
@@ -92,7 +93,8 @@ class ModelConfig(Part):
     init_from: str | None = Field(
         default=None,
         min_length=1,
-        description="initial weights: a run, or a Llama or exported run (directory, .gguf file or name on the hub)",
+        description="initial weights: directory of a run; or a Llama or an exported run (directory, .gguf file or name "
+        "on the Hub); null: random",
     )
     init_sha256: str | None = Field(default=None, description="SHA-256 of the weights of init_from; set by the run")
 
@@ -156,7 +158,7 @@ class ModelConfig(Part):
 
     @property
     def shared_tokens(self) -> int:
-        """Length of the longest prefix mask of any attention layer; 1 without a prefix mask."""
+        """Largest `length` of the attention layers' prefix masks; 1 without a prefix mask."""
         masks = (kind.attention.mask for kind in self.layer_kinds)
         return max(mask.length if mask.kind == "prefix" else 1 for mask in masks)
 
@@ -172,21 +174,25 @@ class ModelConfig(Part):
 
     @property
     def rotary_width(self) -> int:
-        """Number of channels of a query or key that RoPE rotates: the first ones; the last with a latent projection."""
+        """Number of channels of a query or key that RoPE rotates.
+
+        They are the first channels, or the last ones with a latent projection.
+        """
         width = self.key_width if self.latent is None else self.latent.rope
         return round(width * self.position.share) if isinstance(self.position, Rotary) else width
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}: change one of them")
         if self.heads % self.key_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}: change one of them")
         if self.position.kind == "absolute" and self.width % 2:
-            raise ValueError(f"absolute positions need an even width for sine and cosine, not {self.width}")
+            raise ValueError(f"absolute positions need as many sines as cosines: use an even width, not {self.width}")
         if self.shared_tokens > self.context:
             raise ValueError(
-                f"the prefix mask's length {self.shared_tokens} is above context {self.context}: no targets are left"
+                f"the prefix mask's length {self.shared_tokens} is above context {self.context}: reduce "
+                "the length, because no targets are left"
             )
         self._check_latent()
         self._check_mixer()
@@ -201,7 +207,8 @@ class ModelConfig(Part):
         if self.key_width % 2:
             halved = f" and {name} halves it" if self.key_width != self.head_width else ""
             raise ValueError(
-                f"rotary rotates pairs and needs an even key width: width / heads = {self.head_width}{halved}"
+                f"rotary rotates pairs of channels and needs an even key width, but width / heads is {self.head_width}"
+                f"{halved}: change width or heads"
             )
         if round(rotated) % 2 or not round(rotated) > 0 or abs(rotated - round(rotated)) > 1e-6:
             raise ValueError(
@@ -264,9 +271,12 @@ class ModelConfig(Part):
             raise ValueError("projection latent normalises its latents instead of each head's key: leave qk_norm out")
         if operation.keys_per_head * operation.queries_per_head != 1:
             raise ValueError(
-                f"projection latent has one query and key per head, but operation {operation.kind} needs two"
+                f"projection latent has one query and key per head, but operation {operation.kind} needs two: use "
+                "another operation or projection full"
             )
         if isinstance(self.position, Rotary) and self.position.share != 1:
             raise ValueError("projection latent: leave position.share out, and set projection.rope_width")
         if self.position.kind == "rotary" and self.latent.rope % 2:
-            raise ValueError(f"rotary rotates pairs and needs an even projection.rope_width, not {self.latent.rope}")
+            raise ValueError(
+                f"rotary rotates pairs of channels: use an even projection.rope_width, not {self.latent.rope}"
+            )

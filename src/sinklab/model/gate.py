@@ -1,8 +1,8 @@
 """Gates on the attention output or the values, which let a head output nearly zero without an attention sink.
 
 Output gates are computed from the layer's input x (after the pre-norm, if any) and scale the attention output o_t of
-every head (2505.06708). Value gates are computed from the value v_s and scale it before attention. One of them is a
-sigmoid (2510.09017), the other, V-scale (2603.17771), a function of the value's norm:
+every head (2505.06708). Value gates are computed from the value v_s and scale it before attention. One value gate is a
+sigmoid (2510.09017). The other, V-scale (2603.17771), is a function of the value's norm:
 
     phi(r) = r / (r + C_g),   C_g = V d_in sigma^2 exp(theta_g),   r = |v_s|^2
 
@@ -95,7 +95,7 @@ class ValueGating(nn.Module):
 
 
 class ValueScaling(nn.Module):
-    """V-scale: multiplies every value by r / (r + C), where r is its squared norm.
+    """V-scale: multiplies every value v by r / (r + C), r = |v|^2, C = `start` exp(theta).
 
     Args:
         key_heads: number of KV heads G, each with a separate theta.

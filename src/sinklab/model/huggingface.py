@@ -31,7 +31,7 @@ class SinklabConfig(PreTrainedConfig):
     Args:
         model: model section of a recipe, with `vocab_size` set. transformers also creates a default config without
             arguments; None leaves the sizes unset.
-        **others: keys common to all transformers configs. Sizes in SIZES are ignored here and taken from `model`.
+        **others: keys common to all transformers configs. Sizes (the keys of SIZES) are ignored and taken from `model`.
     """
 
     model_type = MODEL_TYPE
@@ -58,7 +58,7 @@ class Padding:
 def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> Padding | None:
     """Return the padding according to an attention mask, or that of the cache if there is no mask.
 
-    Returns None if there is no padding.
+    Returns None if neither the mask nor the cache has padding.
 
     Args:
         mask_BS: attention mask, non-zero at real tokens, including cached tokens; None without a mask.
@@ -120,7 +120,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
-        """Compute the next-token logits (B, T, V), and the loss in nats per target if labels are passed.
+        """Compute the next-token logits, (B, T, V), and the mean loss in nats per target if labels are passed.
 
         Args:
             input_ids: token ids (B, T); with `past_key_values`, only the new tokens.
@@ -129,16 +129,16 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values: cache returned by an earlier call with `use_cache`; it is extended in place.
             labels: target token ids (B, T), shifted internally. The loss excludes labels of -100, padding, and targets
                 inside the prefix of a prefix mask.
-            use_cache: create a KV cache, if none is passed, and return it; off by default.
+            use_cache: create and return a KV cache, if none is passed; off by default. A passed cache is always used.
             logits_to_keep: number of last positions, or indices of positions, whose logits are computed; 0 for all.
             return_dict: False returns a tuple.
-            others: `num_items_in_batch` divides the summed loss. Other arguments of transformers models are ignored,
-                such as `position_ids`: a token's position is its index in the sequence without padding.
+            others: `num_items_in_batch`, if given, divides the summed loss. Other arguments of transformers models are
+                ignored, such as `position_ids`: a token's position is its index in the sequence without padding.
 
         Raises:
-            InputError: see `padding_of`, and if embeddings are passed instead of tokens; if attention matrices or
-                hidden states are requested; if labels are passed with `logits_to_keep`; if the cache was filled by
-                another model; or if there are more tokens than learned positional embeddings.
+            InputError: see `padding_of`. Also if embeddings are passed instead of tokens, if attention matrices or
+                hidden states are requested, if labels are passed with `logits_to_keep`, if `past_key_values` is a
+                non-empty cache of another class, or if there are more tokens than learned positional embeddings.
         """
         if others.get("inputs_embeds") is not None:
             raise InputError("a sinklab model needs tokens: pass input_ids, not inputs_embeds")
@@ -186,7 +186,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return hidden_BTE.gather(1, ((at_T + behind_B1) % T)[..., None].expand_as(hidden_BTE))
 
     def _counted(self, labels_BT: Tensor, first: int, padding: Padding | None) -> Tensor:
-        """Return the labels, IGNORED at padding and before the first target; `first` is the position of label 0."""
+        """Return the labels, IGNORED at padding and before the first target; `first` is the column of label 0."""
         at_T = torch.arange(first, first + labels_BT.shape[1], device=labels_BT.device)
         first_counted = self.transformer.config.first_target - 1
         if padding is None:
@@ -197,7 +197,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: Tensor, past_key_values: Past | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return the arguments of `forward`: the tokens that are not cached yet, cache, mask and options.
+        """Return the arguments of `forward` in `generate`: the tokens not cached yet, cache, mask and options.
 
         `generate` passes mask and options only to a parameter named `kwargs` (transformers 5.17 to 5.23).
 

@@ -9,8 +9,8 @@ bias of a value gate                         zero                               
 
 In both schemes, learned tokens and the learned keys, values and logits of attention biases are normal with std 0.02.
 Norms have weight one and bias zero. The slope of dynamic tanh is `norm.alpha`. A module may set the mean and std of its
-parameters in its attribute `initial`, as biases with `start` and attention operations do, or functions that initialise
-them in its attribute `starts`.
+parameters in its attribute `initial`, as biases with `start` and attention operations do. Its attribute `starts` may
+contain functions that initialise its parameters.
 
 `declared` is the scheme of the paper (2410.10781) and its code. `torch` is PyTorch's `reset_parameters` of nn.Linear
 (kaiming_uniform with a = sqrt(5)) and nn.Embedding. The published models probably used `torch`: with several devices,
@@ -36,7 +36,7 @@ TABLES = ("embedding.weight", "position_table", "distance.weight")
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Initialise all weights of a transformer by the scheme of `config.init`.
+    """Initialise all weights of a transformer, in place, by the scheme of `config.init`.
 
     Each tensor has its own random generator, seeded by `seed` and the tensor's name. If an intervention adds a tensor,
     all other tensors are therefore identical to the baseline. Tensors on the meta device are skipped.

@@ -8,8 +8,8 @@ heads. Only this part is rotated ("decoupled" RoPE).
     c_t = norm(x_t W_DKV)     k^C_th, v_th = c_t W_UKV    k^R_t = rotated(x_t W_KR)     k_th = [k^C_th; k^R_t]
     c'_t = norm(x_t W_DQ)     q^C_th, q^R_th = c'_t W_UQ  q_th = [q^C_th; rotated(q^R_th)]
 
-If queries are not compressed (V2-Lite), c'_t is x_t. The rows of the matrices are ordered as in the published code: by
-head, the unrotated part before the rotated part, k before v.
+x_t is the attention input, and [a; b] a concatenation. If queries are not compressed (V2-Lite), c'_t is x_t. The rows
+of the matrices are ordered as in the published code: by head, the unrotated part before the rotated part, k before v.
 
 B batch, L positions, E hidden size, H heads, N and P dimensions of the unrotated and the rotated part, V value
 dimension, R rank of the latent.

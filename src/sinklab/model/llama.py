@@ -64,7 +64,7 @@ def differences(config: ModelConfig) -> dict[str, str]:
 
 
 def llama_sizes(config: ModelConfig) -> dict[str, Any]:
-    """Return the transformers config keys of a Llama-like model with `rotary` positions: sizes, eps, RoPE, flags."""
+    """Return transformers config values of a Llama-like model with RoPE, by key: sizes, eps, RoPE and flags."""
     assert isinstance(config.position, Rotary)
     return {theirs: getattr(config, ours) for theirs, ours in SIZES.items()} | {
         "num_key_value_heads": config.key_heads,
@@ -99,11 +99,11 @@ IN_BLOCK = {
     "attention_norm": ("input_layernorm",),
     "ffn_norm": ("post_attention_layernorm",),
 }
-"""Names of the Llama weights that are concatenated in each weight of a sinklab block."""
+"""Names of the Llama weights whose concatenation is a weight of a sinklab block."""
 
 
 def llama_weights(model: Transformer) -> dict[str, Tensor]:
-    """Return the model's weights under Llama's parameter names.
+    """Return the model's weights by parameter name in transformers' Llama.
 
     Fused projections are split. Projections of embeddings are multiplied into the embedding and the LM head in
     float64. The scalar weight of a norm is repeated for every channel. Weights that a Llama does not have, such as sink
@@ -126,7 +126,7 @@ def llama_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 def from_llama(llama: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Build the model section of a recipe equivalent to a Llama, and the weights in float32 under sinklab's names.
+    """Build the model section of a recipe equivalent to a Llama, and the float32 weights by parameter name in sinklab.
 
     Tied embeddings become two tensors with the same values.
 

@@ -39,9 +39,11 @@ ROWS_MULTIPLE = 128  # chunks of more rows are rounded down to a multiple of it,
 def next_token_loss(hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor) -> Tensor:
     """Compute the mean cross-entropy of the logits hidden @ weight.T, in nats per target (scalar).
 
-    Under autocast, matrix products use its dtype and everything else float32, with or without chunks.
+    Under autocast, matrix products use the autocast dtype and everything else float32, with or without chunks.
 
     Args:
+        hidden_NE: inputs of the LM head.
+        weight_VE: weight of the LM head.
         targets_N: token ids; `IGNORED` targets are excluded. If all targets are ignored, the loss is NaN.
     """
     rows, words = len(hidden_NE), len(weight_VE)
@@ -105,7 +107,7 @@ def _loss_and_slope(logits_NV: Tensor, targets_N: Tensor, count: Tensor, trainin
     """Return a chunk's part of the mean loss, and its gradient with respect to the logits.
 
     The gradient has the dtype of the logits, and may overwrite them. Unless `training` is set, the logits are returned
-    in its place.
+    in place of the gradient.
     """
     z_NV = logits_NV.to(accumulate_dtype(logits_NV.dtype))
     kept_N1, words_N1 = (targets_N != IGNORED)[:, None], targets_N.clamp(min=0)[:, None]
@@ -140,7 +142,7 @@ class HiddenZ(Part):
     weight: float = Field(default=1e-7, ge=0, description="weight of the hidden z-loss (lambda in arXiv:2509.01322)")
 
     def of(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Compute the weighted loss from the outputs (B, L, E) of all blocks; scalar, at least float32."""
+        """Compute the weighted loss from the outputs (B, L, E) of all blocks; scalar, float32 (float64 for float64)."""
         z_BLE = outputs[-1].to(accumulate_dtype(outputs[-1].dtype))
         return self.weight * z_BLE.abs().logsumexp(-1).square().mean()
 
@@ -148,8 +150,8 @@ class HiddenZ(Part):
 class Tweo(Part):
     """TWEO loss (2511.23225): weight * mean of (|A| / (tau + eps))^p over the entries A of all block outputs.
 
-    The weight is constant, and eps is 1e-6. tau is not relative to the scale of the residual stream, which is assumed
-    to be about 1.
+    The weight is constant, and eps is 1e-6. tau is an absolute magnitude, suited to a residual stream with entries of
+    about 1.
     """
 
     weight: float = Field(default=0.01, ge=0, description="weight of the TWEO loss (lambda in arXiv:2511.23225)")
@@ -157,7 +159,7 @@ class Tweo(Part):
     p: float = Field(default=4.0, ge=1, description="exponent")
 
     def of(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Compute the weighted loss from the outputs (B, L, E) of all blocks; scalar, at least float32."""
+        """Compute the weighted loss from the outputs (B, L, E) of all blocks; scalar, float32 (float64 for float64)."""
         dtype = accumulate_dtype(outputs[0].dtype)
         terms = [(A_BLE.to(dtype).abs() / (self.tau + 1e-6)).pow(self.p).mean() for A_BLE in outputs]
         return self.weight * torch.stack(terms).mean()

@@ -1,4 +1,4 @@
-"""Hybrid models: some layers have linear attention (the gated delta rule) instead of softmax attention.
+"""Hybrid models: some layers have linear attention (the gated delta rule) instead of the attention of the recipe.
 
 Gated DeltaNet layer (2412.06464, figure 1; numerically equal to flash-linear-attention's fla/layers/gated_deltanet.py
 and transformers' Qwen3-Next): one matrix and a short causal convolution compute q, k and v. A norm and a gate follow
@@ -40,7 +40,7 @@ STEPS = (1e-3, 1e-1)  # range of the initial softplus(s), log-uniform
 
 
 class AttentionOnly(Part):
-    """Softmax attention (or the chosen operation) in every layer."""
+    """Attention, with the operation of the recipe, in every layer."""
 
     kind: Literal["attention"] = "attention"
 
@@ -49,8 +49,8 @@ class DeltaMixer(Part):
     """Hybrid: every `every`-th layer, counted from the last, has attention; the other layers have linear attention.
 
     A recipe's attention operation, bias, mask, projection, gates and norms of heads apply only to the attention layers.
-    So do positions other than absolute and learnable. The linear layers are causal over the whole sequence, including
-    learned leading tokens.
+    The same holds for positions other than absolute and learnable. The linear layers are causal over the whole
+    sequence, including learned leading tokens.
     """
 
     kind: Literal["gated_delta", "kimi_delta"]
@@ -133,9 +133,10 @@ class LinearAttention(nn.Module):
     ) -> tuple[RuleInputs, Tensor]:
         """Compute the arguments of the delta rule, and the convolution inputs that later positions need.
 
-        These are the convolution inputs at the last W - 1 positions, (B, C, W - 1).
+        The latter are the convolution inputs at the last W - 1 positions, (B, C, W - 1).
 
         Args:
+            x_BLE: input of the token mixer.
             recent_BCW: convolution inputs at the previous W - 1 positions; None means zero, at the start of a sequence.
             padded_BL: bool, True at padding before a sequence, where the convolution inputs are set to 0 and the state
                 does not change; None without padding.
@@ -191,11 +192,11 @@ def bottleneck(width: int, rank: int, rows: int) -> nn.Sequential:
 
 
 def log_uniform_rate(rates: tuple[float, float], tensor: Tensor, stream: torch.Generator) -> None:
-    """Initialise A with logarithms of numbers drawn uniformly from the range `rates`."""
+    """Initialise A, in place, with logarithms of numbers drawn uniformly from the range `rates`."""
     tensor.uniform_(*rates, generator=stream).log_()
 
 
 def step_of_log_uniform(tensor: Tensor, stream: torch.Generator) -> None:
-    """Initialise s such that softplus(s) is log-uniform in the range STEPS."""
+    """Initialise s, in place, such that softplus(s) is log-uniform in the range STEPS."""
     low, high = (math.log(step) for step in STEPS)
     tensor.uniform_(low, high, generator=stream).exp_().expm1_().log_()

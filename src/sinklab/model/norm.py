@@ -4,7 +4,8 @@ Head-wise RMSNorm of the attention output (2605.06611) normalises the output of 
 It is implemented from the abstract and citations; it is unknown whether the paper's norm has a weight. Here it has one
 weight vector for all heads of a layer, like qk_norm, or one per head (`per_head`). The latter is used in the code of
 forgetting attention (2503.02130), which has GroupNorm over heads for queries, keys and outputs. The output projection
-is linear, so a weight per head changes only the parametrisation, unless there is a gate between norm and projection.
+is linear, with separate weights for each head. A norm weight per head therefore changes only the parametrisation,
+unless `head_outputs` is sum.
 """
 
 from typing import Any, Literal
@@ -70,7 +71,7 @@ class DynamicTanh(nn.Module):
 
 
 class RmsNorm(nn.RMSNorm):
-    """RMSNorm that uses `_RmsNorm` on a CPU, unless compiled or if input and weight have different dtypes."""
+    """RMSNorm; `_RmsNorm` computes it on a CPU, if it is not compiled and input and weight have the same dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu" or x.dtype != self.weight.dtype or torch.compiler.is_compiling():
@@ -81,7 +82,7 @@ class RmsNorm(nn.RMSNorm):
 class _RmsNorm(torch.autograd.Function):
     """w x / r with r = sqrt(mean(x ** 2) + eps): bitwise equal to autograd of this formula, in half the time.
 
-    The input is passed twice, for the numerator and for r, so that autograd adds the two gradients, in its usual order.
+    The input is passed twice, for the numerator and for r, so that autograd adds the two gradients in its usual order.
     """
 
     @staticmethod

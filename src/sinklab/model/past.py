@@ -1,7 +1,8 @@
 """KV cache of the sinklab transformer.
 
-New queries attend to cached and new keys with the same operation, mask and bias as without a cache. Kernel attention
-also caches keys and values, because running sums support causal and prefix masks only, not windows or documents.
+New queries attend to cached and new keys with the same operation, mask and bias as without a cache. For kernel
+attention, keys and values are cached too, because running sums support causal and prefix masks only, not windows or
+documents.
 
 A linear attention layer caches its state, which has a fixed size. The state cannot be reset to an earlier token, so
 after `crop` the remaining tokens are recomputed.
@@ -39,7 +40,7 @@ class LayerPast:
         return self.keys_BGSD, self.values_BGSD
 
     def extend_kept(self, log_kept_BTH: Tensor) -> Tensor:
-        """Append the cumulative sums of new positions, to which the last cached sum is added, and return all sums."""
+        """Add the last cached sum to the cumulative sums of new positions, append them, and return all sums."""
         if self.log_kept_BSH is None:
             self.log_kept_BSH = log_kept_BTH
         else:
@@ -141,7 +142,7 @@ class Past:
             self.reorder_cache(torch.arange(len(self.tokens_BT)).repeat_interleave(repeats))
 
     def crop(self, max_length: int) -> None:
-        """Keep the first `max_length` tokens, including padding; a negative number drops the last -max_length.
+        """Keep the first `max_length` tokens, including padding; if it is negative, drop the last -max_length tokens.
 
         If there are linear attention layers and a token is dropped, the caches of all layers are cleared. The next call
         of `Transformer.hidden` recomputes the remaining tokens.

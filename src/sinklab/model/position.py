@@ -52,7 +52,7 @@ class _Buckets(Part):
         default=32, ge=2, le=LARGEST, description="number of buckets, of which the first half contain one distance each"
     )
     max_distance: int = Field(
-        default=128, ge=2, le=LARGEST, description="all distances from this one on share the last bucket"
+        default=128, ge=2, le=LARGEST, description="distances of at least this value share the last bucket"
     )
 
     @model_validator(mode="after")
@@ -84,9 +84,9 @@ class Alibi(Part):
 
 
 class Rotary(Part):
-    """RoPE: the first D channels of queries and keys are rotated by angles t theta^(-2i/D).
+    """RoPE: pair i of the first D channels of queries and keys at position t is rotated by t theta^(-2i/D).
 
-    D is the fraction `share` of the channels; see `latent.py` for a latent projection.
+    D is `share` times the number of channels. With a latent projection, other channels are rotated (`latent.py`).
     """
 
     kind: Literal["rotary"] = "rotary"
@@ -152,7 +152,7 @@ class DistanceTerm(nn.Module):
 
     Attributes:
         weight: learned table (buckets, heads) for t5, else None.
-        fixed: ALiBi slopes (heads,), or the bucket of every distance (max_distance + 1,).
+        fixed: ALiBi slopes (heads,), or the bucket of each distance from 0 to max_distance.
     """
 
     def __init__(self, position: Distance, heads: int) -> None:
@@ -172,7 +172,10 @@ class DistanceTerm(nn.Module):
         return bucket_numbers(self.position.buckets, self.position.max_distance)
 
     def terms(self, length: int) -> Tensor:
-        """Compute the bias of every head at distances 0 .. length - 1: (H, length); slopes are rounded like `fixed`."""
+        """Compute the bias of every head at distances 0 .. length - 1: (H, length), on the CPU.
+
+        ALiBi slopes are rounded to the dtype of `fixed`.
+        """
         if isinstance(self.position, Alibi):
             slopes_H = alibi_slopes(self.heads, accumulate_dtype(self.fixed.dtype)).to(self.fixed.dtype)
             return -slopes_H.double()[:, None] * torch.arange(length)
@@ -212,7 +215,7 @@ def rotary_tables(
     dtype: torch.dtype = torch.float32,
     padding_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of position * theta^(-2i / D), each (T, D / 2), for T positions.
+    """Return cos and sin of position * theta^(-2i / D), i = 0 .. D / 2 - 1, each (T, D / 2), for T positions.
 
     Args:
         length: number of positions T.
@@ -231,7 +234,7 @@ def rotary_tables(
 def rotate(x_BHTD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
     """Apply RoPE: rotate each pair (x_i, x_{i + D/2}) at position t by the angle with cos_ti and sin_ti.
 
-    Computed in the wider of the dtypes of input and tables, and returned in the dtype of the input.
+    The rotation is computed in the wider of the dtypes of input and tables, and returned in the dtype of the input.
     """
     if torch.compiler.is_compiling():  # fused anyway; Dynamo of PyTorch 2.11 computes wrong gradients for the class
         return _rotated(x_BHTD, cos_TC, sin_TC)

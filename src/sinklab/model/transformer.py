@@ -34,7 +34,7 @@ class OrthogonalMap(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """Decoder language model, tokens_BT -> logits_BTV.
+    """Decoder language model, tokens_BT -> logits_BTV, with initialised weights (init.py).
 
     Args:
         config: model section of a recipe, with `vocab_size` set.
@@ -44,7 +44,7 @@ class Transformer(nn.Module):
         leading: number of learned tokens before the sequence (a sink token or registers).
         sink_token: embeddings of the learned tokens (1, leading, E); None without them.
         embedding_map, head_map: projections after the embeddings and before the LM head; the identity if not used.
-        layer_configs: config of each layer; layers without attention use only part of it.
+        layer_configs: config of each layer (`ModelConfig.of_layer`).
 
     Raises:
         ValueError: if `config.vocab_size` is not set.
@@ -158,7 +158,7 @@ class Transformer(nn.Module):
         return x_BLE.gather(1, from_BL[..., None].expand_as(x_BLE))
 
     def _placed(self, x_BTE: Tensor, first: int, padding_B: Tensor | None) -> Tensor:
-        """Add absolute or learned positional embeddings, if any; `first` is the first token's index in the row."""
+        """Add sinusoidal or learned positional embeddings, if any; `first` is the first token's index in the row."""
         _, T, E = x_BTE.shape
         end = first + T
         if isinstance(self.config.position, Absolute):

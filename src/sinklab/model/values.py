@@ -14,9 +14,10 @@ Exclusive self-attention removes from a head's output its component along the to
     z_t = o_t - (o_t.v_t) v_t / |v_t|^2
 
 This is computed from o_t - v_t instead of o_t, which is equivalent. For a token that sees only itself, o_t = v_t, and
-the result is exactly 0 instead of rounding noise, which a following norm would amplify three hundred times. For such a
-token, o_t may also be v_t times a factor other than 1, if a sink logit or a bias key without a value receives attention
-or if scores are not normalised. The result would be rounding noise again, and is set to 0 (`Attention.alone`).
+the result is exactly 0 instead of rounding noise, which a following norm with eps 1e-5 would amplify up to 316 times.
+For such a token, o_t may also be v_t times a factor other than 1: if a sink logit or a bias key without a value
+receives attention, or if attention weights are not normalised. The result would be rounding noise again, and is set to
+0 (`Attention.alone`).
 
 o_t is the output of a query head at token t, and v_t the value of token t in its KV head. |v_t| is clamped to at least
 1e-12. The formula is from the paper, whose code was not available; public implementations (submissions to
@@ -101,7 +102,7 @@ def without_own_value(out_BHLD: Tensor, v_BGLD: Tensor, alone_BHL: Tensor | None
     along_BGRL1 = (of_others_BGRLD * unit_BG1LD).sum(-1, keepdim=True)
     left_BGRLD = of_others_BGRLD - along_BGRL1 * unit_BG1LD
     if alone_BHL is not None:
-        # Where o_t equals v_t the difference is already 0, and the gradient stays identical to the last bit.
+        # Where o_t equals v_t, the difference is already 0. Not filling it keeps the gradient bit-identical.
         alone_BGRL = alone_BHL.expand(-1, out_BHLD.shape[1], -1).unflatten(1, of_others_BGRLD.shape[1:3])
         rounded_BGRL = alone_BGRL & (of_others_BGRLD != 0).any(-1)
         left_BGRLD = left_BGRLD.masked_fill(rounded_BGRL[..., None], 0)
