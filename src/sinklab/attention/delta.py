@@ -1,6 +1,6 @@
 """Gated delta rule (2412.06464, equation 10) and Kimi delta attention: linear attention with decay and delta updates.
 
-    S_t = a_t S_t-1 + b_t k_t (v_t - a_t S_t-1^T k_t)^T        o_t = S_t^T q_t        a_t = exp(g_t)
+    S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T        o_t = S_t^T q_t        a_t = exp(g_t)
 
 S is a D x V matrix per head that maps keys to values. It decays by a_t; then the value stored for k_t moves towards
 v_t, and equals v_t if b_t is 1 and the key has length 1. Time and memory are linear in T.
@@ -18,10 +18,10 @@ X (C x V) and Y (C x D) do not depend on S, so one triangular solve computes the
 
 Only the recurrence over chunks is sequential. The differences of c are at most 0, so no exponential overflows.
 
-Kimi delta attention (2510.26692) has a decay per key channel, Diag(a_t) S_t-1. Then c_i has D entries, and the products
-above are sums over channels: sum_d k_id k_jd exp(c_id - c_jd), and the same with q_i. They are computed for each pair
-of positions, in shorter chunks. With the factors exp(c_i) and exp(-c_j) they would be matrix products, but exp(-c_j)
-overflows if a channel decays fast.
+Kimi delta attention (2510.26692) has a decay per key channel, Diag(a_t) S_{t-1}. Then c_i has D entries, and the
+products above are sums over channels: sum_d k_id k_jd exp(c_id - c_jd), and the same with q_i. They are computed for
+each pair of positions, in shorter chunks. With the factors exp(c_i) and exp(-c_j) they would be matrix products, but
+exp(-c_j) overflows if a channel decays fast.
 
 B batch, H heads, T positions, D key dimension, V value dimension, N chunks of C positions, K decays per head (1 or D).
 """

@@ -52,7 +52,7 @@ class LayerCall:
         shift_rope: function that shifts RoPE positions; None outside `intercept`, in layers without RoPE, and for
             Hugging Face models whose RoPE is not supported.
         library: function of a Hugging Face model that computes the call; None for sinklab models, for edited calls, and
-            if the output is computed elsewhere.
+            if another function computes the output.
     """
 
     operation: Operation
