@@ -1,4 +1,7 @@
-"""Reduce attention rows, values, gates and hidden states of every forward pass to the means in `Details`."""
+"""Reduce attention rows, values, gates and hidden states of every forward pass to the means in `Details`.
+
+statistic_base.py defines the letters in the shapes; A is the number of attention layers.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +31,7 @@ from sinklab.measuring.statistics.statistic_base import (
 )
 from sinklab.models.hooks import residual_stream, token_norms
 
-MAP_POSITIONS = 4096  # a float32 map of this size takes 64 MiB, and each head has three
+MAP_POSITIONS = 4096  # maximum length for maps: a float32 map then takes 64 MiB, and each head has three
 Head = tuple[int, int]
 S = TypeVar("S", bound=Statistic)
 
@@ -37,7 +40,7 @@ S = TypeVar("S", bound=Statistic)
 def layer_details(
     rows: Iterable[Rows], real: RealTokens, angles: Angles | None, mapped: Sequence[int] = ()
 ) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
-    """Compute all statistics and maps of one layer in a single pass over its attention rows.
+    """Compute all statistics of attention rows and the maps of one layer in a single pass over its attention rows.
 
     Args:
         rows: attention rows of all T queries over T keys.
@@ -46,10 +49,11 @@ def layer_details(
         mapped: heads whose maps are requested, 0-based.
 
     Returns:
-        The statistics of each sequence, by name, with R aligned positions: mean over queries (B, H), by distance
-        (B, H, distances), by key (B, H, R) or by query (B, H, R). Statistics that need angles are missing if `angles`
-        is None. The second dict contains the maps (3, R, R), by head: attention, cosine and norm product, summed over
-        the batch; cosine and norm product are 0 if `angles` is None.
+        Two dicts. The first contains the statistics of each sequence, by name: mean over queries (B, H), by distance
+        (B, H, distances), by key (B, H, R) or by query (B, H, R). Index 0 of the R positions is the first real token.
+        Statistics that need angles are missing if `angles` is None. The second dict contains the maps (3, R, R), by
+        head: attention, cosine and norm product, summed over the batch; cosine and norm product are 0 if `angles` is
+        None.
     """
     layer: Layer | None = None
     sums: dict[str, tuple[OfRows, Tensor]] = {}
@@ -103,7 +107,7 @@ def of_kind(kind: type[S]) -> dict[str, S]:
 
 @dataclass(frozen=True)
 class BatchDetails:
-    """Statistics of one forward pass for the accumulator, with R aligned positions.
+    """Statistics of one forward pass for the accumulator; index 0 of the R positions is the first real token.
 
     Attributes:
         layers: tensors by statistic name, one per attention layer in call order: (B, H), (B, H, distances) or
@@ -153,7 +157,7 @@ class DetailsCollector:
             yield
 
     def begin(self, real: RealTokens) -> None:
-        """Clear the records of the previous forward pass; `real` are the non-padding tokens of the next batch."""
+        """Clear the records of the previous forward pass; `real` has the real tokens of the next batch."""
         self._layers, self._values, self._gates, self._real = [], [], {}, real
 
     def values(self, values_BGTV: Tensor) -> None:
@@ -183,7 +187,7 @@ class DetailsCollector:
         self._layers.append(layer_details(rows, self._real, angles, mapped))
 
     def batch(self, tokens_BT: Tensor) -> BatchDetails:
-        """Return the statistics of the current forward pass; `tokens_BT` may have any ids at learned positions."""
+        """Return the statistics of the current pass; ids of padding and learned tokens in `tokens_BT` are not used."""
         assert self._real is not None
         align, known = self._real.align, self._hidden[0] if self._hidden else ()
         layers = {name: [means[name] for means, _ in self._layers] for name in self._layers[0][0]}
@@ -235,11 +239,12 @@ class DetailTotals:
         Args:
             importance_ABHR: alpha in each of the A attention layers, per sequence.
             hidden_MBR: l2 norms of the residual stream; None if blocks cannot be found.
-            valid_BR: bool, False past the end of a sequence. The three tensors are on the CPU.
+            valid_BR: bool, False past the end of a sequence. These three tensors are on the CPU.
         """
         alignment_MBR = batch.stream.get("alignment")
+        # Layers may be on different devices.
         seen = {name: torch.stack([part.cpu().double() for part in parts]) for name, parts in batch.layers.items()}
-        seen |= batch.stream  # layers may be on different devices
+        seen |= batch.stream
         seen["secondary"] = self._search.find(importance_ABHR, hidden_MBR, alignment_MBR, batch.tokens_BR, valid_BR)
         for name, values in seen.items():
             mean = self._means[name]
@@ -299,7 +304,10 @@ class _Mean:
         self._over_tokens_M, self._tokens = torch.zeros(1, dtype=torch.float64), 0
 
     def add(self, values_XBY: Tensor, valid_BY: Tensor) -> None:
-        """Add values of X layers or blocks at Y positions or buckets; `valid_BY` is False where a sequence has none."""
+        """Add values of X layers or blocks, B sequences and, if the statistic has them, Y positions or query buckets.
+
+        `valid_BY` is False at positions or buckets that a sequence does not have; other statistics ignore it.
+        """
         values, count = values_XBY.cpu().double(), torch.tensor(float(values_XBY.shape[1]))
         if self.axes[-1] in "TQ":
             valid = valid_BY[:, None] if "H" in self.axes else valid_BY

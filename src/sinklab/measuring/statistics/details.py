@@ -1,7 +1,7 @@
 """The statistics of `--details`: entropy, angles, distances, norms, kurtosis, gates, maps, and their result `Details`.
 
-Statistics of attention rows are averaged over the real queries of a sequence, then over sequences. To add a statistic,
-declare its class here and a field of `Details` for its array.
+Statistics of attention rows are averaged over the real queries of a sequence (those by key only over queries that see
+the key), then over sequences. To add a statistic, declare its class here and a field of `Details` for its array.
 """
 
 from abc import ABC, abstractmethod
@@ -219,7 +219,7 @@ class RestVisible(OfRows):
 class ValueRatio(Statistic):
     """Value norm ratio |v_1| / mean over t > 1 of |v_t| per query head; norms are averaged over sequences first.
 
-    Infinite if only the first norm is nonzero; 1 if all norms are zero.
+    It is infinite if only the first norm is nonzero, and 1 if all norms are zero. None for sequences of one token.
     """
 
     axes = "LH"
@@ -285,7 +285,7 @@ def kurtosis(x_BTC: Tensor) -> Tensor:
     """Compute E[(x - mean x)^4] / E[(x - mean x)^2]^2 over channels (B, T); 0 where all values are equal."""
     square = (x_BTC - x_BTC.mean(-1, keepdim=True)).square()
     variance_BT = square.mean(-1)
-    scaled = square / torch.where(variance_BT > 0, variance_BT, 1)[..., None]  # the fourth power would overflow
+    scaled = square / torch.where(variance_BT > 0, variance_BT, 1)[..., None]  # an unscaled fourth power may overflow
     return scaled.square().mean(-1)
 
 
@@ -294,9 +294,10 @@ class MatrixEntropy(OfStates):
 
     s are the singular values of a sequence's hidden states, a matrix of n tokens by E channels, not centred. The result
     is 0 for rank one, single tokens and zero matrices, and 1 for equal singular values. Sources: 2510.06477
-    (matrix-based entropy; a massive activation leads to one dominant singular value) and 2502.02013, equation 1 of
-    order 1; the division by the maximum entropy is `maxEntropy` in its code (github.com/OFSkean/information_flow).
-    Unlike in that code, negative entries of the Gram matrix are kept, as in the formula.
+    (matrix-based entropy; a massive activation leads to one dominant singular value) and 2502.02013 (equation 1 with
+    order 1). The division by the maximum entropy is `maxEntropy` in the code of the latter
+    (github.com/OFSkean/information_flow). Unlike in that code, negative entries of the Gram matrix are kept, as in the
+    formula.
     """
 
     fields = ("matrix_entropy_by_block",)
@@ -340,7 +341,7 @@ class OfGates(Statistic, ABC):
 
     @abstractmethod
     def read(self, gates_BHTX: Tensor, /) -> Tensor:
-        """Compute the statistic of every head and token (B, H, T) from gates in [0, 1] with X channels (or one)."""
+        """Compute the statistic of every head and token (B, H, T) from gates in [0, 1]; X is 1 or the channels."""
 
 
 class GateMean(OfGates):

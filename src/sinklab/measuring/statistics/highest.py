@@ -11,7 +11,7 @@ def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
     """Return the position (1-based) with the highest sink rate among 1 .. T / 2, and this rate.
 
     None if no rate is known. Later positions are excluded: few queries see them, and one of these is the query at the
-    same position, so that alpha may be above the threshold without a sink.
+    same position, so that alpha may be above the threshold without a sink. If T is 1, position 1 is included.
 
     Args:
         rates: sink rate in percent by position, position 1 first; None or NaN if unknown.

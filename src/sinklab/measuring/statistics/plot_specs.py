@@ -23,10 +23,10 @@ class Column:
 
 @dataclass(frozen=True)
 class PlotSpec:
-    """A report figure that shows a statistic of all measurements.
+    """A report figure of a statistic, for all measurements in the report.
 
     Attributes:
-        key: file name and page anchor; statistics with the same key share a figure.
+        key: stem of the file name and page anchor; statistics with the same key share a figure.
         title: figure title.
         caption: figure caption.
     """
@@ -38,7 +38,7 @@ class PlotSpec:
 
 @dataclass(frozen=True)
 class Heatmap(PlotSpec):
-    """A heatmap of a statistic, with one colour scale.
+    """Heatmaps of a statistic, one or more per measurement, which share one colour scale.
 
     Attributes:
         what: label of the colour scale.
@@ -51,7 +51,7 @@ class Heatmap(PlotSpec):
 
 @dataclass(frozen=True)
 class HeadMap(Heatmap):
-    """Heatmap of layer by head (LH); for a statistic with positions (LHT), its values at position 1.
+    """Heatmap of layer by head (LH); for a statistic with positions (LHT), of its values at position 1.
 
     Attributes:
         uniform: function from the number of tokens to the value under uniform attention, shown in the caption.
@@ -72,7 +72,7 @@ class MatrixMap(Heatmap):
 
 @dataclass(frozen=True)
 class BucketLines(PlotSpec):
-    """Line chart of an attention share by distance (LHD) or query (LHQ) bucket, mean over layers and heads.
+    """Line chart of a share (of attention or queries) by distance (LHD) or query bucket (LHQ), over layers and heads.
 
     Attributes:
         series: label of the line.
@@ -90,10 +90,10 @@ class BucketLines(PlotSpec):
 
 @dataclass(frozen=True)
 class SequenceLines(PlotSpec):
-    """Three line charts: a per-sequence statistic and the norm ratio by block (M), and the sink rate by layer.
+    """Three line charts: a per-sequence statistic by block (M), the norm ratio by block, and the sink rate by layer.
 
     Attributes:
-        what: axis label.
+        what: title of the first chart and label of its y axis.
     """
 
     what: str
@@ -101,13 +101,13 @@ class SequenceLines(PlotSpec):
 
 @dataclass(frozen=True)
 class BlockLines(PlotSpec):
-    """Line chart of a statistic at the first token and its mean over later tokens.
+    """Line chart of a statistic at the first token and its mean over later tokens, by block or layer.
 
-    The statistic is given before the first block and after each, shape (blocks + 1, tokens), or in each attention
-    layer, (layers, heads, tokens).
+    The array of the statistic has the shape (blocks + 1, tokens), before the first block and after each, or (attention
+    layers, heads, tokens), of which the mean over heads is shown.
 
     Attributes:
-        what: axis label.
+        what: label of the y axis.
     """
 
     what: str

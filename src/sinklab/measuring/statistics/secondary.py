@@ -1,13 +1,14 @@
 """Secondary sinks: later tokens that have a large importance, or a hidden state aligned with the first token's.
 
 2512.22213 calls a sink secondary if it appears in middle layers, persists over some layers, and its hidden state is
-aligned with the first token's; the code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) only
-requires a cosine above 0.9 after more than 4 and fewer than L - 15 of L blocks. Here a token is a secondary sink for
-one of two reasons. Either alpha > eps in some head, or the cosine is above 0.9 after the block in which the norm ratio
-of the first token is largest, and this ratio is at least 3. All blocks after which the token is aligned are reported.
+aligned with the first token's. Its code (JeffreyWong20/Secondary-Attention-Sinks, `src/hidden_state_base.py`) requires
+a |cosine| above 0.9 in more than 4 but fewer than L - 15 of L layers; layers in which the norm of the first token is
+not large are not counted. Here a token is a secondary sink for one of two reasons. Either alpha > eps in some head, or
+the cosine is above 0.9 at the block output at which the norm ratio of the first token is largest, and this ratio is at
+least 3. All blocks after which the token is aligned are reported.
 
-Positions 2 .. T / 2 are examined, and later ones that at least 16 queries can see. The percentage, which serves to
-compare models, covers positions 5 .. T / 2.
+Positions 2 .. T / 2 are examined, and later positions that at least 16 queries can see. `Details.secondary_rate`, the
+percentage with which models are compared, covers positions 5 .. T / 2.
 """
 
 from collections import Counter
@@ -21,7 +22,7 @@ from torch import Tensor
 from sinklab.measuring.statistics.statistic_base import Statistic
 from sinklab.schema import Part
 
-FIRST_FEW = 4  # positions that are not secondary: a sink on the first token often includes its neighbours
+FIRST_FEW = 4  # last position that is not counted in percentages: a sink on token 1 often includes its neighbours
 ALIGNED = 0.9  # cosine above which a hidden state is aligned with the first token's, as in the code of 2512.22213
 STANDS_OUT = 3.0  # minimum ratio of the first token's norm to the mean norm of the other tokens
 STRONGEST = 8  # maximum length of each list: sinks at the first few positions, later sinks, frequent tokens
@@ -38,15 +39,15 @@ class SecondarySink(Part):
         sequence, position: sequence and position of the token, 1-based; the module docstring has the positions
             that are examined. In older files these are 5 .. T / 2.
         token: token id.
-        heads: percent of (layer, head) pairs with alpha > eps.
+        heads: percentage of (layer, head) pairs with alpha > eps.
         importance: alpha, mean over layers and heads.
         block: block after which the ratio of the first token's norm to the mean norm of the other tokens is largest; 0
             is the embedding. None if blocks cannot be found.
         alignment: cosine between the hidden states of the token and of the first token after `block`; None if blocks
             cannot be found.
         layers: attention layers in which a head has alpha > eps, 1-based; None in older files.
-        alike: blocks after which this cosine is above 0.9; 0 is the embedding. None if blocks cannot be found, and in
-            older files.
+        alike: blocks after which the cosine of `alignment` is above 0.9; 0 is the embedding. None if blocks cannot be
+            found, and in older files.
     """
 
     sequence: int = Field(ge=1)
@@ -112,9 +113,10 @@ class SecondarySearch:
         """Search one batch, whose tensors are on the CPU; add its sinks to `strongest` and count their tokens.
 
         Args:
-            importance_ABHR: alpha in each of the A attention layers, per sequence.
-            hidden_MBR, alignment_MBR: norms of the hidden states, and cosines with the first token's; None if blocks
-                cannot be found.
+            importance_ABHR: alpha in each of the A attention layers, per sequence; index 0 of axis R is the first real
+                token.
+            hidden_MBR, alignment_MBR: norms of the hidden states, and cosines with the first token's, at the M places
+                of the residual stream: before the first block and after each. None if blocks cannot be found.
             tokens_BR: token ids.
             valid_BR: bool, False past the end of a sequence.
 
@@ -123,7 +125,7 @@ class SecondarySearch:
         """
         position_R = torch.arange(1, valid_BR.shape[1] + 1)
         count_B1 = valid_BR.sum(1, keepdim=True)
-        past_R, half_BR = position_R > FIRST_FEW, 2 * position_R <= count_B1  # half of the queries see these positions
+        past_R, half_BR = position_R > FIRST_FEW, 2 * position_R <= count_B1  # at least half of the queries
         listed_BR = (position_R > 1) & (half_BR | (count_B1 - position_R + 1 >= ENOUGH))
         above_ABHR = (importance_ABHR > self._eps) & listed_BR[:, None]
         heads_BR, mean_BR = 100 * above_ABHR.double().mean((0, 2)), importance_ABHR.double().mean((0, 2))

@@ -2,9 +2,9 @@
 
 A statistic declares its axes, its computation from a block of rows or a hidden state, and its column and figures.
 Averaging, the fields of measurement.json and .npz with their validation, the terminal column and the report figure are
-derived from this declaration. The docstring of a statistic is its formula. A is the matrix of attention weights; its
-rows and the attention to a bias or sink logit sum to one. In a model whose weights do not sum to one, A are proxy
-scores (attention/importance.py). q and k are taken after rotary embedding and norms.
+derived from this declaration. The docstring of a statistic states its formula. A is the matrix of attention weights;
+each of its rows, with the attention to a bias or sink logit, sums to one. In a model whose weights do not sum to one, A
+contains proxy scores (attention/importance.py). q and k are taken after rotary embedding and norms.
 
 Axes: L attention layers, H heads, T positions, D buckets of distances, Q buckets of queries, M places of the residual
 stream (before the first block and after each), P maps. Within a block: B sequences, G KV heads, T columns of the
@@ -122,7 +122,10 @@ class Angles:
         self._cosines = bl.ScoreMatrix(*units, mask, scale=1.0)
 
     def block(self, part: bl.Block) -> tuple[Tensor, Tensor]:
-        """Return the cosines of a block (B, H, Q, S), 0 at masked keys, and 1 where query t sees key k <= t, else 0."""
+        """Return two tensors (B, H, Q, S) of a block.
+
+        The first has the cosines, 0 at masked keys. The second is 1 where query t sees key k <= t, else 0.
+        """
         cosine = self._cosines.raw(part)
         seen = self._cosines.hide_(torch.ones_like(cosine), part, 0)
         return cosine.mul_(seen), seen.tril_(part.start - part.low)
@@ -167,7 +170,7 @@ class ScoreBlock:
         queries, keys: slices of the batch columns.
         counted_B1Q: 1 if a query is a real token, else 0.
         weights_BHQS: attention weights, 0 in rows of padding.
-        bias_BHQ: attention to an added bias or sink logit; None if there is none.
+        bias_BHQ: attention to an added bias, sink logit or stick-breaking remainder; None if there is none.
         earlier_BQ: number of real tokens before a query; negative before the first real token.
     """
 
@@ -182,7 +185,7 @@ class ScoreBlock:
     @cached_property
     def by_distance_BHQD(self) -> Tensor:
         """Attention of every query to the keys in each distance bucket."""
-        first_B11 = self.layer.first_B11  # keys before ends_BQD[b, q, d] have the distances of bucket d or more
+        first_B11 = self.layer.first_B11  # keys before ends_BQD[b, q, d] are in bucket d or a more distant one
         ends_BQD = torch.maximum(self._query_1Q1 - self.layer.starts_D + 1, first_B11)
         edges = self._up_to(torch.cat((ends_BQD, first_B11.expand(-1, ends_BQD.shape[1], 1)), -1))
         return edges[..., :-1] - edges[..., 1:]
@@ -197,16 +200,16 @@ class ScoreBlock:
     def cosine_and_seen(self) -> tuple[Tensor, Tensor]:
         """Cosines, 0 at masked keys, and 1 where a real query t sees a key k <= t, else 0; both (B, H, Q, S).
 
-        Requires access to the queries.
+        Requires queries (`Layer.sees_queries`).
         """
         cosine, seen = self.layer.angles.block(self.part)
         return cosine, seen.mul_(self.counted_B1Q[..., None])
 
     @cached_property
     def sees_first_BHQ(self) -> Tensor:
-        """1 where a query of a real token can attend to the first token, else 0; requires access to the queries."""
+        """1 where a query of a real token sees the first token, else 0; requires queries (`Layer.sees_queries`)."""
         seen_BHQS = self.cosine_and_seen[1]
-        at_B11 = self.layer.first_B11 - self.part.low  # negative if the sliding window no longer covers it
+        at_B11 = self.layer.first_B11 - self.part.low  # negative if a sliding window excludes it
         found_BHQ = seen_BHQS.gather(-1, at_B11.clamp(min=0)[:, None].expand(*seen_BHQS.shape[:3], 1))[..., 0]
         return found_BHQ * (at_B11 >= 0)
 
@@ -254,7 +257,7 @@ class Statistic(Axes):
         return mean
 
     def by_layer(self, array: np.ndarray, /) -> Sequence[list[float] | None]:
-        """Return the values per layer or block for each of `fields`; None for later positions if there are none."""
+        """Return the values per layer or block for each of `fields`; the second is None for sequences of one token."""
         if self.axes == "M":
             return [array.tolist()]
         if self.axes == "LH":
@@ -280,8 +283,8 @@ class OfRows(Statistic, ABC):
         """Compute the statistic of each sequence from its sums over all blocks.
 
         Returns:
-            Axes LH and LHD: mean over the real queries, (B, H) and (B, H, D). Axes LHT: mean over the real queries that
-            see a key, (B, H, R). Axes LHQ: values of the queries, (B, H, R).
+            Axes LH and LHD: mean over the real queries, (B, H) and (B, H, D). Axes LHT: mean over the real queries
+            t >= k that see key k, (B, H, R). Axes LHQ: values of the queries, (B, H, R).
         """
         last = self.axes[-1]
         if last in "TQ":
@@ -316,5 +319,5 @@ class OfStates(Statistic, ABC):
         Args:
             x_BRC: hidden states at one place of the residual stream, float32 (float64 for a float64 model); index 0 is
                 the first real token, and values past the end of a sequence are 0.
-            count_B: number of tokens of each sequence.
+            count_B: number of real tokens of each sequence.
         """
