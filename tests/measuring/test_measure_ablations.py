@@ -262,7 +262,7 @@ def test_positions_are_swapped_for_the_measurement_which_says_so(tmp_path: Path,
     assert measured.notes == ["the learned positions 1 and 5 were swapped"]
     assert measured.loss != plain.loss
     assert len(measured.ablations or []) == 1
-    with pytest.raises(InputError, match="--swap-position 20 1: the sequences of 12 tokens have no position I"):
+    with pytest.raises(InputError, match="--swap-position 20 1: sequences of 12 tokens have no position 20"):
         measure_model(
             str(folder), None, Request(options=Options(inputs="random"), length=12, study=Study(swap_position=(20, 1)))
         )

@@ -33,7 +33,7 @@ def parse_eps(given: Any) -> tuple[float, ...]:
     from_text = isinstance(given, list) and bool(given) and all(isinstance(one, str) for one in given)
     several: list[Any] = ",".join(given).split(",") if from_text else [given]
     if not from_text and not isinstance(given, str):
-        with suppress(TypeError):  # of a number, or an array without axes
+        with suppress(TypeError):  # raised for a number, or an array without axes
             several = list(given)
     found: dict[float, None] = {}
     for one in several or [None]:
@@ -96,12 +96,12 @@ class Options(CommandSettings, frozen=True):
             implies `details`.
         gradients: also measure gradient norms, with another forward and a backward pass per batch (gradients.py).
             Padding is not supported.
-        explore: save the attention map of every head on the first tokens of the first sequence (explored.py). In a
-            model with more than 1,000 heads, only the heads in `maps` are saved.
+        explore: also save the attention map of every head on the first 128 tokens of the first sequence (explored.py).
+            In a model with more than 1,000 heads, only the heads in `maps` are saved.
         model_name: model name, stored with the result.
         bos: whether position 1 is a special token, stored with the result.
         inputs: kind of the sequences, stored with the result. For "repeat", `measure_with_study` also checks the
-            paper's propositions.
+            propositions of 2410.10781.
     """
 
     panel = MEASURED
@@ -114,7 +114,7 @@ class Options(CommandSettings, frozen=True):
         description="Importance above which a position is a sink; repeatable, main one first; default: 0.3.",
     )
     lengths: Annotated[Several[Annotated[int, Field(ge=1)]], BeforeValidator(_whole)] = Field(
-        default=(), description="Also report the sink rate at this shorter length; repeatable."
+        default=(), description="Also report the sink rate of sequences truncated to this length; repeatable."
     )
     details: bool = Field(
         default=False, description="Also measure angles, entropy, distances, secondary sinks and kurtosis; slower."
@@ -126,8 +126,8 @@ class Options(CommandSettings, frozen=True):
     ] = Field(default=(), description="Save a head's attention, cosine and norm maps; implies --details; repeatable.")
     explore: bool = Field(
         default=False,
-        description="Also save every head's attention map of the first sequence for the report: 128 tokens, one byte "
-        "per entry, at most 1,000 heads (select heads with --map).",
+        description="Also save every head's attention map of the first sequence for the report: first 128 tokens, one "
+        "byte per entry, at most 1,000 heads (select heads with --map).",
     )
     gradients: bool = Field(
         default=False,
@@ -204,8 +204,8 @@ class Study(CommandSettings, frozen=True):
         Whether the layer of zero_massive:LAYER and the positions exist in the model is not checked.
 
         Raises:
-            InputError: if the name of an ablation is unknown, a position is not in the sequences, or the sequences are
-                too short.
+            InputError: if an ablation is unknown or impossible at this length, `perturb` is not within 2 to
+                `length` - 1, or position I of a pair is not in the sequences; see also `check_pair`.
         """
         for name in self.ablate:
             _check_ablation(name, length)
@@ -219,7 +219,8 @@ class Study(CommandSettings, frozen=True):
                 check_pair(*pair)
                 if pair[0] > length:
                     raise InputError(
-                        f"{option} {pair[0]} {pair[1]}: the sequences of {length} tokens have no position I"
+                        f"{option} {pair[0]} {pair[1]}: sequences of {length} tokens have no position {pair[0]}; use I "
+                        f"from 1 to {length}, or longer sequences"
                     )
 
 

@@ -7,7 +7,7 @@
 These functions support Hugging Face causal language models, sinklab transformers and exported models (not if loaded
 with their own code, `trust_remote_code`). They can be used around or inside a probe, and restore the model afterwards,
 also after an exception. Positions and layers are 1-based; with padding, position 1 is the first real token of each
-sequence. The first two do not support a KV cache.
+sequence. `masked_first_keys` and `zeroed` do not support a KV cache.
 """
 
 from sinklab.measuring.surgery.changes import masked_first_keys, replaced_position, swapped_positions, zeroed

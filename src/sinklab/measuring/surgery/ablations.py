@@ -3,7 +3,7 @@
     mask_first:N   no query after the N-th sees the first N keys                      (surgery.masked_first_keys)
     no_bos         the sequences without their leading special tokens
     zero_massive   the hidden-state entry (position, channel) with the largest ratio to the median is set to zero after
-                   the first block in which it is the largest entry, and after every later block (surgery.zeroed)
+                   the first block after which it is the largest entry, and after every later block (surgery.zeroed)
     zero_massive:LAYER   the same entry is set to zero after this block only
 
 The losses without and with the ablation are over the same targets: those predicted by a query from which keys are
@@ -68,6 +68,9 @@ def measure_ablations(
         baseline: measurement of the same sequences in the unchanged model, with loss.
         remeasure: function (tokens, first target) -> measurement of the model in its current state.
 
+    Returns:
+        One result per plan, in order.
+
     Raises:
         SinklabError: if the model ignores its attention mask, so that keys are not hidden; see also `zeroed` and
             `masked_first_keys`, which may raise InputError too.
@@ -81,7 +84,7 @@ def measure_ablations(
         with plan.surgery:
             ablated = remeasure(tokens_NT[:, plan.dropped :], plan.first_target - plan.dropped)
             largest = strongest(_largest_by_block(adapter, tokens_NT[0]))[0] if plan.largest else None
-        if plan.hidden:  # only as many queries as hidden keys attend to these; each row sums to at most one
+        if plan.hidden:  # only the first `hidden` queries may attend to the hidden keys, each with at most 1 in total
             taken = (ablated.importance[..., : plan.hidden] * (ablated.length - np.arange(plan.hidden))).sum(-1)
             if taken.max() > plan.hidden * (1 + 1e-3):
                 raise SinklabError(

@@ -21,13 +21,13 @@ def zeroed(
 ) -> Iterator[None]:
     """Set one channel of the residual stream to zero at one position of every sequence, after one block or several.
 
-    Sequences that end before the position are unchanged. Other forward hooks of a block read its output with the zero,
+    Sequences that end before the position are unchanged. Other forward hooks of a block receive the changed output,
     also if they were registered earlier.
 
     Args:
         layer: number of the block, 1-based.
-        position: position, 1-based, without padding; 0, -1, .. count learned tokens (sink token or registers) backwards
-            from the last one.
+        position: position, 1-based, without padding; 0 is the last learned token (sink token or register), -1 the one
+            before it.
         dimension: channel, 0-based, as in `massive_activations`.
         last_layer: the channel is zeroed after each block from `layer` to this one; by default only after `layer`.
 
@@ -72,7 +72,7 @@ def zeroed(
 
 
 def swapped_positions(model: LanguageModel, i: int, j: int) -> AbstractContextManager[None]:
-    """Swap the learned embeddings of positions i and j in the `with` block (table 7 of the paper, `swapped`).
+    """Swap the learned embeddings of positions i and j in the `with` block (2410.10781, table 7).
 
     Raises:
         InputError: when entered, if the model has no learned positional embeddings, they are offloaded, a position does
@@ -83,7 +83,7 @@ def swapped_positions(model: LanguageModel, i: int, j: int) -> AbstractContextMa
 
 
 def replaced_position(model: LanguageModel, i: int, j: int) -> AbstractContextManager[None]:
-    """Replace the learned embedding of position i by that of position j in the `with` block (table 7, `replaced`).
+    """Replace the learned embedding of position i by that of position j in the `with` block (2410.10781, table 7).
 
     Raises:
         InputError, SinklabError: see `swapped_positions`.
@@ -125,7 +125,7 @@ def _rewritten_positions(model: LanguageModel, source: dict[int, int]) -> Iterat
 
 @contextmanager
 def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
-    """Hide keys 1..n from every query after the n-th, in every attention layer.
+    """Hide keys 1..n from every query after the n-th, in every attention layer, in the `with` block.
 
     Queries 1..n are unchanged, so that no row of the attention matrix is empty; keys outside the sequence (sink
     logits, key biases, a learned sink token) remain visible. Sequences of at most n tokens are unchanged.

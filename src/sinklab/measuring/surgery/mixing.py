@@ -5,9 +5,9 @@ The token at one position is replaced by the next sequence's token at that posit
     spread = mean over sequences and later positions t of |h'_t - h_t| / |h_t|
 
 is computed for the original model, and with the first key hidden from all later queries (changes.py), so that no head
-can use it as a sink. Before the first block the spread is 0. 2504.02732 removes BOS from the text instead, which is
-equivalent in a model with relative positions only, and reports the norm of the difference. Here it is divided by the
-norm of the hidden state, because norms grow from block to block.
+can use it as a sink. Before the first block the spread is 0. 2504.02732 does not hide the first key. It removes BOS
+from the text, which is equivalent in a model with relative positions only, and reports the norm of the difference. Here
+this norm is divided by that of the hidden state, because norms grow from block to block.
 """
 
 from collections.abc import Callable
@@ -52,8 +52,8 @@ def measure_mixing(
     differs_N = changed_NT[:, position - 1] != tokens_NT[:, position - 1]
     if not bool(differs_N.any()):
         raise InputError(
-            f"--perturb {position}: all sequences have the same token there, so none can be replaced by another's; "
-            "use another position, or more sequences"
+            f"--perturb {position}: all sequences have the same token there, so it cannot be replaced by that of "
+            "another sequence; use another position, or more sequences"
         )
     pairs_N2T = torch.stack([tokens_NT[differs_N], changed_NT[differs_N]], 1)
     done = MIXING_PASSES * (len(tokens_NT) - len(pairs_N2T))  # sequences that are left out count as done
@@ -62,7 +62,7 @@ def measure_mixing(
     def change(hidden_BTC: Tensor) -> Tensor:
         """Return |h' - h| / |h|, mean over later positions, summed over sequences.
 
-        h' are the hidden states in the second half of the batch, which has the replaced token.
+        h are the hidden states in the first half of the batch, h' those in the second half, with the replaced token.
         """
         before, after = hidden_BTC[:, adapter.leading + position :].double().chunk(2)
         return (token_norms(after - before) / token_norms(before).clamp(min=1e-30)).mean(1).sum().cpu()

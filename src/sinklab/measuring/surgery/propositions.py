@@ -1,4 +1,4 @@
-"""Numeric checks of the paper's four propositions on a repeated token.
+"""Numeric checks of the four propositions of 2410.10781 on a repeated token.
 
 With equal tokens and no absolute positional embedding, all embeddings are equal, and so are all values of the first
 layer. A weighted average of equal values does not depend on the weights, so hidden states stay equal through every
@@ -47,9 +47,9 @@ def attention_matrices(adapter: Adapter, tokens_BT: Tensor) -> tuple[list[Tensor
     values. Otherwise the model returns the matrices.
 
     Returns:
-        The attention matrix A (B, H, T, T) of every attention layer, without added keys or sink logits; an upper bound
-        of |logit| per layer (B, H), the largest |q_t| |k_j| times the scale, empty if attention calls cannot be
-        intercepted; and the residual stream (B, T, C) after every block.
+        Three lists: the attention matrix A (B, H, T, T) of every attention layer, without added keys or sink logits; an
+        upper bound of |logit| per layer (B, H), the largest |q_t| times the largest |k_j| times the scale, empty if
+        attention calls cannot be intercepted; and the residual stream (B, T, C) after every block.
 
     Raises:
         SinklabError: if the blocks of the model cannot be found, or another thread intercepts the model.
@@ -91,7 +91,7 @@ def in_float32(adapter: Adapter) -> Iterator[None]:
     """Convert weights and buffers of lower precision to float32 within the `with` block, then restore them.
 
     The model is not converted if it is quantised or has offloaded weights, or if the copies would take more than half
-    of the free memory. Its hidden states then have less precision than float32.
+    of the free memory. Its hidden states then keep their lower precision.
     """
     model = adapter.module
     tensors = (*model.parameters(), *model.buffers())
@@ -123,7 +123,7 @@ STATEMENTS = {
 
 
 def check_propositions(adapter: Adapter, tokens: Sequence[int], length: int = LENGTH) -> Propositions:
-    """Compute the model's deviation from the paper's proposition on its positional embedding, in float32 if possible.
+    """Compute the model's deviation from the proposition on its positional embedding, in float32 if possible.
 
     Args:
         tokens: token ids, each repeated in its own sequence.

@@ -1,4 +1,4 @@
-"""Measurement with interventions: changed positional embeddings, ablations, replaced tokens, and propositions."""
+"""Measurement with interventions (changed positional embeddings, ablations, a replaced token) and propositions."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +25,7 @@ def changed_positions(adapter: Adapter, study: Study) -> Iterator[list[str]]:
     """Swap or replace learned positional embeddings in the `with` block; yield the notes on these changes.
 
     Raises:
-        InputError: see `swapped_positions` and `replaced_position`.
+        InputError, SinklabError: see `swapped_positions` and `replaced_position`.
     """
     notes = []
     with ExitStack() as stack:
@@ -50,7 +50,8 @@ def measure_with_study(
 ) -> Measurement:
     """Measure the model, and the effects of the interventions in `study`, on the given sequences.
 
-    For repeated tokens, the paper's propositions are checked; if this is not possible, a note gives the reason.
+    For sequences of at least two repeated tokens, the propositions of 2410.10781 are checked. If it is not known which
+    proposition covers the model, a note states this.
 
     Args:
         tokens_NT: token ids, without padding.
@@ -63,9 +64,10 @@ def measure_with_study(
 
     Raises:
         InputError: if tokens or options are invalid for the model (see `driver.measure`), an ablation or a position
-            does not exist in the model or the sequences, or ablations are requested and there is no loss.
-        SinklabError: if the model cannot be measured (see `driver.measure`), or an ablation is impossible in this
-            model.
+            does not exist in the model or the sequences, no token can be replaced at `perturb`, or ablations are
+            requested and there is no loss.
+        SinklabError: if the model cannot be measured (see `driver.measure`), or an ablation, `perturb` or the check of
+            the propositions is impossible in this model.
     """
     plain = {"lengths": (), "details": False, "maps": (), "explore": False, "gradients": False}
     bare = options.model_copy(update=plain)
