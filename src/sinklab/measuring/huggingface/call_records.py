@@ -1,12 +1,12 @@
 """Records of intercepted attention calls, of Hugging Face models and, in a `probe`, of exported sinklab models.
 
 The attention output and the column sums of the weights are computed in one pass over the scores (one_pass.py) in two
-cases: without gradients on any device but CUDA, and always if truncated lengths are measured. Otherwise the column sums
-are computed separately. This also holds for calls whose output is computed elsewhere: sinklab's own attention, and
-calls that another `intercept` edits or computes. While a sequence is decoded with a KV cache, the column sums are
-accumulated over forward passes.
+cases: without gradients on any device but CUDA, and on every device if truncated lengths are measured. Otherwise the
+column sums are computed separately, as are those of calls whose output is computed elsewhere: by sinklab's own
+attention, or by another `intercept` that edits or computes the call. While a sequence is decoded with a KV cache, the
+column sums are accumulated over forward passes.
 
-Calls are counted, so that a layer whose attention was not intercepted is an error. Models that bypass transformers'
+Calls are counted, and a layer whose attention was not intercepted leads to an error. Models that bypass transformers'
 attention interface (`Adapter.dispatches`) are measured by matrix_records.py, from the matrices that they return.
 """
 

@@ -26,8 +26,8 @@ class SinkCallback(TrainerCallback):
 
     The added metrics, which `metric_for_best_model` can use:
 
-        eval_sink_1       Sink_1, percentage of (sequence, layer, head) triples
-        eval_sink_bias    sink rate of the added bias, sink logit, sink token or registers, if any
+        eval_sink_1       Sink_1, percentage of (sequence, layer, head) triples with alpha_1 > eps
+        eval_sink_bias    sink rate in percent of the added bias, sink logit, sink token or registers, if any
         eval_norm_ratio   norm of the first hidden state divided by the mean norm at later positions; the maximum over
                           the embedding and all blocks; omitted if it is infinite or unknown
 

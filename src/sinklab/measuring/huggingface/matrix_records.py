@@ -2,7 +2,7 @@
 
 These models return their attention matrices with `output_attentions`. Hooks sum the columns of each matrix and replace
 it by an empty tensor, so that only one matrix is in memory at a time. Keys and values are taken from the returned KV
-cache. Recording takes O(T^2) memory and as long as eager attention; the reported backend is "eager".
+cache. Recording takes O(T^2) memory and the time of eager attention; the reported backend is "eager".
 """
 
 from collections.abc import Iterator, Sequence
@@ -138,7 +138,7 @@ def matrix_records(
 
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch the model to eager attention in the `with` block; ALiBi is added only once (`Family.alibi_twice`)."""
+    """Set eager attention in the `with` block; ALiBi is added only once, also in models of `Family.alibi_twice`."""
     twice = _inside_blocks(model) if family_of(model).alibi_twice else []
     once = (module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in twice)
     with hooked(once), attention_implementation(model, "eager"):
@@ -150,7 +150,7 @@ def _inside_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _alibi_once(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hook that zeroes the `alibi` argument if the mask already contains it (it then differs by head)."""
+    """Pre-hook that zeroes the `alibi` argument if the mask already contains ALiBi: such a mask differs by head."""
     alibi, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
     if isinstance(alibi, Tensor) and isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
         return args, kwargs | {"alibi": torch.zeros_like(alibi)}

@@ -44,11 +44,14 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 class BackendParity(Part):
     """Differences of logits and attention between one backend and eager attention.
 
+    All numbers are None if the backend is unavailable or its logits contain NaN or infinity. The differences are also
+    None for eager attention itself.
+
     Attributes:
         backend: name of the backend in transformers; "sinklab" for the attention with which sinklab measures.
         verdict: "reference" for eager attention; "unavailable" if the backend could not be run; "drops the sink" if
-            `sink_share` is less than half of the reference's and the logits are closer to those of the reference
-            without sink logits; "agrees" if `logits_difference` is within `tolerance`; else "differs".
+            `sink_share` is less than half of the reference's and the logits are closer to the reference without sink
+            logits than to the reference; "agrees" if `logits_difference` is within `tolerance`; else "differs".
         why: reason why the backend is unavailable, or a remark; None if there is neither.
         logits_difference: largest |difference| from the reference logits, divided by the largest |reference logit|.
         without_sink_difference: the same difference from the reference without its sink logits; None if the model has
@@ -103,7 +106,7 @@ def backend_parity(
     backends: Sequence[str] = BACKENDS,
     starts: Callable[[str], None] = lambda backend: None,
 ) -> list[BackendParity]:
-    """Compare logits and attention of every backend with eager attention, whose entry comes first.
+    """Compare logits and attention of every backend with eager attention, whose entry is the first of the result.
 
     The model is restored afterwards.
 
@@ -206,7 +209,7 @@ def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | st
 
 
 def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> AbstractContextManager[Any]:
-    """Record every call of the backend in `reading` in the `with` block, then restore transformers' function."""
+    """Record in `reading` every call of the backend in the `with` block, then restore transformers' function."""
     functions = AttentionInterface._global_mapping
     own = functions.get(backend)
 

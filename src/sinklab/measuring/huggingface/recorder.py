@@ -136,7 +136,7 @@ class Recorder(ABC):
     def _ended(self, tokens_BT: Tensor, continued: bool) -> Tensor:
         """Return a mask (B, T) of the generated tokens after the end of their sequence, which are padding.
 
-        The attention mask of `generate` does not mark them: it is one until the last sequence has ended.
+        The attention mask of `generate` is 1 at these tokens, until the last sequence has ended.
 
         Args:
             tokens_BT: tokens of this pass: whole sequences, or only the new tokens if `continued`.
