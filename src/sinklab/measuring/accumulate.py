@@ -1,8 +1,10 @@
 """Running sums of a measurement, which avoid an array of size sequences x layers x heads x positions.
 
-The importance alpha, the norms and the counts of alpha > eps are summed over sequences by position; loss, bias and row
-sums have no positions. Alpha of position 1 is also stored for every sequence. The counts compare the alpha of each
-sequence with eps, not the mean alpha. In the shapes, A is the number of attention layers.
+The importance alpha, the norms and the counts of alpha > eps are summed over sequences by position. The loss, the row
+sums and the attention to a bias have no positions. Alpha of position 1 is also stored for every sequence. The counts
+compare the alpha of each sequence with eps, not the mean alpha.
+
+A attention layers, B sequences of a batch, H heads, T positions, M places of the residual stream.
 """
 
 import math
@@ -27,11 +29,11 @@ COUNTED = ("importance_BHT", "visible_BHT", "bias_BH", "window_start_BH")
 """Quantities of `Batch.recorded` for which a sink rate is computed."""
 WORDS = {
     "importance_BHT": "importance values",
-    "visible_BHT": "importance values over visible queries",
+    "visible_BHT": "importance values over the queries that see a key",
     "key_norm_BT": "keys",
     "value_norm_BT": "values",
     "hidden_BT": "hidden states",
-    "before_BT": "hidden states before their norms",
+    "before_BT": "inputs of the norms",
 }
 """Names of the quantities in error messages."""
 CAUSE = "caused by the model or its dtype: load the model in float32 (--dtype float32), or use an earlier checkpoint"
@@ -41,7 +43,7 @@ class Accumulator:
     """Running sums of importance values, norms, losses and the statistics of `--details` over batches.
 
     Args:
-        thresholds: thresholds of the sink rate; the first is the main one.
+        thresholds: thresholds of the sink rate on alpha; the first is `Measurement.eps`.
         length: number of positions T of the longest sequence.
         lengths: additional lengths to which the sequences are truncated.
     """
@@ -72,7 +74,7 @@ class Accumulator:
         importance_ABHT, (B, T) = recorded["importance_BHT"], valid_BT.shape
         self.sequences += B
         self.sequences_T[:T] += valid_BT.sum(0)
-        if "visible_BHT" in recorded or "visible_BHT" in self._sums:  # equal to alpha in the other batches
+        if "visible_BHT" in recorded or "visible_BHT" in self._sums:  # in a batch without it, it equals alpha
             recorded.setdefault("visible_BHT", importance_ABHT)
             for sums in (self._sums, self._hits, self._triples):
                 if "importance_BHT" in sums and "visible_BHT" not in sums:
@@ -129,13 +131,14 @@ class Accumulator:
         return {f"{eps:g}": rate for i, eps in enumerate(self.thresholds) if (rate := self.sink_rate(name, i))}
 
     def uniform_ratio(self) -> list[float]:
-        """Return alpha_k divided by that of uniform attention, by position: mean over sequences, layers and heads."""
+        """Return alpha_k / (alpha_k of uniform attention) by position: mean over sequences, layers and heads."""
         return (self.uniform_ratios_T / self.sequences_T).tolist()
 
     def mean(self, name: str) -> Tensor | None:
-        """Return the mean of a tensor of `Batch.recorded` over sequences; None if it was not recorded.
+        """Return the mean over sequences of a tensor of `Batch.recorded`; None if it was not recorded.
 
-        If the tensor has positions, the mean at each position is over the sequences that reach it.
+        The result has the tensor's shape without axis B. If the tensor has positions, the mean at each position is over
+        the sequences that reach it.
         """
         count = self.sequences_T if name.endswith("T") else self.sequences
         return self._sums[name] / count if name in self._sums else None
@@ -185,8 +188,8 @@ def measurement_from(
 ) -> Measurement:
     """Build the measurement from the running sums; at least one batch must have been added.
 
-    The keyword arguments are stored in the fields of `Measurement` with the same names. If masks are not causal, the
-    note on them (`visibility_note`) is added to `notes`.
+    The keyword arguments are stored in the fields of `Measurement` with the same names. If the mask of a layer differs
+    from the full causal mask, a note on it (`visibility_note`) is added to `notes`.
     """
     visibility, bias, several = visibility_note(totals.views), totals.mean("bias_BH"), len(totals.thresholds) > 1
     means = {name: totals.mean(of) for name, of in ARRAYS.items()}

@@ -20,16 +20,16 @@ from sinklab.models.hooks import hidden_states, hooked
 from sinklab.schema import Part
 
 STRONGEST = 8  # maximum number of blocks reported
-MASSIVE, MASSIVE_RATIO = 100, 1000  # |value| is above MASSIVE, and at least MASSIVE_RATIO times the median
+MASSIVE, MASSIVE_RATIO = 100, 1000  # massive: |value| > MASSIVE, and |value| >= MASSIVE_RATIO times the median
 
 
 class MassiveActivation(Part):
-    """The largest |activation| of one sequence after one block.
+    """The largest |activation| of one sequence after one block; `is_massive` states whether it is massive.
 
     Attributes:
         layer: number of the block, 1-based; the activation is in the residual stream after it.
-        position: position of the token, 1-based, without padding. 0, -1, .. count learned tokens (sink token or
-            registers) backwards from the last one; only an `Ablation` includes these.
+        position: position of the token, 1-based, without padding. 0 is the last learned token (sink token or
+            register), -1 the one before it; only the activations of an `Ablation` can be at learned tokens.
         dimension: dimension of the residual stream, 0-based.
         value: signed value of the activation; 0 if it is not finite.
         ratio_to_median: |value| divided by the median |activation| of the sequence after that block; 0 if the median
@@ -54,12 +54,12 @@ def largest_activations(
 ) -> Iterator[list[MassiveActivation]]:
     """Collect the largest |activation| after each block, for the first sequence of the first complete forward pass.
 
-    The yielded list is filled when the `with` block ends without an exception.
+    The yielded list is filled, with one entry per block, when the `with` block ends without an exception.
 
     Args:
         blocks: decoder blocks, in order.
         real: real tokens of the first sequence. Other columns (padding, learned tokens) are excluded, and position 1 is
-            the first real token. None includes all columns.
+            the first real token. With None, all columns are included.
     """
     found: list[MassiveActivation] = []
     seen: list[Tensor] = []

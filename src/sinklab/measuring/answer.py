@@ -19,9 +19,10 @@ INPUTS: dict[Inputs, str] = {"natural": "", "random": " (random tokens)", "repea
 def answer(m: Measurement) -> list[str]:
     """Return two sentences: one on the sink, and one on massive activations and secondary sinks.
 
-    The first states presence, position and strength of the sink. If the paper's propositions were checked (on repeated
-    tokens), the second states the outcome of the check instead of the secondary sinks. Massive activations and
-    secondary sinks that were not measured are reported as not measured.
+    The first sentence states presence, position and strength of the sink, or that the sequences are too short to detect
+    one. If the propositions of 2410.10781 were checked (on repeated tokens), the second sentence states the outcome of
+    the check instead of the secondary sinks. Massive activations and secondary sinks that were not measured are
+    reported as not measured.
     """
     beside = f"{_massive(m)}; {_secondary(m) if m.propositions is None else _proposition(m.propositions)}."
     return [_sink(m), beside[0].upper() + beside[1:]]
@@ -37,7 +38,7 @@ class _Place:
         above_LH: whether the importance, mean over sequences, is above the threshold, by layer and head.
         overall: sink rate with the importance averaged over all queries t >= k; None unless `rate` is computed with
             the average over the queries that see the position.
-        always: whether a position that is not the strongest sink is listed even if its rate is below NOISE.
+        always: whether a candidate that is not the strongest sink is listed even if its rate is below NOISE.
     """
 
     name: str
@@ -94,8 +95,8 @@ def _places(m: Measurement) -> list[_Place]:
 def _layers(above_LH: np.ndarray) -> list[str]:
     """Return a list with a phrase on the layers in which more than half of the heads have the sink.
 
-    If there is no such layer, the phrase names the layer with the highest share. Of more than MOST_STRETCHES ranges it
-    gives only the number of layers. The list is empty if no head has the sink.
+    If there is no such layer, the phrase names the layer in which the most heads have the sink. If the layers form more
+    than MOST_STRETCHES ranges, the phrase states only their number. The list is empty if no head has the sink.
     """
     share_L = above_LH.mean(1)
     most = [layer for layer, share in enumerate(share_L, 1) if share > 0.5]

@@ -40,14 +40,16 @@ def measure(
     bos: bool | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure the sinks, norms and loss of a causal language model on token ids; the model is restored afterwards.
+    """Measure the sinks, norms and loss of a causal language model on token ids; return a `Measurement`.
+
+    The model is restored afterwards, also after an exception.
 
     Args:
-        model: a Hugging Face causal language model or a sinklab transformer, also an exported one.
+        model: a Hugging Face causal language model, a sinklab transformer, or an exported sinklab transformer.
         tokens: token ids (sequences, length): a tensor on any device, an array, or a list of lists of integers.
         attention_mask: 1 at real tokens, 0 at padding on the left or right; None if there is no padding. Padding is not
             supported for sinklab transformers, exported or not.
-        eps: threshold on alpha of the sink rate, in (0, 1); if several are passed, the first is the main one.
+        eps: threshold of the sink rate on the importance alpha, in (0, 1); `Measurement.eps` is the first of several.
         lengths: increasing lengths below the length of the sequences. The sink rate is also measured on the sequences
             truncated to each of these lengths. Padding is not supported.
         batch_size: sequences per forward pass; affects memory and speed, not the result. By default as many as fit in
@@ -56,7 +58,7 @@ def measure(
         details: also measure the statistics of `Details` (details.py), such as entropy, query-key angles, attention by
             distance, secondary sinks and kurtosis; the measurement takes about twice as long.
         maps: (layer, head) pairs, 1-based. The matrices of attention, cosine and norm product of these heads are added
-            to `details`; implies `details`.
+            to `Measurement.details`; implies `details`.
         explore: also save the attention map of every head on the first 128 tokens of the first sequence, in 8 bits
             (explored.py). This takes one more forward pass, and one byte per head, query and key. In a model with more
             than 1,000 heads, `maps` is required, and only the heads in `maps` are saved.
@@ -68,19 +70,19 @@ def measure(
         perturb: 1-based position whose token is replaced, to measure how far the effect spreads (mixing.py). Padding is
             not supported.
         model_name: model name, stored with the result.
-        inputs: kind of input tokens, stored with the result. For "repeat" without padding, the paper's propositions are
-            checked too (propositions.py).
+        inputs: kind of input tokens ("natural", "random" or "repeat"), stored with the result. For "repeat" without
+            padding, the propositions of 2410.10781 are checked too (propositions.py).
         bos: whether position 1 is a special token. By default True if every sequence begins with the `bos_token_id` of
             the model's config; False for a sinklab transformer that is not exported.
         progress: called with (finished sequences, total sequences) after every block and batch. The first number may be
             fractional. A sequence counts again for each additional pass of `ablate` and `perturb`.
 
     Raises:
-        InputError: if the model, the tokens, the mask or another argument is invalid, or the model or the mask does not
-            support an argument.
-        SinklabError: if attention cannot be recorded, another thread probes or intercepts the model, an ablation is
-            impossible in this model, activations or gradients contain NaN or infinity (the message names the layer),
-            the loss is NaN or infinite, or a single sequence does not fit into memory.
+        InputError: if the model, the tokens, the mask or another argument is invalid, or an argument is not supported
+            for this model or with padding.
+        SinklabError: if attention or hidden states cannot be recorded, another thread probes or intercepts the model,
+            an ablation or `perturb` is impossible in this model, activations or gradients contain NaN or infinity (the
+            message names the layer), the loss is NaN or infinite, or a single sequence does not fit into memory.
     """
     adapter = adapt(model)
     tokens_NT = token_matrix(tokens)

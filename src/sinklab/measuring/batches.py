@@ -1,4 +1,4 @@
-"""Batches whose size is halved on out-of-memory errors, with progress reports, run time and peak memory."""
+"""Batches whose size is halved on out-of-memory errors, with progress reports; run time and peak memory of a block."""
 
 import sys
 import time
@@ -22,7 +22,7 @@ class Batches:
 
     Args:
         sequences: total number of sequences.
-        size: initial batch size, before any halving.
+        size: initial number of sequences per batch; at most `sequences` are used.
         progress: called with (finished sequences, possibly fractional; total sequences) after every batch, and after
             every block that has the hook `block_ran`; None disables reports.
         blocks: number of blocks of the model; the LM head counts as one more progress step.
@@ -43,7 +43,8 @@ class Batches:
         """Process one batch in the `with` block.
 
         An out-of-memory error inside the block is suppressed: the batch size is halved, and the iterator yields a
-        smaller batch that starts at the same sequence. The block must therefore have no side effects if it raises.
+        smaller batch that starts at the same sequence. A block that runs out of memory must therefore leave no side
+        effects.
 
         Raises:
             SinklabError: if a batch of one sequence runs out of memory.
@@ -74,7 +75,7 @@ class Batches:
             self._progress(self._start + done, self.sequences)
 
     def notes(self) -> list[str]:
-        """Return a note on the reduced batch size; empty if it was not reduced."""
+        """Return a list with a note if the batch size was reduced; otherwise an empty list."""
         if self._size == self._first_size:
             return []
         return [f"out of memory: the batch size was reduced from {self._first_size} to {self._size} sequences"]
@@ -82,7 +83,7 @@ class Batches:
 
 @dataclass
 class Cost:
-    """Wall-clock time in seconds and peak memory in MiB of a `with` block, set when the block ends (`costing`)."""
+    """Wall-clock time in seconds and peak memory in MiB of a `with` block; `costing` sets them when the block ends."""
 
     seconds: float = 0.0
     peak_memory_mb: float | None = None

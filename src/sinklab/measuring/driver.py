@@ -41,10 +41,12 @@ def measure(
     attention_mask_NT: Tensor | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure the sinks, norms and loss of a model on the given tokens; the model is restored, also after an exception.
+    """Measure the sinks, norms and loss of a model on the given tokens; return a `Measurement`.
+
+    The model is restored afterwards, also after an exception.
 
     Args:
-        tokens_NT: token ids, without learned sink tokens.
+        tokens_NT: token ids of N sequences of T tokens, without learned tokens (sink token, registers).
         options: settings of the measurement, and metadata stored with the result.
         attention_mask_NT: 1 at real tokens, 0 at padding (left or right); None if there is no padding. Position 1 is
             the first real token of each sequence; padding is excluded from all statistics.
@@ -53,9 +55,9 @@ def measure(
     Raises:
         InputError: if the tokens, mask or options are invalid for this model, or gradients are requested from a model
             that does not support them (gradients.py).
-        SinklabError: if attention cannot be recorded, another thread probes or intercepts the model, activations or
-            gradients contain NaN or infinity (the message names the layer), the loss is NaN or infinite, or a single
-            sequence does not fit into memory.
+        SinklabError: if attention or hidden states cannot be recorded, another thread probes or intercepts the model,
+            activations or gradients contain NaN or infinity (the message names the layer), the loss is NaN or infinite,
+            or a single sequence does not fit into memory.
     """
     tokens_NT = tokens_NT.cpu()  # each check on the GPU would synchronise it
     mask_NT = torch.ones_like(tokens_NT) if attention_mask_NT is None else attention_mask_NT.cpu()
@@ -141,5 +143,5 @@ def _recording(
 
 
 def _after_leading(leading: int, mask_BT: Tensor) -> RealTokens:
-    """Return the real tokens of a batch in which `leading` learned positions precede the columns of `mask_BT`."""
+    """Return the real tokens of a batch in which `leading` learned tokens precede the columns of `mask_BT`."""
     return real_tokens(F.pad(mask_BT, (leading, 0)))

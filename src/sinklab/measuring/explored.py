@@ -1,8 +1,8 @@
-"""Attention maps of every head on one sequence (`--explore`), in 8 bits, for the report's interactive viewer.
+"""Attention maps of the heads on one sequence (`--explore`), in 8 bits, for the report's interactive viewer.
 
 Maps are computed in a separate forward pass after the measurement, at about the cost of one sequence with `--details`.
-A map of T tokens takes T x T bytes in memory and on disk. Byte n encodes the attention weight (n / 255)^2; storing the
-square root keeps small weights precise. The rounding error is at most 0.004 for large weights, less for small ones.
+A map of S tokens takes S x S bytes in memory and on disk. Byte n encodes the attention weight (n / 255)^2; storing the
+square root keeps small weights precise. The rounding error is at most 0.004, and smaller for small weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -91,7 +91,8 @@ def explore(
     Args:
         tokens_T: real tokens of the sequence; only the first `MOST_TOKENS` are used.
         heads: heads to save as (layer, head), 1-based; None for all.
-        recording: context manager that records the attention layers of forward passes with the given collector.
+        recording: function from a collector to a context manager that records the attention layers of forward passes
+            with this collector.
 
     Raises:
         SinklabError: if attention cannot be recorded, or another thread probes or intercepts the model.

@@ -1,4 +1,4 @@
-"""Optional parts of a measurement: ablations, effect of a replaced token, check of the paper's propositions."""
+"""Optional parts of a measurement: ablations, effect of a replaced token, check of the propositions of 2410.10781."""
 
 from pydantic import Field, FiniteFloat
 
@@ -12,7 +12,7 @@ class Ablation(Part):
     """Loss and sink rate of a model without and with one ablation (ablations.py).
 
     Attributes:
-        name: requested name, such as "mask_first:4".
+        name: name of the ablation, such as "mask_first:4".
         what: description of the ablation.
         first_target: 1-based position, in the unablated sequences, of the first target included in both losses.
         loss_before, loss_after: loss without and with the ablation, nats per token.
@@ -25,7 +25,8 @@ class Ablation(Part):
         sink_max_position_before, sink_max_position_after: position of the highest sink rate, 1-based.
         largest_before, largest_after: for zero_massive, the activation with the largest ratio to its block's median in
             the first sequence, including learned tokens, without and with the ablation. None for other ablations.
-        still_massive: for zero_massive, whether `largest_after` is massive (`MassiveActivation.is_massive`).
+        still_massive: for zero_massive, whether `largest_after` is massive (`MassiveActivation.is_massive`). None for
+            other ablations.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Ablation(Part):
 
     @property
     def highest_after(self) -> str:
-        """Highest sink rate with the ablation at positions 1 to T / 2 (percent), and its position: `76.8 at 2`."""
+        """Highest sink rate in percent with the ablation at positions 1 to T / 2, and its position: `76.8 at 2`."""
         found = highest_rate(self.sink_rate)
         return "" if found is None else f"{found[1]:.1f} at {found[0]}"
 
@@ -89,24 +90,25 @@ class Mixing(Part):
 
 
 class Propositions(Part):
-    """The paper's proposition on a repeated token, and the model's deviation from it (propositions.py).
+    """Proposition of 2410.10781 on a repeated token, and the model's deviation from it (propositions.py).
 
     Attributes:
         position: kind of the model's positional embedding.
         number: number of the proposition, 1 to 4; None for absolute and learned positions, which no proposition covers.
-        statement: text of the proposition.
+        statement: text of the proposition, or a text that no proposition applies.
         tokens: number of tokens checked, each repeated.
         length: length of the repetition, in tokens.
-        hidden_deviation: largest |h_t - h_1| / |h_1| of the hidden states h, over tokens, positions t and blocks.
+        hidden_deviation: largest |h_t - h_1| / |h_1| of the hidden states h after a block, over tokens, positions t and
+            blocks.
         attention_deviation: largest |difference| of an attention weight from the closed form (1/t if no proposition
             applies); None for rotary.
         bound_slack: for rotary, smallest value of (bound - attention weight), negative if a weight exceeds its bound;
             None for other embeddings.
-        tolerance: deviations up to this size, also of a weight above its bound, are attributed to rounding.
-        dtype: dtype of the check: float32 also for a model of lower precision, if it could be converted (`in_float32`);
-            None in older files.
-        holds: whether both deviations and the slack are within the tolerance. None (inconclusive) if they are not and
-            the dtype has less precision than float32.
+        tolerance: size up to which deviations, and the excess of a weight over its bound, are attributed to rounding.
+        dtype: dtype of the hidden states in the check. A model of lower precision is checked in float32 if it can be
+            converted (`in_float32`). None in older files.
+        holds: whether the deviations are at most `tolerance` and `bound_slack` is at least -`tolerance`. None
+            (inconclusive) if they are not and the dtype has less precision than float32.
     """
 
     position: PositionKind

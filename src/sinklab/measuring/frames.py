@@ -20,7 +20,7 @@ FRAMES = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}  # i
 
 
 def data_frame(columns: Columns) -> Any:
-    """Build a data frame from columns of equal length, with the first installed package of pandas, polars and pyarrow.
+    """Return columns of equal length as a table of the first installed package of pandas, polars and pyarrow.
 
     Raises:
         InputError: if none of the three is installed.
@@ -74,7 +74,7 @@ WRITERS: dict[str, Callable[[Columns, Path], None]] = {"csv": write_csv, "parque
 
 
 def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
-    """Check before measuring that the tables can be written; does nothing if no format is requested.
+    """Check before measuring that the tables can be written; a no-op if no format is requested.
 
     Args:
         formats: requested formats, "csv" or "parquet".

@@ -1,13 +1,14 @@
 """Gradient sinks (2603.17771, Definition 1): the gradient of the loss at the attention input, by layer and position.
 
 h~_t is the attention input, the output of the norm before attention. The gradients of the loss at h~_t are summed over
-all sequences, as in an optimiser step, before taking the norm:
+all sequences, as in an optimiser step, before the norm is computed:
 
     R_GS = |grad h~_1| / mean over t = 2 .. 32 of |grad h~_t|
 
 The last position of a sequence has no target and no gradient; for T <= 32 the mean is over 2 .. T - 1. Zeros are
-added to h~ in every layer, and the gradient is taken with respect to these zeros. It therefore contains only the path
-through attention, even if another part of the block uses the same norm output. The model's own attention code is used.
+added to h~ in every layer, and the gradient is taken with respect to these zeros. The gradient therefore contains only
+the path through attention, even if another part of the block uses the same norm output. The model's own attention code
+is used.
 """
 
 from collections.abc import Iterator
@@ -62,15 +63,19 @@ def gradient_norms(
     first_target: int = 2,
     batch_size: int | None = None,
 ) -> tuple[Tensor, list[str]]:
-    """Compute the norm of the gradient of the mean loss with respect to h~_t, by attention layer and position (L, T).
+    """Compute the norm of the gradient of the mean loss (nats per token) with respect to h~_t.
 
-    The second result is a list with a note if the batch size was reduced, else empty. The model is restored afterwards.
+    The model is restored afterwards.
 
     Args:
         tokens_NT: token ids, without padding.
         first_target: 1-based position of the first target included in the loss.
         batch_size: sequences per backward pass; by default as many as fit in memory with the activations of all blocks,
             at most 16 sequences and 8,192 tokens.
+
+    Returns:
+        The norm by attention layer and position, (L, T), and a list with a note if the batch size was reduced, else an
+        empty list.
 
     Raises:
         InputError: see `Adapter.attention_inputs`.
@@ -115,7 +120,7 @@ def gradient_norms(
 
 
 def gradient_sink(norm_LT: Tensor) -> list[float]:
-    """Compute R_GS of every layer from gradient norms (see the module docstring)."""
+    """Return R_GS of every attention layer from the norms of `gradient_norms`, T >= 3 (formula: module docstring)."""
     return first_to_rest(norm_LT[:, : min(COMPARED, norm_LT.shape[1] - 1)]).tolist()
 
 

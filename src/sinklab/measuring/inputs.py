@@ -1,10 +1,11 @@
 """Input tokens of a measurement, N sequences of T tokens, by kind of input.
 
 natural   the first T tokens of each document that is long enough, in document order;
-          from .txt files, consecutive sequences of T tokens; tokens that remain at the end of a piece
-          (`read_pieces`) are skipped; from a folder, one sequence from each file in turn
+          from a .txt file, consecutive sequences of T tokens: pieces (`read_pieces`) of a document that are too
+          short are joined, and tokens that remain after the last sequence of a piece are skipped;
+          from a folder, one sequence from each file in turn
 drawn     all sequences of T tokens of every document (only of its beginning, if it is very long), at most
-          POOL x N, shuffled and split into disjoint draws, so that the spread over draws is the uncertainty of
+          POOL x N, shuffled and split into disjoint draws; the spread over draws estimates the uncertainty of
           a measurement on this text
 random    every token drawn uniformly from the vocabulary
 repeat    one random token per sequence, repeated T times
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], Sequence[int]]
 
-CHARACTERS = 2**16  # a longer document is cut here before it is tokenised; it may have a hundred million
-PER_TOKEN = 16  # the cut is after at least this many characters per requested token
+CHARACTERS = 2**16  # longer documents (some have 1e8 characters) are first truncated to this length
+PER_TOKEN = 16  # minimum length of a truncated document, in characters per requested token
 POOL = 64  # maximum size of the pool from which draws are taken, in multiples of the requested sequences
-SHARES = 5  # number of draws into which a short text is divided; the verdict of a claim needs five
+SHARES = 5  # minimum number of draws of a text with at least 5 sequences; the verdict of a claim needs five
 
 
 def natural_text(
@@ -93,8 +94,8 @@ def drawn_text(
 ) -> list[Sequence[int]]:
     """Draw random sequences from a text; different draws are disjoint.
 
-    A draw has N sequences. If the text has fewer than 5 N sequences, a draw has a fifth of them, at least one. The
-    other arguments and the result are those of `natural_text`.
+    A draw has N sequences. If the text has fewer than 5 N sequences, a draw has a fifth of them, rounded down, but at
+    least one. The other arguments and the result are those of `natural_text`.
 
     Args:
         draw: index of the draw, from 0; its sequences do not depend on the number of draws.
@@ -130,7 +131,7 @@ def sizes_of(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor |
     """Return the number of UTF-8 bytes of text of each token in the tensor that `with_prefix` builds: sizes_NT.
 
     Tokens of the prefix have size 0, and tokens that cannot be aligned with the text have size UNKNOWN
-    (data/spelling.py). None if a body has no sizes, that is, it is not a `Spelled`.
+    (data/spelling.py). The result is None if a body is not a `Spelled`, which has the sizes of its tokens.
     """
     known = [body for body in bodies if isinstance(body, Spelled)]
     if len(known) < len(bodies):
@@ -144,7 +145,8 @@ class _Cutter:
 
     Attributes:
         body: number of tokens of a sequence, without the prefix.
-        everything: cut all sequences of a document, not only the first; very long documents are truncated.
+        everything: whether all sequences of a document are cut, not only the first; very long documents are then
+            truncated. From a .txt file, all sequences are always cut.
         documents: number of documents read so far, without those of .txt files.
         pieces: whether a .txt file was read.
     """
@@ -190,7 +192,7 @@ class _Cutter:
             yield ids[start : start + self.body]
 
     def _first(self, document: str) -> Sequence[int]:
-        """Tokenise a document; of a long one only a beginning that has at least twice the needed tokens.
+        """Tokenise a document, or the beginning of a long document that has at least twice the needed tokens.
 
         The last tokens of this beginning may differ from those of the whole document.
         """
@@ -218,7 +220,7 @@ class _Cutter:
 
 
 def random_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0) -> Tensor:
-    """Draw tokens_NT uniformly from the ids 0 .. vocabulary - 1; the same seed gives the same tokens.
+    """Draw tokens_NT (int64) uniformly from the ids 0 .. vocabulary - 1; the same seed gives the same tokens.
 
     Raises:
         InputError: if `sequences` or `length` is below 1.
@@ -237,7 +239,7 @@ def repeated_tokens(vocabulary: int, *, sequences: int, length: int, seed: int =
 
 
 def pretrained_encode(tokenizer: "PreTrainedTokenizerBase") -> Encode:
-    """Return a function from text to token ids, without special tokens."""
+    """Return a function from text to the token ids of this tokenizer, without special tokens."""
     return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
 
 
@@ -255,7 +257,9 @@ def _check_shape(sequences: int, length: int, prefix: int = 0) -> None:
     if sequences < 1:
         raise InputError(f"--sequences {sequences}: use at least 1")
     if length <= prefix:
-        raise InputError(f"--length {length}: use at least {prefix + 1} (number of special tokens: {prefix})")
+        raise InputError(
+            f"--length {length}: use at least {prefix + 1}, one more than the number of special tokens ({prefix})"
+        )
 
 
 def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:

@@ -1,8 +1,10 @@
 """Number of queries that can see each key under sliding windows, prefixes and other masks.
 
-alpha_k is a mean over all queries t >= k. Under a sliding window of w tokens only w queries see k; the other queries
-contribute zeros, so that alpha of a sink is smaller by the factor (T - k + 1) / w. The mean over the queries that may
-see the key is therefore reported in addition to alpha.
+alpha_k is the mean attention to key k over all T - k + 1 queries t >= k. Under a sliding window of w tokens, at most w
+of these queries see key k. The others contribute zeros, so that alpha of a sink is smaller by the factor
+(T - k + 1) / w. The mean over the queries that may see the key is therefore reported in addition to alpha.
+
+B sequences, H query heads, G heads of the mask, T positions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +19,7 @@ from sinklab.models.layer_kinds import layers_text
 
 @dataclass(frozen=True)
 class View:
-    """How a layer's mask differs from the causal mask.
+    """How a layer's mask differs from the full causal mask.
 
     Attributes:
         kind: "window": a query sees the last `tokens` tokens, including its own. "prefix": keys among the first
@@ -32,8 +34,8 @@ class View:
 def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple[Tensor | None, View | None]:
     """Return the mean attention (B, H, T) to each key over the queries that may see it, and the view of the layer.
 
-    Both are None if every key is seen by as many queries as under a causal mask; the mean is then alpha. The mean of a
-    key that no query sees is 0.
+    Both are None if every key is seen by as many queries as under the full causal mask; the mean is then alpha. The
+    mean of a key that no query sees is 0.
 
     Args:
         sums_BHT: attention to each key, summed over the queries that may see it; index 0 is the first real token.
@@ -47,7 +49,7 @@ def seen_over(sums_BHT: Tensor, seen_by_BGT: Tensor, queries_B: Tensor) -> tuple
 
 
 def view_of(seen_by_BGT: Tensor, later_BGT: Tensor) -> View:
-    """Infer how a mask differs from the causal mask from the number of queries that see each key.
+    """Infer, from the number of queries that see each key, how a mask differs from the full causal mask.
 
     Args:
         seen_by_BGT: number of queries that may see each key; index 0 is the first token.

@@ -1,8 +1,11 @@
 """The result of a measurement and its two files, `measurement.json` and `measurement.npz` (schema 1).
 
 L attention layers, H heads, T positions, N sequences, R registers, M places of the residual stream: before the first
-block and after every block. An array that does not apply to the model is None, and missing from the .npz. Other fields
-that do not apply are null in the .json, or missing if they are in LEFT_OUT. NaN is never written.
+block and after every block. alpha_k is the importance of position k: the mean attention to it over the queries t >= k
+(2410.10781, section 3.2).
+
+An array that does not apply to the model is None, and missing from the .npz. Other fields that do not apply are null in
+the .json, or missing if they are in LEFT_OUT. NaN is never written.
 """
 
 from collections.abc import Sequence
@@ -52,7 +55,7 @@ class Measurement(WithArrays):
 
     Attributes:
         model: model name or path; may be empty for a model in memory.
-        revision: requested branch, tag or commit on the hub; None for the main branch and for local models.
+        revision: requested branch, tag or commit on the hub; None if none was requested, and for local models.
         commit: hub commit that was loaded; None for local models and models in memory.
         step, planned_steps: training step of the checkpoint and last step of its run; None if the model is neither a
             run directory nor measured during training.
@@ -70,7 +73,7 @@ class Measurement(WithArrays):
             first entry is Sink_1.
         sink_rates: `sink_rate` for every threshold, keyed by threshold ("0.3"); None if there is only one threshold.
         sink_rate_visible, sink_rates_visible: `sink_rate` and `sink_rates` with alpha averaged only over the queries
-            that may see the key; None if in all layers these are the queries t >= k, as under causal masks.
+            that may see the key; None if in all layers these are the queries t >= k, as under the full causal mask.
         sink_rate_by_length: sink rate of the truncated sequences, by length and threshold: {"16": {"0.3": [..]}}; None
             if no lengths were requested.
         sink_rate_bias: sink rate of the attention to everything that is not a token of the sequence, summed: an added
@@ -78,9 +81,9 @@ class Measurement(WithArrays):
             over the layers that have one of them; None if no layer has any.
         sink_rates_bias: `sink_rate_bias` for every threshold; None, and left out of the files, if there is only one
             threshold or `sink_rate_bias` is None.
-        sink_rate_window_start: sink rate of the first key of a query's sliding window, over the queries whose window no
-            longer contains position 1. None, and left out of the files, if there are no such queries, if learned tokens
-            precede the sequence, and for Hugging Face models.
+        sink_rate_window_start: sink rate of the attention to the first key of a query's sliding window, mean over the
+            queries whose window no longer contains position 1. None, and left out of the files, if there are no such
+            queries, if learned tokens precede the sequence, and for Hugging Face models.
         uniform_ratio: alpha_k divided by its value under uniform causal attention (metrics.py), mean over (sequence,
             layer, head), by position from position 1. It is 1 under uniform attention, for every T.
         loss: cross-entropy in nats per token over targets 2..T (after the prefix under a prefix mask); None if there
@@ -91,9 +94,9 @@ class Measurement(WithArrays):
             (null in measurement.json) if only the first norm is nonzero; 1 if all norms are zero. None for sequences of
             one token, or if blocks cannot be found.
         norm_ratio_before_norm: for a post-norm sinklab transformer, the same ratio for the input of each norm, two per
-            block; else None.
-        norm_ratio_sink_token: norm of the sink token or first register divided by the mean norm of the tokens (M); None
-            if there are no learned tokens.
+            block; None for other models, and for sequences of one token.
+        norm_ratio_sink_token: hidden state norm of the sink token or first register divided by the mean norm of the
+            tokens (M); None if there are no learned tokens.
         key_norm_ratio, value_norm_ratio: norm of the first key (value) divided by the mean norm of later keys (values),
             per attention layer (L); None for sequences of one token.
         gradient_norm_ratio: R_GS, gradient norm at position 1 divided by the mean over positions 2 .. 32, per attention
@@ -103,16 +106,17 @@ class Measurement(WithArrays):
         seconds: wall-clock time of the forward passes and the statistics, without gradients, ablations, `perturb`,
             propositions and `explore`.
         peak_memory_mb: peak memory of the device (CUDA) or of the whole process, MiB; None if unknown.
-        massive_activations: in the first sequence, the largest |activation| after each of up to 8 blocks where its
-            ratio to the median is largest, in descending order (activations.py); None if blocks cannot be found.
+        massive_activations: the largest |activation| of the first sequence after a block, for the at most 8 blocks with
+            the largest ratios to the median, in descending order of the ratio (activations.py). They need not be
+            massive. None if blocks cannot be found.
         details: additional statistics (details.py); None, and left out of the files, unless requested.
         notes: remarks on the model and the measurement, such as a halved batch size.
         ablations: loss and sinks under each ablation (ablations.py); None unless requested.
         mixing: how far the effect of replacing one token spreads (mixing.py); None unless requested.
-        propositions: check of the paper's propositions on repeated tokens (propositions.py); None for other inputs,
-            with padding, or if the notes give another reason.
+        propositions: check of the propositions of 2410.10781 on repeated tokens (propositions.py); None for other
+            inputs, with padding, for sequences of one token, or if the notes give another reason.
         explored: attention maps of one sequence (explored.py); None unless requested.
-        scores: downstream task scores in percent; None if the model was not evaluated.
+        scores: downstream task scores in percent, by task; None if the model was not evaluated.
         importance: alpha, mean over sequences (L, H, T).
         importance_visible: alpha averaged only over the queries that may see the key (L, H, T); None if equal to alpha.
         importance_first: alpha of position 1 (N, L, H).
@@ -230,8 +234,9 @@ class Measurement(WithArrays):
         """Return an Altair chart of importance or norms.
 
         Args:
-            what: "heads" (importance of position 1 by head), "layers" (importance of every position by layer),
-                "positions" (of every position, mean over layers) or "norms" (of the first position and the others).
+            what: "heads" (importance of position 1, and attention to a bias, by head), "layers" (importance of the
+                first 64 positions by layer), "positions" (importance of the first 64 positions, mean over layers and
+                heads) or "norms" (of hidden states, keys and values at the first position and the others).
 
         Raises:
             InputError: if `what` is unknown, or "norms" for sequences of one token.

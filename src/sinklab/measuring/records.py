@@ -23,10 +23,11 @@ from sinklab.models.native import NativeAdapter
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """Importance and norms of one attention layer; index 0 of axis T is the first real token of each sequence.
+    """Importance and norms of one attention layer, for B sequences, H heads and T positions.
 
-    To record another quantity, add a tensor field; `combined` and `Accumulator` then include it. If the name of a field
-    ends in T, its last axis is the position, and values past the end of a sequence must be 0.
+    Index 0 of axis T is the first real token of each sequence. To record another quantity, add a tensor field;
+    `combined` and `Accumulator` then include it. If the name of a field ends in T, its last axis is the position, and
+    values past the end of a sequence must be 0.
 
     Attributes:
         importance_BHT: importance alpha of each key, float32 (float64 for a float64 model); 0 past the sequence end.
@@ -60,7 +61,7 @@ def combined(records: Sequence[LayerRecord], combine: Callable[[list[Tensor]], T
     """Combine each tensor field of `LayerRecord` over the records in which it is not None; return the results by name.
 
     A field that is None in all records is left out. If only some records have `visible_BHT`, the others contribute
-    their `importance_BHT`, which is equal. `prefixes` is a tuple of combined tensors, one per length.
+    their `importance_BHT`, which is equal. The entry `prefixes` is a tuple of combined tensors, one per length.
 
     Args:
         combine: function that stacks or concatenates the tensors of a field.
@@ -125,7 +126,8 @@ def batch_of(
         loss: loss summed over the targets, and number of targets.
         details: statistics of `--details`, if requested.
         leading: number of learned tokens before the sequence.
-        before: for a post-norm model, l2 norms (B, T) of the input of each norm, including padding and learned tokens.
+        before: for a post-norm model, l2 norms (B, T) of the input of each norm, including padding and learned tokens;
+            empty for other models.
     """
     recorded = combined(layers, stacked)
     prefixes = recorded.pop("prefixes")
@@ -159,7 +161,7 @@ class NativeRecords:
         self.layers.clear()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing: the LM head of a sinklab transformer runs without the layers."""
+        """Return a no-op context manager: the LM head of a sinklab transformer runs no attention layers."""
         return nullcontext()
 
     def observe(self, layer: LayerCall) -> None:
@@ -195,7 +197,7 @@ def native_records(
 ) -> Iterator[NativeRecords]:
     """Record the attention layers in every forward pass inside the `with` block.
 
-    Passes must have whole sequences, without a KV cache. Records accumulate until `clear` is called.
+    Passes must have whole sequences, without padding or a KV cache. Records accumulate until `clear` is called.
 
     Raises:
         SinklabError: see `intercept`.
