@@ -1,4 +1,4 @@
-"""Batches whose size is halved on out-of-memory errors, with progress reports; run time and peak memory of a block."""
+"""Batches whose size is halved on out-of-memory errors, with progress reports; run time and peak memory."""
 
 import sys
 import time

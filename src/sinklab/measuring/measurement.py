@@ -65,7 +65,7 @@ class Measurement(WithArrays):
         sequences: number of sequences N.
         length: T, number of tokens of the longest sequence, including BOS.
         eps: threshold on alpha of the sink rate; the first if several were requested.
-        bos: whether position 1 is a special token added by the tokenizer, its chat template or the loader.
+        bos: whether position 1 is a special token, such as BOS.
         proxy: whether importance is computed from proxy scores |sim| / sum |sim|, because the model's attention
             weights do not sum to one.
         layers, heads: L and H.
@@ -105,7 +105,7 @@ class Measurement(WithArrays):
         dtype: dtype of the weights.
         seconds: wall-clock time of the forward passes and the statistics, without gradients, ablations, `perturb`,
             propositions and `explore`.
-        peak_memory_mb: peak memory of the device (CUDA) or of the whole process, MiB; None if unknown.
+        peak_memory_mb: peak memory of PyTorch's tensors (CUDA) or of the whole process so far, MiB; None if unknown.
         massive_activations: the largest |activation| of the first sequence after a block, for the at most 8 blocks with
             the largest ratios to the median, in descending order of the ratio (activations.py). They need not be
             massive. None if blocks cannot be found.

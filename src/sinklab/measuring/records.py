@@ -41,7 +41,7 @@ class LayerRecord:
         window_start_BH: attention of a query to the first key of its sliding window, mean over the queries whose window
             no longer contains position 1. None if there are no such queries, if learned tokens precede the sequence,
             and for Hugging Face models.
-        view: how the mask differs from the causal mask; None if `visible_BHT` is None.
+        view: how the mask differs from the full causal mask; None if `visible_BHT` is None.
         prefixes: alpha (B, H, length) of the sequences truncated to each requested length, in the order of the lengths.
     """
 
@@ -88,7 +88,7 @@ class Batch:
         loss: loss summed over the batch's targets, in nats (float64 scalar).
         targets: number of targets; 0 if the loss was skipped.
         prefixes: alpha (layers, B, H, length) of the sequences truncated to each of the accumulator's lengths.
-        views: how the mask differs from the causal mask, by layer (mask_coverage.py).
+        views: how the mask differs from the full causal mask, by layer (mask_coverage.py); None if it does not.
         details: statistics of `--details`; None if neither details nor maps are requested.
     """
 

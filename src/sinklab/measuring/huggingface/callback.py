@@ -28,7 +28,7 @@ class SinkCallback(TrainerCallback):
 
         eval_sink_1       Sink_1, percentage of (sequence, layer, head) triples with alpha_1 > eps
         eval_sink_bias    sink rate in percent of the added bias, sink logit, sink token or registers, if any
-        eval_norm_ratio   norm of the first hidden state divided by the mean norm at later positions; the maximum over
+        eval_norm_ratio   hidden state norm at position 1 divided by the mean norm at later positions; the maximum over
                           the embedding and all blocks; omitted if it is infinite or unknown
 
     Use it with any Trainer: `Trainer(.., callbacks=[SinkCallback(tokens)])`. The Trainer calls its W&B and TensorBoard
