@@ -95,7 +95,7 @@ class Propositions(Part):
     Attributes:
         position: kind of the model's positional embedding.
         number: number of the proposition, 1 to 4; None for absolute and learned positions, which no proposition covers.
-        statement: text of the proposition, or a text that no proposition applies.
+        statement: text of the proposition, or a statement that none applies.
         tokens: number of tokens checked, each repeated.
         length: length of the repetition, in tokens.
         hidden_deviation: largest |h_t - h_1| / |h_1| of the hidden states h after a block, over tokens, positions t and

@@ -20,7 +20,7 @@ FRAMES = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}  # i
 
 
 def data_frame(columns: Columns) -> Any:
-    """Return columns of equal length as a table of the first installed package of pandas, polars and pyarrow.
+    """Return columns of equal length as a data frame of the first installed package of pandas, polars and pyarrow.
 
     Raises:
         InputError: if none of the three is installed.

@@ -1,7 +1,7 @@
 """Number of queries that can see each key under sliding windows, prefixes and other masks.
 
-alpha_k is the mean attention to key k over all T - k + 1 queries t >= k. Under a sliding window of w tokens, at most w
-of these queries see key k. The others contribute zeros, so that alpha of a sink is smaller by the factor
+alpha_k is the mean attention to key k over all T - k + 1 queries t >= k. Under a sliding window of w < T - k + 1
+tokens, only w of these queries see key k. The others contribute zeros, so that alpha of a sink is smaller by the factor
 (T - k + 1) / w. The mean over the queries that may see the key is therefore reported in addition to alpha.
 
 B sequences, H query heads, G heads of the mask, T positions.

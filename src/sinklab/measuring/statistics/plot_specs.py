@@ -72,7 +72,7 @@ class MatrixMap(Heatmap):
 
 @dataclass(frozen=True)
 class BucketLines(PlotSpec):
-    """Line chart of a share (of attention or queries) by distance (LHD) or query bucket (LHQ), over layers and heads.
+    """Line chart of a share (`y_title`) by distance (LHD) or query bucket (LHQ), mean over layers and heads.
 
     Attributes:
         series: label of the line.

@@ -22,7 +22,7 @@ from torch import Tensor
 from sinklab.measuring.statistics.statistic_base import Statistic
 from sinklab.schema import Part
 
-FIRST_FEW = 4  # last position that is not counted in percentages: a sink on token 1 often includes its neighbours
+FIRST_FEW = 4  # positions excluded from rates and token counts: a sink on token 1 often includes its neighbours
 ALIGNED = 0.9  # cosine above which a hidden state is aligned with the first token's, as in the code of 2512.22213
 STANDS_OUT = 3.0  # minimum ratio of the first token's norm to the mean norm of the other tokens
 STRONGEST = 8  # maximum length of each list: sinks at the first few positions, later sinks, frequent tokens
@@ -125,7 +125,7 @@ class SecondarySearch:
         """
         position_R = torch.arange(1, valid_BR.shape[1] + 1)
         count_B1 = valid_BR.sum(1, keepdim=True)
-        past_R, half_BR = position_R > FIRST_FEW, 2 * position_R <= count_B1  # at least half of the queries
+        past_R, half_BR = position_R > FIRST_FEW, 2 * position_R <= count_B1  # seen by at least half of the queries
         listed_BR = (position_R > 1) & (half_BR | (count_B1 - position_R + 1 >= ENOUGH))
         above_ABHR = (importance_ABHR > self._eps) & listed_BR[:, None]
         heads_BR, mean_BR = 100 * above_ABHR.double().mean((0, 2)), importance_ABHR.double().mean((0, 2))
