@@ -182,7 +182,7 @@ def test_ablations_take_no_gradients() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: _own(norm={"placement": "post"}), "a post-norm model has none there"),
+        (lambda: _own(norm={"placement": "post"}), "a post-norm model has no norm there"),
         (lambda: pair_of("olmo2")[0], "input of attention layer 1 of this 'olmo2' model is not a norm's output"),
         (lambda: pair_of("bloom")[0], "attention modules of a 'bloom' model cannot be found"),
     ],

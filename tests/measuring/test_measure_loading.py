@@ -88,7 +88,7 @@ def test_a_missing_tokenizer_is_refused(folder: Path) -> None:
 def test_a_tokenizer_of_another_model_is_refused(folder: Path, data_dir: Path) -> None:
     for path in (data_dir / "tokenizers" / "gptneox").iterdir():
         shutil.copy(path, folder / path.name)
-    with pytest.raises(InputError, match="the model has 2048 tokens: it belongs to another model"):
+    with pytest.raises(InputError, match="the model has 2048 tokens: the tokenizer belongs to another model"):
         load_pretrained(str(folder))
 
 

@@ -26,25 +26,25 @@ Attributes:
     device: device of the input tokens.
     dtype: dtype of the weights.
     blocks: decoder blocks in order; empty if they cannot be found.
-    kinds: layers by kind (attention, linear or recurrent).
-    attention_layers: number of layers with attention. In a Hugging Face model without softmax attention, reading it
-        raises SinklabError.
+    kinds: layer numbers by kind (`LayerKinds`).
+    attention_layers: number of layers with attention. For a Hugging Face model without softmax attention, reading this
+        attribute raises SinklabError.
     heads: number of query heads per layer; the maximum if layers differ.
     leading: number of learned tokens (a sink token or registers) that the model adds before every sequence.
     first_target: 1-based position of the first target: 2, or the first after the prefix of a prefix mask.
     post_norms: norms of a post-norm sinklab transformer, two per block; empty for other models.
-    proxy: whether importance is computed from proxy scores, because the attention weights do not sum to one.
-    dispatches: whether attention calls can be intercepted (may run the model); otherwise attention is measured from
-        the matrices that the model returns.
+    proxy: True if importance is computed from proxy scores, because the attention weights of a layer do not sum to one.
+    dispatches: True if attention calls can be intercepted; otherwise attention is measured from the matrices that the
+        model returns. Reading this attribute may run a Hugging Face model once.
     context: context length in tokens; 2,048 if the config of a Hugging Face model has none.
-    position_table: learned positional embeddings (positions, C), a view of the weight, without unused rows (the first
-        two in OPT): row 0 is position 1. None if the model has none.
+    position_table: learned positional embeddings (positions, hidden size): the weight, or a view of it without unused
+        rows (the first two in OPT). Row 0 is position 1. None if the model has none.
     ends: reason why sequences beyond `context` are impossible; None if they are possible.
 """
 
 
 def adapt(model: LanguageModel) -> Adapter:
-    """Return the `Adapter` of a sinklab or Hugging Face model; for an exported model, that of its transformer.
+    """Return the `Adapter` of a sinklab or Hugging Face model; for a SinklabForCausalLM, that of its transformer.
 
     Raises:
         InputError: if `model` is neither, or its weights are on the meta device.
@@ -66,7 +66,7 @@ def residual_blocks(adapter: Adapter) -> Sequence[nn.Module]:
     """Return the decoder blocks of a model.
 
     Raises:
-        SinklabError: if the model has no module list with one entry per layer.
+        SinklabError: if a Hugging Face model has no module list with one entry per layer.
     """
     if not adapter.blocks:
         raise SinklabError(
@@ -80,7 +80,8 @@ def check_causal_lm(model: Any) -> None:
     """Check that the argument is a Hugging Face model: a module with a transformers config.
 
     Raises:
-        InputError: if `model` is anything else. The message contains the string, or the type of another object.
+        InputError: if `model` is anything else. The message contains the start of a string, or the type of another
+            object.
     """
     if isinstance(model, str):
         raise InputError(

@@ -1,7 +1,7 @@
 """Hugging Face architectures: attribute names of their modules and config fields, and exceptions by model type.
 
-Nearly all model types use the names below. If a model type uses another name for the same thing, the name is added to
-the tuple. A model type that behaves differently has a row in `FAMILIES`. No other file compares model types.
+Nearly all model types use the names below. To support a model type with another name for the same thing, add the name
+to the tuple. A model type that behaves differently has an entry in `FAMILIES`. No other file compares model types.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Family:
             attention, adds it once (transformers 5.17 to 5.23).
         true_hides: True in a boolean attention mask means masked out.
         local_layers: config field with the kind of each layer, "global" or "local". Local layers have a sliding window
-            of `window_size` that the mask does not contain. None if there is no such field.
+            that the mask does not contain; the config field `window_size` is its width. None without such layers.
     """
 
     exported: bool = False
@@ -62,7 +62,7 @@ def family_of(model: Any) -> Family:
 
 
 def alibi_exponent(config: Any) -> int:
-    """Return the exponent a of the ALiBi slopes 2^(-a h / H), h = 1 .. H heads: 8, or MPT's `alibi_bias_max`."""
+    """Return the exponent a of the ALiBi slopes 2^(-a h / H) of heads h = 1 .. H: 8, or MPT's `alibi_bias_max`."""
     return getattr(getattr(config, "attn_config", None), "alibi_bias_max", 8)
 
 

@@ -1,4 +1,4 @@
-"""Register PyTorch hooks and remove them afterwards, also after an exception; record norms and hidden states."""
+"""PyTorch hooks that are removed after use, also after an exception; recording of norms and hidden states."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,14 +42,14 @@ def forward_pass_hooks(
     entering: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
     leaving: Callable[[Any], None] = lambda output: None,
 ) -> Iterator[RemovableHandle]:
-    """Register hooks that run once per forward pass, around the outermost call of any of these modules.
+    """Register hooks that run once per forward pass, and yield their handles.
 
-    Their handles are yielded.
+    A forward pass is a call of one of `modules` that is not inside a call of another one.
 
     Args:
         modules: a model and its submodules that may be called alone.
-        entering: called with (module, args, kwargs) before that call.
-        leaving: called with the output after that call; with None after an exception.
+        entering: called with (module, args, kwargs) before the forward pass.
+        leaving: called with the output after the forward pass; with None after an exception.
     """
     outermost: nn.Module | None = None
 
@@ -95,7 +95,7 @@ def hidden_states(output: Any) -> Tensor:
 
 @contextmanager
 def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Yield a list of the norms |x| (B, T) of each module's input x; every forward pass refills it.
+    """Yield a list of the l2 norms |x| (B, T) of each module's input x; every forward pass refills the list.
 
     Args:
         modules: modules that a forward pass calls in this order, each once.
@@ -113,10 +113,10 @@ def entering_norms(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen]) -> Iterator[list[Seen]]:
-    """Yield a list of read(h) for the residual stream h (B, T, C); every forward pass refills it.
+    """Yield a list of read(h) for the residual stream h (B, T, C); every forward pass refills the list.
 
-    It contains one entry before the first block and one after every block. The last h is the input of the final norm
-    (as in figure 2 of 2410.10781).
+    The list contains one entry for the input of the first block and one for the output of every block. The last h is
+    the input of the final norm (as in figure 2 of 2410.10781).
 
     Raises:
         SinklabError: in a forward pass, if the blocks have several residual streams.

@@ -41,8 +41,8 @@ class Interception:
 
     Attributes:
         edit, compute, observe: arguments of `intercept`.
-        backends: backends that computed attention outputs: "one pass" (an observer), "sdpa" or "chunked"
-            (`LayerCall.library`), "compute", "operation".
+        backends: backends that computed attention outputs: "compute" (the argument `compute`), "one pass" (an
+            observer), "sdpa" or "chunked" (`LayerCall.library`), "operation" (the attention operation).
     """
 
     edit: Edit | None = None
@@ -99,10 +99,10 @@ def intercept(
     Args:
         edit: function that returns the call to use instead of the given one.
         compute: function that returns the attention output of a call, (B, H, T, V).
-        observe: function that receives each call, and returns its attention output or None.
+        observe: function that receives each edited call, and returns its attention output or None.
 
     Raises:
-        SinklabError: if another thread probes or intercepts this model, or another `compute` is active.
+        SinklabError: if another thread probes, intercepts or changes this model, or another `compute` is active.
     """
     use = Interception(edit, compute, observe)
     with probed_alone(adapter.module):

@@ -20,7 +20,7 @@ class LayerKinds:
     linear: tuple[int, ...] = ()
 
     def notes(self) -> list[str]:
-        """Return a note on the measured layers; empty if all layers are measured."""
+        """Return a list with a note on which layers are measured; empty if all layers are."""
         number = len(self.attention)
         if number == self.total:
             return []
@@ -33,7 +33,7 @@ class LayerKinds:
         ]
 
     def notes_on_hidden_keys(self) -> list[str]:
-        """Return a note that linear or recurrent layers still see hidden tokens; empty if there are no such layers."""
+        """Return a list with a note that linear or recurrent layers see hidden tokens; empty without such layers."""
         if not self.linear:
             return []
         return [

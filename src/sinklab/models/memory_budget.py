@@ -1,9 +1,9 @@
 """Default batch size, from an estimate of the memory per sequence and the free memory.
 
-The estimate is conservative: on a CPU, Linux overcommits memory and kills a process that runs out of it, so the batch
+The estimate is conservative. On a CPU, Linux overcommits memory and kills a process that runs out of it, so the batch
 cannot be halved afterwards (measuring/batches.py). The estimate includes tensors that grow with the sequence:
-activations of one block, records, attention matrices of models that compute them, and logits of models that cannot
-compute them in chunks. Logits computed in chunks are negligible.
+activations of one block, recorded attention sums, attention matrices of models that compute them, and logits of models
+that cannot compute them in chunks. Logits computed in chunks are negligible.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,12 @@ class Sizes:
 
     Attributes:
         width: hidden size.
-        ffn_width: intermediate size of the MLP.
-        layers, heads: number of layers and query heads, for the records of attention.
+        ffn_width: intermediate size of the MLP; the largest if layers differ.
+        layers, heads: numbers of layers and of query heads per layer; they determine the size of the attention sums.
         matrices: number of float32 T x T score matrices per sequence in memory at the same time; 0 if attention is
             computed in blocks.
-        masks: number of T x T boolean masks per sequence: 1 if there are windows, padding or score matrices, else 0.
+        masks: number of T x T boolean masks per sequence: 1 for a Hugging Face model with windows, padding or score
+            matrices, else 0.
         vocabulary: vocabulary size if all logits are computed at once; 0 if they are computed in chunks.
     """
 
@@ -51,7 +52,7 @@ class Sizes:
     vocabulary: int = 0
 
     def bytes_per_sequence(self, length: int) -> int:
-        """Estimate an upper bound of the peak memory of one sequence of `length` tokens in bytes, without weights."""
+        """Estimate an upper bound of the peak memory in bytes of one sequence of `length` tokens, without weights."""
         activations = 16 * self.width + 4 * self.ffn_width + 3 * self.vocabulary
         recorded = 6 * self.layers * self.heads  # float32 numbers per token: sums, alpha, and alpha in float64
         square = FLOAT * self.matrices + self.masks
@@ -62,7 +63,7 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
     """Return the tensor sizes of a Hugging Face model, from its config.
 
     Args:
-        matrices: whether the model computes whole attention matrices (measuring/huggingface/matrix_records.py).
+        matrices: whether the model computes whole attention matrices.
         padded: whether the sequences have padding.
         logits: whether the model always computes the logits of all positions.
     """
@@ -85,7 +86,7 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
 def fitting_batch(sizes: Sizes, length: int, device: torch.device, blocks: int = 1) -> int:
     """Return the default number of sequences per batch, limited by LARGEST, TOKENS and a SHARE of the free memory.
 
-    It is at least 1. If the free memory is unknown, only LARGEST and TOKENS limit it.
+    The number is at least 1. If the free memory is unknown, only LARGEST and TOKENS limit it.
 
     Args:
         sizes: sizes of the model's tensors.
@@ -100,8 +101,8 @@ def fitting_batch(sizes: Sizes, length: int, device: torch.device, blocks: int =
 def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of the device in bytes; None if unknown.
 
-    On CUDA it includes memory that PyTorch has reserved but not allocated. On a CPU it is the free memory of the
-    machine or of its cgroup (v2), whichever is less.
+    On CUDA, memory that PyTorch has reserved but not allocated counts as free. On a CPU, the result is the free memory
+    of the machine or of the container (cgroup v2), whichever is less.
     """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -114,7 +115,7 @@ def free_bytes(device: torch.device) -> int | None:
 def total_bytes(device: torch.device) -> int | None:
     """Return the total memory of the device in bytes; None if unknown.
 
-    On a CPU it is the memory of the machine or the limit of its cgroup (v2), whichever is less.
+    On a CPU, the result is the memory of the machine or the limit of the container (cgroup v2), whichever is less.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]

@@ -1,4 +1,4 @@
-"""Locks with which only one thread at a time measures or probes a model: both change its hooks, modes and configs."""
+"""Locks of a model. Measuring and probing change its hooks, modes and configs: one thread at a time may do each."""
 
 import threading
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ _probed: Locks = WeakKeyDictionary()
 
 
 def measured_in_turn(model: nn.Module) -> "threading.RLock":  # type: ignore[valid-type]
-    """Return the lock that a thread holds while it measures the model."""
+    """Return the reentrant lock that a thread holds while it measures the model."""
     return _lock(_measured, model)
 
 
 @contextmanager
 def probed_alone(model: nn.Module) -> Iterator[None]:
-    """Let only one thread probe, intercept or change the model (measuring/surgery) in the `with` block.
+    """Let only one thread probe, intercept or change the model in the `with` block.
 
-    Other threads get an error instead of waiting, because waiting could deadlock.
+    Another thread gets an error instead of waiting, because waiting could deadlock.
 
     Raises:
         SinklabError: if another thread probes, intercepts or changes the model.

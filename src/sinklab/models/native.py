@@ -75,7 +75,7 @@ class NativeAdapter:
         check_context(length, self.context)
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
-        """Check that the tokens are supported and all `lengths` can be measured in one forward pass.
+        """Check that the sequences and all `lengths` can be measured in one forward pass.
 
         In a sinklab transformer, sequences must fit in the context, and the shortest of `lengths` must contain the
         whole prefix of a prefix mask.
@@ -109,7 +109,7 @@ class NativeAdapter:
         are no targets. For sinklab transformers, the sequences must not have padding.
 
         Args:
-            tokens_BT: token ids.
+            tokens_BT: token ids (B, T).
             real: real tokens of the batch; a target counts if it and the token before it are real. Not used here.
             first_target: 1-based position of the first target. Targets inside the prefix of a prefix mask never count.
                 None skips the loss and the logits.
@@ -131,11 +131,11 @@ class NativeAdapter:
         self.hidden(tokens_BT)
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the hidden states (B, T, E) after the final norm, without those of learned leading tokens."""
+        """Compute the input of the LM head, (B, T, E) with hidden size E, without learned leading tokens."""
         return self.module.hidden(tokens_BT)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Compute logits (R, vocabulary) from R hidden states (R, E), in float32 (float64 for float64)."""
+        """Compute logits (R, vocabulary) from R inputs of the LM head (R, E), in float32 (float64 for float64)."""
         logits_RV = self.module.head(hidden_RE)
         return logits_RV.to(accumulate_dtype(logits_RV.dtype))
 
@@ -150,24 +150,25 @@ class NativeAdapter:
         return Sizes(config.width, config.ffn_width, config.layers, config.heads)
 
     def notes(self) -> list[str]:
-        """Return remarks on the model for the result, in addition to `kinds.notes()`; none for sinklab transformers."""
+        """Return notes on the model, shown with results besides `kinds.notes()`; empty for sinklab transformers."""
         return []
 
     def inseparable(self) -> str | None:
         """Return the reason why attention calls cannot be edited or replaced; None if they can be.
 
-        Hugging Face models are run on a few tokens.
+        To find out, Hugging Face models are run on a few tokens.
         """
         if all(kind.attention.mask.kind != "prefix" for kind in self.module.config.layer_kinds):
             return None
         return "under its prefix mask queries see later tokens, which a KV cache does not contain"
 
     def position_kind(self) -> PositionKind:
-        """Return the kind of the positional embedding, which decides the paper's proposition that applies to the model.
+        """Return the kind of the positional embedding; it selects the proposition of 2410.10781 for the model.
 
         Raises:
             InputError: if the layers do not all have the same causal softmax attention without biases, sink logits or
-                sink tokens, or the blocks or the positional embedding of a Hugging Face model are not recognised.
+                sink tokens and the same positional embedding, or if the blocks or the positional embedding of a Hugging
+                Face model are not recognised.
         """
         config = self.module.config
         alike, *others = config.layer_kinds
@@ -187,9 +188,9 @@ class NativeAdapter:
 
     @contextmanager
     def first_columns(self) -> Iterator[FirstColumns]:
-        """Provide a function that returns the column of each sequence's first real token in the current forward pass.
+        """Yield a function that returns the column of each sequence's first real token in the current forward pass.
 
-        Left padding and learned tokens precede this column.
+        Left padding and learned leading tokens precede this column.
 
         Raises:
             InputError: in a forward pass of a Hugging Face model, if the attention mask is not a padding mask.
@@ -212,21 +213,21 @@ class NativeAdapter:
             yield columns
 
     def without_first_keys(self, n: int) -> AbstractContextManager[Any]:
-        """Hide keys 1 .. n from every query after the n-th in every attention layer (`masked_first_keys`)."""
+        """Hide keys 1 .. n of each sequence from all later queries, in every attention layer in the `with` block."""
         return intercept(self, edit=lambda layer: layer.changed(mask=masks.without_first(layer.call.mask, n)))
 
     def depends_on_length(self, short: int, long: int) -> bool:
         """Return True if the hidden states of the first `short` tokens are different in a sequence of `long` tokens.
 
-        Always False for sinklab transformers: tokens see later ones only under a prefix mask, for which `inseparable`
-        returns a reason.
+        Always False for sinklab transformers. Under a prefix mask, tokens of the prefix see later tokens, but
+        `inseparable` returns a reason for such models.
         """
         return False
 
     def fixed_positions(self) -> str | None:
         """Return the reason why keys in a KV cache cannot be rotated to other positions; None if they can be.
 
-        Hugging Face models are run on a few tokens.
+        To find out, Hugging Face models are run on a few tokens.
         """
         position = self.module.config.position
         if isinstance(position, Learnable | Absolute):
@@ -234,10 +235,10 @@ class NativeAdapter:
         return None
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
-        """Compute the differentiable loss of whole sequences, summed over targets in nats, and the number of targets.
+        """Return the differentiable loss of whole sequences, summed over targets in nats, and the number of targets.
 
         Args:
-            tokens_BT: token ids, without padding.
+            tokens_BT: token ids (B, T), without padding.
             first_target: 1-based position of the first target.
         """
         return self.read(tokens_BT, real_tokens(torch.ones_like(tokens_BT)), first_target, nullcontext())
@@ -248,12 +249,13 @@ class NativeAdapter:
         `index` counts the attention layers from 1. In a sinklab transformer, x_BTE includes learned leading tokens.
 
         Raises:
-            InputError: if the model is post-norm or compiled.
+            InputError: if a sinklab transformer is post-norm or compiled; for Hugging Face models, see
+                `HuggingFaceAdapter.attention_inputs`.
         """
         if self.post_norms:
             raise InputError(
-                "gradients are defined at the norm before attention, and a post-norm model has none there: leave out "
-                "the gradients"
+                "gradients are defined at the norm before attention, and a post-norm model has no norm there: leave "
+                "out the gradients"
             )
         if any(_is_compiled(block) for block in self.blocks):
             raise InputError("the model is compiled and ignores hooks: reload the run to measure gradients")
@@ -269,11 +271,11 @@ class NativeAdapter:
         """Call `receive(index, gates_BHTX)` for every gated attention layer in each forward pass of the `with` block.
 
         `index` counts the attention layers from 1. The gates have values from 0 to 1 and scale the attention output or
-        the values. X is the number of gates per head: one, or one per channel. Gates of a KV head are repeated for each
-        of its query heads.
+        the values. H is the number of query heads, and X the number of gates per head: one, or one per channel. Gates
+        of a KV head are repeated for each of its query heads.
 
-        Gates of attention operations, such as forget gates, are not included. Compiled blocks ignore hooks, so their
-        gates are not received.
+        Gates of attention operations, such as forget gates, are not included. Compiled blocks ignore hooks, so
+        `receive` is not called for them.
         """
 
         def read(index: int, gate: OutputGating | ValueGating | ValueScaling, args: tuple[Tensor, ...]) -> None:
@@ -315,7 +317,8 @@ def _is_compiled(block: Any) -> bool:
 def shift_rope(config: ModelConfig) -> ShiftRope | None:
     """Return a function (x_BHLD, by_L) that shifts the RoPE positions of queries or keys; None if there is no RoPE.
 
-    Only the channels that have RoPE are rotated, for example those of the separate rotary part in MLA.
+    Token l is shifted by by_L[l] positions. Only the channels that have RoPE are rotated, for example those of the
+    separate rotary part in MLA.
 
     Args:
         config: config of the layer (`ModelConfig.of_layer`).
@@ -337,15 +340,15 @@ def shift_rope(config: ModelConfig) -> ShiftRope | None:
 
 
 def is_exported(model: Any) -> bool:
-    """Return True if a model is a SinklabForCausalLM, also if its own code was loaded (`trust_remote_code`)."""
+    """Return True if a model is a SinklabForCausalLM of sinklab or of its exported code (`trust_remote_code`)."""
     return family_of(model).exported
 
 
 def own_transformer(model: Any) -> Transformer | None:
     """Return the sinklab transformer that a model is or contains; None for other models.
 
-    If the model was loaded with its own code (`trust_remote_code`), its transformer has a class of that code. A copy of
-    sinklab's class, in evaluation mode, is then returned.
+    If the model was loaded with its exported code (`trust_remote_code`), the class of its transformer is defined there.
+    The result is then a copy of the transformer with sinklab's class, in evaluation mode.
     """
     if isinstance(model, Transformer):
         return model

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
     """Return which layers of the language model have softmax attention, and which are linear or recurrent.
 
-    If the config does not list the kinds of its layers, all layers have softmax attention, or none if the config has no
-    number of attention heads.
+    If the config does not list the kinds of its layers, all layers count as softmax attention; none does if the config
+    has no field `num_attention_heads`.
     """
     text = text_config(config)
     kinds = first_named(text, LAYER_KINDS)
@@ -60,7 +60,7 @@ def bodies(model: "PreTrainedModel") -> list[nn.Module]:
 
 
 def learned_positions(model: nn.Module) -> Tensor | None:
-    """Return the learned positional embeddings (positions, C), a view of the weight; None if the model has none.
+    """Return the learned positional embeddings (positions, hidden size), a view of the weight; None without them.
 
     Row 0 is position 1; unused rows (the first two in OPT) are excluded.
     """
@@ -117,7 +117,7 @@ def quantisation(config: "PretrainedConfig") -> str | None:
 def input_device(model: "PreTrainedModel") -> torch.device:
     """Return the device for input tokens: that of the embedding, or its execution device if it is offloaded.
 
-    This is the meta device if the model has no weights.
+    If the model has no weights, the result is the meta device.
     """
     embedding: Any = model.get_input_embeddings()
     where = next(tensor.device for tensor in (*embedding.parameters(), *model.parameters(), *model.buffers()))

@@ -25,8 +25,8 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
         tokens_1T: token ids on which the model is run once.
 
     Raises:
-        InputError: if weights are quantised (dequantised GGUF weights are allowed) or offloaded, or an input is not the
-            output of a norm (in OLMo 2, it is the residual stream).
+        InputError: if weights are quantised (dequantised GGUF weights are allowed) or offloaded, or the input of an
+            attention module is not the output of a norm (in OLMo 2, the input is the residual stream).
         SinklabError: if an attention call cannot be interpreted (`read_call`).
     """
     method = quantisation(model.config)
@@ -73,7 +73,7 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
 
 
 def replaced_inputs(modules: list[nn.Module], change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
-    """Replace the input x of the n-th module (from 1) by `change(n, x)` in the `with` block."""
+    """Replace the input x of the n-th module, counted from 1, by `change(n, x)` in the `with` block."""
 
     def entering(index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:

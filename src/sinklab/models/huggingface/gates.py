@@ -1,8 +1,8 @@
 """Gates on the attention output of Hugging Face models: the input of o_proj is out * sigmoid(logits).
 
-The gate logits are rows of the query projection, after the queries of each head (Qwen3-Next, Qwen3.5) or of each KV
-head (the models of 2505.06708), or the output of a separate projection (AFMoE, Step 3.7), per head or per channel. The
-layout is not derived from the architecture name: each layout is tried on a few tokens, and used if out *
+The gate logits, one per head or per channel, are outputs of the query projection, after the queries of each head
+(Qwen3-Next, Qwen3.5) or of each KV head (the models of 2505.06708), or outputs of a separate projection (AFMoE, Step
+3.7). The layout is not derived from the architecture name: each layout is tried on a few tokens, and used if out *
 sigmoid(logits) equals the input of o_proj. Other kinds of gates are not detected.
 """
 
@@ -37,9 +37,9 @@ class GateLayout:
     gates: int
 
     def read(self, output_BTC: Tensor) -> Tensor:
-        """Compute the gates, shape (B, H, T, X), from the output of the projection.
+        """Compute the gates, shape (B, H, T, X), from the output of the projection (B, T, outputs).
 
-        Their values are between 0 and 1. X is the number of gates per head: one, or one per channel.
+        Gates are between 0 and 1. X is the number of gates per head: one, or one per channel.
         """
         logits_BTGX = output_BTC.unflatten(-1, (self.groups, -1))[..., -self.gates :]
         exact = logits_BTGX.flatten(-2).to(accumulate_dtype(output_BTC.dtype))
@@ -49,7 +49,7 @@ class GateLayout:
 def gate_places(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
     """Return the projections that may compute gate logits, each with the output projection of its attention module.
 
-    These are gate projections, and q_proj if its output is wider than the input of o_proj.
+    Candidates are g_proj, gate_proj, and q_proj if its output is wider than the input of o_proj.
     """
     pairs = (
         (name, getattr(module, name, None), getattr(module, OUTPUT, None))
@@ -68,7 +68,7 @@ def gate_places(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
 class GateTrial:
     """Finds the gate layout of each attention layer in one forward pass.
 
-    During the pass, `hooks` are registered and `attention` computes the attention calls (`Adapter.intercepted`).
+    For this pass, the caller registers `hooks` and passes `attention` to `Adapter.intercepted`.
 
     Attributes:
         found: gate layout by attention layer, 1-based; layers for which no layout matches are missing.

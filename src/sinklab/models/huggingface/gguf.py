@@ -69,7 +69,7 @@ class Gguf:
     def weight_options(self) -> dict[str, Any]:
         """Return the arguments of `from_pretrained` that dequantise the weights.
 
-        Empty before transformers 5.23. Later versions can also leave the weights quantised.
+        Empty for versions of transformers without `GgufConfig`, which always dequantise.
         """
         import transformers
 
@@ -96,7 +96,7 @@ def find_gguf(name_or_dir: str) -> Path | None:
     None for a directory that has no .gguf file or has safetensors files, and for a name on the hub.
 
     Raises:
-        InputError: if the name ends in .gguf and is not a file, or the directory has several .gguf files.
+        InputError: if the name ends in .gguf and does not exist, or the directory has several .gguf files.
     """
     path = Path(name_or_dir).expanduser()
     if path.suffix.lower() == SUFFIX and not path.is_dir():
@@ -160,7 +160,7 @@ def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
     """Check that the dequantised weights fit in the free memory; otherwise the system may kill the process.
 
     Raises:
-        InputError: if the weights need more memory than is free.
+        InputError: if the weights need more memory than is free; not if the free memory is unknown.
     """
     needed, free = file.weights * dtype.itemsize, free_bytes(device)
     if free is not None and needed > free:

@@ -25,15 +25,15 @@ MASKLESS = ("flash", "flex", "paged")
 
 
 class HiddenKeys:
-    """Hooks that hide the first n keys, and count the attention layers reached in the current forward pass.
+    """Hooks that hide the first n keys from later queries, and count the attention layers in which they do.
 
     Args:
         blocks: decoder blocks of the model.
         columns: function yielded by `HuggingFaceAdapter.first_columns`.
 
     Raises:
-        SinklabError: in a forward pass, if the attention implementation accepts no explicit mask, or the keys cannot be
-            hidden in every attention layer.
+        SinklabError: if no layer has softmax attention; in a forward pass, if the attention implementation accepts no
+            explicit mask, or the keys cannot be hidden in every attention layer.
     """
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module], n: int, columns: FirstColumns) -> None:

@@ -4,8 +4,8 @@ The function is selected by name in the model's configs. The same name is regist
 otherwise transformers silently drops padding and sliding windows. Rejected alternatives: `output_attentions` (forces
 eager attention, stores every T x T matrix), and patching modules by class name (one patch per architecture).
 
-Models that dispatch through `AttentionInterface` call f(module, q, k, v, mask, scaling=..., **extras) with keys and
-values not repeated over their groups (H query heads, G KV heads). These extras concern the scores:
+Models that dispatch through `AttentionInterface` call f(module, q, k, v, mask, scaling=..., **extras). Keys and values
+have G KV heads and are not repeated for the H query heads. These extras concern the scores:
 
     softcap         z -> softcap * tanh(z / softcap)                        (Gemma 2)
     s_aux           sink logit per head, part of the softmax                (gpt-oss)
@@ -50,14 +50,14 @@ def read_call(
     """Convert the arguments of a call of transformers' attention interface to a `LayerCall`.
 
     Args:
-        query: queries (B, H, T, D).
+        query: queries (B, H, T, D), at the last T of the S positions.
         key, value: keys (B, G, S, D) and values (B, G, S, V).
         attention_mask: (B, 1 or H, T, S), boolean (True: visible) or added to the scores; None means causal.
         scaling: factor of q.k; None means 1 / sqrt(D).
         extras: see the module docstring.
 
     Raises:
-        SinklabError: if there is no mask and the attention is not causal, or an extra argument is not supported.
+        SinklabError: if there is no mask and the attention is not causal, or an argument of UNREADABLE_EXTRAS is given.
     """
     for name in UNREADABLE_EXTRAS:
         if extras.get(name) is not None:
@@ -116,7 +116,7 @@ def _selected(mask: Tensor | None, chosen_BTK: Tensor, keys: int) -> Tensor:
 def _additive(bias: Tensor | None) -> Score | None:
     """Return the score function z + bias[b, h, q, k]; None if there is no bias.
 
-    Batch and head axes of the bias broadcast; its queries are at the last positions of its keys.
+    Batch and head axes of the bias are broadcast; the queries are at the last positions of the keys.
     """
     if bias is None:
         return None

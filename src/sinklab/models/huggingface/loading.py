@@ -44,7 +44,7 @@ class Loading:
         trust_remote_code: run the model's own code.
         revision: branch, tag or commit on the hub; None for the main branch.
         subfolder: subfolder of the directory or hub repository that contains the model; None for the root.
-        say: callback, called with a message before slow steps.
+        say: callback, called with a message before the weights of a GGUF file are dequantised.
     """
 
     dtype: str = "auto"
@@ -127,7 +127,7 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
     if source.gguf is None and largest >= rows:  # for GGUF files, transformers adds a missing <|endoftext|>
         raise InputError(
             f"the tokenizer of {name} has token ids up to {largest} and the model has {rows} tokens: "
-            "it belongs to another model; put the right tokenizer files next to the weights"
+            "the tokenizer belongs to another model; put the right tokenizer files next to the weights"
         )
     if "device_map" not in load:
         if wanted == "auto" and declared is None:
@@ -155,7 +155,12 @@ class _Source:
     gguf: Gguf | None
 
     def read(self, part: str, from_pretrained: Any, more: dict[str, Any] | None = None) -> Any:
-        """Call a `from_pretrained` function for a part of a model; any exception becomes an InputError with advice."""
+        """Load a part of a model with `from_pretrained`; any exception becomes an InputError with advice.
+
+        Args:
+            part: name of the part in error messages.
+            more: keyword arguments in addition to `options`.
+        """
         try:
             with nullcontext() if self.gguf is None else self.gguf.parsed_once():
                 return from_pretrained(self.place, **self.options, **(more or {}))
@@ -232,7 +237,7 @@ def pick_dtype(dtype: str) -> "torch.dtype | str":
 def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
     """Check that the config of a model can be loaded, and that a local model has weights.
 
-    Of a .gguf file, only the existence is checked.
+    For GGUF, only the existence of the file is checked.
 
     Raises:
         InputError: if the model does not exist, its config cannot be loaded, or its weights are missing or pickled.
@@ -248,7 +253,7 @@ def check_name(name_or_dir: str) -> None:
     """Check that a name is a directory, a path that ends in .gguf or a valid hub name, without a request to the hub.
 
     Raises:
-        InputError: if the name is none of these; the message lists the kinds of MODEL.
+        InputError: if the name is none of these; the message says what is valid.
     """
     folder = Path(name_or_dir).expanduser()
     maybe_on_hub = HUB_NAME.fullmatch(name_or_dir) and not folder.exists()
@@ -265,9 +270,9 @@ TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt"
 
 
 def in_subfolder(name: str, subfolder: str | None) -> str:
-    """Return the path of the subfolder of a local directory.
+    """Return the path of the subfolder of a local directory, which may be missing.
 
-    The name is returned unchanged if it is a name on the hub or `subfolder` is None.
+    A name that is not a local directory is returned unchanged, and so is any name if `subfolder` is None.
 
     Raises:
         InputError: if the subfolder is empty, absolute or contains "..", or the name is a file.
@@ -284,9 +289,9 @@ def in_subfolder(name: str, subfolder: str | None) -> str:
 
 
 def name_in_results(name: str, subfolder: str | None) -> str:
-    """Return the name of the model for results: for a model on the hub, with the subfolder.
+    """Return the name of the model for results; for a model on the hub, NAME/SUBFOLDER.
 
-    A local path already contains the subfolder.
+    The name of a local model already contains the subfolder (`in_subfolder`).
     """
     return name if subfolder is None or _is_local(name) else f"{name}/{subfolder.strip('/')}"
 
@@ -305,8 +310,8 @@ def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | N
 def _with_tokenizer(source: _Source, subfolder: str | None) -> _Source:
     """Return the location of a model's tokenizer.
 
-    It is next to the weights, else in the root of the directory or repository that contains the subfolder; for GGUF, it
-    is in the file itself.
+    The tokenizer is next to the weights, else in the root of the directory or repository that contains the subfolder.
+    For GGUF, it is in the file itself.
 
     Raises:
         InputError: if a local model has no tokenizer files, unless `trust_remote_code` is set. transformers would
@@ -341,7 +346,7 @@ def _is_local(name: str) -> bool:
 
 
 def advice(error: Exception, place: str, revision: str | None, gguf: str | None) -> str:
-    """Return a hint for an exception raised by transformers, with the first line of its message if that helps.
+    """Return advice for an exception raised by transformers, with the first line of its message in most cases.
 
     Args:
         place: folder or hub name that was passed to transformers.

@@ -1,8 +1,8 @@
-"""Loss of a forward pass without storing all logits (4 GB in float32 for 32,768 tokens and as large a vocabulary).
+"""Loss of a forward pass without storing all logits (4 GB in float32 for 32,768 tokens and a vocabulary of 32,768).
 
-The first call computes the final hidden states and the logits of one position. Then the model is called once for each
-chunk of positions, with its body returning the stored hidden states. The model's own code thus computes everything
-after the body, such as scaling and softcap of the logits.
+The first call of the model computes the final hidden states and the logits of one position. Then the model is called
+once for each chunk of positions, and its body returns the stored hidden states. Thus the model's own code computes
+everything after the body, such as scaling and softcap of the logits.
 """
 
 import inspect
@@ -36,9 +36,10 @@ def forward_loss(
     """Run one forward pass; return the cross-entropy summed over targets, in nats, and the number of targets.
 
     Args:
+        tokens_BT: token ids (B, T).
         real_BT: bool, True at real tokens; a target counts if it and the token before it are real.
-        arguments: arguments passed to the model in addition to the tokens.
-        paused: context manager that is entered while only the LM head runs.
+        arguments: keyword arguments passed to the model in addition to the tokens.
+        paused: context manager that is entered while only the LM head runs, if the logits are computed in chunks.
     """
     both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))  # the position and its target are real
     wanted_BT = F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
@@ -63,9 +64,9 @@ def forward_loss(
 
 
 def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
-    """Return the cross-entropy in nats, summed over all targets that are not IGNORED.
+    """Return the cross-entropy in nats, summed over all targets `wanted_BT` that are not IGNORED.
 
-    It is computed in float32 (float64 for float64 logits) and in chunks of rows. This avoids a float32 copy of all
+    It is computed in float32 (float64 for float64 logits) and in chunks of positions. This avoids a float32 copy of all
     logits, and on a CPU a chunk fits into the cache.
     """
     logits_NV, wanted_N = logits_BTV.flatten(0, 1), wanted_BT.to(logits_BTV.device).flatten()

@@ -70,9 +70,9 @@ class HuggingFaceAdapter:
 
     @property
     def dispatches(self) -> bool:
-        """Whether all attention layers use the `AttentionInterface` of transformers.
+        """True if all attention layers use the `AttentionInterface` of transformers.
 
-        If the model's class does not declare it, the model is run once on two tokens.
+        If the model's class does not declare its support, the model is run once on two tokens to find out.
         """
         model, calls = self.module, 0
 
@@ -94,10 +94,10 @@ class HuggingFaceAdapter:
         return _dispatch[model]
 
     def check_length(self, length: int) -> None:
-        """Check that sequences of `length` tokens fit in the context in the config, if it has one.
+        """Check that sequences of `length` tokens fit in the model's context, if its config has one.
 
-        The context is `max_position_embeddings`. With linear, dynamic or yarn RoPE scaling it is the scaled context if
-        that is longer.
+        The context is `max_position_embeddings`; with linear, dynamic or yarn RoPE scaling, the scaled context if that
+        is longer.
 
         Raises:
             InputError: if they do not fit; the message states the context.
@@ -117,7 +117,7 @@ class HuggingFaceAdapter:
 
         Raises:
             InputError: if a token id is outside the vocabulary, the sequences are too long, or the RoPE scaling differs
-                between their length and one of `lengths`.
+                between the length of the sequences and one of `lengths`.
         """
         vocabulary, T = anatomy.vocabulary_size(self.module), tokens_NT.shape[1]
         low, high = int(tokens_NT.min()), int(tokens_NT.max())
@@ -143,7 +143,8 @@ class HuggingFaceAdapter:
     ) -> tuple[Tensor, int]:
         """Run one forward pass; return the loss summed over targets, in nats, and the number of targets.
 
-        The loss is a float64 scalar on the CPU. Position 1 is the first real token of each sequence.
+        The loss is a float64 scalar on the CPU. Loss and number are 0 if `first_target` is None. Position 1 is the
+        first real token of each sequence.
         """
         arguments: dict[str, Any] = {}
         if real.padded:  # positions start at the first real token
@@ -194,7 +195,7 @@ class HuggingFaceAdapter:
         return sizes_of_pretrained(self.module.config, matrices=matrices, padded=padded, logits=logits)
 
     def notes(self) -> list[str]:
-        """Return a note on quantised weights; empty if the weights are not quantised."""
+        """Return a list with a note on quantised weights; empty if the weights are not quantised."""
         method = anatomy.quantisation(self.module.config)
         if method == "gguf" and is_unpacked(self.module):
             return ["the weights come from a gguf file and are dequantised"]
@@ -203,8 +204,8 @@ class HuggingFaceAdapter:
     def inseparable(self) -> str | None:
         """Return the reason why attention calls cannot be edited or replaced; None if they can be.
 
-        The model is run on a few tokens. Their logits must stay the same if all attention calls are intercepted and the
-        LM head runs separately.
+        The model is run on a few tokens. The logits must stay the same, up to rounding, if all attention calls are
+        intercepted and the LM head runs separately.
         """
         why = self._why_inseparable()
         return why and (
@@ -238,7 +239,7 @@ class HuggingFaceAdapter:
         return None
 
     def position_kind(self) -> PositionKind:
-        """Return the kind of the positional embedding, which decides the paper's proposition that applies to the model.
+        """Return the kind of the positional embedding; it selects the proposition of 2410.10781 for the model.
 
         Raises:
             InputError: if some layer has no attention, the blocks are not recognised, or the positional embedding is
@@ -268,7 +269,7 @@ class HuggingFaceAdapter:
 
     @contextmanager
     def first_columns(self) -> Iterator[FirstColumns]:
-        """Provide a function that returns the column of each sequence's first real token in the current forward pass.
+        """Yield a function that returns the column of each sequence's first real token in the current forward pass.
 
         Raises:
             InputError: in a forward pass, if the attention mask is not a padding mask.
@@ -293,16 +294,16 @@ class HuggingFaceAdapter:
 
     @contextmanager
     def without_first_keys(self, n: int) -> Iterator[None]:
-        """Hide keys 1 .. n from every query after the n-th in every attention layer.
+        """Hide keys 1 .. n of each sequence from all later queries, in every attention layer in the `with` block.
 
         Raises:
-            SinklabError: see `HiddenKeys`.
+            InputError, SinklabError: see `first_columns` and `HiddenKeys`.
         """
         with self.first_columns() as columns, hooked(HiddenKeys(self.module, self.blocks, n, columns).register()):
             yield
 
     def depends_on_length(self, short: int, long: int) -> bool:
-        """Return True if the RoPE scaling differs between the lengths: longrope or dynamic scaling.
+        """Return True if longrope or dynamic RoPE scaling differs between sequences of `short` and of `long` tokens.
 
         The conditions are those of transformers' `dynamic_rope_update`.
         """
@@ -317,8 +318,8 @@ class HuggingFaceAdapter:
     def fixed_positions(self) -> str | None:
         """Return the reason why keys in a KV cache cannot be rotated to other positions.
 
-        None if `shift_rope` reproduces the RoPE of every layer that has RoPE. The model is run on a few tokens. Which
-        layers have no RoPE is stored for `intercepted`.
+        None if `shift_rope` reproduces the RoPE of every layer that has RoPE. The model is run on a few tokens. The
+        numbers of the layers without RoPE are stored for `intercepted`.
         """
         shift = shift_rope(self.module)
         if shift is None:
@@ -354,9 +355,9 @@ class HuggingFaceAdapter:
         return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
-        """Compute the differentiable loss, summed over targets in nats, and the number of targets.
+        """Return the differentiable loss of whole sequences, summed over targets in nats, and the number of targets.
 
-        All logits are computed at once.
+        The logits of all positions are computed at once.
         """
         logits_BTV, wanted_BT = self.module(tokens_BT, use_cache=False).logits, tokens_BT[:, first_target - 1 :]
         logits_NV = logits_BTV[:, first_target - 2 : -1].flatten(0, 1)
@@ -383,8 +384,8 @@ class HuggingFaceAdapter:
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
         """Call `receive(index, gates_BHTX)` for every gated attention layer in each forward pass of the `with` block.
 
-        Gates on the attention output are found by running the model on a few tokens (gates.py). None are found if
-        the model does not use transformers' attention interface.
+        Gates on the attention output are found by running the model on a few tokens (`GateTrial`). No gates are found
+        if the model does not use transformers' attention interface.
         """
         places, trial = gate_places(self.module) if self.dispatches else [], GateTrial()
         if places:

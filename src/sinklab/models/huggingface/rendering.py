@@ -2,8 +2,8 @@
 
 A chat template is a program shipped with a model. Jinja's sandbox blocks files and network, but not infinite loops or
 unlimited memory, and a thread cannot be stopped. Templates are therefore rendered in one separate process, with
-transformers' sandbox and without torch or the model. The operating system ends it after SECONDS of processor time for
-one conversation, and limits its memory to MEMORY (not on macOS).
+transformers' sandbox and without torch or the model. The operating system kills the process after SECONDS of processor
+time for one conversation, and limits its memory to MEMORY (not on macOS).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SECONDS = 10
 MEMORY = 2 * 2**30  # bytes
-CHARACTERS = 2**24  # the output may have this many characters, plus REPEATED times those of conversation and template
+CHARACTERS = 2**24  # maximum length of the output, plus REPEATED times that of the JSON request (with the template)
 REPEATED = 4
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # numpy's threads would count as memory
@@ -63,9 +63,9 @@ def render_chat(
         remedy: advice at the end of error messages.
 
     Raises:
-        InputError: if the template fails, exceeds the limits on time, memory or output, or is missing, or the tokenizer
+        InputError: if the template is missing, fails, or exceeds the limits on time, memory or output, or the tokenizer
             has several templates and none is the default.
-        SinklabError: if the rendering process cannot be started, or ends with an error.
+        SinklabError: if the rendering process cannot be started, or exits by itself.
     """
     conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
@@ -184,7 +184,7 @@ def serve() -> None:
 
 
 class Conversations:
-    """Renders conversations as text, and returns notes on how they were rendered.
+    """Renders conversations as text, and keeps how they were rendered for `notes`.
 
     Args:
         tokenizer: tokenizer whose chat template is applied. If it is None or has no template, conversations are
@@ -196,7 +196,7 @@ class Conversations:
         self._tokenizer, self._keep_bos = tokenizer, keep_bos
         self._seen = False
         self.bos = False
-        """Whether the chat template has added a BOS that was kept, in any conversation so far."""
+        """True if the chat template has written a BOS at the start of any conversation so far, and it was kept."""
 
     def render(self, messages: list[Message], where: str) -> str:
         """Render one conversation as text.
@@ -220,7 +220,7 @@ class Conversations:
         return rendered
 
     def notes(self) -> list[str]:
-        """Return a note on how conversations were rendered; empty if there were none."""
+        """Return a list with a note on how conversations were rendered; empty if none was rendered."""
         if not self._seen:
             return []
         if self._templated:
