@@ -1,8 +1,8 @@
 """Resumable writing of token shards: the text is encoded in parts, with a journal entry after each part.
 
 Part boundaries depend only on the text, so interruptions do not change the result. One part is held in memory at a
-time. On resume, the token ids (checksum) and the text (fingerprint) of every journal entry are verified, and everything
-from the first mismatching part on is encoded again.
+time. When writing resumes, the token ids (checksum) and the text (fingerprint) of every journal entry are verified, and
+the first mismatching part and all later ones are encoded again.
 """
 
 import hashlib
@@ -34,12 +34,12 @@ NamedDocuments = list[NamedDocument]
 
 
 def rank(document: str) -> float:
-    """Hash a document to a rank in [0, 1); documents with ranks below `valid_fraction` are held out for validation."""
+    """Map a document to a rank in [0, 1) by its SHA-256; ranks below `valid_fraction` are held out for validation."""
     return int.from_bytes(hashlib.sha256(document.encode()).digest()[:6], "big") / 2**48
 
 
 class Nearest(Part):
-    """Document of a shard whose rank is nearest to `valid_fraction`; it is moved if the other shard is empty.
+    """Document of a shard with the rank nearest to `valid_fraction`; it is moved if the other shard is empty.
 
     Attributes:
         distance: |rank - valid_fraction|.
@@ -137,6 +137,7 @@ class Builder:
         settings: preparation settings; at `token_limit`, the last document is truncated and its last token is EOS.
 
     Attributes:
+        dtype: data type of the token ids.
         text: fingerprint of the documents written.
         shares: number of documents and tokens of each domain of a mix; empty without a mix.
     """
@@ -148,7 +149,9 @@ class Builder:
         self.shares: dict[str, Share] = {}
 
     def build(self, documents: Iterator[NamedDocument], progress: Callable[[int, int], None]) -> tuple[Shard, Shard]:
-        """Write and return the training and validation shards; an empty one gets the `Nearest` document of the other.
+        """Write the training and validation shards, and return their entries for data.json.
+
+        An empty shard gets the `Nearest` document of the other one.
 
         Args:
             documents: all documents, including those of finished parts.

@@ -13,7 +13,7 @@ from sinklab.schema import Part
 
 
 def paper_weights() -> dict[str, float]:
-    """Load the weights of the 17 domains of the paper's corpus (data/regmix.yaml)."""
+    """Load the weights of the 17 domains of the corpus of 2410.10781 (data/regmix.yaml), by domain."""
     return yaml.safe_load((resources.files("sinklab") / "data" / "regmix.yaml").read_text(encoding="utf-8"))
 
 
@@ -24,11 +24,12 @@ class WeightedMix(Part):
     weights: dict[str, float] = Field(
         default_factory=paper_weights,
         min_length=1,
-        description="positive weight of each domain, normalised by their sum; default: the paper's weights",
+        description="positive weight of each domain, divided by the sum of all; default: the weights of 2410.10781",
     )
     seed: int = Field(default=0, ge=0, description="random seed of the interleaving")
     absent: Literal["refuse", "renormalise"] = Field(
-        default="refuse", description="if a domain has no file: raise an error, or drop it and renormalise"
+        default="refuse",
+        description="if a domain has no file: raise an error, or drop the domain and renormalise the other weights",
     )
 
     @model_validator(mode="after")
@@ -39,7 +40,7 @@ class WeightedMix(Part):
 
 
 class UniformMix(Part):
-    """Interleave all files at equal token rates, as in the paper's code, until all files are exhausted."""
+    """Interleave all files at equal token rates, as in the code of 2410.10781, until all files are exhausted."""
 
     kind: Literal["files"] = "files"
     seed: int = Field(default=0, ge=0, description="random seed of the interleaving")
@@ -70,7 +71,7 @@ class Selection(Part):
 class FixedToken(Part):
     """Replace the tokens at given positions of every chunk by a fixed token (2410.10781, section 5: `x[p] = token`)."""
 
-    token_id: int = Field(default=1, ge=0, description="id of the token; checked against the vocabulary by the loader")
+    token_id: int = Field(default=1, ge=0, description="id of the token, below the vocabulary size")
     positions: list[int] = Field(min_length=1, description="0-based positions in a chunk, which has context + 1 tokens")
 
     @field_validator("positions")
@@ -87,7 +88,7 @@ class RandomTokens(Part):
     A chunk has the same random tokens in every epoch.
     """
 
-    start: int = Field(ge=0, description="first replaced position")
+    start: int = Field(ge=0, description="first replaced position, 0-based")
     end: int = Field(ge=1, description="end of the replaced range, exclusive")
 
     @model_validator(mode="after")
@@ -117,7 +118,7 @@ class DataConfig(Selection):
         default=0.02,
         gt=0,
         le=0.5,
-        description="expected fraction of the documents held out for validation, at most 0.5",
+        description="expected fraction of the documents that are held out for validation, at most 0.5",
     )
     text_limit_bytes: int | None = Field(
         default=None, ge=1, description="maximum number of bytes of UTF-8 text to read"

@@ -33,15 +33,15 @@ class Loader:
         seed: random seed of the chunk order and of the random tokens.
         config: settings with `bos`, `fixed_token`, `random_tokens` and, for training, `token_budget`.
         vocab_size: exclusive upper bound of the ids.
-        bos_id: id of the first token of every chunk if `config.bos` is set.
+        bos_id: id of the first token of every chunk if `config.bos` is True.
         shuffle: True for training; False for validation, which ignores the token budget.
 
     Attributes:
         chunks: number of chunks.
 
     Raises:
-        InputError: if the data is smaller than one chunk or than the token budget, or an intervention uses a position
-            outside the chunk or a token outside the vocabulary.
+        InputError: if the data is smaller than one chunk or than the token budget, or `fixed_token` or `random_tokens`
+            uses a position outside the chunk or a token outside the vocabulary.
     """
 
     def __init__(
@@ -84,12 +84,14 @@ class Loader:
         self.context, self.batch_size = context, batch_size
         self._tokens, self._stride, self._shuffle, self._seed = tokens, stride, shuffle, seed
         self._config, self._vocab_size, self._bos_id = config, vocab_size, bos_id
-        # two epochs, because a batch rarely spans more
+        # orders of two epochs are cached, because a batch rarely spans more
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
     @classmethod
     def of(cls, data: TokenDataset, split: Literal["train", "valid"], **options: Any) -> Self:
-        """Create the loader of the training or validation shard. Raises the same errors as `Loader`.
+        """Create the loader of the training or validation shard.
+
+        Raises the same errors as `Loader`.
 
         Args:
             options: the arguments `context`, `batch_size`, `seed` and `config` of `Loader`.
@@ -106,7 +108,7 @@ class Loader:
 
         Args:
             index: batch index >= 0; below `len(self)` for validation.
-            rows: slice of the global batch to read, such as a process's rows; default: all rows.
+            rows: slice of the global batch to read, such as the rows of one process; default: all rows.
 
         Returns:
             int64 token ids, shape (rows, context + 1): inputs are `[:, :-1]`, targets `[:, 1:]`. The last batch of a
@@ -152,7 +154,7 @@ class Prefetcher:
         end: number of batches; batches from this index on are not prefetched.
 
     Attributes:
-        waited: total time that `batch` has waited for `fetch`, seconds.
+        waited: total time that `batch` has waited for prefetched batches, in seconds.
     """
 
     def __init__(self, fetch: Callable[[int], Tensor], device: torch.device, end: int) -> None:
@@ -162,7 +164,10 @@ class Prefetcher:
         self._ahead: tuple[int, Future[Tensor]] | None = None
 
     def batch(self, index: int) -> Tensor:
-        """Return batch `index` on the device, and start fetching the next one. Raises the same errors as `fetch`."""
+        """Return batch `index` on the device, and start fetching the next one, if it is below `end`.
+
+        Raises the same errors as `fetch`.
+        """
         started = time.perf_counter()
         ahead = self._ahead[1] if self._ahead and self._ahead[0] == index else self._thread.submit(self._ready, index)
         tokens = ahead.result()

@@ -1,8 +1,8 @@
 """Preparation of token shards from text: tokenize, split, write the shards and the manifest.
 
-Documents are held out for validation by their SHA-256: the split is independent of the order and number of documents,
-and duplicates are in the same split. If a split would be empty, one document is moved into it. EOS is appended to every
-document.
+The SHA-256 of a document decides whether it is held out for validation. The split is therefore independent of the order
+and number of documents, and duplicates are in the same split. If a split would be empty, one document is moved into it.
+EOS is appended to every document.
 
 Files are written to the subfolder `partial` and moved to the folder when complete; data.json is written last. A second
 process waits for the lock and then opens the finished data. After an interruption, the next call resumes after the last
@@ -56,7 +56,8 @@ def prepare(
 
     Raises:
         InputError: if a value is invalid, the source or tokenizer cannot be used, there are fewer than two documents,
-            `out` is a file, or `out` contains data with other settings or files not written by data preparation.
+            `out` is a file, or `out` contains data with other settings, or files that would be overwritten and were not
+            written by data preparation.
         SinklabError: if `out` cannot be written (after a full disk, finished parts are kept and the same call resumes),
             or the data in `out` is damaged.
     """
@@ -103,7 +104,7 @@ def find_prepared(config: DataConfig) -> TokenDataset | None:
         config: see `prepared`.
 
     Raises:
-        InputError, SinklabError: see `TokenDataset`; InputError also if the source does not exist.
+        InputError, SinklabError: see `TokenDataset`; InputError also if the source does not exist or cannot be read.
     """
     folder = expanded(config.source)
     if not is_prepared(folder):

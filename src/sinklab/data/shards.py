@@ -5,8 +5,8 @@
     tokenizer.json, tokenizer_config.json
 
 Token ids are read with pread. Rejected alternative: a memory map, because a truncated file or a failing disk would kill
-the process without a message (SIGBUS). Changes that keep the file size are detected by the timestamps of the file; the
-checksum is computed only if the timestamps differ.
+the process without a message (SIGBUS). Checksums are verified when the data is opened. Later changes that keep the file
+size are detected by the timestamps of the file, and the checksum is verified again only if the timestamps differ.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class Shard(Part):
 
 
 class Share(Part):
-    """Number of documents and tokens of one domain of a mix (one file of a uniform mix) in both shards together."""
+    """Number of documents and tokens of a domain (of a file in a uniform mix) in both shards together."""
 
     documents: int = 0
     tokens: int = 0
@@ -138,7 +138,7 @@ class TokenFile:
             raise SinklabError(f"{self.path} is corrupted: its SHA-256 differs from that in data.json. {self._remedy}")
 
     def check_unchanged(self) -> None:
-        """Check that the size and timestamps of the file are unchanged, and its checksum if the timestamps differ.
+        """Check that the size of the file is unchanged, and verify its checksum if its timestamps have changed.
 
         A file that was only touched, renamed or deleted passes the check. Silent disk corruption is not detected.
 
@@ -167,7 +167,7 @@ class TokenDataset:
     Attributes:
         train, valid: token files; `train[start:stop]` reads ids as an array (uint16 or uint32).
         vocab_size, eos_id, bos_id: vocabulary size and special tokens of the tokenizer.
-        fingerprint: SHA-256 of everything that affects training: text, tokenizer, split and ids.
+        fingerprint: SHA-256 of all contents of the data that affect training: text, tokenizer, split and ids.
         tokenizer_path: path of tokenizer.json.
         directory, manifest: directory of the data, and the contents of its data.json.
 

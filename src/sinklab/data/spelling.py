@@ -50,7 +50,7 @@ class Spelled(Sequence[int]):
 def spelling(
     encode: Callable[[str], Sequence[int]], token: Callable[[int], str | None], added: Collection[int]
 ) -> Callable[[str], Spelled]:
-    """Wrap `encode` so that it also returns the number of UTF-8 bytes of each token.
+    """Return a function from text to `Spelled`: the ids of `encode`, and the number of UTF-8 bytes of each token.
 
     Args:
         encode: function from text to token ids, without special tokens.

@@ -2,8 +2,8 @@
 
 A mix interleaves domains by weight, or all files at equal rates. The next document is read from the domain with the
 fewest tokens relative to its weight. The token count of each domain deviates from its share by at most about one
-document plus a random offset of up to 1024 tokens. Token counts are estimated from a sample of each domain (tokens per
-byte), because the text is mixed before it is encoded; data.json contains the exact counts.
+document plus a random offset of up to 1024 tokens. For the mix, token counts are estimated from the tokens per byte of
+a sample of each domain, because the text is mixed before it is encoded; data.json contains the exact counts.
 """
 
 import heapq
@@ -24,10 +24,10 @@ from sinklab.data.sources.textfiles import expanded, read_documents, text_files
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
 from sinklab.errors import InputError
 
-HEAD_START = 1024  # maximum random offset of a domain, tokens
+HEAD_START = 1024  # maximum random offset with which a domain starts, in tokens
 
 SAMPLE_CHARACTERS = 2**19
-"""Number of characters sampled from the start of each domain to estimate its tokens per byte."""
+"""Approximate number of characters sampled from the start of each domain to estimate its tokens per byte."""
 
 BPE_SAMPLE_BYTES = 8 * 2**20
 """Approximate size in bytes of the sample for tokenizer training; smaller texts are used in full."""
@@ -45,7 +45,7 @@ class Stream:
 
     Attributes:
         name: name of the domain or file; empty for a whole source.
-        weight: weight relative to the other domains; None without weights.
+        weight: weight relative to the other domains; None in a uniform mix and for a whole source.
         source: source of the text, as in `DataConfig.source`.
         files: files to read sequentially, relative to the source; None for the whole source.
         size: size of the files in bytes; None if unknown.
@@ -61,7 +61,7 @@ class Stream:
         """Yield the documents of this stream in a fixed order.
 
         Raises:
-            InputError: if the source is missing, or a file cannot be read or is malformed; the message names the file.
+            InputError: if the source is missing, a whole source is empty, or a file cannot be read or is malformed.
         """
         if self.files is None:
             yield from documents(self.source)
@@ -141,7 +141,7 @@ def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float])
 
     Args:
         domains: streams of the mix (`streams`).
-        tokens_per_byte: tokens per byte by domain.
+        tokens_per_byte: tokens per byte by domain name.
     """
     draw = random.Random(mix.seed)
     weights = [domain.weight or 1.0 for domain in domains]
@@ -206,10 +206,10 @@ class RequestedText:
 
 
 def tokenizer_of(settings: Settings, text: RequestedText, folder: Path, progress: StageProgress) -> Tokenizer:
-    """Load, train or build the tokenizer of the text, and save it in `folder`; a tokenizer saved there is reused.
+    """Load, train or build the tokenizer of the text, save it in `folder` and return it; a saved one is reused.
 
     Raises:
-        InputError: if the tokenizer cannot be loaded, or the text that it is trained on cannot be read.
+        InputError: if the tokenizer cannot be loaded, or the text for its training cannot be read.
         SinklabError: if the tokenizer cannot be saved.
     """
     if (folder / "tokenizer_config.json").is_file():  # written last, so the tokenizer is complete
@@ -250,10 +250,10 @@ class Amount:
 
     Attributes:
         name: name of the domain, file or source.
-        bytes: size of the files, including non-text data (without a mix at most `text_limit_bytes`); None for
+        bytes: size of the files, including JSON syntax (without a mix at most `text_limit_bytes`); None for
             sources that are not local files.
-        tokens: number of tokens, EOS included, estimated from `bytes` and a sample; an overestimate for files with
-            non-text data; None if `bytes` is None.
+        tokens: number of tokens, EOS included, estimated from `bytes` and a sample; an overestimate for .jsonl files;
+            None if `bytes` is None.
         taken: number of tokens that would be prepared; None if unknown.
     """
 
@@ -268,8 +268,8 @@ class Estimate:
     """Estimated size of prepared data.
 
     Attributes:
-        amounts: estimated size of each domain.
-        tokens: number of tokens that would be prepared; None if it is unknown for a domain.
+        amounts: estimated size of each domain or file of a mix; without a mix, that of the source.
+        tokens: number of tokens that would be prepared; None if it is unknown for any entry of `amounts`.
         shard_bytes: total size of the two shards; None if `tokens` is None.
     """
 

@@ -77,7 +77,7 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text, without special tokens; their strings are encoded as plain text."""
+        """Return the token ids of each text. No special tokens are added, and their strings are encoded as text."""
         ids, lengths = self.encode_flat(texts)
         return [row.tolist() for row in np.split(ids, lengths.cumsum()[:-1])] if texts else []
 
@@ -94,7 +94,11 @@ class Tokenizer:
         return token
 
     def save(self, directory: Path) -> Path:
-        """Write tokenizer.json and tokenizer_config.json for `AutoTokenizer`; return the path of tokenizer.json."""
+        """Write tokenizer.json and tokenizer_config.json for `AutoTokenizer`; return the path of tokenizer.json.
+
+        Raises:
+            SinklabError: if a file cannot be written.
+        """
         path = directory / "tokenizer.json"
         write_text(path, self.backend.to_str(pretty=True))
         names = {"eos_token": self.token(self.eos_id), "bos_token": self.token(self.bos_id)}
@@ -122,7 +126,8 @@ def trained_size(name: str) -> int | None:
 def load_tokenizer(name_or_path: str) -> Tokenizer:
     """Load a tokenizer from a folder, from a tokenizer.json, or from a model on the Hugging Face hub.
 
-    EOS and BOS are read from tokenizer_config.json or special_tokens_map.json; default: `<|endoftext|>`, EOS as BOS.
+    EOS and BOS are read from tokenizer_config.json, else from special_tokens_map.json. The default EOS is
+    `<|endoftext|>`, and the default BOS is EOS.
 
     Raises:
         InputError: if the tokenizer cannot be found, downloaded, read or converted, or has no EOS token.
@@ -160,10 +165,11 @@ def train_bpe(documents: Iterable[str], size: int, out: Path) -> Tokenizer:
     """Train a byte-level BPE tokenizer with at most `size` tokens and save it in the folder `out`.
 
     EOS (`<|endoftext|>`) has id 0 and BOS (`<|bos|>`) id 1. Training is deterministic. The vocabulary
-    (`Tokenizer.vocab_size`) is smaller than `size` if the text has too few distinct pairs.
+    (`Tokenizer.vocab_size`) is smaller than `size` if the text has too few distinct pairs of tokens to merge.
 
     Raises:
-        InputError: if `size` is below 258 or above 2^24.
+        InputError: if `size` is below 258 or above 2^24; `documents` may also raise it.
+        SinklabError: if the tokenizer cannot be saved.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -237,10 +243,7 @@ def _converted(folder: Path, source: str) -> tuple["Backend", dict[str, str]]:
 
 
 def encoder(backend: "Backend") -> EncodeBatch:
-    """Return the fastest exact encoder of a tokenizer: `fastokens` if usable, else `tokenizers`.
-
-    No special tokens are added.
-    """
+    """Return a function that encodes texts without adding special tokens: `fastokens` if usable, else `tokenizers`."""
 
     def whole(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         rows = [row.ids for row in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -283,7 +286,7 @@ def pieces(
 ) -> Iterator[str]:
     """Split a text into pieces of at most `size` characters; if no split position is found, the rest is one piece.
 
-    Splits are between an ASCII letter or digit and a space before a letter, where byte-level BPE starts a word.
+    Splits are between an ASCII letter or digit and a space followed by a letter, where byte-level BPE starts a word.
 
     Args:
         changes_nothing: predicate on up to `AROUND` characters on each side; True if the split changes no token.

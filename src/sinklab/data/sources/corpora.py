@@ -1,13 +1,13 @@
 """Documents of a source, fingerprints of texts, and corpora of the Python installation.
 
 `Fingerprint` hashes a text: all documents in order. `identity` hashes a source: files by path, size and modification
-time (or by contents), corpora by file name, size and Python version, other sources by name.
+time (or by contents), corpora of the Python installation by file names, sizes and Python version, others by name.
 
-Two corpora consist of files of the Python installation. `stdlib` has the source files of the standard library (with
-tests, if installed), the language reference in `pydoc`, and .rst and .txt files. `site-packages` has source files, type
-stubs, .md, .rst and .txt files of the installed packages. Files are ordered by the SHA-256 of their relative paths, so
-the order is the same on every machine, and a size limit selects a pseudorandom sample. Duplicates, empty or unreadable
-files and files that are not UTF-8 are skipped.
+The two corpora of the Python installation are `stdlib` and `site-packages`. `stdlib` has the source files of the
+standard library (with tests, if installed), the language reference in `pydoc`, and .rst and .txt files. `site-packages`
+has source files, type stubs, .md, .rst and .txt files of the installed packages. Files are ordered by the SHA-256 of
+their relative paths, so the order is the same on every machine, and a size limit selects a pseudorandom sample.
+Duplicates, empty or unreadable files and files that are not UTF-8 are skipped.
 """
 
 import hashlib
@@ -105,10 +105,11 @@ def total_bytes(source: str) -> int | None:
 
 
 def identity(source: str, contents: bool = False) -> str:
-    """Return a SHA-256 of a source that changes if the text may have changed.
+    """Return the SHA-256 of a source in hexadecimal, which changes if the text may have changed, with two exceptions.
 
-    For `hf:` sources only the name is hashed, so changes on the hub are not detected. For installed sources, the
-    Python version and the names and sizes of the documents are hashed, so a change that keeps the size is not detected.
+    For `hf:` sources only the name is hashed, so changes on the hub are not detected. For corpora of the Python
+    installation, the Python version and the names and sizes of the documents are hashed, so a change that keeps the
+    sizes is not detected.
 
     Args:
         contents: hash the contents of files, so that a copy of the files has the same hash. Default: hash their paths,
@@ -157,8 +158,9 @@ class InstalledText:
     """Document of an installed corpus: a file, or a topic of the language reference in `pydoc`.
 
     Attributes:
-        name: corpus and relative path, or topic.
-        path, size: file, and size of the document in bytes.
+        name: corpus and relative path; for a topic, followed by the name of the topic.
+        path: the file; for a topic, the file that contains all topics.
+        size: size of the document in bytes.
         text: text of a topic; None for a file.
     """
 
@@ -169,7 +171,7 @@ class InstalledText:
 
 
 def installed_names(source: str) -> list[str] | None:
-    """Split an installed source such as `stdlib+site-packages` into corpus names; None for any other source."""
+    """Split a source such as `stdlib+site-packages` into names of `CORPORA`; return None for any other source."""
     names = source.split("+")
     return names if all(name in CORPORA for name in names) else None
 
@@ -178,7 +180,7 @@ def entries(names: list[str]) -> list[InstalledText]:
     """List all documents of the named corpora, in a fixed order.
 
     Raises:
-        InputError: if the Python installation has no such files (for example, because it is zipped or stripped).
+        InputError: if the Python installation has no such files, for example because it is zipped.
     """
     found = {entry.name: entry for name in names for entry in _below(name)}
     if not found:

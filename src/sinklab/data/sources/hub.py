@@ -9,11 +9,11 @@ from sinklab.errors import InputError
 from sinklab.extras import install_command
 
 PREFIX = "hf:"
-_TEXTS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")  # file formats that `datasets` can read
+_TEXTS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")  # text formats that `datasets` can read file by file
 
 
 def hub_documents(source: str, render: Render = plain_conversation, files: list[str] | None = None) -> Iterator[str]:
-    """Stream the documents of `hf:NAME[:CONFIG[:SPLIT]]`, one per row; the default split is `train`.
+    """Stream the documents of `hf:NAME[:CONFIG[:SPLIT]]`, one per non-empty row; the default split is `train`.
 
     NAME may also be a local folder that `datasets` can read. Remote code is never executed.
 
@@ -51,7 +51,7 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
 def hub_files(source: str) -> list[str]:
     """List the .txt, .jsonl, .jsonl.gz and .jsonl.zst files of a dataset on the hub or in a local folder, sorted.
 
-    If files are in folders with the name of the split, only these files are listed.
+    If any of these files is in a folder with the name of the split, only files in such folders are listed.
 
     Raises:
         InputError: if the source is malformed, the dataset cannot be listed, or it has no such file.

@@ -10,9 +10,9 @@ the trigger. A head that copies at triggers is a no-op at other tokens, where it
 
 trigger_average (2603.11487): symbols are uniform. A symbol has a trigger with probability 0.2, unless it is the first
 or follows a trigger (t5 is symbol 5 with a trigger, s5 without). The symbol after a trigger is that of a token
-drawn uniformly from those before the trigger. The distribution of the next token equals the target of the paper: the
-average of the preceding one-hot vectors at a trigger, a constant elsewhere. The paper regresses vectors; next-token
-prediction allows the same training loop, loss and metric.
+drawn uniformly from those before the trigger. The distribution of the next symbol equals the target of 2603.11487: the
+average of the preceding one-hot vectors at a trigger, a constant elsewhere. There, a model regresses vectors; here,
+next-token prediction allows the training loop, loss and metric of other sources.
 
 The trigger is a property of a symbol, not a separate token: a token without a symbol would not contribute to the
 average, so heads could use it as a sink instead of BOS.
@@ -40,7 +40,8 @@ class Task:
 
     Attributes:
         triggers, symbols: number of trigger and symbol words.
-        draw: function (generator, documents, tokens) -> indices into `words`, of shape (documents, tokens).
+        draw: function (generator, number of documents, tokens per document) -> indices into `words`, shape (documents,
+            tokens).
     """
 
     triggers: int
@@ -111,7 +112,7 @@ class SyntheticTask:
 
 
 def parse(source: str) -> SyntheticTask | None:
-    """Parse the name of a synthetic source; None for any other source.
+    """Parse the name of a synthetic source; return None for any other source.
 
     Raises:
         InputError: if the task or a key is unknown, or a value is not a whole number or is too small.

@@ -1,10 +1,10 @@
 """Streaming readers of .txt and .jsonl files. Errors name the file and, for a row of .jsonl, the line.
 
-- .jsonl: a document per row: its `text`, or its `messages` (role and content), rendered by default as one line each.
-- .txt: a line `<|endoftext|>` ends a document. A file without such a line is split at the first blank line after 8,192
-  characters, or at any line after 65,536, so that a book can be split into training and validation.
+- .jsonl: every row is a document: its `text`, or its `messages` (role and content), by default one line per message.
+- .txt: a line `<|endoftext|>` ends a document. A document of a file without such a line ends at the first blank line
+  after 8,192 characters, or at any line after 65,536, so that a book can be split into training and validation.
 
-Rows and pieces without text are skipped.
+Documents without text are skipped.
 """
 
 import os
@@ -34,7 +34,7 @@ def text_files(path: Path) -> list[Path]:
     """Return the file at `path`, or the .txt and .jsonl files below the folder at `path`, sorted.
 
     Raises:
-        InputError: if the path does not exist, or is not or does not contain a .txt or .jsonl file.
+        InputError: if the path does not exist, or is neither a .txt or .jsonl file nor a folder that contains one.
     """
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
@@ -57,7 +57,7 @@ def plain_conversation(messages: list[Message], where: str) -> str:
 
 
 def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[str]:
-    """Yield the documents of one .txt or .jsonl file.
+    """Yield the non-empty documents of one .txt or .jsonl file.
 
     Args:
         render: function that renders `messages` as text.
@@ -76,8 +76,8 @@ def read_documents(path: Path, render: Render = plain_conversation) -> Iterator[
 def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
     """Yield the pieces of a .txt file, each with a flag that is True at the end of a document.
 
-    A document ends at a separator or at the end of the file. Text before the first separator is split like a file
-    without separators, so that a long file is read only as needed. Empty pieces are included.
+    A document ends at a separator (a line `<|endoftext|>`) or at the end of the file. Text before the first separator
+    is split like a file without separators, so that a long file is read only as needed. Empty pieces are included.
 
     Raises:
         InputError: if the file cannot be read, or is not UTF-8.
@@ -101,8 +101,8 @@ def row_text(row: Any, where: str, render: Render) -> str:
     """Return the text of a row of a .jsonl file or dataset: its `text`, or its rendered `messages`.
 
     Raises:
-        InputError: if the row has neither, a text is not a string, or a message lacks role or content; `where` names
-            the row.
+        InputError: if the row has neither, or a message lacks role or content; the message begins with `where`, the
+            name of the row.
     """
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         text = row["text"]
