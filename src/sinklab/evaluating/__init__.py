@@ -1,5 +1,5 @@
-"""Downstream tasks: accuracy of a model on HellaSwag and other lm-eval tasks, with its sink metric.
+"""Downstream tasks: metrics of a model on HellaSwag and other lm-eval tasks, and its sink metric.
 
-lm-eval (extra `eval`) builds the requests and computes the metrics. The model's answers are saved as they are computed,
-so an interrupted call can be resumed. Formulas: docs/eval.md.
+lm-eval (extra `eval`) builds the requests and computes the metrics. The model's answers are saved during the
+evaluation, so an interrupted call can be resumed. docs/eval.md defines the metrics.
 """

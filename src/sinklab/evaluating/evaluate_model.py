@@ -38,9 +38,12 @@ def evaluate_model(
             of a run is evaluated as a Hugging Face model, as `sinklab export` writes it.
         request: tasks, number of items and other settings.
         loading: options for loading the model.
-        out: output directory: evaluation.json and, for each task, the records of its items. A repeated call computes
+        out: output directory of evaluation.json and, for each task, the records of its items. A repeated call computes
             the missing answers and scores, and may add tasks. None saves nothing.
         observe: callback for progress events.
+
+    Returns:
+        The contents of evaluation.json, with the scores of earlier calls.
 
     Raises:
         InputError: see `open_model`, `chosen_tasks`, `load_scores` and `score_task`; also if the text of `request` is
@@ -129,9 +132,9 @@ def measure_and_evaluate(
     Args:
         chosen: task on which the model is evaluated.
         items: number of items, drawn with the seed of `request`; None for all items.
-        text: text of the measurement; None if its inputs are random or repeated tokens.
+        text: text of the measurement; None if the inputs of `request` are random or repeated tokens.
         request: settings of the measurement.
-        out: output directory: evaluation.json and the records of the items. Saved answers and scores are reused.
+        out: output directory of evaluation.json and the records of the items. Saved answers and scores are reused.
         progress: callback, called with the number of answered requests and the total number of requests.
 
     Raises:

@@ -1,4 +1,7 @@
-"""evaluation.json: scores on downstream tasks, sink metric, and settings. Formulas: docs/eval.md."""
+"""Settings of an evaluation, and contents of its evaluation.json: scores on downstream tasks and sink metric.
+
+docs/eval.md defines the scores.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -26,8 +29,8 @@ class TaskRequest(CommandSettings, frozen=True):
     )
     data: Path | None = Field(
         default=None,
-        description="File with the items of a multiple-choice task that can be read from a file (hellaswag), .jsonl or "
-        ".jsonl.gz; default: in SINKLAB_DATA/eval, else from the hub.",
+        description="File (.jsonl or .jsonl.gz) with the items of hellaswag; default: its file in SINKLAB_DATA/eval, "
+        "else the items on the hub.",
     )
     text: Path | None = Field(
         default=None, description="Text for the sink metric: .txt, .jsonl or a folder; default: the task's items."
@@ -42,7 +45,7 @@ class TaskMetric(ReadDocument):
     """A metric of a task, aggregated over its items.
 
     Attributes:
-        value: value reported by lm-eval; accuracies from 0 to 1.
+        value: value reported by lm-eval; accuracies are fractions from 0 to 1.
         stderr: standard error over items; None if lm-eval reports none.
     """
 
@@ -60,8 +63,8 @@ class TextSink(ReadDocument):
         eps: threshold on importance.
         bos: True if position 1 of the sequences is a special token.
         sink_1: Sink_1, percent of (sequence, layer, head) triples with an importance of position 1 above eps.
-        bias: sink rate in percent of an added bias, sink logit, remainder of stick-breaking, sink token or registers;
-            None if the model has none of these.
+        bias: sink rate in percent of everything attended to that is not a token of the sequence: an added bias, sink
+            logit, remainder of stick-breaking, sink token or registers; None if the model has none of these.
     """
 
     text: str
@@ -80,18 +83,18 @@ class TaskScores(ReadDocument):
     Attributes:
         version: version of the task in lm-eval.
         data: name of the file with the items, or "hub".
-        sha256: SHA-256 of that file; None for the hub.
+        sha256: SHA-256 of the file with the items; None for the hub.
         limit: number of items requested; None for all items.
         seed: random seed with which items and few-shot examples were drawn.
         items: number of items scored.
         available: number of items of the task.
         left_out: number of drawn items excluded because an answer does not fit in the model's context.
-        cut: number of scored items with a prompt truncated to fit in the model's context.
+        cut: number of scored items whose prompt was truncated to fit in the model's context.
         metrics: metrics by lm-eval's names.
         sink: sink on natural text; None if it cannot be measured on the items, usually because they are too short.
         records: name of the file with the item records, in the same directory; None if the results are not saved.
-        seconds: duration of the evaluation in the call that completed the task, in seconds, without the time of
-            earlier calls.
+        seconds: time in seconds in which the last call answered and scored requests, without the sink metric and the
+            time of earlier, interrupted calls.
     """
 
     version: str
@@ -116,8 +119,8 @@ class DownstreamScores(VersionedDocument):
         model: name of the model.
         asked: identity of the model: name, hash of its files, commit on the hub, and requested dtype.
         lm_eval: version of lm-eval.
-        notes: remarks on how the model was loaded.
-        tasks: scores by name of the task.
+        notes: notes on how the model was loaded.
+        tasks: scores by task name.
     """
 
     model: str

@@ -1,7 +1,7 @@
-"""lm-eval adapter of a loaded model; it saves the model's answers.
+"""Adapter from a loaded model to lm-eval, which saves the model's answers.
 
-It is a subclass of lm-eval's HFLM. Unlike HFLM, it tokenizes context and continuation as one text, and keeps BOS if a
-context is truncated. docs/eval.md lists all differences.
+`AnsweringModel` is a subclass of lm-eval's HFLM. Unlike HFLM, it tokenizes prompt and continuation as one text, and
+keeps BOS if a prompt is truncated (lm-eval calls the prompt `context`). docs/eval.md lists all differences.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ ModelAnswer = tuple[float, bool] | float | str
 class AnsweringModel(HFLM):
     """A Hugging Face model for lm-eval that saves its answers to requests and reuses them.
 
-    The three methods that answer requests raise SinklabError if answers cannot be saved.
+    `loglikelihood`, `loglikelihood_rolling` and `generate_until` raise SinklabError if answers cannot be saved.
 
     Args:
         model: loaded Hugging Face model.
         batch_size: requests per batch.
         answers: ledger of answers by `request_key`; saved answers are reused.
-        advance: callback, called with the number of requests answered since the last call, including those with saved
+        advance: callback, called with the number of requests answered since its last call, including those with saved
             answers.
     """
 
@@ -55,7 +55,7 @@ class AnsweringModel(HFLM):
         return self._answered("loglikelihood_rolling", requests, super().loglikelihood_rolling)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Return the text generated after each context."""
+        """Return the text generated after each prompt."""
         return self._answered("generate_until", requests, super().generate_until)
 
     def overlong(self, context: str, continuation: str) -> bool:

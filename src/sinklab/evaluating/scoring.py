@@ -24,7 +24,7 @@ from sinklab.survey.request import Request
 RESAMPLED = 1000
 """Number of bootstrap samples for the standard error of metrics that are not means."""
 EPS, SEQUENCES, LENGTH = 0.3, 100, 64
-"""Settings of the sink metric; those of the paper's tables of pretrained models."""
+"""Settings of the sink metric: threshold, number of sequences and tokens per sequence, as in 2410.10781."""
 
 
 def score_task(
@@ -35,8 +35,8 @@ def score_task(
     Items are left out if one of their answers does not fit in the model's context.
 
     Args:
-        answers: the model's saved answers, which are reused; new answers are added.
-        progress: progress of the step, in requests.
+        answers: ledger of the model's answers; saved answers are reused and new ones added.
+        progress: receives the total number of requests, and the number of answered requests.
 
     Returns:
         The scores, and the record of each scored item in the order of the task.
@@ -109,7 +109,10 @@ def _samples(items: list[int], chosen: ChosenTask) -> list[int] | None:
 
 
 def _sink(model: Model, context: int, text: Path | None, items: Sequence[str]) -> TextSink | None:
-    """Measure the sink on `text`, or on the items' texts if `text` is None; returns None if the items are too short."""
+    """Measure the sink on `text`, or on the items' texts if `text` is None.
+
+    Returns None if the sink cannot be measured on the items, usually because they are too short.
+    """
     request = Request(
         options=Options(eps=(EPS,), loss=False), sequences=SEQUENCES, length=min(LENGTH, context), fewer=True
     )
@@ -137,7 +140,7 @@ def _sink(model: Model, context: int, text: Path | None, items: Sequence[str]) -
 
 @contextmanager
 def _as_sentence(task: str) -> Iterator[None]:
-    """Raise exceptions of lm-eval in the `with` block as a SinklabError that names the task.
+    """Convert exceptions of lm-eval in the `with` block to a SinklabError that names the task.
 
     Out-of-memory errors are not converted.
     """
@@ -177,7 +180,7 @@ def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
 
 
 def _records(samples: Sequence[dict[str, Any]]) -> list[ItemRecord]:
-    """Return the record of each item, sorted by item index; if lm-eval applied several filters, that of the first."""
+    """Return the record of each item, sorted by item index; if lm-eval applied several filters, with the first one."""
     first = {sample["doc_id"]: sample for sample in reversed(samples)}
     return [
         ItemRecord(

@@ -1,4 +1,4 @@
-"""Load downstream tasks by name: those of `file_tasks` from a local file, and all tasks of lm-eval."""
+"""Load downstream tasks of lm-eval by name, with items from a local file (tasks of `file_tasks`) or from the hub."""
 
 import difflib
 import importlib
@@ -19,7 +19,7 @@ from sinklab.files import sha256_of
 PACKAGES = ("lm_eval", "accelerate")
 HUB = "hub"
 SCORES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
-"""Names of accuracies in experiments, by lm-eval's name of the metric."""
+"""Names of the accuracies in `Measurement.scores`, by lm-eval's names of the metrics."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ChosenTask:
         name: name of the task in lm-eval; not the name of a group or tag.
         task: task object of lm-eval.
         data: name of the file with the items, or "hub".
-        sha256: SHA-256 of that file; None for the hub.
+        sha256: SHA-256 of the file; None for the hub.
     """
 
     name: str
@@ -71,8 +71,8 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
 
     Args:
         names: names of tasks, groups or tags in lm-eval.
-        data: file with the items of the one task of `FILE_TASKS` in `names`; None: the file in SINKLAB_DATA/eval, else
-            the hub.
+        data: file with the items of the only task of `FILE_TASKS` in `names`; None: for each of these tasks, the file
+            in SINKLAB_DATA/eval, else the hub.
 
     Raises:
         InputError: see `lm_eval_version` and `FileTask.read`; also if a name is unknown, a task needs a package that is

@@ -1,7 +1,7 @@
 """Bundle the model's code in one file, for users without sinklab.
 
-Every module follows the modules that it imports, and imports of sinklab modules are removed. Names are not changed, so
-two modules must not define the same name; a test checks this.
+The file contains whole modules, each after the modules that it imports, without imports of sinklab modules. Names are
+not changed, so two modules must not define the same name; a test checks this.
 """
 
 import ast
@@ -39,8 +39,9 @@ def bundled(root: str) -> str:
         root: dotted name of a sinklab module, such as sinklab.model.huggingface.
 
     Raises:
-        ValueError: if there is no module `root`; if a module imports a function, class or constant under an alias
-            (`from .. import x as y`); or if a statement uses `module.x` and also a local variable or parameter `x`.
+        ValueError: if there is no module `root`; if a module imports a function, class or constant of sinklab under an
+            alias (`from .. import x as y`); or if a top-level statement, such as a function, uses `module.x` of a
+            bundled module and also has a variable or parameter `x`.
     """
     modules: dict[str, _Module] = {}
     _collect(root, modules)
@@ -53,7 +54,7 @@ def bundled(root: str) -> str:
 
 
 def _collect(name: str, modules: dict[str, _Module]) -> None:
-    """Add the module `name` to `modules`, after the modules that it imports."""
+    """Add the module `name` to `modules`, after the sinklab modules that it imports."""
     if name in modules:
         return
     if (path := _path(name)) is None:

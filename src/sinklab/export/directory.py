@@ -62,8 +62,8 @@ def export_run(run: Path, directory: Path, step: int | None = None) -> Exported:
         step: step of the checkpoint; default: the newest valid checkpoint.
 
     Raises:
-        InputError: see `load_run`, `read_history` and `load_tokenizer`; also if `directory` is not empty, is or is
-            below a file, or cannot be accessed.
+        InputError: see `load_run`, `read_history` and `load_tokenizer`; also if `directory` is a file, is not empty,
+            cannot be accessed, or has a parent that is a file.
         SinklabError: see `load_run`; also if the output cannot be written. Partial outputs are removed.
     """
     try:
@@ -122,8 +122,8 @@ def write_code(folder: Path) -> None:
 def atomic_directory(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `directory` at the end of the `with` block; an exception removes it.
 
-    `directory` must be new or empty; missing parent folders are created. The folder and its files have the permissions
-    of the umask.
+    `directory` must be new or empty; missing parent folders are created. The umask determines the permissions of the
+    folder and of the files directly in it.
 
     Raises:
         SinklabError: if the folder cannot be created or renamed, `directory` is not empty or not a directory, or

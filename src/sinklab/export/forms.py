@@ -1,15 +1,15 @@
 """Select a transformers architecture that is equivalent to a sinklab model, and convert the weights.
 
 model                                                           architecture           loads with
-the default                                                     LlamaForCausalLM       transformers
+the default recipe, of any size                                 LlamaForCausalLM       transformers
 the default with a sink logit or off-by-one in every layer      GraniteSWAForCausalLM  transformers
 the default with two kinds of layers (mask, RoPE or NoPE)       SmolLM3ForCausalLM     transformers
 sandwich norms, QK norm and GeGLU                               Gemma3ForCausalLM      transformers
 everything else                                                 SinklabForCausalLM     sinklab, or the exported code
 
 GraniteSWA, SmolLM3 and Gemma 3 support causal and sliding-window layers; all windows must have the same width.
-GraniteSWA and SmolLM3 support NoPE layers. GraniteSWA supports a RoPE theta per layer; Gemma 3 supports one theta for
-sliding-window layers and one for the others; SmolLM3 supports one theta.
+GraniteSWA and SmolLM3 support layers without positional embedding (NoPE). GraniteSWA supports a RoPE theta per layer;
+Gemma 3 supports one theta for sliding-window layers and one for the others; SmolLM3 supports one theta.
 
 GraniteSWA multiplies the attention output by sigmoid(lse - s), where lse is the log-sum-exp of the scores. This is
 equivalent to a sink logit s. Two other architectures have sink logits but cannot be used: the feed-forward layers of
@@ -17,8 +17,8 @@ gpt-oss are mixtures of experts without SwiGLU; MiMo-V2-Flash has sink logits on
 have twice as many KV heads as its other layers.
 
 Gemma 3 multiplies embeddings by the square root of the hidden size, and normalised states by 1 + w, where w is the norm
-weight. The weights are converted accordingly. Its default GELU is approximate; the exported config selects the exact
-GELU.
+weight. The weights are converted accordingly. The default GELU of Gemma 3 is approximate; the exported config selects
+the exact GELU.
 """
 
 import math
@@ -70,9 +70,9 @@ class Form:
 
 
 def form_of(model: Transformer, tokenizer: Tokenizer) -> Form:
-    """Convert a model to the first architecture in the module docstring that is equivalent.
+    """Convert a model to the first architecture in the table of the module docstring that is equivalent to it.
 
-    The config contains the tokenizer's BOS and EOS ids.
+    The config of the architecture contains the tokenizer's BOS and EOS ids.
     """
     tokens: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     config, kinds = model.config, model.config.layer_kinds

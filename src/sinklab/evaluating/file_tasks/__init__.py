@@ -1,4 +1,4 @@
-"""Multiple-choice tasks with items from a file, one per file of this folder; new files are discovered automatically."""
+"""Multiple-choice tasks with items from a file. Each module of this package defines one task; all are imported here."""
 
 import gzip
 import json
@@ -24,13 +24,14 @@ class ChoiceItem(ReadDocument):
 
 
 class FileTask:
-    """A task of lm-eval with items from a file; the answer is the ending with the highest log-likelihood.
+    """A multiple-choice task of lm-eval with items from a file.
 
     Attributes:
         name: name of the task in lm-eval.
         files: possible names of the file in SINKLAB_DATA/eval; the first that exists is used.
         keys: keys of a line of the file, for error messages.
-        metrics: metrics of lm-eval that are computed, means over items (docs/eval.md).
+        metrics: metrics of lm-eval, averaged over items: acc, the accuracy of the ending with the highest
+            log-likelihood; acc_norm, that of the ending with the highest log-likelihood per character.
     """
 
     name: ClassVar[str]
@@ -56,7 +57,7 @@ class FileTask:
 
         Raises:
             InputError: if the file cannot be read, has no items, or has a line that is not an item; the message names
-                it.
+                the file and the line.
         """
         try:
             with (
@@ -70,7 +71,7 @@ class FileTask:
         return [self._item(line, f"{path}, line {number}") for number, line in lines]
 
     def load(self, path: Path) -> Any:
-        """Build lm-eval's task with the items of the file at `path`.
+        """Return lm-eval's task object with the items of the file at `path`.
 
         Raises:
             InputError: see `read`.
@@ -113,4 +114,4 @@ for found in iter_modules(__path__):
     import_module(f"{__name__}.{found.name}")
 
 FILE_TASKS = {task.name: task() for task in FileTask.__subclasses__()}
-"""Tasks of this folder by name."""
+"""Tasks of this package by name."""

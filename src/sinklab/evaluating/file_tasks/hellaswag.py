@@ -1,4 +1,4 @@
-"""HellaSwag (1905.07830): the most plausible of four endings."""
+"""HellaSwag (1905.07830): choose the most plausible of four endings of a text."""
 
 import re
 from collections.abc import Mapping
@@ -17,8 +17,9 @@ class HellaSwag(FileTask):
     def converted(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert an item from the published format to that of lm-eval.
 
-        query = clean(activity_label + ": " + ctx_a + " " + capitalised ctx_b); endings are cleaned as well
-        clean: strip, replace " [title]" by ". ", remove other text in brackets, replace two spaces by one
+        The query is clean(activity_label + ": " + ctx_a + " " + capitalised ctx_b), and an ending is clean(ending).
+        The function clean strips a text, replaces " [title]" by ". ", removes other text in square brackets with the
+        brackets, and replaces two spaces by one.
         """
 
         def clean(text: str) -> str:
