@@ -1,1 +1,1 @@
-"""Data pipeline: corpora, tokenizers, token shards, the random-access loader and its interventions."""
+"""Data pipeline: corpora, tokenizers, token shards, and a random-access loader with data interventions."""

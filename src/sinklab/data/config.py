@@ -50,7 +50,7 @@ Mix = WeightedMix | UniformMix
 
 
 class Selection(Part):
-    """Mix and token limit. Null keys are not serialised, so they do not change the hash that names the cache folder."""
+    """Mix and token limit. Null fields are not serialised, so they do not affect the name of the cache folder."""
 
     mix: Mix | None = Field(
         default=None,
@@ -83,7 +83,7 @@ class FixedToken(Part):
 
 
 class RandomTokens(Part):
-    """Replace the tokens at positions [start, end) of every chunk (0-based) by uniformly random tokens.
+    """Replace the tokens at 0-based positions [start, end) of every chunk by uniformly random tokens.
 
     A chunk has the same random tokens in every epoch.
     """

@@ -4,9 +4,9 @@ The SHA-256 of a document decides whether it is held out for validation. The spl
 and number of documents, and duplicates are in the same split. If a split would be empty, one document is moved into it.
 EOS is appended to every document.
 
-Files are written to the subfolder `partial` and moved to the folder when complete; data.json is written last. A second
-process waits for the lock and then opens the finished data. After an interruption, the next call resumes after the last
-finished part (`building.py`) and writes the same bytes.
+Files are written to the subfolder `partial` of the output folder and moved up when complete; data.json is written last.
+A second process waits for the lock and then opens the finished data. After an interruption, the next call resumes after
+the last finished part (`building.py`) and writes the same bytes.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def prepare(
     counted: Counted | None = None,
     **selection: Any,
 ) -> TokenDataset:
-    """Write the token shards of a source to `out`, unless they exist with the same settings, and open them.
+    """Write the token shards of a source to `out`, unless they exist with the same settings, and return them opened.
 
     Args:
         source, tokenizer: as in `DataConfig`.
@@ -80,7 +80,7 @@ def settings_of(source: str, tokenizer: str, **selection: Any) -> Settings:
 
 
 def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgress | None = None) -> TokenDataset:
-    """Open the token shards of a recipe's data, and first prepare them in the cache if they do not exist.
+    """Return the opened token shards of a recipe's data; they are first prepared in the cache if they do not exist.
 
     Args:
         config: data section of the recipe; tokenizer, split, mix and limits are ignored if `source` is prepared data.
@@ -98,7 +98,7 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
 
 
 def find_prepared(config: DataConfig) -> TokenDataset | None:
-    """Open the token shards of a recipe's data if they are already prepared, else return None; nothing is written.
+    """Return the opened token shards of a recipe's data if they are already prepared, else None; nothing is written.
 
     Args:
         config: see `prepared`.
@@ -115,7 +115,7 @@ def find_prepared(config: DataConfig) -> TokenDataset | None:
 def known_vocabulary(config: DataConfig) -> int | None:
     """Return the vocabulary size of a recipe's data if it is known before preparation, else None.
 
-    It is exact for prepared data, and the upper bound SIZE for a tokenizer `train:SIZE`.
+    The size is exact for prepared data; for a tokenizer `train:SIZE`, it is the upper bound SIZE.
 
     Raises:
         SinklabError: if the data.json of prepared data is damaged.
@@ -144,7 +144,10 @@ def _in_cache(settings: Settings, cache: Path | None = None) -> Path:
 def prepare_settings(
     settings: Settings, out: Path, progress: StageProgress | None = None, counted: Counted | None = None
 ) -> TokenDataset:
-    """Write the token shards for these settings to `out`, unless they exist, and open them; raises as `prepare`."""
+    """Write the token shards for `settings` to `out`, unless they exist, and return them opened.
+
+    Raises the same errors as `prepare`.
+    """
     try:
         if not is_prepared(out):
             if out.exists() and not out.is_dir():

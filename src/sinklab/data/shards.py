@@ -42,7 +42,7 @@ class Settings(Selection):
 
 
 class Shard(Part):
-    """Entry of a token file in data.json."""
+    """Entry of a token file in data.json: file name, number of tokens and of documents, and SHA-256."""
 
     file: str
     tokens: int = Field(ge=1)
@@ -64,6 +64,8 @@ class Manifest(Part):
         dtype: data type of the ids in both shards.
         vocab_size, eos_id, bos_id: see `Tokenizer`.
         text_bytes, text_sha256: UTF-8 size and hash of all documents in order (`corpora.Fingerprint`).
+        tokenizer_sha256: SHA-256 of tokenizer.json.
+        train, valid: entries of the two token files.
         shares: number of documents and tokens of each domain; None without a mix.
     """
 

@@ -2,12 +2,12 @@
 
 `tokenizer.json` is read with the `tokenizers` library, without `transformers`.
 
-The `fastokens` library encodes with a BPE tokenizer about 50 times faster. It is used if it is installed, supports the
+The `fastokens` library encodes about 50 times faster with BPE tokenizers. It is used if it is installed, supports the
 tokenizer, and returns the same ids as `tokenizers` for all `PROBES`. Both libraries use all cores, or RAYON_NUM_THREADS
 threads.
 
-`tokenizers` needs about 100 times the memory of the text that it encodes. Very long documents are therefore encoded in
-pieces, split between words where the split changes no token.
+`tokenizers` needs about 100 times the memory of the text that it encodes. For this library, documents above PIECE
+characters are therefore split into pieces, between words where the split changes no token.
 """
 
 import re
@@ -107,7 +107,7 @@ class Tokenizer:
 
 
 def trained_size(name: str) -> int | None:
-    """Parse the SIZE of `train:SIZE`, the maximum vocabulary size; None for any other name.
+    """Return the SIZE of `train:SIZE`, the maximum vocabulary size; None for any other name.
 
     Raises:
         InputError: if SIZE is not a whole number from 258 (256 bytes and two special tokens) to 2^24.

@@ -127,7 +127,7 @@ def measure_and_evaluate(
     out: Path,
     progress: Progress,
 ) -> Measurement:
-    """Measure a Hugging Face model, evaluate it on a task, and add its accuracies in percent to the measurement.
+    """Measure a Hugging Face model and evaluate it on a task; return the measurement with the accuracies in percent.
 
     Args:
         chosen: task on which the model is evaluated.

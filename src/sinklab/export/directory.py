@@ -54,7 +54,7 @@ class Exported:
 
 
 def export_run(run: Path, directory: Path, step: int | None = None) -> Exported:
-    """Export a checkpoint of a run.
+    """Export a checkpoint of a run as a Hugging Face model directory, and return a description of it.
 
     Args:
         run: run directory; training may be in progress.
@@ -78,7 +78,7 @@ def export_run(run: Path, directory: Path, step: int | None = None) -> Exported:
 
 
 def write_directory(found: TrainedRun, history: Sequence[Evaluation], directory: Path) -> Exported:
-    """Write the model of a run as a Hugging Face model directory.
+    """Write the model of a run as a Hugging Face model directory, and return a description of it.
 
     Args:
         found: loaded run.

@@ -4,7 +4,7 @@ model                                                           architecture    
 the default recipe, of any size                                 LlamaForCausalLM       transformers
 the default with a sink logit or off-by-one in every layer      GraniteSWAForCausalLM  transformers
 the default with two kinds of layers (mask, RoPE or NoPE)       SmolLM3ForCausalLM     transformers
-sandwich norms, QK norm and GeGLU                               Gemma3ForCausalLM      transformers
+the default with sandwich norms, QK norm and GeGLU              Gemma3ForCausalLM      transformers
 everything else                                                 SinklabForCausalLM     sinklab, or the exported code
 
 GraniteSWA, SmolLM3 and Gemma 3 support causal and sliding-window layers; all windows must have the same width.

@@ -27,7 +27,7 @@ class Family:
     """Properties in which a model type differs from most others.
 
     Attributes:
-        exported: the model was written by `sinklab export`.
+        exported: the model is a SinklabForCausalLM, as `sinklab export` writes it if transformers has no equivalent.
         convertible: `from_llama` can convert the weights to a sinklab transformer.
         alibi: all models of this type use ALiBi.
         alibi_twice: eager attention adds ALiBi twice, because the mask already contains it. The default, fused

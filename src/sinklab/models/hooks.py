@@ -72,7 +72,7 @@ def forward_pass_hooks(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode and disable gradients in the `with` block; the mode of every submodule is then restored."""
+    """Set evaluation mode and disable gradients in the `with` block; then restore the mode of every module."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -78,7 +78,7 @@ class _Handler:
             backend = "one pass"
         elif layer.library is not None:
             backend, out = layer.library.name, layer.library.output()
-        else:  # not `own_output`: the call of an exported model's code has the methods of the version that wrote it
+        else:  # not `own_output`, which the `LayerCall` in the exported code of an earlier sinklab may lack
             backend, out = "operation", layer.output()
         for use in self.uses:
             use.backends.add(backend)

@@ -1,4 +1,4 @@
-"""`Adapter` of a sinklab transformer, which may be inside an exported model."""
+"""`Adapter` of a sinklab transformer, which may be inside a SinklabForCausalLM."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -163,7 +163,9 @@ class NativeAdapter:
         return "under its prefix mask queries see later tokens, which a KV cache does not contain"
 
     def position_kind(self) -> PositionKind:
-        """Return the kind of the positional embedding; it selects the proposition of 2410.10781 for the model.
+        """Return the kind of the positional embedding.
+
+        The kind determines which of the propositions of 2410.10781 on repeated tokens applies to the model.
 
         Raises:
             InputError: if the layers do not all have the same causal softmax attention without biases, sink logits or

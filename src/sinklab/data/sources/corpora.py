@@ -73,7 +73,8 @@ def documents(source: str, *, render: Render = plain_conversation) -> Iterator[s
         render: function that renders `messages` as text.
 
     Raises:
-        InputError: if the source is missing, empty or malformed; the message names the file and, for .jsonl, the line.
+        InputError: if the source is missing, empty or malformed; the message names the source or file, and for a
+            malformed row also the line.
     """
     if names := installed_names(source):
         texts = installed_documents(names)
@@ -155,7 +156,7 @@ def cut(documents: Iterable[tuple[str, str]], limit_bytes: int) -> Iterator[tupl
 
 @dataclass(frozen=True)
 class InstalledText:
-    """Document of an installed corpus: a file, or a topic of the language reference in `pydoc`.
+    """Document of a corpus of the Python installation: a file, or a topic of the language reference in `pydoc`.
 
     Attributes:
         name: corpus and relative path; for a topic, followed by the name of the topic.

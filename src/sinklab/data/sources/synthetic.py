@@ -55,9 +55,10 @@ class Task:
 
 
 def _bigram_backcopy(random: np.random.Generator, documents: int, tokens: int) -> np.ndarray:
-    """Sample word indices of a Markov chain: P(next | symbol) ~ Dirichlet(0.3), or a trigger with probability 0.2.
+    """Sample word indices of a Markov chain.
 
-    A trigger is followed by the word before it.
+    After a symbol, the next word is a trigger with probability 0.2, else a symbol from a distribution drawn once per
+    symbol from Dirichlet(0.3). After a trigger, it is the word before the trigger.
     """
     symbols = random.dirichlet(np.full(64, 0.3), size=64) * 0.8
     chain = np.concatenate((np.full((64, 3), 0.2 / 3), symbols), axis=1).cumsum(1)

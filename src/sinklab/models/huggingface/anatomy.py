@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
-    """Return which layers of the language model have softmax attention, and which are linear or recurrent.
+    """Return the numbers of the language model's layers with softmax attention, and of linear or recurrent layers.
 
     If the config does not list the kinds of its layers, all layers count as softmax attention; none does if the config
     has no field `num_attention_heads`.

@@ -1,9 +1,9 @@
 """Hide the first keys in a Hugging Face model through the attention mask.
 
-Attention modules of transformers accept `attention_mask`, which is None (causal), boolean or additive. One hook
-therefore covers all model families, also those that do not use the attention interface, and the model computes its
-attention as before. Calls of the hook are counted in every forward pass: a number other than that of the attention
-layers is an error.
+Attention modules of transformers accept `attention_mask`, which is None (causal), boolean or additive. One hook that
+changes it therefore covers all model families, also those that do not use transformers' attention interface. The
+model's own code still computes the attention. Calls of the hook are counted in every forward pass: a number other than
+that of the attention layers is an error.
 """
 
 import inspect

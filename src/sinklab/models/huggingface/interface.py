@@ -130,7 +130,7 @@ def _additive(bias: Tensor | None) -> Score | None:
 
 @contextmanager
 def attention_function(model: PreTrainedModel, function: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
-    """Use `function` for all attention calls of the model through transformers' interface, with boolean masks."""
+    """Compute attention calls through `AttentionInterface` by `function` in the `with` block, with boolean masks."""
     name = f"sinklab-{next(_numbers)}"
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)

@@ -202,7 +202,7 @@ def check_revision(name: str, revision: str | None) -> None:
     """
     if revision is not None and _is_local(name):
         raise InputError(
-            f"--revision {revision} is a version on the Hugging Face hub, but {name} is local: leave it out"
+            f"--revision {revision} is a version on the Hugging Face hub, but {name} is local: leave --revision out"
         )
 
 
@@ -270,7 +270,7 @@ TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt"
 
 
 def in_subfolder(name: str, subfolder: str | None) -> str:
-    """Return the path of the subfolder of a local directory, which may be missing.
+    """Return the path of the subfolder in a local directory; the subfolder need not exist.
 
     A name that is not a local directory is returned unchanged, and so is any name if `subfolder` is None.
 

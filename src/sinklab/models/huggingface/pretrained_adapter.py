@@ -72,7 +72,7 @@ class HuggingFaceAdapter:
     def dispatches(self) -> bool:
         """True if all attention layers use the `AttentionInterface` of transformers.
 
-        If the model's class does not declare its support, the model is run once on two tokens to find out.
+        If the model's class does not declare that it does, the model is run once on two tokens to find out.
         """
         model, calls = self.module, 0
 
@@ -239,7 +239,7 @@ class HuggingFaceAdapter:
         return None
 
     def position_kind(self) -> PositionKind:
-        """Return the kind of the positional embedding; it selects the proposition of 2410.10781 for the model.
+        """Return the kind of the positional embedding: "learnable", "alibi" or "rotary".
 
         Raises:
             InputError: if some layer has no attention, the blocks are not recognised, or the positional embedding is
