@@ -27,7 +27,7 @@ class AdamW(Part):
 
 
 class Sgd(Part):
-    """SGD with momentum: m = momentum * m + g + weight_decay * w, then w -= lr * m."""
+    """SGD with momentum, for gradients g and weights w: m = momentum * m + g + weight_decay * w, then w -= lr * m."""
 
     name: Literal["sgd"] = "sgd"
     lr: float = Field(default=0.1, gt=0, description="peak learning rate")
@@ -46,11 +46,11 @@ class Sgd(Part):
 
 
 class Muon(Part):
-    """Muon for the linear layers of the blocks and the embedding projections, AdamW for all other parameters.
+    """Muon for the linear layers of the blocks and `model.embedding: projected`, AdamW for all other parameters.
 
     The update of a matrix is the orthogonalised Nesterov momentum of its gradient (torch.optim.Muon, five Newton-Schulz
-    iterations). It is scaled by 0.2 * sqrt(max(rows, columns)) to the RMS of AdamW's updates (2502.16982), so that Muon
-    and AdamW share learning rate and weight decay. A fused projection, such as QKV, is one matrix.
+    iterations). The factor 0.2 * sqrt(max(rows, columns)) gives it the RMS of AdamW's updates (2502.16982), so that
+    Muon and AdamW share learning rate and weight decay. A fused projection, such as QKV, is one matrix.
     """
 
     name: Literal["muon"] = "muon"
@@ -81,7 +81,7 @@ class TrainConfig(Part):
     """Settings of the training loop. A step is one update on `batch_size` sequences of `model.context` tokens.
 
     The model is evaluated at step 0, every `eval_every` steps and after the last step. Checkpoints are saved every
-    `save_every` steps and after the last step.
+    `save_every` steps, after the last step and when training is stopped.
     """
 
     steps: int = Field(default=20000, ge=1)
@@ -93,7 +93,9 @@ class TrainConfig(Part):
     )
     eval_every: int = Field(default=1000, ge=1)
     eval_sequences: int = Field(
-        default=256, ge=1, description="validation sequences for the loss; at least metric.sequences and at most all"
+        default=256,
+        ge=1,
+        description="number of validation sequences for the loss; raised to metric.sequences, limited by the text",
     )
     save_every: int = Field(default=1000, ge=1)
     keep: int = Field(default=2, ge=1, description="number of newest checkpoints to keep")

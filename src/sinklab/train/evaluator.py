@@ -17,7 +17,7 @@ from sinklab.train.directory.run import Run
 from sinklab.train.parallelize import gathered
 from sinklab.train.update import Updater
 
-LOSS_TOKENS = 2**15  # maximum tokens per batch of the validation loss; longer sequences are evaluated one by one
+LOSS_TOKENS = 2**15  # maximum tokens per batch of the validation loss; sequences above it are evaluated one by one
 OTHER_EPS = (0.2, 0.4)  # additional thresholds of the sink rate
 METRIC_BATCH = 16  # sequences per batch; does not depend on the free memory, for bit-reproducibility
 
@@ -28,8 +28,8 @@ class Evaluator:
     Args:
         run: run with the validation text and the settings of the sink metric.
         updater: updater whose model is evaluated, on its device and in its precision.
-        look: callback before each batch of the loss and before the metric; with one process also after each block in
-            the forward passes of the metric. Its exceptions end the evaluation.
+        look: callback before each batch of the loss and before the metric; with one process also after each block and
+            batch of the metric. An exception from `look` ends the evaluation.
 
     Raises:
         InputError: if the validation text is too short for a chunk or the metric, or a data intervention is outside the
@@ -43,7 +43,7 @@ class Evaluator:
 
     @torch.no_grad()
     def losses(self) -> tuple[float, dict[str, float]]:
-        """Compute the mean validation loss (nats per token) and the mean weighted auxiliary losses by name."""
+        """Return the mean validation loss (nats per token) and, by name, the mean of each weighted auxiliary loss."""
         model, device, added = self.updater.model, self.updater.device, self.recipe.losses
         losses = []
         model.eval()
@@ -65,7 +65,7 @@ class Evaluator:
             other_eps: additional thresholds of the sink rate.
 
         Raises:
-            SinklabError: if activations contain NaN or infinity.
+            SinklabError: if an activation or the loss is not finite, or a sequence does not fit into memory.
         """
         metric = self.recipe.metric
         tokens_NT = torch.cat(self.batches)[: metric.sequences, : metric.length]
@@ -77,7 +77,7 @@ class Evaluator:
             bos=self.recipe.data.bos,
         )
         self.look()
-        # `look` is a collective, and a process that halves its batch would call it more often than the others.
+        # `Trainer._look` is a collective, and a process that halves its batch would call it more often than the others.
         alone = self.updater.world.size == 1
         with self.updater.autocast(), gathered(self.updater.model):
             return measure(
@@ -89,7 +89,7 @@ class Evaluator:
 
 
 def _batches(run: Run) -> list[Tensor]:
-    """Load the validation sequences of loss and metric in a fixed order, split into the batches of the loss.
+    """Load the validation sequences for loss and metric in a fixed order, split into the batches of the loss.
 
     The batch size depends only on the recipe, so that rounding does not depend on the number of processes.
     """

@@ -1,6 +1,7 @@
 """FLOP counts of models, peak FLOP/s of GPUs, and training throughput.
 
-A multiply-add counts as two operations. Forward pass over one sequence of T tokens (L = T + learned leading tokens):
+A multiply-add counts as two operations. The forward pass over one sequence of T tokens has these parts, where L is T
+plus the number of learned leading tokens:
 
 matrices    2 * inputs * outputs * L for every linear layer except the LM head (times the number of query and KV heads
             in the feature map of a kernel): projections, feed-forward layers, gates
@@ -8,9 +9,8 @@ attention   2 * (D + V) * pairs per head and layer, for the scores and the weigh
             and value dimensions of a head (2 D in place of D if a head has two queries). Pairs are the (query, key)
             pairs that the mask allows: L (L + 1) / 2 if causal. Kernels with causal and prefix masks count as linear
             attention: 4 * D * V * L, for writing and reading the state (V + 1 in place of V if normalised). A bias key
-            adds 2 * D * L.
-            Delta rule (linear layers): 6 * D * V * L per head, for reading the state with the key, writing it, and
-            reading it with the query, plus 2 * W * L per channel of the convolution of width W
+            adds 2 * D * L. The delta rule of linear layers counts 6 * D * V * L per head, for reading the state with
+            the key, writing it, and reading it with the query, plus 2 * W * L per channel of the convolution of width W
 head        2 * hidden size * vocabulary size per predicted token
 
 A backward pass counts as two forward passes. Recomputation, masked scores, second passes of a backend, elementwise
@@ -135,7 +135,7 @@ class Speedometer:
     Args:
         recipe: recipe with the model's `vocab_size` set.
         device: device of this process.
-        processes: number of data-parallel processes; all are assumed to have the same device.
+        processes: number of data-parallel processes; all are assumed to have the same kind of device.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, processes: int) -> None:
@@ -152,7 +152,7 @@ class Speedometer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the `with` block from the measurement. All updates must have been completed."""
+        """Exclude the time of the `with` block from the measurement. All updates must be complete before it."""
         self._seconds += time.perf_counter() - self._running_since
         try:
             yield
@@ -160,9 +160,9 @@ class Speedometer:
             self._running_since = time.perf_counter()
 
     def read(self, step: int, waited: float) -> dict[str, float | None]:
-        """Return throughput, MFU and stall share since `begin` (see `Evaluation`); None values without updates.
+        """Return `tokens_per_second`, `mfu` and `stall_share` since `begin` (see `Evaluation`).
 
-        Call it only inside `paused`.
+        All are None if there were no updates. Call this method only inside `paused`.
         """
         if step == self._step:
             return dict.fromkeys(("tokens_per_second", "mfu", "stall_share"))

@@ -1,8 +1,8 @@
 """Training loop: updates, evaluations and checkpoints.
 
-A batch depends only on (seed, step), and a checkpoint contains all other state, so that on a CPU a resumed run is
-bit-identical to an uninterrupted one with the same number of processes and threads. With several processes, each
-writes its own shard of a checkpoint, and rank 0 writes all other files. Control flow is the same on all processes.
+A batch of a run depends only on (seed, step), and a checkpoint contains all other state. On a CPU, a resumed run is
+therefore bit-identical to an uninterrupted one with the same number of processes and threads. With several processes,
+each writes its own shard of a checkpoint, and rank 0 writes all other files. All processes take the same branches.
 """
 
 import json
@@ -42,7 +42,7 @@ class StepReport:
 
     Attributes:
         step: number of updates done.
-        row: line of the evaluation in metrics.jsonl; None after an update.
+        row: content of the evaluation's line in metrics.jsonl; None after an update.
     """
 
     step: int
@@ -51,7 +51,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Result of `Trainer.train`: status of the run ("done" if it is complete) and number of updates done."""
+    """Result of `Trainer.train`: "done" if the run is complete, else "stopped", and the number of updates done."""
 
     status: Literal["done", "stopped"]
     step: int
@@ -64,17 +64,17 @@ class Trainer:
         run: opened run directory; training resumes from its newest valid checkpoint.
         watch: callback, called with a `StepReport` after each update and evaluation.
         should_stop: callback, called while the model is initialised, before each update and during evaluations; if it
-            returns True on any process, `train` saves a checkpoint and returns. It must keep returning True.
+            returns True on any process, `train` saves a checkpoint and returns. From then on it must return True.
         world: training processes; each constructs a trainer.
         at_end: callback, called on all processes before the directory is unlocked, with this trainer and the
             `DivergedError` of a diverged run or None for a complete run.
 
     Raises:
         InputError: as `Updater` and `Evaluator`; also if another run was started in the directory, or processes have
-            different recipes, texts or directories.
+            different recipes, texts, kinds of device or directories.
         HeldError: if another process is training this run.
-        SinklabError: as `Updater` and `Evaluator`; also if none of the run's checkpoints is valid, metrics.jsonl is
-            damaged, or the directory cannot be written.
+        SinklabError: as `Updater` and `Evaluator`; also if none of the run's checkpoints is valid, env.json or
+            metrics.jsonl is damaged, or the directory cannot be written.
         StoppedError: if a stop was requested while the model was initialised; nothing was saved.
     """
 
@@ -89,7 +89,10 @@ class Trainer:
         self.at_end = at_end
         self.run, self.recipe, self.watch, self.should_stop, self.world = run, run.recipe, watch, should_stop, world
         what = (run.hash, run.recipe.train)  # the hash excludes some keys of train (`MANNER`)
-        self._must_all(what == world.from_first(lambda: what), "have different recipes, texts or kinds of device")
+        self._must_all(
+            what == world.from_first(lambda: what),
+            "have different recipes, texts or kinds of device: start all of them with the same",
+        )
         with ExitStack() as holding:
             world.only_first(lambda: self._hold(holding))
             first = world.from_first(lambda: holder(run.directory))
@@ -104,7 +107,7 @@ class Trainer:
         self._speed = Speedometer(self.recipe, self.updater.device, world.size)
 
     def _hold(self, holding: ExitStack) -> None:
-        """Lock the run directory. A directory with nothing but the lock file is cleaned up before it is unlocked."""
+        """Lock the run directory until `holding` is closed, which first calls `leave`."""
         is_new = not self.run.directory.exists()
         holding.enter_context(lock_run(self.run.directory))
         holding.callback(leave, self.run.directory, is_new)
@@ -115,18 +118,21 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """Training state: step, running loss, gradient norm."""
+        """Training state other than weights and optimiser state."""
         return self.updater.state
 
     def train(self) -> RunOutcome:
         """Train to the last step of the recipe or until a stop is requested, then unlock the run directory.
 
-        After the last step the model is measured, and measurement.json and measurement.npz are written. After a
-        SinklabError, failed.json is written.
+        In both cases a checkpoint is saved. After the last step the model is measured, and measurement.json and
+        measurement.npz are written. After a SinklabError, failed.json is written.
+
+        Returns:
+            The status and the number of updates done.
 
         Raises:
             DivergedError: if a training or validation loss, a gradient or a weight is not finite.
-            SinklabError: if the training shard cannot be read or has changed, an activation is not finite at an
+            SinklabError: if the training shard cannot be read or has changed, an activation is not finite in an
                 evaluation, or a file cannot be written, for example because the disk is full.
         """
         try:
@@ -210,13 +216,13 @@ class Trainer:
         with self._settled():
             row = self._row()
             self.world.only_first(lambda: append_line(self.run.metrics, json.dumps(row)))
-            if self.state.step % self.recipe.train.eval_every == 0:  # a longer run does not evaluate at other steps
+            if self.state.step % self.recipe.train.eval_every == 0:  # a run that extends this one evaluates only there
                 self.state.loss_sum, self.state.loss_count = 0.0, 0
             self.watch(StepReport(self.state.step, row))
         self._speed.begin(self.state.step, self.updater.batches.waited)
 
     def _row(self) -> dict[str, Any]:
-        """Evaluate the model and return the results as a line of metrics.jsonl."""
+        """Evaluate the model and return the content of a line of metrics.jsonl."""
         state, (loss, added) = self.state, self.evaluator.losses()
         if not math.isfinite(loss):
             raise self._diverged(f"training diverged at step {state.step}: the validation loss is {loss}.")
@@ -277,7 +283,8 @@ class Trainer:
         """Remove evaluations from metrics.jsonl that will be repeated, or that only a shorter run has.
 
         Returns:
-            True if the current step must still be evaluated: step 0 of a new run, or an interrupted evaluation.
+            True if the current step must still be evaluated: step 0 of a new run, or a step whose evaluation was
+            interrupted.
         """
         state, options = self.state, self.recipe.train
         regular = {*range(0, state.step + 1, options.eval_every)}

@@ -35,7 +35,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 class MuonAndAdamW(torch.optim.Optimizer):
     """One optimiser made of `torch.optim.Muon` for `hidden_matrices` and AdamW for all other parameters.
 
-    Both optimisers share this object's `param_groups` and `state`.
+    `param_groups` contains the groups of both optimisers, and both use this object's `state`.
 
     Raises:
         SinklabError: if the installed PyTorch has no Muon.
@@ -60,13 +60,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self) -> None:  # type: ignore[override]  # no closure
-        """Update every parameter."""
+        """Do one step of both optimisers."""
         for part in self.parts:
             part.step()
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that Muon updates: those of linear layers in the blocks and of embedding projections."""
+    """Return the weights that Muon updates: those of linear layers in the blocks, `embedding_map` and `head_map`."""
     return [
         module.get_parameter("weight")
         for name, module in model.named_modules()
@@ -88,11 +88,11 @@ def _adamw(parameters: list[nn.Parameter], config: AdamW | Muon) -> torch.optim.
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
     """Compute the learning rate of the update from `step` to `step + 1`, of `steps` in total.
 
-    Warm-up: peak * (step + 1) / warmup_steps. Then
+    During warm-up it is peak * (step + 1) / warmup_steps. After warm-up it is
     - flat: peak;
     - cosine: min_lr + (peak - min_lr) * (1 + cos(pi * p)) / 2, p linear from 0 after the warm-up to 1 at step `steps`;
-    - wsd: peak; over the last decay_fraction of all steps min_lr + (peak - min_lr) * p, p linear from 1 to 0 at step
-        `steps`. Where warm-up and decay overlap, the smaller of the two rates is used.
+    - wsd: peak; in the last decay_fraction * steps steps min_lr + (peak - min_lr) * p, p linear from 1 to 0 at step
+        `steps`. If warm-up and decay overlap, the smaller of the two rates is used.
     """
     span = peak - schedule.min_lr
     ceiling = peak

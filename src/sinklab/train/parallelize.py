@@ -3,14 +3,14 @@
 Compilation (`train.compile`): a block is compiled in two parts, before and after its attention core (before and after
 the delta rule in a linear layer). Blocks of the same kind share the compiled code. The whole model is not compiled: the
 cores have their own kernels (FlexAttention is compiled separately), and compiling 22 layers at once takes minutes.
-`loss` compiles the whole training loss, which is faster for small models on a CPU. It is used for updates only, because
-compiled code ignores hooks silently.
+`loss` compiles the whole training loss, which is faster for small models on a CPU. The compiled loss is used only for
+updates, because compiled code ignores hooks silently.
 
 Activation checkpointing (`train.recompute`, 1604.06174): a block stores only its inputs and repeats its forward pass in
 the backward pass. The results are bit-identical, because training draws no random numbers. Activation memory is the
-input of every block plus the activations of one block, at the cost of about a third more compute. Hooks of a block,
-including FSDP's, enclose the checkpointed forward pass; hooks inside a block also run in the repeated one. PyTorch's
-`apply_activation_checkpointing` is not used, because it renames the parameters of the modules that it wraps.
+input of every block plus the activations of one block. The cost is about a third more compute. Hooks of a block,
+including FSDP's, enclose the checkpointed forward pass; hooks inside a block also run in the repeated forward pass.
+PyTorch's `apply_activation_checkpointing` is not used, because it renames the parameters of the modules that it wraps.
 
 Data parallelism (`train.parallel`): the model is replicated (DDP) or sharded (FSDP2). Every process has the same number
 of rows of the global batch, so averaging losses and gradients over processes gives the means over the global batch.
@@ -79,7 +79,7 @@ def compiles_loss(choice: Compile, device: torch.device, world: World) -> bool:
 
 
 class _Loss(nn.Module):
-    """Module whose forward pass returns `Transformer.losses`, because DDP hooks the forward pass of a module."""
+    """Module whose forward pass returns `Transformer.losses`; DDP hooks the forward pass of a module."""
 
     def __init__(self, model: Transformer, added: AddedLosses) -> None:
         super().__init__()
@@ -94,14 +94,14 @@ def share(
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[], AbstractContextManager[Any]]]:
     """Replicate (DDP) or shard (FSDP) `model` over the processes of `world`; with one process it is unchanged.
 
-    The model must be on its device, with the same weights on every process. FSDP replaces the parameters by sharded
-    ones, so the optimiser must be built afterwards. The full parameters exist only during forward and backward passes.
+    The model must be on its device, with the same weights on every process. FSDP replaces the parameters by shards, so
+    the optimiser must be built afterwards, and gathers the full parameters only for forward and backward passes.
 
     Returns:
-        The loss function and the context manager for all micro-batches but the last, in which gradients are accumulated
-        without averaging over processes. The loss function maps tokens (B, context + 1) to the mean cross-entropy and
-        auxiliary losses of these rows, shape (1 + terms,). The backward pass of their sum averages the gradients over
-        processes.
+        The loss function, and a function that returns the context manager for all micro-batches but the last, in which
+        gradients are accumulated without averaging over processes. The loss function maps tokens (B, context + 1) to
+        the mean cross-entropy and the weighted auxiliary losses of these B rows, (1 + number of auxiliary losses,). The
+        backward pass of their sum averages the gradients over processes.
     """
     losses = functools.partial(model.losses, added=added)
     if world.size == 1:
@@ -116,7 +116,7 @@ def share(
             model.losses(torch.zeros(1, model.config.context + 1, dtype=torch.long, device=device), added)
         return losses, lambda: _keeping_gradients(model)
     # Dynamo would split compiled code at DDP's gradient buckets. Block parts are compiled separately anyway, and older
-    # PyTorch cannot split custom autograd functions such as RoPE and FlexAttention.
+    # PyTorch cannot split graphs with custom autograd functions, such as RoPE, or with FlexAttention.
     torch._dynamo.config.optimize_ddp = False
     replica = DistributedDataParallel(_Loss(model, added), gradient_as_bucket_view=True)
     return replica, replica.no_sync
@@ -124,7 +124,7 @@ def share(
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather the full weights of a sharded model on every process in the `with` block; other models are unchanged."""
+    """Gather the full weights of a sharded model on all processes for the `with` block; other models are unchanged."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for part in parts:
         part.unshard()

@@ -6,17 +6,17 @@ weights       4 bytes per parameter (float32, also under bf16 autocast); sharded
 gradients     4 bytes per parameter, sharded like the weights; unsharded if FSDP accumulates several micro-batches
 optimizer     bytes per parameter: AdamW 8, Muon 4 for its matrices and 8 for the rest, SGD 4 (0 without momentum);
               sharded like the weights
-activations   tensors that autograd saves in the forward pass of a micro-batch. They are measured in forward passes on
-              the CPU of one small model for each kind of layer, with the recipe's sizes: one layer, or two for linear
-              layers. Saved bytes are linear in the sequence length, so two short lengths determine the bytes per
-              position and the constant part (bfloat16 copies of the weights). With `train.recompute: blocks`, a block
-              saves only its input. Auxiliary losses save further tensors outside the blocks
+activations   tensors that autograd saves in the forward pass of a micro-batch. They are measured on the CPU, for each
+              kind of layer in a model with the recipe's widths and one layer (two for a linear layer, because the last
+              layer has attention). Saved bytes are linear in the sequence length, so two short lengths determine the
+              bytes per position and the constant part (bfloat16 copies of the weights). With `train.recompute: blocks`,
+              a block saves only its input. Auxiliary losses save further tensors outside the blocks
 loss          logits in memory at a time, and their gradients; if the logits are chunked, also the float32 gradients of
-              the LM head and its input
+              the LM head and of its input
 working       gradients inside the largest block, estimated by the size of its activations; for a recomputed block also
               its activations; with FSDP also the gathered weights of one block and of all modules outside the blocks
 
-The estimate excludes library overhead (CUDA: about 0.5 GB), fragmentation, the unmixed values that learned value
+The estimate ignores library overhead (CUDA: about 0.5 GB), fragmentation, the values before mixing that learned value
 residuals save, and savings by `torch.compile`.
 
 Memory is checked before the model is built, because Linux overcommits memory and later kills the process.
@@ -48,7 +48,7 @@ from sinklab.train.world import World
 
 FLOAT32 = 4
 MB = 2**20
-LENGTHS = (32, 64)  # default sequence lengths at which saved bytes are counted
+LENGTHS = (32, 64)  # sequence lengths at which the saved bytes of attention layers are counted
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class MemoryEstimate:
 
 
 def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) -> MemoryEstimate:
-    """Estimate the peak memory of one process.
+    """Estimate the peak memory of one process in bytes (see the module docstring).
 
     Args:
         recipe: recipe with `vocab_size` set and a `precision` other than auto.
@@ -106,7 +106,7 @@ def memory_estimate(recipe: Recipe, device: torch.device, processes: int = 1) ->
 
 
 def _kinds(config: ModelConfig) -> list[tuple[ModelConfig, int]]:
-    """Return for each kind of layer the config of a small model that begins with it, and the number of such layers."""
+    """Return, for each kind of layer, a small model's config with it as first layer, and the number of such layers."""
     attention = Counter(map(config.of_layer, config.attention_layers)).items()
     kinds = [(kind.model_copy(update={"layers": 1}), number) for kind, number in attention]
     if linear := config.layers - len(config.attention_layers):
@@ -182,7 +182,8 @@ def check_fits(recipe: Recipe, world: World) -> None:
         world: training processes.
 
     Raises:
-        InputError: if the run does not fit; the message names the largest part and the settings that reduce it.
+        InputError: if the run does not fit (the message names the largest part and the settings that reduce it); also
+            as `World.device`.
     """
     device = world.device(recipe.train.device)
     have = total_bytes(device)
@@ -231,10 +232,10 @@ class TrainingPlan:
         flops: FLOPs of one sequence, forward and backward (`train/flops.py`).
         flops_per_step: FLOPs of the global batch.
         memory: estimated peak memory of one process.
-        device: PyTorch's name of this process's device.
+        device: PyTorch's name of this process's device, such as "cuda:0".
         processes: number of processes that share the batch.
-        hours_at_peak: hours of training at the devices' peak FLOP/s (`train.peak_flops`, else the bfloat16 peak of a
-            known GPU), a lower bound; None if the peak is unknown.
+        hours_at_peak: lower bound of the training time, in hours: that at the devices' peak FLOP/s (`train.peak_flops`,
+            else the bfloat16 peak of a known GPU); None if the peak is unknown.
     """
 
     name: str
@@ -262,7 +263,7 @@ def plan_of(recipe: Recipe, device: torch.device, processes: int) -> TrainingPla
 
     Raises:
         InputError: if the text is unusable, or the batch size is not a multiple of `processes`.
-        SinklabError: if the text cannot be prepared, for example because the disk is full.
+        SinklabError: if the text cannot be prepared, for example because the disk is full, or prepared data is damaged.
     """
     World(size=processes).rows(recipe.train.batch_size)
     recipe = sized(recipe, device, lambda: prepared(recipe.data))
@@ -286,7 +287,7 @@ def plan_of(recipe: Recipe, device: torch.device, processes: int) -> TrainingPla
 
 
 def sized(recipe: Recipe, device: torch.device, prepare: Callable[[], TokenDataset]) -> Recipe:
-    """Return the recipe with its vocabulary size and precision set.
+    """Return the recipe with its vocabulary size set and precision "auto" replaced by that of the device.
 
     The vocabulary size is `model.vocab_size`, else `known_vocabulary`, else that of the data that `prepare` returns.
 

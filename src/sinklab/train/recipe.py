@@ -29,13 +29,16 @@ KINDS = ("kind", "name")
 """Keys that discriminate unions."""
 
 MUST_BE_SET = "???"
-"""Placeholder for a mandatory value, which an overlay or `--set` must replace, as in OmegaConf."""
+"""Placeholder for a mandatory value, as in OmegaConf. An overlay or `--set` must replace it."""
 
 DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Selection.model_fields}
 """Keys of `data` that the run hash excludes, because the fingerprint of the prepared data covers them."""
 
 MANNER = {"save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
-"""Keys of `train` that the run hash excludes: they change at most rounding, and may differ when a run is resumed."""
+"""Keys of `train` that the run hash excludes, because they change results at most by rounding.
+
+They may differ when a run is resumed.
+"""
 
 LATER: dict[str, object] = {
     "model.embedding": "plain",
@@ -55,10 +58,10 @@ LATER: dict[str, object] = {
     "train.float32_matmul": "highest",
     "losses": {"hidden_z": None, "tweo": None},
 }
-"""Neutral values of keys added in later versions, by dotted key. With its neutral value, a key has no effect.
+"""Neutral values of keys that were added after the first runs, by dotted key. A neutral value has no effect.
 
-The run hash excludes neutral values, so that the hashes of earlier runs stay valid. The table can be removed when
-those runs are no longer used.
+The run hash excludes keys with their neutral value, so that the hashes of runs from before these keys stay valid. The
+table can be removed when those runs are no longer used.
 """
 
 
@@ -96,8 +99,11 @@ class Recipe(Part):
     def content_hash(self, data_fingerprint: str) -> str:
         """Return the hash of recipe and data that identifies the run: 16 hexadecimal digits.
 
-        Excludes `name`, the keys in `MANNER` and `DATA_ORIGIN` (the fingerprint identifies the data), keys with their
-        neutral value in `LATER`, and the path of an initial checkpoint (`model.init_sha256` identifies its weights).
+        The hash excludes `name`, the keys in `MANNER` and `DATA_ORIGIN` (the fingerprint identifies the data), keys
+        with their neutral value in `LATER`, and `model.init_from` (`model.init_sha256` identifies the weights).
+
+        Args:
+            data_fingerprint: `TokenDataset.fingerprint` of the recipe's data.
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
         for key, neutral in LATER.items():
@@ -110,7 +116,7 @@ class Recipe(Part):
         return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
-        """Return the resolved recipe as YAML, defaults included."""
+        """Return the recipe as YAML, with the default values included."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
@@ -183,7 +189,7 @@ def _depth(override: str) -> int:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Parse `a.b.c=value` into nested mappings. The value is YAML, except that 3e-3 is a number.
+    """Parse `a.b.c=value` into nested mappings. The value is YAML, except that a text such as 3e-3 becomes a float.
 
     Raises:
         InputError: if the text is not of this form, or the value is not YAML.
@@ -234,13 +240,13 @@ def _discriminator(field: Schema) -> str | None:
 def merge(
     base: Mapping[str, Any], overlay: Mapping[str, Any], node: Schema | None = None, path: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Merge `overlay` into `base` recursively.
+    """Return a copy of `base` with `overlay` merged into it recursively.
 
     A union may be set to the name of a kind. If the kind changes, the values of the old kind are dropped.
 
     Args:
-        node: schema of the keys; default: the schema of a recipe.
-        path: path of `base` in the recipe, for messages.
+        node: schema of `base`; default: the schema of a recipe.
+        path: keys that lead to `base` in the recipe, for messages.
 
     Raises:
         ValueError: if a section is set to a plain value, or to null where it is required; the message names it.
@@ -292,7 +298,7 @@ def _explain(error: ValidationError, origin: str) -> str:
 def _walk(path: tuple[int | str, ...]) -> tuple[list[str], Schema]:
     """Return the recipe keys of a pydantic error location, and the schema at this location.
 
-    Union members are removed from the location. The schema is {} if the location is a union of several types.
+    Names of union members in the location are omitted. The schema is {} if the location is a union of several types.
     """
     here, kept = recipe_schema(), []
     for step in path:

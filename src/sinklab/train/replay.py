@@ -24,8 +24,8 @@ class Replay:
 
     Attributes:
         step: number of the update, 1-based; the batch index is step - 1.
-        checkpoint: checkpoint from which the replay started; None for the initial weights.
-        repeated: number of updates repeated between the checkpoint or initial weights and this step.
+        checkpoint: folder of the checkpoint from which the replay started; None for the initial weights.
+        repeated: number of updates that were repeated before this step, from the checkpoint or initial weights on.
         loss: cross-entropy without auxiliary losses, nats per token.
         grad_norm: global gradient norm, before clipping.
         grad_norms: gradient norm of each parameter that has a gradient, by name.
@@ -54,10 +54,13 @@ class Replay:
 def replay(run: Run, step: int) -> Replay:
     """Repeat the forward and backward pass of `step`, starting from the newest valid checkpoint before it.
 
+    Without a checkpoint before `step`, the replay starts from the initial weights.
+
     Raises:
         InputError: if the run has no such step; also as `Updater`.
-        NotFiniteError: if the loss or gradient of an earlier step is not finite; the message names the step.
-        SinklabError: if there are earlier checkpoints but none is valid, or the training shard cannot be read.
+        NotFiniteError: if the loss or gradient of a repeated earlier step is not finite; the message names the step.
+        SinklabError: if there are earlier checkpoints but none is valid, or the training shard cannot be read; also as
+            `Updater`.
     """
     if not 1 <= step <= run.recipe.train.steps:
         raise InputError(f"--replay {step}: the run has steps 1..{run.recipe.train.steps}")
@@ -93,7 +96,7 @@ def replay(run: Run, step: int) -> Replay:
 
 @dataclass(frozen=True)
 class _NotFinite:
-    """Names of non-finite tensors, in the order in which they are computed."""
+    """Names of non-finite weights, module outputs (in forward order) and gradients (in backward order)."""
 
     weights: list[str]
     forward: list[str]

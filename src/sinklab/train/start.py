@@ -6,14 +6,14 @@
 The run takes sizes, tokenizer and weights (as float32) from the checkpoint. Tensors that the checkpoint lacks are
 initialised to preserve the outputs where that is possible:
 
-    sink logit              `model.attention.bias.start`, default -12: attention of about 6e-6
-    key of k and kv biases  `start` as above, as a learned offset added to the logit
+    sink logit              `model.attention.bias.start`, default -12: attention weight 6e-6 in rows of log-sum-exp 0
+    key of k and kv biases  a learned offset, initially `start` as above, is added to its logit
     output and value gates  sigmoid(0) = 1/2 everywhere, and the output projection is doubled: identical outputs. With a
                             value gate, the value of a v or kv bias and the learned remainder value of stick-breaking
                             are halved, because they are not gated. If head_norm follows a value gate, the projection
                             is not doubled, because the norm removes the factor 1/2
     value of v, kv biases   zero
-    gates behind norms      sigmoid(0) = 1/2 everywhere, and the weight of the norm is doubled: identical outputs
+    gates after norms       sigmoid(0) = 1/2 everywhere, and the weight of the norm is doubled: identical outputs
     projected embeddings    both projections are the identity: identical outputs
 
 Other changes alter the initial outputs, such as a sink token, another operation, a V-scale gate, additional norms, or a
@@ -42,9 +42,9 @@ from sinklab.train.recipe import Recipe, build_recipe
 
 OPEN = ("layers", "width", "heads", "kv_heads", "ffn_width", "vocab_size", "context")
 OPEN += ("position", "norm", "mixer", "pattern", "projection")
-"""Keys of `model` that default to the checkpoint's values. Only keys in `FREE` and `position.kind` may differ.
+"""Keys of `model` that default to the checkpoint's values. Of these, only `FREE` and `position.kind` may differ.
 
-If `norm`, `position`, `mixer` or `projection` is given in part, its other keys default to the checkpoint's values.
+If a recipe sets only some keys of `norm`, `position`, `mixer` or `projection`, the others also have these defaults.
 """
 
 FREE = ("context", "pattern", "norm.alpha", "norm.qk_norm", "norm.head_norm", "norm.gate_rank")
@@ -78,7 +78,10 @@ class Start:
 
 
 def load_start(name: str) -> Start:
-    """Load an initial checkpoint by its name.
+    """Load the initial checkpoint of a run.
+
+    Args:
+        name: value of `model.init_from` (see the module docstring).
 
     Raises:
         InputError: if the checkpoint or its tokenizer cannot be loaded, or if the model is neither a run nor a Llama
@@ -108,7 +111,7 @@ def load_start(name: str) -> Start:
 
 
 def _tokenizer(name: str, loaded: Any) -> Tokenizer:
-    """Load a directory's tokenizer.json, else convert the tokenizer that transformers loaded (.gguf, Hub)."""
+    """Load the tokenizer.json of directory `name`, else convert the tokenizer that transformers loaded (.gguf, Hub)."""
     if (Path(name) / "tokenizer.json").is_file():
         return load_tokenizer(name)
     key = hashlib.sha256(loaded.backend_tokenizer.to_str().encode()).hexdigest()[:20]
@@ -124,9 +127,9 @@ def _tokenizer(name: str, loaded: Any) -> Tokenizer:
 def started(recipe: Recipe) -> Recipe:
     """Return the recipe with unset values filled in from its initial checkpoint.
 
-    These are the keys in `OPEN`, the hash of the weights and the tokenizer. If a bias has an unset key `start`, it is
-    set to -12, unless the operation has no logits, or the checkpoint has a k or kv bias without `start`. A recipe
-    without an initial checkpoint, or with `model.init_sha256`, is returned unchanged.
+    These are the keys in `OPEN`, the hash of the weights and the tokenizer. If a bias has a key `start` that is not
+    set, it is set to -12, unless the operation has no logits, or the checkpoint has a k or kv bias without `start`. A
+    recipe without an initial checkpoint, or with `model.init_sha256`, is returned unchanged.
 
     Raises:
         InputError: if the checkpoint is unusable, or the recipe differs from it in keys that must be equal.
@@ -161,7 +164,7 @@ def _without_weights(name: str) -> tuple[Start, str]:
 def _check_sizes(recipe: Recipe, start: Start) -> None:
     """Check that the keys in `OPEN` that the recipe sets have the checkpoint's values.
 
-    Keys in `FREE` may differ. If `position.kind` differs, all keys of `position` may; `kv_heads: null` equals `heads`.
+    Keys in `FREE` may differ. If `position.kind` differs, all keys of `position` may. `kv_heads: null` means `heads`.
 
     Raises:
         InputError: if another key differs; the message names all such keys, with both values.
@@ -184,7 +187,7 @@ def _check_sizes(recipe: Recipe, start: Start) -> None:
 
 @torch.no_grad()
 def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
-    """Load the weights of a checkpoint into a new model, and initialise new tensors as in the module docstring.
+    """Load a checkpoint's weights into a new model in place, and initialise new tensors as in the module docstring.
 
     Args:
         tokenizer_path: tokenizer.json of the run's data.

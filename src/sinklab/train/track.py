@@ -1,6 +1,7 @@
 """Experiment trackers: log recipe, evaluations and charts to Weights & Biases and TensorBoard.
 
-A resumed run appends to its log. W&B finds the log by the id in tracking.json; TensorBoard purges repeated evaluations.
+A resumed run appends to its log. W&B finds the log by the id in tracking.json. TensorBoard discards logged evaluations
+after the step at which the run resumes, because they are repeated.
 """
 
 import importlib.util
@@ -19,7 +20,7 @@ from sinklab.train.directory.run import Run
 
 PROJECT = "sinklab"
 TrackerName = Literal["wandb", "tensorboard"]
-# Lists whose first value is that before the first block, number 0; other lists are numbered from 1.
+# Lists whose first value, numbered 0, is that before the first block; other lists are numbered from 1.
 FROM_0 = {"hidden_norm_ratio", "norm_ratio_sink_token"}
 
 
@@ -31,7 +32,7 @@ def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list[
 
     Raises:
         InputError: if the package of a tracker is not installed.
-        SinklabError: if metrics.jsonl is damaged.
+        SinklabError: if metrics.jsonl is damaged, or tracking.json cannot be written.
     """
     require(names)
     with ExitStack() as open_ones:
@@ -104,7 +105,7 @@ class _Wandb:
         self._run.log(numbers_of(row), step=self._step)
 
     def charts(self, files: Sequence[Path]) -> None:
-        """Log the charts of the finished run (PNG files)."""
+        """Log the charts (PNG files) of the complete run."""
         self._run.log({f"charts/{path.stem}": self._wandb.Image(str(path)) for path in files}, step=self._step)
 
     def close(self) -> None:
@@ -112,7 +113,7 @@ class _Wandb:
 
 
 class _TensorBoard:
-    """TensorBoard event files in `tensorboard` of the run directory; attributes and methods as in `_Wandb`."""
+    """TensorBoard event files in the folder `tensorboard` of the run; attributes and methods as in `_Wandb`."""
 
     def __init__(self, run: Run, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

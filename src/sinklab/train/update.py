@@ -4,8 +4,8 @@ A batch depends only on (seed, step); no global random generator is used. Apart 
 on the number of processes.
 
 Loss and gradient norm are checked before the optimiser step, which is skipped if either is not finite. Reading both on
-the host would synchronise a CUDA device at every update. With AdamW on CUDA, the fused kernel therefore skips this and
-all later steps on the device (`found_inf`), and the host reads loss and gradient norm one update late.
+the host would synchronise a CUDA device at every update. With AdamW on CUDA, the host therefore reads both one update
+late, and the fused kernel skips the optimiser steps from a non-finite value on (`found_inf`).
 """
 
 import contextlib
@@ -105,10 +105,10 @@ class Updater:
         return self._loss
 
     def settle(self, late: int = 0) -> None:
-        """Wait for all updates but the last `late`, check them, and add their losses and gradient norms to `state`.
+        """Wait for all updates but the last `late`, check them, and record their losses and gradient norms in `state`.
 
         Raises:
-            NotFiniteError: as in `update`.
+            NotFiniteError: on all processes, if a loss or gradient norm of these updates is not finite on any process.
         """
         state = self.state
         with self._not_updated():
@@ -117,7 +117,7 @@ class Updater:
                 state.loss_sum, state.loss_count = state.loss_sum + loss, state.loss_count + 1
 
     def has_finite_weights(self) -> bool:
-        """Return True if this process's (sharded) weights are finite; a step with a finite gradient may overflow."""
+        """Return True if this process's (sharded) weights are finite; an update with finite gradients may overflow."""
         return bool(torch.stack([local(p.detach()).isfinite().all() for p in self.model.parameters()]).all())
 
     @contextlib.contextmanager
@@ -139,6 +139,9 @@ class Updater:
         Returns:
             The mean cross-entropy over this process's rows, nats per token, and the global gradient norm before
             clipping, both scalars on the device.
+
+        Raises:
+            SinklabError: if the training shard cannot be read.
         """
         tokens_BT = self.batches.batch(self.state.step)
         parts = tokens_BT.split(self.recipe.train.micro_batch or len(tokens_BT))
@@ -160,7 +163,7 @@ class Updater:
 
 
 class _Looking(TorchFunctionMode):
-    """Mode that calls `look` before every torch function, because initialising a large model takes minutes."""
+    """Mode that calls `look` before every torch function, so that a stop request can interrupt the initialisation."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         super().__init__()
@@ -216,7 +219,7 @@ class FiniteCheck:
             grad_norm: global gradient norm before clipping.
 
         Raises:
-            NotFiniteError: on all processes, if either is not finite on any process; with `late`, `read` raises it.
+            NotFiniteError: on all processes, if either is not finite on any process. With `late`, `read` raises it.
         """
         broken = ~(loss.isfinite() & grad_norm.isfinite())
         sums = self._world.sum_on_device(torch.stack((loss.double(), broken.double())))
@@ -231,7 +234,7 @@ class FiniteCheck:
         self._waiting.append((step, *_begin_copy(numbers)))
 
     def read(self, left: int = 0) -> Iterator[tuple[float, float]]:
-        """Yield loss and gradient norm of the updates since the last call, except the last `left` updates.
+        """Yield loss and gradient norm of the updates that were not yet read, except the last `left` updates.
 
         The loss is the mean cross-entropy over the global batch, nats per token. The norm is that before clipping.
 

@@ -35,7 +35,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0, which prints all messages and writes all files except checkpoint shards of other ranks."""
+        """True on rank 0, which reports progress and writes all files except checkpoint shards of other ranks."""
         return self.rank == 0
 
     @property
@@ -60,7 +60,10 @@ class World:
         return device
 
     def use(self, name: str) -> None:
-        """Set the current CUDA device to this process's GPU if there are several processes; raises as `device`."""
+        """Make this process's GPU the current CUDA device if there are several processes.
+
+        Raises the same errors as `device`.
+        """
         device = self.device(name)
         if device.type == "cuda" and self.size > 1:
             torch.cuda.set_device(device)
@@ -80,7 +83,7 @@ class World:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def sum_on_device(self, numbers: Tensor) -> Tensor:
-        """Sum a tensor over all processes on its device (all-reduce); `numbers` may be overwritten."""
+        """Return the sum of a tensor over all processes, by all-reduce on its device; `numbers` may be overwritten."""
         if self.size > 1:
             dist.all_reduce(numbers)
         return numbers
@@ -92,7 +95,7 @@ class World:
     def from_first(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0 and return its result, which must be picklable, on all processes.
 
-        Raises as `on_all_ranks`.
+        Raises the same errors as `on_all_ranks`.
 
         Args:
             make: function without collectives.
@@ -136,7 +139,7 @@ class World:
         raise self.shared_error(error) if isinstance(error, SinklabError) else error
 
     def only_first(self, work: Callable[[], object]) -> None:
-        """Call `work` on rank 0 only; raises as `on_all_ranks`."""
+        """Call `work` on rank 0 only. Raises the same errors as `on_all_ranks`."""
         self.on_all_ranks(work if self.is_first else lambda: None)
 
 
@@ -148,10 +151,10 @@ PATIENCE = timedelta(hours=2)
 
 @contextmanager
 def joined_world() -> Iterator[World]:
-    """Initialise the process group of torchrun and yield its `World`; without torchrun, yield `ALONE`.
+    """Initialise the process group of torchrun and yield its `World`; with a single process, yield `ALONE`.
 
-    On machines with CUDA, NCCL is always initialised, with one GPU per process; otherwise every process would allocate
-    memory on the first GPU. A process that waits longer than `PATIENCE` in a collective fails.
+    If CUDA and NCCL are available, NCCL is initialised too, for the GPU `own_card`; otherwise every process would
+    allocate memory on the first GPU. A process that waits longer than `PATIENCE` in a collective fails.
 
     The process must exit by `os._exit`: destroying gloo can deadlock if a DDP model outlives its process group.
 

@@ -58,12 +58,14 @@ def save_checkpoint(
     world: World = ALONE,
     previous: Path | None = None,
 ) -> Path:
-    """Write `folder/step_N`, then remove all but the newest `keep` checkpoints. Called by all processes.
+    """Write `folder/step_N`, then remove all checkpoints but it and the newest `keep` - 1 valid earlier ones.
+
+    All processes must call this function.
 
     Args:
-        keep: number of checkpoints to keep, the new one included.
-        previous: newest valid checkpoint so far; later checkpoints are invalid and are removed. None: unknown, so all
-            earlier checkpoints count as valid.
+        keep: number of checkpoints to keep, including the new one.
+        previous: newest valid checkpoint before the new one; those between them are invalid and are removed. None:
+            unknown, so all earlier checkpoints count as valid.
 
     Returns:
         The folder of the new checkpoint.
@@ -105,7 +107,7 @@ def save_checkpoint(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove partial checkpoints of a killed process, which was writing or deleting them. Requires the run's lock."""
+    """Remove partial checkpoints, which a killed process was writing or deleting. The caller must hold the lock."""
     for leftover in folder.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -113,7 +115,9 @@ def remove_leftovers(folder: Path) -> None:
 def find_checkpoint(
     folder: Path, model: nn.Module, hashes: tuple[str, ...] | None = None, at_most: int | None = None
 ) -> Path | None:
-    """Return the folder of the newest valid checkpoint for `model`; None if there are none. Invalid ones are logged.
+    """Return the folder of the newest valid checkpoint for `model`, or None if there are no checkpoints.
+
+    Invalid checkpoints are skipped with a warning.
 
     Args:
         hashes: accepted run hashes, that of the current run first; default: any run.
@@ -151,12 +155,13 @@ def take_newest(
     hashes: tuple[str, ...] | None,
     at_most: int | None,
 ) -> tuple[Path, TrainState] | None:
-    """Find the newest valid checkpoint and load it with `load`.
+    """Find the newest valid checkpoint and load it with `load`. Arguments as in `find_checkpoint`.
 
-    For callers without the run's lock: the search is repeated if training removes the checkpoint before it is loaded.
+    This is for callers without the run's lock: the search is repeated if training removes the checkpoint before it is
+    loaded.
 
     Returns:
-        The checkpoint's path and its training state; None if there is no checkpoint.
+        The checkpoint's folder and the result of `load`; None if there is no checkpoint.
 
     Raises:
         SinklabError, OSError: as `find_checkpoint` and `load`, unless the checkpoint has been removed.
@@ -171,7 +176,7 @@ def take_newest(
 
 
 def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> TrainState:
-    """Load the weights of a valid checkpoint into `model` and return its training state. Called by all processes.
+    """Load the weights of a valid checkpoint into `model` and return its training state; all processes must call it.
 
     Raises:
         SinklabError: if a tensor cannot be read.
@@ -184,9 +189,9 @@ def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> Tr
 def load_checkpoint(
     checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World = ALONE
 ) -> TrainState:
-    """Restore weights and optimiser state exactly, and return the training state. Called by all processes.
+    """Restore weights and optimiser state exactly, and return the training state.
 
-    `optimizer` must not have any state.
+    All processes must call this function. `optimizer` must not have any state.
 
     Raises:
         SinklabError: if a tensor cannot be read.
@@ -220,7 +225,7 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename, then delete a checkpoint, so that a killed process leaves no incomplete checkpoint."""
+    """Rename a checkpoint, then delete it, so that a killed process leaves no incomplete checkpoint."""
     aside = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.replace(aside)

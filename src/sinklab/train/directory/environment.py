@@ -27,7 +27,7 @@ def read_environment(directory: Path) -> dict[str, Any]:
     """Return the content of a run directory's env.json; an empty dict if the file is missing.
 
     Raises:
-        InputError: if the path cannot be accessed: its parent is a file, access is denied, or its name is too long.
+        InputError: if the file cannot be accessed, for example because access is denied or a parent is a file.
         SinklabError: if env.json is not valid JSON or contains no run hash.
     """
     path = directory / ENVIRONMENT
@@ -46,14 +46,14 @@ def read_environment(directory: Path) -> dict[str, Any]:
 
 
 def recorded_hash(directory: Path) -> str | None:
-    """Return the run hash of a directory; None if env.json is missing. Raises as `read_environment`."""
+    """Return the run hash of a directory; None if env.json is missing. Raises the same errors as `read_environment`."""
     return read_environment(directory).get("hash")
 
 
 def recorded_hashes(directory: Path) -> tuple[str, ...]:
     """Return the run hash of a directory, then those of the shorter runs that the run extends.
 
-    The tuple is empty if env.json is missing. Raises as `read_environment`.
+    The tuple is empty if env.json is missing. Raises the same errors as `read_environment`.
     """
     found = read_environment(directory)
     return tuple(run["hash"] for run in (found, *found.get("continues", ())) if run)
@@ -82,7 +82,10 @@ def _is_below(key: str, parts: Collection[str]) -> bool:
 
 
 def environment(recipe: Recipe) -> dict[str, Any]:
-    """Return start time (UTC), versions, machine, device, threads, git state and command of a new run, for env.json."""
+    """Return time (UTC), versions, machine, device, backend, threads, git state and command of a new run, for env.json.
+
+    Raises the same errors as `pick_device`.
+    """
     device = pick_device(recipe.train.device)
     return {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),

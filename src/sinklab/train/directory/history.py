@@ -22,24 +22,25 @@ class Evaluation(ReadDocument):
         train_loss: mean cross-entropy over the updates since the previous evaluation, nats per token.
         valid_loss: cross-entropy on held-out documents, nats per token.
         valid_added_losses: weighted value of each auxiliary loss (`losses` of a recipe) on the same documents, by name.
-        sink_rate: Sink_k for k = 1, 2, .., in percent of (sequence, layer, head) triples.
-        sink_rate_visible: `sink_rate` with alpha averaged over the queries that can see the key; None if equal to
-            `sink_rate`.
+        sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples with importance alpha_k above
+            `metric.eps`.
+        sink_rate_visible: `sink_rate` with alpha_k averaged only over the queries that can see key k; None if these are
+            the queries from k on in all layers.
         sink_rate_bias: sink rate of an added bias, sink logit, remainder of stick-breaking, sink token or registers,
             percent; None if the model has none of these.
         sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
-        sink_rate_eps, sink_rate_visible_eps: Sink_1 by threshold ("0.3", "0.2", "0.4"), percent;
-            `sink_rate_visible_eps` is None if `sink_rate_visible` is None.
+        sink_rate_eps, sink_rate_visible_eps: Sink_1 in percent for the thresholds `metric.eps`, 0.2 and 0.4, by
+            threshold ("0.3"); `sink_rate_visible_eps` is None if `sink_rate_visible` is None.
         sink_rate_bias_eps: `sink_rate_bias` by threshold; None if `sink_rate_bias` is None.
         sink_rate_window_start: sink rate of the first key of a sliding window that excludes position 1, percent; None
-            without such windows.
+            without such windows, or if learned tokens precede the sequence.
         norm_ratio_before_norm: as `hidden_norm_ratio`, for the input of each norm of a post-norm model, two per block;
             None for other models.
         norm_ratio_sink_token: norm of the sink token or first register divided by the mean norm of the tokens, at the
             same places as `hidden_norm_ratio`; None without sink token and registers.
-        importance_first_heads: alpha of the first position, mean over sequences, by attention layer and head (0..1).
-        hidden_norm_ratio: |h_1| divided by the mean |h_t| of the other positions, before the first block and after
-            every block; infinite (null in the file) if the mean is 0 and |h_1| is not.
+        importance_first_heads: alpha_1, mean over sequences, by attention layer and head (0..1).
+        hidden_norm_ratio: norm of the hidden state |h_1| divided by the mean |h_t| of the other positions, before the
+            first block and after every block; infinite (null in the file) if the mean is 0 and |h_1| is not.
         lr: learning rate of the next update.
         grad_norm: gradient norm of the last update, before clipping.
         tokens_per_second: training throughput of all processes since the previous evaluation or the start of this
@@ -75,7 +76,10 @@ class Evaluation(ReadDocument):
 
     @property
     def rate_layers(self) -> list[float | None]:
-        """Maximum of `sink_rate_heads` in each attention layer, percent; None for a layer without known rates."""
+        """Maximum of `sink_rate_heads` in each attention layer, percent; None for a layer without known rates.
+
+        The list is empty if the evaluation has no `sink_rate_heads`.
+        """
         return [highest_known(rates) for rates in self.sink_rate_heads or ()]
 
     @property
@@ -85,7 +89,7 @@ class Evaluation(ReadDocument):
 
 
 def highest_known(values: Sequence[float | None]) -> float | None:
-    """Return the maximum of the values that are not None; None if all are."""
+    """Return the maximum of the values that are not None; None if there are no such values."""
     return max((one for one in values if one is not None), default=None)
 
 
@@ -161,7 +165,7 @@ def _damaged(path: Path, number: int, error: ValueError) -> SinklabError:
 
 
 def seconds_spent(history: Sequence[Evaluation]) -> float:
-    """Estimate the training time in seconds from tokens and throughput. Intervals without throughput are excluded."""
+    """Estimate the training time in seconds from tokens and throughput, without intervals of unknown throughput."""
     seconds, before = 0.0, 0.0
     for one in history:
         tokens = before if one.tokens is None else one.tokens
@@ -172,7 +176,7 @@ def seconds_spent(history: Sequence[Evaluation]) -> float:
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not support, by None in a nested value."""
+    """Return a nested value with NaN and infinity, which JSON does not support, replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

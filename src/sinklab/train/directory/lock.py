@@ -16,7 +16,7 @@ from sinklab.files import is_at
 
 LOCK = "lock"
 TRIES = 4
-SHOWS_WITHIN_S = 60  # network file systems may cache for this long that a file does not exist
+SHOWS_WITHIN_S = 60  # a network file system may cache the absence of a file for this long
 
 
 class HeldError(SinklabError):
@@ -114,7 +114,7 @@ def _lock(path: Path, use: str, remedy: str) -> IO[str]:
     """Lock the file at `path`, write process and host into it, and return the open file."""
     import fcntl
 
-    for attempt in range(TRIES):  # `_is_locked` locks briefly, and the file may be removed before the lock
+    for attempt in range(TRIES):  # `_is_locked` locks briefly, and the file may be removed before it is locked
         time.sleep(0.02 * (attempt > 0))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

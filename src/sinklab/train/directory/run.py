@@ -13,7 +13,7 @@ Extension: the number of steps is part of the run hash, because the learning rat
 `train.steps` can extend a shorter run if both have the same learning rate at all steps so far: with a flat schedule, a
 wsd schedule before its decay, or any schedule during warm-up. The steps of the shorter run are then also those of the
 longer one, and the longer run takes over the directory: in env.json, `hash` is the hash of the longer run, and
-`continues` lists hash and number of steps of the shorter ones.
+`continues` lists hash and number of steps of the shorter runs, oldest first.
 """
 
 import shutil
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """Hashes of the runs from whose checkpoints this run can resume."""
+        """Hashes of the runs from whose checkpoints this run can resume, its own first."""
         return (self.hash, *self.earlier)
 
     @property
@@ -86,7 +86,10 @@ class Run:
         return self.directory / "failed.json"
 
     def loader(self, split: Literal["train", "valid"]) -> Loader:
-        """Return the loader of training or validation tokens, with data interventions; raises as `Loader`."""
+        """Return the loader of training or validation tokens, with data interventions.
+
+        Raises the same errors as `Loader`.
+        """
         recipe = self.recipe
         return Loader.of(
             self.dataset,
@@ -101,7 +104,7 @@ class Run:
 def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
     """Return the recipe with values filled in from data and device.
 
-    These are the vocabulary size if it is unset, the EOS id of document masks, and the precision if it is "auto".
+    These are the vocabulary size if it is not set, the EOS id of document masks, and the precision if it is "auto".
 
     Raises:
         InputError: if the model's vocabulary is smaller than the tokenizer's, or the device is not usable.
@@ -146,7 +149,7 @@ def emulation_warning(recipe: Recipe) -> str:
 
 
 def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """Open a run: new, existing, or extending a shorter one. This writes no files (see `establish`).
+    """Open a new or existing run, or one that extends a shorter run. This writes no files (see `establish`).
 
     Args:
         out: run directory; default: `runs/NAME-HASH`.
@@ -189,8 +192,8 @@ def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None)
 def establish(run: Run, compiles_loss: bool = False) -> None:
     """Write env.json, recipe.yaml and the tokenizer files if they are missing. The caller must hold the lock.
 
-    env.json is written first, so that the directory belongs to this run. After an interruption, the next call writes
-    the missing files. The directory of a shorter run becomes that of this run.
+    env.json is written first, because its hash assigns the directory to this run. After an interruption, the next call
+    writes the missing files. The directory of a shorter run is converted to that of this run.
 
     Args:
         compiles_loss: True if the training loss is compiled; recorded in env.json, because it affects rounding.
@@ -216,7 +219,7 @@ def establish(run: Run, compiles_loss: bool = False) -> None:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Model of a run, loaded from a checkpoint, with the run's recipe and tokenizer."""
+    """Model of a run, loaded from the checkpoint of `step`, with the run's recipe and tokenizer."""
 
     model: Transformer
     recipe: Recipe
@@ -273,10 +276,10 @@ MEASURED = ("measurement.json", "measurement.npz", "record.json")
 
 
 def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int | None:
-    """Return the number of steps of the run in a directory if `recipe` differs from it only by more steps, else None.
+    """Return `train.steps` of the run in a directory if `recipe` differs from its recipe only by more steps, else None.
 
     Args:
-        recipe: resolved recipe.
+        recipe: recipe of the longer run, resolved (`resolve`).
         data: fingerprint of the recipe's data.
         found: hash of the run in the directory.
 

@@ -92,10 +92,10 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> None:
-    """Create the state tensors of a new optimiser by an update with zero learning rate and gradients.
+    """Create the state tensors of a new optimiser by an update with learning rate 0 and zero gradients.
 
-    The optimiser determines dtype, device and sharding of its state. The weights do not change. The values of the state
-    are placeholders.
+    The update gives the state the right dtype, device and sharding, and does not change the weights. The values of the
+    state are placeholders, to be overwritten.
 
     Args:
         stored: stored names of the state tensors; state is created only for their parameters.
