@@ -1,17 +1,17 @@
 """Tokenized conversations for instruction tuning, with a loss mask on the assistant's tokens.
 
 A chat template may mark the assistant's text with `{% generation %}..{% endgeneration %}`. Otherwise the assistant's
-text of message i is the text that the message adds:
+text of message m_i is the text that render(m_1 .. m_i) adds to its prefix
 
-    render(m_1 .. m_i-1, with the generation prompt)  is a prefix of  render(m_1 .. m_i),
+    render(m_1 .. m_i-1, with the generation prompt).
 
-which is a prefix of the whole rendered conversation. A template that violates this rule is rejected.
+render(m_1 .. m_i) must be a prefix of the whole rendered conversation. A template that violates this is rejected.
 
 The text is tokenized up to each boundary of the assistant's text. A token that would cross a boundary is split there,
 as in generation. Rejected alternative: character offsets, which are wrong for tokenizers that drop characters.
 
-Conversations are truncated to the maximum length, and excluded if no assistant tokens remain. The remaining ones are
-shuffled with the seed, and the first of them are held out (`sft_dataset.py`).
+Conversations are truncated to the maximum length, and excluded if they then have no assistant tokens to predict. The
+others are shuffled with the seed, and the first of them are held out (`sft_dataset.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ DEFAULT = (
     "{% else %}{{ message['content'] | trim }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
 )
-"""Chat template for tokenizers without one: roles are plain text, and a reply ends with EOS."""
+"""Chat template for tokenizers without one: roles are plain text, and every assistant message ends with EOS."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class TokenizedChat:
 
     Attributes:
         is_trained: loss mask, True for the assistant's tokens.
-        is_exact: True if the assistant's tokens decode to the assistant's text, up to leading and trailing whitespace.
+        is_exact: True if the assistant's tokens decode to the assistant's text, up to leading and trailing whitespace;
+            not kept by `read_chats`.
     """
 
     ids: list[int]
@@ -62,7 +63,8 @@ class ChatTemplate:
 
     Args:
         tokenizer: tokenizer; its `chat_template` is set to the template in use.
-        given: Jinja template that replaces the tokenizer's; default: the tokenizer's, or DEFAULT if it has none.
+        given: Jinja template that replaces the tokenizer's; default: the tokenizer's, or DEFAULT (after BOS, if the
+            tokenizer adds it by default) if it has none.
 
     Attributes:
         notes: notes for the user if the template is not the tokenizer's.
@@ -95,8 +97,8 @@ class ChatTemplate:
         """Tokenize a conversation such that no token crosses a boundary of the assistant's text.
 
         Raises:
-            InputError: if the template fails, or the assistant's text is not rendered, cannot be located, or cannot be
-                tokenized separately from adjacent text; the error message begins with `where`.
+            InputError: if the template fails, or the assistant's text is not rendered, cannot be located, cannot be
+                tokenized separately from adjacent text, or has no tokens; the error message begins with `where`.
         """
         whole = self._rendered(messages, where)
         spans = whole.marked if self._is_marked else list(self._spans(messages, whole.text, where))
@@ -123,7 +125,7 @@ class ChatTemplate:
         return TokenizedChat(ids, is_trained, is_exact)
 
     def _added(self, before: list[int], until: list[int], piece: str, where: str) -> list[int]:
-        """Return the tokens of `piece`, given the tokens of the text before it (`before`) and of both (`until`)."""
+        """Return the tokens of `piece`, given those of the text before it (`before`) and up to its end (`until`)."""
         if until[: len(before)] == before:
             return until[len(before) :]
         end = str(self._tokenizer.eos_token or "")  # tokenizers add no space after EOS
@@ -144,7 +146,7 @@ class ChatTemplate:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _spans(self, messages: list[Message], text: str, where: str) -> Iterator[tuple[int, int]]:
-        """Yield the character span in `text` of each assistant message."""
+        """Yield the character span (start, end) in `text` of each assistant message."""
         for i, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
@@ -170,8 +172,9 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> tu
         seed: random seed of the shuffle.
 
     Returns:
-        The shuffled, truncated conversations that have assistant tokens, and a note with the numbers of conversations
-        read, truncated, excluded, and (excluded ones counted too) changed by the tokenizer.
+        The shuffled, truncated conversations that have assistant tokens after the first token, and a note with four
+        numbers of conversations: all, truncated ones among those returned, excluded ones, and those in which the
+        tokenizer changes the assistant's text, excluded ones included.
 
     Raises:
         InputError: if the file cannot be read or has no conversations, or a conversation has no assistant text or fails

@@ -17,7 +17,7 @@ LONGEST = 2048
 HELD_OUT = 100
 SINK_LENGTH = 64
 EVALUATIONS = 10
-TOKENS_AT_A_TIME = 4096  # maximum tokens of a default micro-batch of more than one conversation
+TOKENS_AT_A_TIME = 4096  # maximum tokens of the default micro-batch, unless it is a single conversation
 
 
 class TuneOptions(CommandSettings, frozen=True):
@@ -31,7 +31,7 @@ class TuneOptions(CommandSettings, frozen=True):
     micro_batch: Annotated[int | None, Flag(panel=ADVANCED)] = Field(
         default=None,
         ge=1,
-        description="Conversations per micro-batch, a divisor of --batch-size; default: about 4,096 tokens.",
+        description="Conversations per micro-batch, a divisor of --batch-size; default: at most 4,096 tokens, or one.",
     )
     length: int | None = Field(
         default=None,
@@ -51,7 +51,7 @@ class TuneOptions(CommandSettings, frozen=True):
         default=None, ge=1, description="Updates between checkpoints; default: a tenth of all updates."
     )
     sequences: Annotated[int, Flag(panel=MEASURED)] = Field(
-        default=100, ge=1, le=MOST, description="Number of sequences for the sink metric."
+        default=100, ge=1, le=MOST, description="Maximum number of sequences for the sink metric."
     )
     sink_length: Annotated[int | None, Flag(panel=MEASURED)] = Field(
         default=None,
@@ -68,7 +68,7 @@ class TuneOptions(CommandSettings, frozen=True):
 
 
 class TuneSettings(TuneOptions, frozen=True):
-    """Settings of instruction tuning with all values derived; `steps`, the number of updates, replaces `epochs`."""
+    """Settings of instruction tuning without unset values; `steps`, the number of updates, replaces `epochs`."""
 
     micro_batch: int = Field(default=...)
     length: int = Field(default=...)
@@ -81,7 +81,7 @@ class TuneSettings(TuneOptions, frozen=True):
 
 
 class TuneManifest(TuneSettings, frozen=True):
-    """Settings of a tuning run and hashes of its inputs. A resumed run must have the same, and the same model name.
+    """Settings of a tuning run and hashes of its inputs. When a run is resumed, they and the model name must be equal.
 
     Attributes:
         files: hash of the model's files (`opening.model_files`); None for a model on the hub.
@@ -97,7 +97,7 @@ class TuneManifest(TuneSettings, frozen=True):
 
 
 def length_for(options: TuneOptions, context: int | None) -> int:
-    """Return the maximum number of tokens per conversation; longer ones are truncated.
+    """Return the maximum number of tokens per conversation: `options.length`, else 2,048 or the context if shorter.
 
     Args:
         context: context length of the model; None without a limit.
@@ -113,7 +113,10 @@ def length_for(options: TuneOptions, context: int | None) -> int:
 
 
 def held_out_for(options: TuneOptions, conversations: int) -> int:
-    """Return the number of held-out conversations.
+    """Return the number of held-out conversations: `options.held_out`, else a tenth, at least 1 and at most 100.
+
+    Args:
+        conversations: number of usable conversations.
 
     Raises:
         InputError: if there are fewer than two conversations, or none would be left for training.
@@ -132,7 +135,7 @@ def held_out_for(options: TuneOptions, conversations: int) -> int:
 
 
 def settings_for(options: TuneOptions, length: int, held_out: int, trained: int) -> TuneSettings:
-    """Derive the settings from the options, with every None replaced by its derived value.
+    """Return the settings for these options, with a derived value in place of every None.
 
     Args:
         length: maximum number of tokens per conversation.

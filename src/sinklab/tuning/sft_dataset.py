@@ -65,6 +65,7 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
 
     Raises:
         InputError: if the model, a file or an option is unusable.
+        SinklabError: if the model is a run without a valid checkpoint (`open_model`).
     """
     try:
         given = None if sources.template is None else sources.template.read_text(encoding="utf-8")
@@ -121,7 +122,8 @@ def open_trainable(name: str, loading: Loading) -> Model:
     """Load a Hugging Face model, or the exported model of a run, with float32 weights for training.
 
     Raises:
-        InputError: if the model cannot be loaded, its weights are quantised, or several devices would be used.
+        InputError: if the model cannot be loaded, its weights are quantised, or several GPUs are visible or requested.
+        SinklabError: as `open_model`.
     """
     if loading.device == DEVICE_MAP:
         raise InputError("--device map is not supported, because tuning uses one device: use auto, cpu or cuda")

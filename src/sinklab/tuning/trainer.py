@@ -5,7 +5,7 @@ preparation is skipped. Differences from SFTTrainer:
 
 - A sinklab model computes its own loss; trl would call the model's body and apply the LM head to the hidden states.
 - The validation loss is the mean over all labelled tokens, not over batches, so it is independent of the batch size.
-- Checkpoints have no model card.
+- Checkpoints are saved without a model card.
 """
 
 import math
@@ -37,10 +37,10 @@ class TuneRecord(TrainerCallback):
 
     Attributes:
         folder: folder of metrics.jsonl and updates.jsonl.
-        updates, evaluations: rows; initially those of earlier calls, up to the checkpoint from which training resumes.
+        updates, evaluations: rows of the two files; initially those up to the checkpoint from which training resumes.
         sink: sink callback of the same trainer, called before this callback.
-        should_stop: callback, called after every update; the trainer saves and stops if it returns True.
-        progress: progress reporter, with one unit per update and one note per evaluation.
+        should_stop: callback, called after every update; if it returns True, a checkpoint is saved and training stops.
+        progress: progress reporter; a unit is one update, and every evaluation is reported as a note.
     """
 
     folder: Path
@@ -126,7 +126,7 @@ class Tuner(SFTTrainer):
         return output
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing; sinklab writes the model card of the final model."""
+        """Do nothing, because `write_model` writes the model card of the final model."""
 
 
 def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], begins: bool) -> Tuner:
@@ -135,7 +135,7 @@ def tuner(dataset: SftDataset, folder: Path, callbacks: list[TrainerCallback], b
     Args:
         folder: folder of the checkpoints.
         callbacks: callbacks, called in this order after the default callbacks of the Trainer.
-        begins: True if training starts at step 0, where the model is evaluated before the first update.
+        begins: True if training starts at step 0; the model is then evaluated before the first update.
     """
     model: Any = dataset.model.module
     settings = dataset.tuning.asked

@@ -26,8 +26,8 @@ class TuneEnd:
     """Result of a call to `tune`.
 
     Attributes:
-        tuning: contents of sft.json; `chat` is None if the run was stopped.
-        exit_status: 0 if the run is complete; 130 (SIGINT) or 75 (SIGTERM, SIGUSR1) if it was stopped.
+        tuning: content of sft.json; `chat` is None if training was stopped before the last update.
+        exit_status: 0 if all updates are done; 130 (SIGINT) or 75 (SIGTERM, SIGUSR1) if training was stopped.
     """
 
     tuning: Tuning
@@ -45,18 +45,23 @@ def tune(
 ) -> TuneEnd:
     """Fine-tune a model on conversations, or resume an earlier call.
 
-    On SIGINT, SIGTERM or SIGUSR1 training finishes the current update, saves a checkpoint and stops. If the run is
-    already complete, its result is returned.
+    On SIGINT, SIGTERM or SIGUSR1 training finishes the current update, saves a checkpoint and stops. If the tuning run
+    in `out` is already complete, its result is returned.
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
+        sources: files of conversations, text and chat template.
+        options: settings; None values are derived.
         out: output directory; it must not be inside the model's directory.
+        loading: device and other options for loading the model; weights are float32.
+        observe: callback for progress events.
 
     Raises:
-        InputError: before anything is written, if trl or accelerate is not installed, WORLD_SIZE is not 1, the model, a
-            file or an option is unusable, or `out` contains other files or a tuning run with other settings.
+        InputError: before training, if trl or accelerate is not installed, WORLD_SIZE is not 1, the model, a file or an
+            option is unusable, or `out` contains other files, damaged ones, or a tuning run with other settings.
         HeldError: if another process is tuning a model in `out`.
-        SinklabError: if a loss or gradient norm is not finite, or `out` cannot be written.
+        SinklabError: if a loss or gradient norm is not finite, no checkpoint of a run is valid, or `out` cannot be
+            written.
     """
     check_extra()
     ledger = Ledger[Tuning](out, SFT)
@@ -84,8 +89,8 @@ def check_tuned(path: Path, options: TuneOptions, chats: Path) -> None:
         chats: requested .jsonl file of conversations.
 
     Raises:
-        InputError: if a setting or the conversations differ (the message names the first difference), or sft.json is
-            damaged.
+        InputError: if a setting or the conversations differ (the message names the first difference), sft.json is
+            damaged, or the options are invalid (`settings_for`).
     """
     found = tuned_directory.load_tuning(path)
     before = found.asked
@@ -110,7 +115,7 @@ def check_extra() -> None:
 
 
 def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], observe: Observer) -> TuneEnd:
-    """Run the remaining updates and write sft.json; after the last, export the model and delete the checkpoints."""
+    """Run the remaining updates and write sft.json. After the last update, write the model and delete checkpoints."""
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.tuning.trainer import TuneRecord, tuner
 
@@ -161,7 +166,7 @@ def _check_free(out: Path, model: str) -> None:
     """Check that `out` is outside the model's directory, whose files are hashed, and that no file is overwritten.
 
     Raises:
-        InputError: if `out` is inside that directory, or contains an output of this name but no sft.json.
+        InputError: if `out` is inside that directory, or contains an output of a tuning run but no sft.json.
     """
     place = Path(model).expanduser()
     if place.is_dir() and out.resolve().is_relative_to(place.resolve()):

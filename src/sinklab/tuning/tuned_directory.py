@@ -81,15 +81,16 @@ class Tuning(VersionedDocument):
     Attributes:
         model: name of the model as passed.
         architecture: transformers class of the model.
+        parameters: number of parameters of the model.
         asked: settings that affect the result.
-        conversations: number of training conversations; `held_out` is in `asked`.
-        trained_tokens: number of assistant tokens in one epoch.
+        conversations: number of training conversations; the number of held-out conversations is `asked.held_out`.
+        trained_tokens: number of assistant tokens that contribute to the loss in one epoch.
         sequences: number of sequences for the sink metric.
         notes: notes on the model and the conversations.
         base, chat: evaluations before training and after all updates; None until they are made.
-        grad_norm_max: largest gradient norm of all updates so far; None without updates.
+        grad_norm_max: largest gradient norm of all updates so far, before clipping; None without updates.
         seconds: total training time of all calls, except killed ones, in seconds.
-        versions: versions of the training libraries.
+        versions: versions of torch, transformers, trl and accelerate, by name.
     """
 
     model: str
@@ -113,8 +114,8 @@ class Tuning(VersionedDocument):
     def numbers(self) -> dict[str, float]:
         """Return the quantities that claims use, by name; empty until training is complete.
 
-        These are the decrease of the held-out loss (nats per token), the largest gradient norm, and the change of
-        Sink_1 (percentage points).
+        These are the decrease of the held-out loss (nats per assistant token), the largest gradient norm, and the
+        change of Sink_1 (percentage points).
         """
         if self.base is None or self.chat is None or self.grad_norm_max is None:
             return {}
@@ -126,7 +127,7 @@ class Tuning(VersionedDocument):
 
 
 def tuned_beside(run: Path) -> Path:
-    """Return the tuning directory of a run in a sweep: RUN-sft, beside the run's directory, whose files are hashed."""
+    """Return the tuning directory of a run in a sweep: RUN-sft, beside RUN, because the files in RUN are hashed."""
     return run.with_name(f"{run.name}-sft")
 
 
@@ -145,7 +146,7 @@ def load_tuning(path: Path) -> Tuning:
 
 
 def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
-    """Read the rows of a .jsonl file; return an empty list if the file does not exist.
+    """Read the rows of a .jsonl file as `kind`; return an empty list if the file does not exist.
 
     Raises:
         InputError: if the file is damaged.
@@ -159,7 +160,7 @@ def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
 
 
 def write_rows(path: Path, rows: Sequence[BaseModel]) -> None:
-    """Write rows as .jsonl, atomically; raises as `write_text`."""
+    """Write rows as .jsonl, atomically. Raises the same errors as `write_text`."""
     write_text(path, "".join(json.dumps(row.model_dump(mode="json"), allow_nan=False) + "\n" for row in rows))
 
 
@@ -188,6 +189,7 @@ def write_model(checkpoint: Path, directory: Path, tuning: Tuning, is_ours: bool
     """Write the model of a checkpoint as a Hugging Face directory, atomically.
 
     Args:
+        checkpoint: folder of the checkpoint.
         directory: output directory; it must be new or empty.
         tuning: results for the model card.
         is_ours: True for a SinklabForCausalLM, whose modeling code is written with the weights.
