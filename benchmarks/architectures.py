@@ -1,12 +1,12 @@
-"""Measurement of every causal architecture of the installed transformers, on a small random model.
+"""Check measurements of a small random model of every causal architecture of the installed transformers.
 
     python -m benchmarks.architectures [MODEL_TYPE ...] [--save]
 
-The importance of every position, layer and head is compared with the same number from the attention matrices that the
-model returns with `output_attentions`. A model agrees if the largest difference is at most 1e-4. It is refused if
-sinklab says why it cannot be measured. Sink logits are set to -30, since some models (GraniteSWA) return matrices from
-before they are applied. Architectures without a small configuration, or without matrices to compare with, are counted
-as not compared.
+The importance of every position, layer and head is compared with that from the attention matrices that the model
+returns with `output_attentions`. The outcome is "agrees" if the largest difference is at most 1e-4, else "differs";
+"refused" if sinklab raises an error that says why the model cannot be measured; "fails" for any other error; and "not
+compared" without a small model, or without matrices of all measured layers. Sink logits are set to -30, because some
+models (GraniteSWA) return the matrices from before sink logits are applied.
 """
 
 import argparse
@@ -53,9 +53,9 @@ SMALL: dict[str, Any] = {
     )
     for name in names.split()
 }
-"""Values of configurations by the names of their fields."""
+"""Values of config fields, by field name."""
 
-LATENT: dict[str, Any] = {"head_dim": None, "num_key_value_heads": HEADS}  # its widths are qk_*_head_dim
+LATENT: dict[str, Any] = {"head_dim": None, "num_key_value_heads": HEADS}  # MLA has qk_*_head_dim instead
 HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -69,11 +69,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     ),
     "minicpm3": LATENT,
 }
-"""Fields of single architectures."""
+"""Values of config fields that only some architectures need, by model type; None leaves a field at its default."""
 
 
 def small_config(model_type: str) -> Any:
-    """A configuration of a small model; fields that the architecture refuses are left at their default."""
+    """Return the config of a small model. Fields whose values the architecture rejects are left at their defaults."""
     config_class = CONFIG_MAPPING[model_type]
     known = set(inspect.signature(config_class.__init__).parameters) | set(config_class.__dataclass_fields__)
     renamed = set(config_class.attribute_map)
@@ -90,10 +90,10 @@ def small_config(model_type: str) -> Any:
 
 
 def small_model(model_type: str) -> Any:
-    """A small random model with eager attention.
+    """Build a small random model with eager attention, in evaluation mode and float32.
 
     Raises:
-        ValueError: if it has too many parameters.
+        ValueError: if it has more than 20 million parameters.
     """
     config = small_config(model_type)
     with torch.device("meta"):
@@ -110,10 +110,10 @@ def small_model(model_type: str) -> Any:
 
 
 def importance_by_matrices(model: Any, tokens_NT: torch.Tensor) -> torch.Tensor:
-    """Importance (L, H, T) from the returned attention matrices: for each key, the mean over the queries from it on.
+    """Return the importance (L, H, T) from the attention matrices (N, H, T, T or more) that the model returns.
 
     Raises:
-        ValueError: if the model returns no matrices (N, H, T, T).
+        ValueError: if the model returns no such matrices.
     """
     with torch.no_grad():
         matrices = model(tokens_NT, output_attentions=True, use_cache=False).attentions or ()
@@ -125,7 +125,7 @@ def importance_by_matrices(model: Any, tokens_NT: torch.Tensor) -> torch.Tensor:
 
 
 def outcome(model_type: str) -> dict[str, Any]:
-    """Whether the measurement of a small model of this type agrees with its matrices."""
+    """Return `outcome` (see the module docstring) for a model type, with `largest_difference` or the reason `why`."""
     tokens_NT = torch.randint(3, 64, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(1))
     try:
         model = small_model(model_type)

@@ -2,19 +2,20 @@
 
     python -m benchmarks.assess MODEL TEXT [--quick] [--parts streaming,eviction] [--rounds 3] [--save NAME]
 
-Every part runs as `sinklab assess` runs it, and before it, in the same process and the same round, the model alone
-reads the part's sequences, logits of all positions included. Seconds are processor time of the process, as other work
-on the machine would count in a clock; ratios are medians over the rounds. A row has
+In every round, a bare forward pass over the part's sequences with the logits of all positions is timed, then the part
+as `sinklab assess` runs it. Seconds are processor time, so that other work on the machine does not count; ratios are
+medians over the rounds. A row has these values:
 
-    passes          over the part's sequences, that of the unchanged model included, as the progress bar counts them
-    tokens_read     by the model in all these passes, over the tokens of the part's sequences
+    passes          forward passes over the part's sequences, the unchanged model's included, as in the progress bar
+    tokens_read     tokens through the first block in all these passes, divided by the tokens of the part's sequences
     forward         seconds of one bare forward pass
-    times_forward   seconds of the part over those of one bare forward pass
-    per_pass        the same over `passes`
+    seconds         seconds of the part
+    times_forward   seconds of the part divided by those of the bare forward pass
+    per_pass        `times_forward` divided by `passes`
 
-A pass of the streaming part has 4 times the tokens of the others. The time of quantisation includes the rounding of all
-weights, that of writer passes over single tokens, both the same for any text. Goal: at most 1.4 forward passes for a
-pass of every part but eviction, whose heavy hitters are found query by query.
+By default, a pass of the streaming part has 4 times the tokens of the others. The time of quantisation includes
+rounding all weights, and that of writer includes passes over single tokens; both do not depend on the text. The goal is
+`per_pass` of at most 1.4 for every part but eviction, which finds heavy hitters query by query.
 """
 
 import argparse
@@ -47,7 +48,7 @@ SLOWER = ("eviction",)
 
 @contextmanager
 def counted_tokens(adapter: Adapter) -> Iterator[list[int]]:
-    """The tokens that pass through the first block, by forward pass."""
+    """Yield a list to which every forward pass in the `with` block appends its tokens through the first block."""
     found: list[int] = []
 
     def entering(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -59,14 +60,14 @@ def counted_tokens(adapter: Adapter) -> Iterator[list[int]]:
 
 
 def bare(adapter: Adapter, tokens_NT: Tensor) -> None:
-    """A forward pass and the logits of all positions, a sequence at a time."""
+    """Run forward passes with the logits of all positions, one sequence at a time; `tokens_NT` has shape (N, T)."""
     with torch.no_grad():
         for tokens_1T in tokens_NT.split(1):
             adapter.logits(adapter.hidden(tokens_1T)[0])
 
 
 def row(text: AssessText, name: str, settings: AssessSettings, rounds: int) -> dict[str, Any]:
-    """The costs of one part."""
+    """Measure the cost of one part and return its row (see the module docstring), with the goals missed."""
     job, done = PARTS[name].job(text, settings), list[AssessPart]()
     with counted_tokens(text.model.adapter) as tokens:
         done.append(job.run(lambda: None))

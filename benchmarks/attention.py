@@ -1,17 +1,16 @@
-"""Forward and backward time of every attention operation, relative to softmax on the same backend; and of a whole
-layer with what can stand around attention, relative to the plain layer.
+"""Forward and backward time of every attention operation and bias, relative to softmax on the same backend; and of
+whole layers with changes around the attention core, relative to the plain layer.
 
     python -m benchmarks.attention [--lengths 64 2048 8192] [--rounds 5] [--dtype float32] [--only softpick ...]
                                    [--around exclusive ...] [--save]
 
-`gated_delta` is the rule of `model.mixer: gated_delta` on queries, keys and values of the same widths, `linear` a layer
-with it. At 8192 those whose time is linear in T are timed, beside softmax.
+`gated_delta` is the delta rule of `model.mixer: gated_delta` on queries, keys and values of the same widths, and
+`linear` is a layer with it. At 8,192 tokens, only cases whose time is linear in T and the baselines are timed.
 
-Goals at T = 2048 on a CPU: at most 2.0 for one `attend` call, 3.0 for two, 2.0 for a layer; what is linear in T takes
-at most 5 times as long at 8192. The fused kernel (`softmax_fused`) is shown for comparison.
+Goals at T = 2048 on a CPU, relative to the baseline: at most 2.0 for one `attend` call, 3.0 for two, 2.0 for a layer.
+Cases that are linear in T take at most 5 times as long at T = 8192. The fused kernel `softmax_fused` has no goal.
 
-MB is the most that the process held during one step above what it held before; one T x T matrix of all heads would be
-134 MB at 2048.
+MB is the peak memory of one step above that before it, in 2**20 bytes. One T x T matrix of all heads is 128 MB at 2048.
 """
 
 import argparse
@@ -43,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"operation": example.values} for name, example in examples_of("operation").items()},
     "mla": {},
 }
-"""The baseline, every example that biases and operations declare, and softmax under `model.projection: latent`."""
+"""The baseline, all examples of biases and operations, and softmax with the widths of `model.projection: latent`."""
 
 RULE = "gated_delta"
 
@@ -51,17 +50,17 @@ LINEAR = (
     RULE,
     *(name for name, values in CASES.items() if isinstance(AttentionConfig.model_validate(values).operation, Kernel)),
 )
-"""Linear in T: the rule, and attention as a kernel of queries and keys."""
+"""Cases whose time is linear in T: the delta rule and kernel attention."""
 
 TWO_PASSES = {"clipped_softmax", "softpick", "elastic_softmax", "entmax15", "differential", "differential_v2"}
-"""Kinds with two `attend` calls, for a separate normaliser or a second softmax; so has any with `p` other than 1."""
+"""Kinds with two `attend` calls, for a separate normaliser or a second softmax. `p` other than 1 also needs two."""
 
 JUDGED, LONGEST = 2048, 8192
 AT_MOST = 5.0
-"""Times as long at 8192 as at 2048, of what is linear in T; 4 but for what neither length fills."""
+"""Maximum ratio of the times at 8,192 and 2,048 tokens for cases that are linear in T; ideally it is 4."""
 
 KEY_WIDTHS = {"mla": 1.5}
-"""Widths of queries and keys over those of values, where they differ."""
+"""Width of queries and keys divided by that of values, for the cases in which they differ."""
 
 AROUND: dict[str, dict[str, Any]] = {
     "exclusive": {"exclusive": True},
@@ -71,7 +70,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "value_residual_learned": {"value_residual": {"kind": "learned"}},
     "linear": {"mixer": {"kind": "gated_delta"}},
 }
-"""Additions around the attention core, as the model part of a recipe; the plain layer is `layer`."""
+"""Changes around the attention core, as the model section of a recipe."""
 
 
 def forward_and_backward(
@@ -82,12 +81,13 @@ def forward_and_backward(
     device: str,
     key_width: float = 1.0,
 ) -> Callable[[], None]:
-    """One training step of the core on fixed random inputs.
+    """Return a function that runs forward and backward pass of the attention core on fixed random inputs.
 
     Args:
-        values: the attention part of a recipe.
-        shape: batch, heads, head width.
-        key_width: of queries and keys, over the head width.
+        values: attention section of a recipe.
+        tokens: sequence length.
+        shape: batch size, number of heads, and head width (of values).
+        key_width: width of queries and keys divided by the head width.
     """
     batch, heads, width = shape
     wide = int(key_width * width)
@@ -112,18 +112,19 @@ def forward_and_backward(
 
 
 def forget_gates(batch: int, tokens: int, heads: int) -> torch.Tensor:
-    """Running sums of the logarithms of gates of one half, as they are before training: (batch, tokens, heads)."""
+    """Return cumulative log forget gates if all gates are 1/2, as before training: (batch, tokens, heads)."""
     return torch.full((batch, tokens, heads), 0.5).log().cumsum(1)
 
 
 def layer_forward_and_backward(
     values: dict[str, Any], tokens: int, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> Callable[[], None]:
-    """One training step of a layer, projections and feed-forward included, on fixed random inputs.
+    """Return a function that runs forward and backward pass of a whole layer on fixed random inputs.
 
     Args:
-        values: of the model part of a recipe, without sizes.
-        shape: batch, heads, head width.
+        values: model section of a recipe, without sizes.
+        tokens: sequence length.
+        shape: batch size, number of heads, and head width.
     """
     batch, heads, width = shape
     sizes = {"width": heads * width, "heads": heads, "ffn_width": 2 * heads * width, "context": tokens}
@@ -146,7 +147,7 @@ def layer_forward_and_backward(
 
 
 def rule_forward_and_backward(tokens: int, shape: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], None]:
-    """One training step of the gated delta rule on fixed random inputs; arguments as in `forward_and_backward`."""
+    """Return a function that runs forward and backward pass of the gated delta rule (see `forward_and_backward`)."""
     batch, heads, width = shape
     generator = torch.Generator().manual_seed(0)
     q, k, v, gradient = (torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(4))
@@ -160,7 +161,7 @@ def rule_forward_and_backward(tokens: int, shape: tuple[int, int, int], dtype: t
 
 
 def compare_around(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Times of a layer with each of the named parts, and ratios to the plain layer, which is first."""
+    """Time the plain layer `layer` and the layer with each named change of `AROUND`; return rows as `compare`."""
     variants = {"layer": {}, **{name: AROUND[name] for name in names}}
     contestants = {
         name: layer_forward_and_backward(values, tokens, SHAPES[tokens], dtype) for name, values in variants.items()
@@ -169,7 +170,11 @@ def compare_around(tokens: int, names: list[str], rounds: int, dtype: torch.dtyp
 
 
 def compare(tokens: int, names: list[str], rounds: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Times and ratios of the named operations at one length, softmax first."""
+    """Time softmax, the named cases and `softmax_fused` at one length.
+
+    Returns:
+        By name, the median `milliseconds`, the median ratio to softmax (`relative`), and `peak_mb`.
+    """
     variants = {"softmax": {}, **{name: CASES[name] for name in names if name in CASES}}
     contestants = {
         name: forward_and_backward(
@@ -197,7 +202,11 @@ def _rows(contestants: dict[str, Callable[[], None]], rounds: int, baseline: str
 
 
 def goal(name: str, by_passes: tuple[float, float] = (2.0, 3.0)) -> float | None:
-    """The most that a case may take relative to the baseline, by how often it computes scores; None for baselines."""
+    """Return the maximum time of a case relative to the baseline; None for `layer` and `softmax_fused`.
+
+    Args:
+        by_passes: maximum for one and for two `attend` calls.
+    """
     if name in CASES:
         operation = AttentionConfig.model_validate(CASES[name]).operation
         return by_passes[operation.kind in TWO_PASSES or getattr(operation, "p", 1) != 1]
@@ -205,7 +214,7 @@ def goal(name: str, by_passes: tuple[float, float] = (2.0, 3.0)) -> float | None
 
 
 def print_table(title: str, rows: dict[str, Any], judged: bool) -> None:
-    """One line per operation; those above their goal are marked, where goals are about this length."""
+    """Print one line per case; if `judged`, with its goal and a mark if the time is above it."""
     print(f"\n{title}\n{'':24}{'ms':>10}{f'x {next(iter(rows))}':>11}{'goal':>6}{'MB':>6}")
     for name, row in rows.items():
         limit = goal(name) if judged else None
@@ -215,7 +224,7 @@ def print_table(title: str, rows: dict[str, Any], judged: bool) -> None:
 
 
 def growth(rows: dict[str, Any], longest: dict[str, Any]) -> dict[str, float]:
-    """How many times as long everything takes at 8192 as at 2048, and softmax beside it."""
+    """Return the time at 8,192 tokens (`longest`) divided by that at 2,048 (`rows`), for cases timed at both."""
     return {name: row["milliseconds"] / rows[name]["milliseconds"] for name, row in longest.items() if name in rows}
 
 

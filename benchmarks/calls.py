@@ -1,10 +1,10 @@
-"""Calls of `sinklab measure` at the first forward pass of the model, and files that run before and after it.
+"""Call stack of `sinklab measure` at the first forward pass of the model, and the files that run before and after it.
 
     python -m benchmarks.calls RUN --inputs random --sequences 8
 
-The arguments are those of `sinklab measure`, which runs in this process under `sys.setprofile`. Printed are the
-functions on the stack at the first forward pass (those of sinklab by name, all by number), and the files of sinklab
-with functions that run before and after it. Functions that run while a module is imported do not count.
+The arguments are those of `sinklab measure`, which runs in this process under `sys.setprofile`. Prints the functions of
+sinklab on the stack at the first forward pass, the total number of functions on it, and the files of sinklab with
+functions that run before and after it. Functions that run while a module is imported do not count.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ class Calls:
     """Profile function that records files of sinklab and the stack of calls at the first forward pass.
 
     Attributes:
-        before, after: files by name relative to the package, in the order of their first call; a file may be in both.
-        stack: functions at the first forward pass, the command line first, as (file, function).
+        before, after: files that run before and after this pass, relative to the package; a file may be in both.
+        stack: functions at the first forward pass, outermost call first, as (file, function); empty before it.
     """
 
     def __init__(self) -> None:

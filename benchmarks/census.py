@@ -1,10 +1,10 @@
-"""Size of the code: files, lines, functions and small pieces, by top-level folder, of one tree or of two side by side.
+"""Size of the code by top-level folder: files, lines, imports and functions, of one source tree or of two.
 
     python -m benchmarks.census src
     python -m benchmarks.census BEFORE/src AFTER/src
 
-Lines of code are without docstrings, comments and blank lines. A private function is counted as used once where its
-name occurs once in its file beside its definition.
+Lines of code exclude docstrings, comments and blank lines. A private function is counted as used once if its name
+occurs in its file only in its definition and in one other place.
 """
 
 import argparse
@@ -28,7 +28,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass
 class Size:
-    """Counts of one file, or their sums."""
+    """Counts for one file, or sums over files; `shared_names` are files whose name occurs again in the package."""
 
     files: int = 0
     lines: int = 0
@@ -50,7 +50,7 @@ HEADINGS = ("files", "lines", "code", "imports", "functions", "per 1000", "priva
 
 
 def size_of(path: Path) -> Size:
-    """Counts of one source file."""
+    """Return the counts for one source file, without `shared_names`."""
     text = path.read_text("utf-8")
     tree = ast.parse(text)
     nodes = list(ast.walk(tree))
@@ -73,7 +73,7 @@ def size_of(path: Path) -> Size:
 
 
 def census(root: Path) -> dict[str, Size]:
-    """Counts by the top-level folder of the package below `root`; last of all the total."""
+    """Return the counts by top-level folder of the package in or directly below `root`, and finally the total."""
     package = next((one for one in (root, *sorted(root.iterdir())) if (one / "__init__.py").is_file()), root)
     paths = sorted(package.rglob("*.py"))
     names = Counter(path.name for path in paths if path.name != "__init__.py")
@@ -87,7 +87,7 @@ def census(root: Path) -> dict[str, Size]:
 
 
 def show(trees: list[Path]) -> None:
-    """One table; of two trees the values before and after in every cell."""
+    """Print one table; with two trees, each cell contains both values, such as "10 > 12"."""
     counted = [census(tree) for tree in trees]
     folders = [*sorted({name for one in counted for name in one} - {"total"}), "total"]
     rows = [["", *HEADINGS]]

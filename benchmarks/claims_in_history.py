@@ -1,10 +1,10 @@
-"""The claims of packed results, compared with those in the repository when their runs were trained.
+"""Compare the claims of packed results with those in the repository when their runs were trained.
 
     python -m benchmarks.claims_in_history results/tiny
 
-For every claim, reads the experiment's file at the commit from which the first run of the claim's cells was trained
-(env.json of the run) and compares the check. Prints how many claims were in that commit with the same check, and each
-that was not. Requires a clone with its history.
+For every claim, reads the experiment's file at the commit from which the earliest run of the claim's cells was trained
+(env.json of the run), and compares the check. Prints the number of claims by result and commit, and every claim that
+was missing from its commit or had another check. Requires a clone with its full history.
 """
 
 import argparse
@@ -27,13 +27,13 @@ CHECK = TypeAdapter(Check)
 
 
 def git(*arguments: str) -> str:
-    """Output of a git command in the repository."""
+    """Return the output of a git command in the repository."""
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @cache
 def checks_at(commit: str, experiment: str) -> dict[str, Any]:
-    """Checks of an experiment at a commit, by id of the claim; empty if there was no such experiment."""
+    """Return the checks of an experiment at a commit, by id of the claim; empty if there was no such experiment."""
     paths = git("ls-tree", "-r", "--name-only", commit, "src").splitlines()
     found = [path for path in paths if path.endswith(f"/{experiment}.yaml")]
     if not found:
@@ -43,9 +43,10 @@ def checks_at(commit: str, experiment: str) -> dict[str, Any]:
 
 
 def compared(claim: Claim, manifest: SweepManifest, trained: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
-    """Compare a claim with that of the commit from which the first run of its cells was trained.
+    """Compare a claim with the claim of the same id at the commit from which the first run of its cells was trained.
 
     Args:
+        manifest: manifest of the claim's experiment.
         trained: start time and commit of each run, by hash.
 
     Returns:
@@ -63,7 +64,7 @@ def compared(claim: Claim, manifest: SweepManifest, trained: Mapping[str, tuple[
 
 
 def main() -> None:
-    """Print the counts for each kind of claim, and the claims that differ."""
+    """Print the counts for confirmatory and exploratory claims, and the claims that differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     results = parser.parse_args().results

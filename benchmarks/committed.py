@@ -1,9 +1,9 @@
-"""Record what five seeds gave, for `sinklab lab` and others who train fewer, from committed results.
+"""Record the verdicts of committed results, which are shown with claims that are judged on fewer than five seeds.
 
     python -m benchmarks.committed results/tiny
 
-Writes `src/sinklab/experiments/committed.json`, which comes with sinklab; other scales there stay. Also writes the
-table of the paper's statements in README.md, with a column of verdicts for each scale that has committed results.
+Writes `src/sinklab/experiments/committed.json`, which is part of the package; other scales in the file are kept. Also
+writes the table of the paper's statements in README.md, with a column for each scale that has committed verdicts.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BEGIN, END = "<!-- made by benchmarks/committed.py -->\n\n", "\n\n<!-- end -->"
 
 
 def committed_verdicts(summary: Summary) -> dict[str, CommittedVerdict]:
-    """The verdicts of a summary by EXPERIMENT.CLAIM; those on existing models are left out."""
+    """Return a summary's verdicts by five seeds or more, by EXPERIMENT.CLAIM; claims with `same_as` are excluded."""
     return {
         f"{claim.experiment}.{claim.id}": CommittedVerdict(
             verdict=claim.verdict, seeds=claim.seeds, evidence=claim.evidence
@@ -37,12 +37,12 @@ def committed_verdicts(summary: Summary) -> dict[str, CommittedVerdict]:
 
 
 def summary_in(results: Path) -> Summary:
-    """Read summary.json of a packed sweep."""
+    """Read the summary.json of a packed sweep in the folder `results`."""
     return Summary.model_validate(parse_json((results / SUMMARY).read_text(encoding="utf-8")))
 
 
 def statement_table(summaries: Sequence[Summary]) -> str:
-    """The paper's twenty statements in Markdown, with the number of claims by verdict in each summary."""
+    """Return a Markdown table of the paper's twenty statements, with counts of claims by verdict for each summary."""
     rows = []
     for place, statement in enumerate(statements(), 1):
         verdicts = [Counter(claim.verdict for claim in one.claims_named(statement.claims)) for one in summaries]
@@ -53,13 +53,13 @@ def statement_table(summaries: Sequence[Summary]) -> str:
 
 
 def readme_with(text: str, table: str) -> str:
-    """The text of README.md with this table of statements."""
+    """Return the text of README.md with its table of statements replaced by `table`."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}{table}{END}{rest.split(END, 1)[1]}"
 
 
 def committed_summaries() -> list[Summary]:
-    """The summaries of the folders of `results/` that are named for a scale and have verdicts, smallest scale first."""
+    """Read the summaries with verdicts in the folders of `results/` that have the name of a scale, smallest first."""
     folders = [ROOT / "results" / name for name in SCALES if (ROOT / "results" / name / SUMMARY).exists()]
     return [summary for summary in map(summary_in, folders) if committed_verdicts(summary)]
 

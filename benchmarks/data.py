@@ -1,12 +1,12 @@
-"""Preparing text: `sinklab data prepare` beside encoding row by row, as the code released with the paper does.
+"""Throughput of `sinklab data prepare`, compared with encoding row by row as in the code released with the paper.
 
     python -m benchmarks.data [--rounds 5] [--save]
 
-Row by row, as the released script goes about it: a file is one task of a pool of processes, as many as cores; a task
-loads the tokenizer, reads a row, encodes it with one call, makes a tensor of the ids and an array of the tensor, and
-appends that to a shard. And the same in one process that loads the tokenizer once. All start from the files and the
-tokenizer's name, in turn, round after round, and end with the same ids on the disk. Text: the folder domains/ of
-SINKLAB_DATA; tokenizer: GPT-NeoX. Goal: 5 times the tokens per second of the faster of the two.
+The released procedure processes the files in a process pool, one file per task and at most one process per core. A task
+loads the tokenizer; it encodes each row with one call, converts the ids to a tensor and an array, and appends them to a
+shard. The second baseline does the same in one process that loads the tokenizer once. All three start from the files
+and the tokenizer's name, run in turn, and write the same numbers of every token. The text is the folder domains/ of
+SINKLAB_DATA, the tokenizer GPT-NeoX's. Goal: 5 times the tokens per second of the faster baseline.
 """
 
 import argparse
@@ -33,26 +33,26 @@ POOL, ALONE, OURS = "row by row, a pool", "row by row, one process", "data prepa
 
 
 def by_a_pool(source: Path, tokenizer: str, out: Path) -> None:
-    """A file per task, a process per core."""
+    """Encode the files in a process pool, one file per task."""
     files = sorted(source.glob("*.jsonl"))
     with mp.get_context("fork").Pool(min(os.cpu_count() or 1, len(files))) as pool:
         pool.starmap(file_by_itself, [(path, tokenizer, out) for path in files])
 
 
 def by_one_process(source: Path, tokenizer: str, out: Path) -> None:
-    """One file after the other."""
+    """Encode the files one after the other in this process."""
     loaded = load_tokenizer(tokenizer)
     for path in sorted(source.glob("*.jsonl")):
         row_by_row(path, loaded, out)
 
 
 def file_by_itself(path: Path, tokenizer: str, out: Path) -> None:
-    """A task of the pool."""
+    """Load the tokenizer and encode one file (task of the pool)."""
     row_by_row(path, load_tokenizer(tokenizer), out)
 
 
 def row_by_row(path: Path, tokenizer: Tokenizer, out: Path) -> None:
-    """One call of the tokenizer per row, and EOS after it."""
+    """Encode every row of a .jsonl file separately, and append its ids and EOS to the shard in `out` as uint16."""
     with path.open(encoding="utf-8") as rows, (out / path.stem).open("wb") as shard:
         for row in rows:
             ids = tokenizer.backend.encode(json.loads(row)["text"], add_special_tokens=False).ids
@@ -60,18 +60,18 @@ def row_by_row(path: Path, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def ours(source: Path, tokenizer: str, out: Path) -> None:
-    """`data prepare` into a fresh folder."""
+    """Run `prepare` into the folder `out`, which is deleted first."""
     shutil.rmtree(out, ignore_errors=True)
     prepare(str(source), tokenizer, out)
 
 
 def ids_in(*shards: Path) -> np.ndarray:
-    """(tokens,) all ids of some shards."""
+    """Return the ids of all shards, (tokens,)."""
     return np.concatenate([np.fromfile(shard, np.uint16) for shard in shards])
 
 
 def main() -> None:
-    """Measure, print, and keep the result where asked to."""
+    """Run the benchmark, print the result, and save it with --save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/data_cpu.json")

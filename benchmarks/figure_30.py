@@ -1,9 +1,10 @@
-"""Figure 30 from tuned runs: loss, sink and gradient norms of softmax and sigmoid, and their differences by seed.
+"""Figure 30 of 2410.10781 from tuned runs: loss, sink and gradient norms of softmax and sigmoid attention.
 
     python -m benchmarks.figure_30 results/sft --runs results/exploratory
 
-Each folder holds what `sinklab sft runs/tiny/CELL-HASH` wrote, under the run's name. Values over seeds are the median
-with the smallest and the largest.
+The first folder contains the output directories of `sinklab sft`, each with the name CELL-HASH of its run. Prints a
+Markdown table of the runs, and one with median, minimum and maximum over the seeds that both cells have, also of the
+differences at the same seed.
 """
 
 import argparse
@@ -18,12 +19,12 @@ from sinklab.train.recipe import load_recipe
 from sinklab.tuning.tuned_directory import SFT, UPDATES, TuneEvaluation, TuneUpdate, load_tuning, read_rows
 
 SETTLED = 13
-"""Updates after which gradient norms are averaged: the first epoch."""
+"""Number of updates of the first epoch, whose gradient norms are excluded from `Tuned.settled`."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """One tuned run."""
+    """A tuned run: evaluations before (`base`) and after (`chat`) tuning, and the gradient norms of all updates."""
 
     cell: str
     seed: int
@@ -33,7 +34,7 @@ class Tuned:
 
     @property
     def fall(self) -> float:
-        """Of the validation loss, nats."""
+        """Decrease of the loss on held-out conversations, nats per assistant token."""
         return self.base.valid_loss - self.chat.valid_loss
 
     @property
@@ -53,7 +54,7 @@ MEASURES: dict[str, Callable[[Tuned], float]] = {
 
 
 def seeds_of(runs: Path) -> dict[str, int]:
-    """By the name of each run below a folder, packed or not, its seed."""
+    """Return the seed of every run in a packed sweep or a folder of run directories, by the run directory's name."""
     if is_packed(runs):
         packed = [run for path in runs.glob(f"*/{RUNS}") for run in read_packed(path.parent)]
         return {run.directory: parse_yaml(run.recipe)["seed"] for run in packed}
@@ -61,24 +62,24 @@ def seeds_of(runs: Path) -> dict[str, int]:
 
 
 def read_tuned(folder: Path, seeds: Mapping[str, int]) -> Tuned:
-    """What lies in a folder that is called like its run."""
+    """Read an output directory of `sinklab sft` with the name of its run; raise SystemExit if it is not complete."""
     tuning = load_tuning(folder / SFT)
     if tuning.base is None or tuning.chat is None:
-        raise SystemExit(f"{folder} holds no tuning that has ended")
+        raise SystemExit(f"{folder} has no complete tuning run: resume it with `sinklab sft`")
     seed = seeds[folder.name]
     norms = [row.grad_norm for row in read_rows(folder / UPDATES, TuneUpdate)]
     return Tuned(folder.name.rpartition("-")[0], seed, tuning.base, tuning.chat, norms)
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median with the smallest and the largest value, as docs/verdicts.md shows seeds."""
+    """Format the median with minimum and maximum, as in docs/verdicts.md: `+1.20 [+0.90, +1.40]`."""
     return f"{median(values):+.2f} [{min(values):+.2f}, {max(values):+.2f}]"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=Path, required=True, help="the runs, or a packed sweep of them")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs, or a packed sweep")
     given = parser.parse_args()
     seeds = seeds_of(given.runs)
     tuned = [read_tuned(path.parent, seeds) for path in sorted(given.folder.glob("*/sft.json"))]

@@ -1,4 +1,4 @@
-"""`import sinklab` against `import transformers`, each in a fresh interpreter, in turn: medians and their ratio."""
+"""Compare the times of `import sinklab` and `import transformers`, alternately in fresh interpreters."""
 
 import statistics
 import subprocess
@@ -8,13 +8,13 @@ CODE = "import time; start = time.perf_counter(); import {module}; print(time.pe
 
 
 def seconds(module: str) -> float:
-    """How long a fresh interpreter takes to import a module."""
+    """Return the seconds that a fresh interpreter takes to import a module."""
     command = [sys.executable, "-c", CODE.format(module=module)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def main(repeats: int = 7) -> None:
-    """Print the medians and the ratio."""
+    """Print the median times over `repeats` imports of each module, and their ratio."""
     times: dict[str, list[float]] = {"sinklab": [], "transformers": []}
     for _ in range(repeats):
         for module, taken in times.items():

@@ -2,21 +2,21 @@
 
     python -m benchmarks.measure [--lengths 64 512 1024 2048 8192] [--rounds 5] [--models gpt2 llama] [--long] [--save]
 
-Models of random weights in float32: GPT-2 with 124 M parameters (its positions extended), and a Llama of 8 layers.
-All sides run in one process, in turn; times are medians, ratios are medians over the rounds, with the interval of the
-median at 95 % (all of them with fewer than six rounds). A round goes over all models and lengths, so that a slow spell
-of the machine meets all alike and not one of them alone; up to 512 tokens each is run three times in a round. Peak
-memory is that of the process above what it held before, reset for each side (Linux). With `ATEN_CPU_CAPABILITY=avx2`
-(and `ONEDNN_MAX_CPU_ISA=AVX2`) an ordinary processor is imitated; its results have a file of their own.
+The models have random float32 weights: GPT-2 with 124 M parameters (and more positions), and a Llama of 8 layers. All
+sides run in one process, in turn; times are medians, and ratios are medians over the rounds with their 95 % confidence
+interval (the whole range with fewer than six values). A round covers all models and lengths, so that slow periods of
+the machine affect all of them; each side runs three times per round up to 512 tokens. Peak memory is that of the
+process above its memory before the call (Linux). `ATEN_CPU_CAPABILITY=avx2` with `ONEDNN_MAX_CPU_ISA=AVX2` emulates a
+CPU without AVX-512; its results are saved in a separate file.
 
-The released procedure is written anew from its description (recipe.yaml, `known_defects_of_the_released_code`): eager
-attention, one prompt at a time; the maps of all layers and prompts are kept, written to a file and read back; then
-alpha from them, divided by a tensor of counts of their size. It computes no loss; beside it the measurement reads one
-sequence at a time and leaves the loss out, too (`without_loss`).
+The released procedure is reimplemented from its description: eager attention, one prompt at a time; the attention maps
+of all layers and prompts are kept, written to a file and read back; alpha is computed from the maps, divided by a
+tensor of counts of the same size. It computes no loss. `without_loss` is the measurement in the same setting: one
+sequence at a time, without the loss.
 
-Goals: at most 1.15 forward passes (1.25 at 8,192 tokens), loss included, and less memory than one; 4 times faster than
-the released procedure and in a tenth of its memory at 1,024 tokens, 6 times faster at 2,048; 32,768 tokens in less than
-6 GB.
+Goals: at most the time of 1.15 forward passes (1.25 above 2,048 tokens), with the loss, and no more memory than one;
+`without_loss` 4 times faster than the released procedure and in a tenth of its memory at 1,024 tokens, and 6 times
+faster at 2,048; 32,768 tokens in at most 6,000 MB.
 """
 
 import argparse
@@ -42,21 +42,21 @@ from benchmarks.timing import RESULTS, environment, in_turn, median_interval, ov
 from sinklab.files import write_json
 from sinklab.measuring.api import measure
 
-SEQUENCES = {64: 16, 512: 4, 1024: 4, 2048: 2}  # more at a time where they are short; else one
+SEQUENCES = {64: 16, 512: 4, 1024: 4, 2048: 2}  # sequences per batch, by length; one for other lengths
 RELEASED = (1024, 2048)
-MANY_ROUNDS = 512  # tokens, up to which a round has three
-SAVED = {True: "measure_cpu", False: "measure_forward_cpu"}  # with the released procedure, or without
+MANY_ROUNDS = 512  # maximum length at which each side runs three times per round
+SAVED = {True: "measure_cpu", False: "measure_forward_cpu"}  # file names, with the released procedure or without
 LONG = 32768
 LONG_LIMIT_MB = 6000
 
 
 def gpt2(attention: str = "sdpa") -> Any:
-    """124 M parameters."""
+    """Build GPT-2 with 124 M parameters, extended to 8,192 positions, with random weights."""
     return _model(GPT2Config(n_positions=8192), attention)
 
 
 def llama(attention: str = "sdpa") -> Any:
-    """8 layers, width 512, 8 query heads of width 64 on 4 key heads: attention weighs more than in large models."""
+    """Build a small Llama with random weights, in which attention has a larger share of compute than in large ones."""
     config = LlamaConfig(
         hidden_size=512,
         intermediate_size=1536,
@@ -74,23 +74,23 @@ def _model(config: Any, attention: str) -> Any:
 
 
 def bare(model: Any, tokens_NT: Tensor) -> None:
-    """A forward pass and nothing else."""
+    """Run one forward pass over all sequences."""
     with torch.no_grad():
         model(tokens_NT, use_cache=False)
 
 
 def measured(model: Any, tokens_NT: Tensor) -> None:
-    """The whole measurement, loss included; all sequences at a time, as in the bare forward pass."""
+    """Measure with the loss, in one batch, as in the bare forward pass."""
     measure(model, tokens_NT, batch_size=len(tokens_NT))
 
 
 def without_loss(model: Any, tokens_NT: Tensor) -> None:
-    """What the released procedure does: one sequence at a time, and no loss."""
+    """Measure in the setting of the released procedure: one sequence at a time, without the loss."""
     measure(model, tokens_NT, batch_size=1, loss=False)
 
 
 def released(model: Any, tokens_NT: Tensor, eps: float = 0.3) -> Tensor:
-    """Sink rates in percent, from the maps of all prompts."""
+    """Run the released procedure (module docstring) and return Sink_k in percent, (T,)."""
     maps = []
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for tokens_T in tokens_NT:
@@ -107,7 +107,7 @@ def released(model: Any, tokens_NT: Tensor, eps: float = 0.3) -> Tensor:
 
 @dataclass
 class Comparison:
-    """One row: the sides at one length, their peak memory, and the seconds that they have taken so far."""
+    """The sides for one model and length, their peak memory (MiB), and their seconds in all rounds so far."""
 
     name: str
     tokens_NT: Tensor
@@ -117,7 +117,7 @@ class Comparison:
 
     @classmethod
     def prepared(cls, name: str, length: int, with_released: bool) -> "Comparison":
-        """Each side has run before its memory is read: what is allocated once would fall to the first."""
+        """Build the sides and measure their peak memory, after one call of each for allocations that are kept."""
         build = {"gpt2": gpt2, "llama": llama}[name]
         model, tokens_NT = build(), torch.randint(3, 30000, (SEQUENCES.get(length, 1), length))
         sides: dict[str, Callable[[], Any]] = {
@@ -133,13 +133,13 @@ class Comparison:
         return cls(name, tokens_NT, sides, peaks, {side: [] for side in sides})
 
     def run(self) -> None:
-        """One round."""
+        """Run one round and append its times to `seconds`."""
         times = 3 if self.tokens_NT.shape[1] <= MANY_ROUNDS else 1
         for side, seconds in in_turn(self.sides, times, warm_up=0).items():
             self.seconds[side].extend(seconds)
 
     def row(self) -> dict[str, Any]:
-        """Seconds and peak memory of each side, and how they relate."""
+        """Return seconds, peak memory and ratios of the sides, and the missed goals."""
         sequences, length = self.tokens_NT.shape
         row = {"model": self.name, "sequences": sequences, "length": length, "rounds": len(self.seconds["forward"])}
         row |= figures(self.seconds, self.peaks)
@@ -151,7 +151,7 @@ class Comparison:
 
 
 def figures(seconds: Mapping[str, list[float]], peaks: Mapping[str, float]) -> dict[str, Any]:
-    """Of the sides "forward" and "measured", and others there may be."""
+    """Return times and peak memory of every side, and ratio and difference of the sides "measured" and "forward"."""
     row: dict[str, Any] = {f"{side}_seconds": round(statistics.median(times), 4) for side, times in seconds.items()}
     row |= {f"{side}_peak_mb": round(peak) for side, peak in peaks.items()}
     over = over_rounds(seconds, "measured", "forward")
@@ -162,7 +162,7 @@ def figures(seconds: Mapping[str, list[float]], peaks: Mapping[str, float]) -> d
 
 
 def misses(row: Mapping[str, Any]) -> list[str]:
-    """Which goals the row does not reach."""
+    """Return the names of the goals that a row misses."""
     length = row["length"]
     reached = {
         "times_forward": row["times_forward"] <= (1.25 if length > 2048 else 1.15),
@@ -175,7 +175,7 @@ def misses(row: Mapping[str, Any]) -> list[str]:
 
 
 def long_input(length: int) -> dict[str, Any]:
-    """The Llama at that length, once."""
+    """Measure the Llama once at this length; return its row."""
     model, tokens = llama(), torch.randint(3, 30000, (1, length))
     start = time.perf_counter()
     peak = peak_mb(partial(measured, model, tokens))
@@ -184,7 +184,7 @@ def long_input(length: int) -> dict[str, Any]:
 
 
 def saved_in(with_released: bool) -> Path:
-    """The file of the results, one for each instruction set that was imitated."""
+    """Return the path of the results, with ATEN_CPU_CAPABILITY in its name if it is set."""
     imitated = os.environ.get("ATEN_CPU_CAPABILITY", "")
     return RESULTS / f"{SAVED[with_released]}{'_' if imitated else ''}{imitated}.json"
 
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 512, 1024, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=["gpt2", "llama"], default=["gpt2", "llama"])
-    parser.add_argument("--long", action="store_true", help=f"also the Llama at {LONG} tokens, once: minutes")
+    parser.add_argument("--long", action="store_true", help=f"also measure the Llama once at {LONG} tokens (minutes)")
     parser.add_argument("--without-released", action="store_true", help="leave out the released procedure")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(

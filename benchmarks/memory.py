@@ -1,4 +1,4 @@
-"""The most memory that a piece of work takes (Linux)."""
+"""Peak memory of a function call (Linux)."""
 
 import ctypes
 import gc
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def peak_mb(run: Callable[[], Any]) -> float:
-    """The most memory that the process held while it ran, above what it held before."""
+    """Return the peak resident memory of the process during `run()`, minus that before it, in MiB."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,10 +1,10 @@
-"""The table of results/models/README.md: measured and assessed models side by side, from their committed documents.
+"""Print the Markdown table of results/models/README.md from committed measurements and assessments of models.
 
     python -m benchmarks.model_pages results/models/SmolLM2-135M-Instruct results/models/gemma-3-270m
 
-Prints Markdown. A folder has measurement.json (natural text), and may have measurements in `no_bos/`, `random/`,
-`repeat/` and `gradients/`, and assessments of the same sequences in `assess/` and `assess_heads/`. Losses are nats per
-token; "±" is the standard error that the assessment has.
+The table has a column per folder. A folder contains the measurement of natural text, and optionally measurements in
+`no_bos/`, `random/`, `repeat/` and `gradients/`, and assessments in `assess/` and `assess_heads/`. Losses are in nats
+per token; "±" precedes the standard error of the assessment.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Rows = dict[str, str]
 
 
 def measured_rows(folder: Path) -> Rows:
-    """Sink and massive activation, on each kind of tokens."""
+    """Return the rows of a folder's measurements: sink, loss, gradient norms and largest massive activation."""
     text = Measurement.load(folder)
     others = {
         name: Measurement.load(folder / name) for name in ("no_bos", "random", "repeat") if (folder / name).is_dir()
@@ -68,7 +68,7 @@ def measured_rows(folder: Path) -> Rows:
 
 
 def added(part: AssessPart, effect: Effect) -> str:
-    """`+0.402 ± 0.051`."""
+    """Format the loss that a change adds, with its standard error if known: `+0.402 ± 0.051`."""
     error = "" if effect.error is None else f" ± {effect.error:.2g}"
     return f"{part.added(effect):+.3f}{error}"
 
@@ -172,7 +172,7 @@ KINDS: Mapping[type[AssessPart], Callable[..., Rows]] = {
 
 
 def assessed_rows(found: Assessment) -> Rows:
-    """Losses that changes add, of the parts in `KINDS`."""
+    """Return the rows of an assessment's parts that are in `KINDS`, mostly losses that changes add."""
     rows: Rows = {}
     for kind, of in KINDS.items():
         for part in found.results.values():
@@ -185,7 +185,7 @@ def assessed_rows(found: Assessment) -> Rows:
 
 
 def table(folders: list[Path]) -> list[str]:
-    """The lines of the table, a column per folder."""
+    """Return the lines of the Markdown table, with a column per folder."""
     columns = []
     for folder in folders:
         paths = [folder / name / ASSESSMENT for name in ("assess", "assess_heads")]

@@ -1,11 +1,11 @@
-"""Record how much seeds vary at a scale, from pilot runs: what five seeds would find (docs/verdicts.md).
+"""Record the standard deviations over seeds of pilot runs at a scale, for the power of five seeds (docs/verdicts.md).
 
     python -m benchmarks.pilots --scale tiny runs/pilots
 
-Writes `src/sinklab/experiments/pilots.json`, which comes with sinklab; other scales there stay. Finished runs in and
-below the directories are grouped by the name of their recipe and its seed, and none of their seeds may be one that a
-verdict rests on: only seeds from 1000 on are taken. Cells whose seeds all agree, or have no sink, say nothing of how a
-number varies and are left out of it.
+Writes `src/sinklab/experiments/pilots.json`, which is part of the package; other scales in the file are kept. Finished
+runs in and below the directories are grouped by the name of their recipe. Only seeds from 1000 on are used, because
+verdicts use lower seeds. For each quantity, cells are excluded if all their seeds have the same value, or if the
+quantity is a percentage below 1 % for all their seeds (no sink).
 """
 
 import argparse
@@ -29,7 +29,10 @@ PATH = Path(five_seeds.__file__).parents[1] / five_seeds.PILOTS
 
 
 def spread_of(name: str, cells: Mapping[str, Sequence[RunNumbers]]) -> PilotSpread | None:
-    """The standard deviation of a quantity, pooled over cells; None where fewer than two seeds of a cell have it."""
+    """Return the spread of quantity `name` over seeds, pooled over cells; None if all cells are excluded.
+
+    Cells are excluded as in the module docstring, and if fewer than two of their runs have a finite value.
+    """
     found: dict[str, dict[int, float]] = {}
     for cell, runs in cells.items():
         values = {run.seed: value for run in runs if (value := run.value(name)) is not None and isfinite(value)}
@@ -69,7 +72,7 @@ def main() -> None:
             try:
                 run = read_numbers(directory)
             except SinklabError:
-                continue  # it has not finished
+                continue  # an unfinished run
             if run.seed >= FIRST_SEED:
                 cells.setdefault(load_recipe(str(directory / "recipe.yaml")).name, []).append(run)
     found = {name: one for name in NUMBERS if (one := spread_of(name, cells))}

@@ -1,12 +1,12 @@
-"""Time of `sinklab measure` before it loads a model, and added time of `--out`, each call in a fresh interpreter.
+"""Time of `sinklab measure` before it loads a model, and the time that `--out` adds, each in a fresh interpreter.
 
     python -m benchmarks.start [--rounds 7] [--save]
 
-Sides, in turn: `import torch` alone, which nothing can be faster than; a call that names no model, which ends where one
-would be loaded; a small random Llama measured; and the same with `--out`, which writes the numbers and draws the page
-(the code of its charts is in the cache after the first time). Times are of the wall clock, medians.
+Four calls are timed in turn: `import torch` alone, a lower bound; `sinklab measure` on a model that does not exist,
+which fails when it would be loaded; on a small random Llama; and on the same Llama with `--out`, which writes results
+and report (the code of the charts is cached by the first call). Times are medians of the wall-clock time.
 
-Goals: the call that names no model in less than 2 s; `--out` adds less than 1 s.
+Goals: less than 2 s for the model that does not exist; less than 1 s added by `--out`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ LOADED, ADDED = 2.0, 1.0
 
 
 def model_in(folder: Path) -> Path:
-    """A Llama of two layers and random weights."""
+    """Write a random Llama with two layers and a tokenizer to `folder`/model, and return this path."""
     config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     config.num_attention_heads = config.num_key_value_heads = 4
     words = {"<s>": 0} | {f"word{i}": i for i in range(1, config.vocab_size)}
@@ -40,7 +40,7 @@ def model_in(folder: Path) -> Path:
 
 
 def call(*command: str, status: int = 0) -> None:
-    """Run Python with these arguments."""
+    """Run Python with these arguments; raise SystemExit if its exit status is not `status`."""
     ran = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     if ran.returncode != status:
         raise SystemExit(f"{' '.join(command)} ended with {ran.returncode}: {ran.stderr}")

@@ -1,12 +1,14 @@
-"""Overhead of a sweep: use of the cores, and time per cell besides training.
+"""Overhead of a sweep: utilisation of the cores, and time per run besides training.
 
     python -m benchmarks.sweep [--steps 150] [--rounds 3] [--save]
 
-Twelve runs of the recipe `tiny`, two at a time, as `sinklab reproduce --jobs 2` trains them; medians over the rounds.
+Trains twelve runs of the recipe `tiny`, two at a time, like `sinklab reproduce --jobs 2`. Prints medians over rounds:
 
-busy      user and system time of all processes that the sweep started, over two cores and the time until all had ended
-overhead  per cell: what two slots were there for, less what they trained and evaluated, from the model's being there to
-          the last evaluation: processes, models, checkpoints at the end, records
+busy      user and system time of all processes of the sweep, divided by the duration of the sweep and by two cores (one
+          if the machine has only one)
+overhead  seconds per run: twice the duration of the sweep, minus the time of each run from the built model to the last
+          evaluation, divided by the number of runs. It includes starting processes, building models, the last
+          checkpoints and the records
 """
 
 import argparse
@@ -30,7 +32,7 @@ CELLS, JOBS = 12, 2
 
 
 class Clock:
-    """Times of each run's first event and last evaluation."""
+    """Observer that records when each run was ready to train, and when it was last evaluated, in seconds."""
 
     def __init__(self) -> None:
         self.begun: dict[str, float] = {}
@@ -45,12 +47,12 @@ class Clock:
             self.evaluated[event.run] = now
 
     def training(self) -> float:
-        """Total training time of all runs, in seconds."""
+        """Return the total time of all runs from the built model to the last evaluation, in seconds."""
         return sum(self.evaluated[name] - begun for name, begun in self.begun.items())
 
 
 def planned(folder: Path, steps: int) -> list[PlannedRun]:
-    """Twelve seeds of `tiny`."""
+    """Return the plans of twelve runs of `tiny`, with seeds 0 to 11, in `folder`."""
     runs = []
     for seed in range(CELLS):
         recipe = load_recipe("tiny", [f"seed={seed}", f"train.steps={steps}"])
@@ -60,19 +62,19 @@ def planned(folder: Path, steps: int) -> list[PlannedRun]:
 
 
 def cpu_seconds() -> float:
-    """Of all processes that have been started and have ended."""
+    """Return the user and system time of all child processes that have ended, in seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def one_round(steps: int) -> dict[str, float]:
-    """A sweep from its begin to its end."""
+    """Run the sweep once and return its duration in seconds, `busy` and `overhead`."""
     with tempfile.TemporaryDirectory() as folder:
         runs, clock = planned(Path(folder), steps), Clock()
         before, start = cpu_seconds(), time.perf_counter()
         ended = train_all(runs, LocalEngine(JOBS), clock)
         seconds = time.perf_counter() - start
-        forkserver._forkserver._stop()  # pyright: ignore  # its time, and its children's, counts once it has ended
+        forkserver._forkserver._stop()  # pyright: ignore  # `cpu_seconds` counts only processes that have ended
         assert all(event.kind == "done" for event in ended.values())
     return {
         "seconds": seconds,

@@ -1,4 +1,4 @@
-"""Timing that can be compared: the contestants in one process, in turn, several rounds, medians; and where it ran."""
+"""Comparable timings of several functions, in turn over several rounds, and a description of the machine."""
 
 import math
 import os
@@ -23,15 +23,15 @@ def in_turn(
     warm_up: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of every round, per contestant.
+    """Return the seconds of every round, by contestant.
 
-    Each round runs all of them once, so that a slow spell of the machine meets all alike.
+    Each round runs all contestants once, so that slow periods of the machine affect all of them.
 
     Args:
-        contestants: name -> work. On CUDA the device is waited for before and after.
-        rounds: how often each is timed.
-        warm_up: rounds before, which do not count.
-        clock: `time.process_time` counts the processor time of this process alone, for work of minutes beside others.
+        contestants: functions to time, by name. CUDA is synchronised before and after each.
+        rounds: number of timed rounds.
+        warm_up: number of rounds before them, which are not timed.
+        clock: clock in seconds; `time.process_time` excludes the time of other processes.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(warm_up + rounds):
@@ -46,20 +46,20 @@ def in_turn(
 
 
 def over_rounds(seconds: Mapping[str, list[float]], name: str, baseline: str) -> list[float]:
-    """A contestant's time over the baseline's, of each round."""
+    """Return the time of contestant `name` divided by that of the baseline, for each round."""
     return [mine / base for mine, base in zip(seconds[name], seconds[baseline], strict=True)]
 
 
 def ratios(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, float]:
-    """Median over the rounds of each contestant's time over the baseline's of the same round."""
+    """Return, by contestant, the median over the rounds of its time divided by the baseline's in the same round."""
     return {name: statistics.median(over_rounds(seconds, name, baseline)) for name in seconds}
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Between which two of the values the median lies at that level, whatever they are spread like.
+    """Return a distribution-free confidence interval of the median from n values, as (low, high).
 
-    By order statistics: from the k-th smallest to the k-th largest with P(Binomial(n, 1/2) < k) <= (1 - level) / 2; the
-    smallest and the largest where there are too few (fewer than six at 0.95).
+    It is from the k-th smallest to the k-th largest value, for the largest k with
+    P(Binomial(n, 1/2) < k) <= (1 - level) / 2. With too few values (fewer than six at 0.95) it is their whole range.
     """
     ordered, below, k = sorted(values), 0.0, 0
     while (below := below + math.comb(len(ordered), k) / 2 ** len(ordered)) <= (1 - level) / 2:
@@ -68,7 +68,7 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
 
 
 def environment() -> dict[str, Any]:
-    """Versions, device, threads and the state of the repository, to be kept with the numbers."""
+    """Return versions, device, threads, load and git state, to be saved with the results."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

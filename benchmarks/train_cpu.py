@@ -1,15 +1,15 @@
-"""A training step of the tiny recipes on a CPU, beside Hugging Face's Llama of their sizes, and where its time goes.
+"""Training steps of small recipes on a CPU, compared with Hugging Face's Llama of the same sizes, and their profile.
 
     python -m benchmarks.train_cpu [--recipes tiny tiny-128] [--rounds 9] [--steps 8] [--threads 2] [--save]
 
-Ours is the step of `sinklab train`: batches from the loader, loss, backward, check, clip, AdamW. Theirs is a plain
-loop: the same batches, `LlamaForCausalLM` with sdpa attention, `F.cross_entropy`, clip, the same fused AdamW, the loss
-read at every step. Each side is a process of its own, as `sinklab train` sets it up and as Python starts it, and they
-take turns; a third is theirs with the memory that ours keeps between steps (device.py), and a fourth ours with
-`train.compile: loss`. Goals: 1.25 times the tokens per second in bfloat16, 1.10 in float32, without compiling.
+`sinklab` is the step of `sinklab train`: batch from the loader, loss, backward pass, check, clipping, AdamW. `llama` is
+a plain loop on the same batches: `LlamaForCausalLM` with sdpa attention, `F.cross_entropy`, clipping, the same fused
+AdamW, and the loss read at every step. Two further sides are `llama` with glibc's memory kept between steps, as
+`sinklab` does (`keep_freed_memory`), and `sinklab` with `train.compile: loss`. Each side has its own process; the sides
+run in turn. Goals for `sinklab` over `llama`: 1.25 times the tokens per second in bfloat16, 1.10 times in float32.
 
-The profile is PyTorch's, summed over the parts of the model, forward and backward together; `kernels` is the share that
-is spent in matrix products and in PyTorch's attention, which is theirs as well as ours.
+The profile is PyTorch's, as a share of time for each part of the model, forward and backward pass together. `kernels`
+is the share of matrix products and PyTorch's fused attention, which both models use.
 """
 
 import argparse
@@ -50,12 +50,12 @@ BACKWARD = "autograd::engine::evaluate_function"
 
 
 def ours(recipe: Recipe, folder: Path) -> Updater:
-    """The updater of a fresh run."""
+    """Return the updater of a new run in `folder`."""
     return Updater(open_run(recipe, prepared(recipe.data), folder))
 
 
 def theirs(recipe: Recipe, updater: Updater) -> Callable[[], float]:
-    """A step of a plain loop over Hugging Face's model, on our loader's batches."""
+    """Return a function that does one step of the plain loop on the batches of `updater` and returns the loss."""
     model, optim = updater.recipe.model, recipe.optim
     assert isinstance(optim, AdamW)
     config = LlamaConfig(
@@ -94,7 +94,7 @@ def theirs(recipe: Recipe, updater: Updater) -> Callable[[], float]:
 
 
 def side(name: str, recipe_name: str, precision: str, threads: int, pipe: Connection) -> None:
-    """The body of a process: for every number of steps that it is sent, it takes them and answers."""
+    """Run the process of one side: for every number of steps received, do these steps and send it back; 0 ends it."""
     torch.set_num_threads(threads)
     if name != "llama":
         keep_freed_memory()
@@ -110,7 +110,7 @@ def side(name: str, recipe_name: str, precision: str, threads: int, pipe: Connec
 
 @contextmanager
 def sides(recipe: str, precision: str, threads: int, steps: int) -> Iterator[dict[str, Callable[[], None]]]:
-    """What takes that many steps, by side, each in its process."""
+    """Start the process of each side, and yield functions that do `steps` steps in it, by side."""
     context = multiprocessing.get_context("spawn")
     pipes = {}
     with ExitStack() as stack:
@@ -118,7 +118,7 @@ def sides(recipe: str, precision: str, threads: int, steps: int) -> Iterator[dic
             pipes[name], theirs_end = context.Pipe()
             process = context.Process(target=side, args=(name, recipe, precision, threads, theirs_end), daemon=True)
             process.start()
-            theirs_end.close()  # here: where the process dies, waiting for it ends
+            theirs_end.close()  # in this process, so that `recv` fails if the other process dies
             stack.callback(process.join)
             stack.callback(pipes[name].send, 0)
 
@@ -133,7 +133,7 @@ def sides(recipe: str, precision: str, threads: int, steps: int) -> Iterator[dic
 
 
 def repeated(step: Callable[[], object], times: int) -> Callable[[], None]:
-    """Several steps as one piece of work."""
+    """Return a function that calls `step` several times."""
 
     def work() -> None:
         for _ in range(times):
@@ -143,7 +143,7 @@ def repeated(step: Callable[[], object], times: int) -> Callable[[], None]:
 
 
 def parts_of(updater: Updater, steps: int) -> tuple[dict[str, float], float]:
-    """Share of a step's time in each part of the model, forward and backward, and in KERNELS."""
+    """Profile `steps` updates; return the share of time (0..1) in each part of the model, and in KERNELS."""
     for block in updater.model.blocks:
         assert isinstance(block, DecoderBlock)
         for owner, method, part in (
@@ -168,7 +168,7 @@ def parts_of(updater: Updater, steps: int) -> tuple[dict[str, float], float]:
 
 
 def _name(owner: Any, method: str, part: str) -> None:
-    """Let a method appear in the profile under the name of its part."""
+    """Replace a method by one whose calls are recorded in the profile under the name of its part."""
     function = getattr(owner, method)
 
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,10 @@ def _name(owner: Any, method: str, part: str) -> None:
 
 
 def _by_part(events: list[Any]) -> dict[str, float]:
-    """Shares of the time: of an event within a named part, and of the backward of what was called within it."""
+    """Return the share of time by part.
+
+    The time of an event counts for the part that encloses it, or that enclosed the forward call of a backward event.
+    """
     part_of_call = {
         event.sequence_nr: part
         for event in events
@@ -208,7 +211,7 @@ def _enclosing(event: Any) -> str | None:
 
 
 def _backward_of(event: Any) -> int:
-    """Number of the forward call whose backward the event belongs to, -1 for none."""
+    """Return the sequence number of the forward call whose backward pass contains the event; -1 if there is none."""
     while event is not None:
         if event.name.startswith(BACKWARD):
             return event.sequence_nr
@@ -217,7 +220,7 @@ def _backward_of(event: Any) -> int:
 
 
 def measured(recipe_name: str, precision: str, threads: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Tokens per second of each side, ours over theirs, and the profile of ours."""
+    """Return tokens per second of each side, ratios of throughput (median over the rounds), and the profile."""
     recipe = load_recipe(recipe_name, [f"train.precision={precision}", "train.compile=off"])
     tokens = steps * recipe.train.batch_size * recipe.model.context
     with sides(recipe_name, precision, threads, steps) as work:

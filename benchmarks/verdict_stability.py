@@ -1,10 +1,10 @@
-"""Verdicts of packed results if training had ended one or two evaluations earlier.
+"""Verdicts on the claims of packed results if training had ended one or two evaluations earlier.
 
     python -m benchmarks.verdict_stability results/tiny
 
-Unpacks the runs into a temporary folder, removes the last evaluations of each, and judges every claim again with the
-package's own code. Prints the number of verdicts that change, and each of them. Quantities that are measured once at
-the end of a run (kurtosis, assessments) and claims that name a step do not change.
+Unpacks the runs into a temporary folder, removes the last evaluations of each run, and judges every claim again. Prints
+the number of verdicts that change, and each of them. Quantities that are measured once at the end of a run (kurtosis,
+assessments), and claims about a step before the removed evaluations, do not change.
 """
 
 import argparse
@@ -20,10 +20,10 @@ METRICS = "metrics.jsonl"
 
 
 def judged_claims(results: Path, removed: int) -> dict[str, JudgedClaim]:
-    """Judge the claims of packed results without the last `removed` evaluations of each run; by EXPERIMENT.CLAIM.
+    """Judge the claims of packed results without the last `removed` evaluations of each run.
 
-    Args:
-        results: folder of packed results.
+    Returns:
+        The judged claims by EXPERIMENT.CLAIM, without those that repeat another claim (`same_as`).
     """
     with TemporaryDirectory() as folder:
         out = Path(folder)

@@ -1,11 +1,11 @@
-"""Every attention operation on the flex backend of a CUDA card in bfloat16, against PyTorch's fused attention.
+"""Time of every attention operation with the flex backend on a GPU in bfloat16, relative to PyTorch's fused attention.
 
     python -m benchmarks.gpu.attention [--lengths 2048 8192] [--rounds 20] [--save]
-    python -m benchmarks.gpu.attention --dry-run      tiny sizes on whatever device there is: does it run
+    python -m benchmarks.gpu.attention --dry-run      tiny sizes on a GPU or CPU, to check that it runs
 
-Goal: forward + backward at most 1.3 times `scaled_dot_product_attention` for one `attend` call, 2.2 for two. Output
-and gradients are first checked against blocks in float64 at the shortest length; the error printed is the largest
-difference over the largest value.
+Kernel attention uses its default backend. Goal: forward and backward pass take at most 1.3 times as long as
+`scaled_dot_product_attention` for one `attend` call, and 2.2 times for two. At the first length, output and gradients
+are also compared with the chunked backend in float64; the printed error is the largest relative difference (`error`).
 """
 
 import argparse
@@ -26,7 +26,10 @@ FUSED = "softmax_fused"
 
 
 def error(values: dict[str, Any], tokens: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> float:
-    """Largest difference of output and gradients from blocks in float64, relative to the largest value of each."""
+    """Return the largest difference of output and gradients from those of the chunked backend in float64.
+
+    The differences of a tensor are relative to its largest magnitude.
+    """
     batch, heads, width = shape
     generator = torch.Generator().manual_seed(0)
     q, k, v, gradient = (torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(4))
@@ -47,7 +50,7 @@ def error(values: dict[str, Any], tokens: int, shape: tuple[int, int, int], dtyp
 
 
 def compare(tokens: int, shape: tuple[int, int, int], rounds: int, device: str) -> dict[str, Any]:
-    """Times relative to the fused kernel at one length."""
+    """Return median `milliseconds` and the median ratio to the fused kernel (`relative`) at one length, by case."""
     backend = "flex" if device == "cuda" else "chunked"
     variants = {FUSED: {"backend": "sdpa"}}
     for name, values in CASES.items():

@@ -1,11 +1,12 @@
-"""Cost of measuring relative to a bare forward pass on a CUDA card, in bfloat16, up to 131,072 tokens.
+"""Cost of measuring relative to a bare forward pass on a GPU, in bfloat16, up to 131,072 tokens.
 
     python -m benchmarks.gpu.measure [--lengths 1024 8192 32768 131072] [--rounds 5] [--save]
-    python -m benchmarks.gpu.measure --dry-run      a short length on whatever device there is: does it run
+    python -m benchmarks.gpu.measure --dry-run      one short length on a GPU or CPU, to check that it runs
 
-The 8-layer Llama of benchmarks/measure.py, one sequence. Logits of the bare forward pass are left out beyond one
-position, as they would not fit at the longest lengths; the measurement takes its loss from pieces of them. On CUDA the
-output comes from PyTorch's fused attention and the sums from blocks beside it, in float32.
+The model is the 8-layer Llama of benchmarks/measure.py, on one sequence. The bare forward pass computes the logits of
+one position only, because all logits would not fit into memory at the longest lengths; the measurement computes its
+loss from chunks of logits. On CUDA, the attention output is that of PyTorch's fused attention, and importance is
+computed separately in blocks, in float32.
 """
 
 import argparse
@@ -26,17 +27,17 @@ DRY_LENGTHS = [64]
 
 
 def bare(model: Any, tokens_NT: Tensor) -> None:
-    """A forward pass without logits."""
+    """Run a forward pass with the logits of one position only."""
     with torch.no_grad():
         model(tokens_NT, use_cache=False, logits_to_keep=1)
 
 
 def compare(model: Any, length: int, rounds: int) -> dict[str, Any]:
-    """One row: seconds and peak memory of both sides at one length."""
+    """Return the row of one length: `figures` of the bare forward pass and the measurement."""
     tokens = torch.randint(3, 30000, (1, length), device=model.device)
     sides = {"forward": partial(bare, model, tokens), "measured": partial(measured, model, tokens)}
     for run in sides.values():
-        run()  # what the first call of a kernel allocates is kept
+        run()  # the first call of a kernel allocates memory that it keeps
     peak = _card_peak_mb if model.device.type == "cuda" else peak_mb
     peaks = {side: peak(run) for side, run in sides.items()}
     return {"length": length, **figures(in_turn(sides, rounds), peaks)}
@@ -60,7 +61,7 @@ def main() -> None:
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not given.dry_run:
-        parser.error("there is no CUDA card here: benchmarks.measure is for the CPU; --dry-run shows that this works")
+        parser.error("this benchmark needs a CUDA device: use benchmarks.measure on a CPU, or --dry-run to check it")
     lengths, rounds = (DRY_LENGTHS, 1) if given.dry_run else (given.lengths, given.rounds)
     result: dict[str, Any] = {"environment": environment(), "dtype": "bfloat16", "rounds": rounds, "rows": []}
     print(json.dumps(result["environment"]), flush=True)

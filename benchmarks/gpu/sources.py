@@ -1,12 +1,12 @@
-"""Softmax and sigmoid at the 60M size on the Python sources of this machine, on a CUDA card: sink against step.
+"""Training of 60M softmax and sigmoid models on the Python sources of this machine, on a GPU: sink rate by step.
 
     python -m benchmarks.gpu.sources [--steps 4000] [--minutes M] [--out DIR] [--set KEY=VALUE ...] [--save]
-    python -m benchmarks.gpu.sources --dry-run      a tiny model and a little text on whatever device there is
+    python -m benchmarks.gpu.sources --dry-run      a tiny model and little text, on a GPU or CPU
 
-The recipe `60m` as `sinklab train` runs it, but for what fits minutes on one card: 64 sequences of 512 tokens a step, a
-vocabulary of the text's own, BOS first, peak learning rate 1e-3. The text is the standard library and all installed
-packages. An interrupted call, or one that has used up its minutes, is continued by the same call; the result has what
-has been reached.
+The recipe is `60m` with changes so that training takes minutes: 64 sequences of 512 tokens per step, a tokenizer
+trained on the text, BOS first, and a peak learning rate of 1e-3. The text is the standard library and all installed
+packages. The same command resumes after an interruption or after --minutes. DIR/result.json contains the evaluations
+so far.
 """
 
 import argparse
@@ -39,22 +39,22 @@ SHOWN = ("train_loss", "valid_loss", "hidden_norm_ratio", "tokens_per_second", "
 
 
 def recipe_of(variant: str, tokens: Path, steps: int, settings: list[str], dry: bool) -> Recipe:
-    """The packaged recipe on prepared tokens, for `steps` updates."""
+    """Return the recipe of a variant on the prepared tokens in `tokens`, for `steps` updates."""
     sizes = [f"model.{key}={value}" for key, value in DRY.items()] + DRY_BATCH if dry else []
     where = [f"data.source={tokens}", f"train.steps={steps}"]
     return load_recipe("60m", [*SETTINGS, *BATCH, *sizes, *where, *VARIANTS[variant], *settings])
 
 
 def tokens_of(folder: Path, dry: bool) -> TokenDataset:
-    """The text of this machine, prepared once."""
+    """Prepare the Python sources of this machine in `folder`, or open them if they are already prepared."""
     if dry:
         return prepare("stdlib", "train:512", folder, valid_fraction=0.2, text_limit_bytes=DRY_BYTES)
     return prepare(SOURCE, TOKENIZER, folder, text_limit_bytes=TEXT_BYTES)
 
 
 def train(recipe: Recipe, data: TokenDataset, folder: Path, should_stop: Callable[[], bool]) -> dict[str, Any]:
-    """Train to the end, or until told to stop; what has been reached so far."""
-    gc.collect()  # the model before this one hangs in the cycle of a block and its compiled methods
+    """Train to the last step, or until `should_stop` returns True; return status, step, hash and all evaluations."""
+    gc.collect()  # frees the previous model, which is in reference cycles of blocks and their compiled methods
 
     def watch(progress: StepReport) -> None:
         if progress.row is not None:
@@ -67,7 +67,7 @@ def train(recipe: Recipe, data: TokenDataset, folder: Path, should_stop: Callabl
 
 
 def _point(row: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation: Sink_1 in percent, the largest norm ratio, and what says how training goes."""
+    """Return the step, Sink_1 in percent, largest norm ratio, losses and throughput of an evaluation."""
     point = {"step": row["step"], "sink_1": row["sink_rate"][0], **{key: row[key] for key in SHOWN}}
     return point | {"hidden_norm_ratio": max(row["hidden_norm_ratio"])}
 
@@ -75,7 +75,7 @@ def _point(row: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--minutes", type=float, help="save and stop after so many; the same call goes on")
+    parser.add_argument("--minutes", type=float, help="save and stop after this time; the same command resumes")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_sources"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also on a CPU")

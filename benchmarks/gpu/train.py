@@ -1,13 +1,14 @@
-"""Training steps of the paper's 60M and 1B models on one CUDA card: tokens per second, utilisation, memory.
+"""Training steps of the paper's 60M and 1B models on one GPU: tokens per second, MFU, memory.
 
     python -m benchmarks.gpu.train [--models 60m 1b] [--rounds 5] [--steps 4] [--save]
-    python -m benchmarks.gpu.train --dry-run      tiny sizes on whatever device there is: does it run
+    python -m benchmarks.gpu.train --dry-run      tiny sizes on a GPU or CPU, to check that it runs
 
-The step is that of `sinklab train` (bf16 autocast, compiled blocks, loss in chunks, fused AdamW, batches prepared in
-the background, nothing read from the device before the next step), on synthetic tokens at T = 2048, with softmax, K
-biases and sigmoid in turn. Utilisation is that of the formula in `sinklab/train/flops.py`.
+The step is that of `sinklab train` (bf16 autocast, compiled blocks, chunked loss, fused AdamW, prefetched batches, loss
+read one step late), on synthetic tokens with context 2,048, with softmax, K biases and sigmoid one after the other.
+`utilisation` is the MFU, with the FLOP count of `sinklab/train/flops.py`.
 
-Goals on an H200, against 990 TFLOP/s: 60M at 50 % or more, 1B at 55 %, sigmoid at most 1.3 times softmax's time.
+Goals on an H200 with a peak of 990 TFLOP/s: an MFU of at least 50 % for 60M and 55 % for 1B with softmax, and at most
+1.3 times the time of softmax for sigmoid.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.update import Updater
 
 VARIANTS = {"softmax": [], "k_biases": ["model.attention.bias=k"], "sigmoid": ["model.attention.operation=sigmoid"]}
-BATCHES = {"60m": (64, 32), "1b": (16, 8)}  # sequences a step, and at a time
+BATCHES = {"60m": (64, 32), "1b": (16, 8)}  # sequences per step and per micro-batch
 UTILISATION = {"60m": 0.50, "1b": 0.55}
 SIGMOID = 1.3
 DRY = {"layers": 2, "width": 64, "heads": 2, "ffn_width": 64, "vocab_size": 512, "context": 64}
@@ -41,7 +42,7 @@ DRY_BATCH = (4, 2)
 
 
 def recipe_of(model: str, variant: str, dry: bool) -> Recipe:
-    """The packaged recipe with a batch that one card steps through quickly."""
+    """Return the shipped recipe of a model with the variant's changes and a small batch; `dry` for tiny sizes."""
     batch, micro = DRY_BATCH if dry else BATCHES[model]
     sizes = [f"model.{key}={value}" for key, value in DRY.items()] if dry else []
     settings = [f"train.batch_size={batch}", f"train.micro_batch={micro}", "train.precision=bf16"]
@@ -49,13 +50,13 @@ def recipe_of(model: str, variant: str, dry: bool) -> Recipe:
 
 
 def tokens_of(context: int, folder: Path) -> TokenDataset:
-    """Synthetic chunks of the length; the model's vocabulary is larger than theirs, and costs what it costs."""
+    """Prepare synthetic text in chunks of context + 1 tokens; its vocabulary may be smaller than the model's."""
     return prepare(f"synthetic:bigram_backcopy:length={context + 1},documents=400", "words", folder, valid_fraction=0.1)
 
 
 def measure(recipe: Recipe, data: TokenDataset, folder: Path, rounds: int, steps: int) -> dict[str, float | None]:
-    """Median over the rounds of the seconds of a step, and what follows from it."""
-    gc.collect()  # the model before this one hangs in the cycle of a block and its compiled methods
+    """Time rounds of `steps` steps; return the median seconds per step with the throughput and memory by name."""
+    gc.collect()  # frees the previous model, which is in reference cycles of blocks and their compiled methods
     updater = Updater(open_run(recipe, data, folder))
     compile_blocks(updater.model, recipe.train.compile, updater.device)
     _several(updater, steps)  # compiles
@@ -88,7 +89,7 @@ def _several(updater: Updater, steps: int) -> float:
 
 
 def print_rows(model: str, rows: dict[str, dict[str, float | None]]) -> None:
-    """One line per variant; those that miss a goal are marked."""
+    """Print one line per variant, with a mark if it misses a goal."""
     print(
         f"\n{model}\n{'variant':12}{'ms/step':>10}{'tokens/s':>12}{'TFLOP/s':>9}{'of peak':>9}{'stalled':>9}{'MB':>9}"
     )

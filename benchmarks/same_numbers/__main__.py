@@ -1,4 +1,4 @@
-"""Detect changed numbers: record the results of every command before and after a change of the code, and compare.
+"""Detect changed numbers: record the results of all commands before and after a change of the code, and compare them.
 
     PYTHONPATH=BEFORE/src python -m benchmarks.same_numbers record /tmp/before
     python -m benchmarks.same_numbers record /tmp/after --before /tmp/before
@@ -7,11 +7,11 @@
     python -m benchmarks.same_numbers record /tmp/part --before /tmp/before --only assess/,parity/
     python -m benchmarks.same_numbers compare /tmp/before /tmp/part --common
 
-Recorded are: twelve steps of every variant of the catalogue (losses, metrics, weights), a lab, TinyStories-656K and
-tiny random models of many families measured in every way, every part of assess, exports, small experiments and their
-verdicts, the committed results verified, functions of the library, the reports of all of these, and the help of every
-command. Numbers are compared to the last bit, reports as bytes; what depends on the clock or the memory is left out.
-Both recordings have to be made on the same machine, with one thread each. Needs SINKLAB_DATA.
+A recording contains trainings of twelve steps of every variant in the catalogue (losses, metrics, weights), a lab,
+measurements of TinyStories-656K and of tiny random models of many families, every part of `assess`, exports, small
+experiments and their verdicts, `verify` of the committed results, functions of the library, reports of all these
+results, and the help of the commands. Numbers are compared bit by bit; times, memory and versions are not compared.
+Both recordings must be made on the same machine; every command uses one thread. Requires SINKLAB_DATA.
 """
 
 import argparse
@@ -30,16 +30,16 @@ def main() -> None:
     recording.add_argument(
         "--before",
         type=Path,
-        help="an earlier recording: reports are drawn of its results, and with --only its runs read",
+        help="earlier recording, whose results the reports show and, with --only, the commands read",
     )
     recording.add_argument("--jobs", type=int, default=2)
-    recording.add_argument("--only", default="", help="commands whose names begin so: train/,measure/,report/lab,..")
-    comparing = doing.add_parser("compare", help="two recordings; status 1 where they differ")
+    recording.add_argument("--only", default="", help="prefixes of command names, such as train/,measure/,report/lab")
+    comparing = doing.add_parser("compare", help="compare two recordings; exit status 1 if they differ")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
-    comparing.add_argument("--common", action="store_true", help="only what is in both (after --only)")
+    comparing.add_argument("--common", action="store_true", help="skip files in only one recording (after --only)")
     comparing.add_argument(
-        "--numbers", action="store_true", help="no words: pages, what is printed, sentences in results"
+        "--numbers", action="store_true", help="skip reports, printed text and results that are sentences"
     )
     options = parser.parse_args()
     if options.doing == "record":

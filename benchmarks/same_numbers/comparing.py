@@ -1,4 +1,4 @@
-"""Comparison of two recordings: numbers to the last bit, reports as bytes, without what depends on clock or memory."""
+"""Comparison of two recordings: numbers bit by bit, other files by content, without times, memory and versions."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from torch import Tensor
 
 CLOCK = re.compile(
     r"(seconds|tokens_per_second|peak_memory|memory_mb|stall|time|mfu|speed|created|begun|version|git|hours|host|per_second|changed_files)"
-    r"|^(files|text|identity)$"  # when they were written
+    r"|^(files|text|identity)$"  # hashes that may depend on modification times
 )
 DURATION = re.compile(
     r"waited for data \d+%|\b\d[\d,.]*\s?(s|ms|min|MB|GB|tokens/s|h|it/s)\b|\d+:\d\d(:\d\d)?( UTC)?|\d{4}-\d\d-\d\d"
@@ -22,18 +22,18 @@ LEFT_OUT = (
     *("lock", "SHA256SUMS", "checksums.txt", "lab.err", "lab.out"),
     *("two_seeds.err", "five_seeds.err", "grid.err", "tuned.err"),
 )
-"""Name a process, or are in an order that is left open."""
+"""Files that are not compared, because they name a process or have lines in no fixed order."""
 NOT_COMPARED = ("[transformers]", "Loading weights", "training the tokenizer", "preparing tokens")
 PRINTED = (".out", ".err", ".md", ".html", ".svg", ".txt")
 INPUTS = ("cache", "committed", "text")
 
 
 def compare(before: Path, after: Path, common: bool, numbers: bool) -> int:
-    """Print every difference; the number of files that differ.
+    """Print up to five differences of each file, and return the number of files that differ.
 
     Args:
-        common: a file that is in one recording only is no difference.
-        numbers: words are not compared: pages, what is printed, sentences among results.
+        common: skip files that are in only one recording.
+        numbers: skip reports, printed text other than JSON, and results that are sentences.
     """
     differences = counted = 0
     names = {path.relative_to(root) for root in (before, after) for path in root.rglob("*") if path.is_file()}
@@ -46,7 +46,7 @@ def compare(before: Path, after: Path, common: bool, numbers: bool) -> int:
         counted += 1
         found = [f"absent in {absent[0]}"] if absent else list(_differences(before / name, after / name, numbers))
         if "measured" in name.parts:
-            found = [one for one in found if ".hash: " not in one]  # that of a measurement is of its text's place, too
+            found = [one for one in found if ".hash: " not in one]  # includes the path of the text
         for one in found[:5]:
             print(f"{name}: {one}")
         differences += bool(found)
@@ -76,9 +76,9 @@ def _differences(one: Path, other: Path, numbers: bool) -> Iterator[str]:
             first, second = load_file(one), load_file(other)
             yield from (key for key in sorted({*first, *second}) if not _same_tensor(first.get(key), second.get(key)))
         case ".html" | ".svg" if "drawn" not in one.parts:
-            return  # drawn from results with other times
+            return  # made from results with other times
         case ".py" | ".gz":
-            return  # code of an export; packed runs, whose times differ and whose numbers are compared as runs
+            return  # code of an export, and packed runs, which contain times (the run directories are compared)
         case ".out" | ".err" | ".md" | ".yaml" | ".html":
             first, second = _lines(one), _lines(other)
             if _is_json(one) and _is_json(other):
@@ -94,9 +94,7 @@ def _differences(one: Path, other: Path, numbers: bool) -> Iterator[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a text, without durations, warnings of transformers, preparation of data by the first command, and
-    progress, which depends on the speed of the machine.
-    """
+    """Return the lines of a text, without durations, warnings of transformers, data preparation, and progress."""
     lines = path.read_text("utf-8").splitlines()
     lines = [re.sub("(  #)+|  about # left", "", DURATION.sub("#", line)) for line in lines]
     return [line for line in lines if not line.startswith(NOT_COMPARED) and not line.endswith("# so far")]

@@ -1,4 +1,4 @@
-"""Texts, conversations and small random models of many families on which the commands are recorded."""
+"""Inputs of the recorded commands: texts, conversations, experiments, and small random models of many families."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # sharp attention, so that some alphas lie above eps
+    "initializer_range": 0.3,  # sharp attention, so that the importance of some positions exceeds eps
 }
 GROUPED: dict[str, Any] = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
 GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
@@ -152,7 +152,7 @@ claims:
 
 
 def write_texts() -> None:
-    """Texts, conversations and experiments below the working directory."""
+    """Write texts, conversations and experiments to the folders text/ and experiments/ in the working directory."""
     Path("text/domains").mkdir(parents=True)
     every = []
     for name in ("wikitext_2", "github_code", "shakespeare"):
@@ -165,7 +165,7 @@ def write_texts() -> None:
     chats = (DATA / "chat" / "messages.jsonl").read_text("utf-8").splitlines()[:20]
     Path("text/chat.jsonl").write_text("\n".join(chats) + "\n", "utf-8")
     for file in Path("text").rglob("*.jsonl"):
-        os.utime(file, (0, 0))  # prepared text is found again by size and time
+        os.utime(file, (0, 0))  # the cache identifies a text by size and modification time
     Path("experiments").mkdir()
     for name, text in {
         "base": EXPERIMENT_BASE,
@@ -179,7 +179,7 @@ def write_texts() -> None:
 
 
 def write_model(name: str) -> None:
-    """A random model of the family with a tokenizer of its own, in models/NAME."""
+    """Write a random model of the family `name`, with a tokenizer trained on text/all.jsonl, to models/NAME."""
     import transformers as hf
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,6 +1,7 @@
-"""Functions of the library that no command calls in this way: padding, generation, gradients, dtypes, the callback.
+"""Cases of the Python library that no command covers: padding, generation, gradients, dtypes, the callback.
 
-Every case writes python/NAME.json (numbers and digests) below the working directory; it uses models/ and export/.
+Every case writes numbers and hashes to python/NAME.json in the working directory, and reads models/, export/, train/ or
+recipes/.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ import sinklab
 from benchmarks.same_numbers.inputs import FAMILIES
 
 MOVED = {"load_run": ("sinklab.train.directory.run", "sinklab.train.runs"), "load_recipe": ("sinklab.train.recipe",)}
-"""Modules in which a name is looked for, the first that exists."""
+"""Modules in which a function is searched, in this order, because older versions have it elsewhere."""
 PROBED = ("llama", "gpt2", "mistral", "gemma2", "gpt_oss", "granite", "opt", "bloom", "mpt", "gptj", "gpt_neo", "jamba")
 EXPORTED = ("softmax", "k_biases", "sink_logit", "registers", "stick_breaking", "differential", "window")
 TOKENS = torch.randint(3, 290, (4, 14), generator=torch.Generator().manual_seed(5))
@@ -31,13 +32,13 @@ for _row, _padded in enumerate((0, 1, 4, 9)):
 
 
 def write(name: str) -> None:
-    """Run one case."""
+    """Run a case and write its result to python/NAME.json."""
     Path("python").mkdir(exist_ok=True)
     Path(f"python/{name}.json").write_text(json.dumps(_plain(CASES[name]()), indent=1), "utf-8")
 
 
 def _plain(value: Any) -> Any:
-    """As JSON: arrays by shape, dtype, a digest of their bytes, and their sum for the reader."""
+    """Convert a value to JSON; arrays become dtype, shape, a SHA-256 of their bytes, and their sum, for readability."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -88,7 +89,7 @@ def _tensors(layer: Any) -> dict[str, Any]:
 
 
 def _each(case: Callable[[Any], Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """The case of every model; an error by its type."""
+    """Return the result of a case for every model, by name; if it raises an error, the name of the error's type."""
     found: dict[str, Any] = {}
     for name, place in _places():
         torch.manual_seed(0)
@@ -106,7 +107,7 @@ def _or_error(found: dict[str, Any], name: str) -> Iterator[None]:
 
 
 def padding() -> Any:
-    """Measured and probed with padding on the left and on the right."""
+    """Measurement and probe with padding on the left and on the right."""
 
     @torch.no_grad()
     def case(model: Any) -> Any:
@@ -123,7 +124,7 @@ def padding() -> Any:
 
 
 def generation() -> Any:
-    """Generated under a probe: greedy and drawn, padded prompts, with a cache and without, windows, a static cache."""
+    """Generation under a probe: greedy, sampled, with padded prompts, without KV cache, and with a static cache."""
 
     @torch.no_grad()
     def case(model: Any) -> Any:
@@ -146,7 +147,7 @@ def generation() -> Any:
 
 
 def gradients() -> Any:
-    """A backward pass under a probe: loss, gradients and records."""
+    """Backward pass under a probe: loss, gradients and importance."""
 
     def case(model: Any) -> Any:
         model.train()
@@ -160,7 +161,7 @@ def gradients() -> Any:
 
 
 def nested() -> Any:
-    """A probe inside a probe, and inside a probe a measurement, with ablations and a perturbation."""
+    """Probe inside a probe, measurements with ablations and a perturbation inside a probe, and a probe with lengths."""
 
     @torch.no_grad()
     def case(model: Any) -> Any:
@@ -186,7 +187,7 @@ def nested() -> Any:
 
 
 def dtypes() -> Any:
-    """Measured and probed in bfloat16 and float64."""
+    """Measurement and probe in bfloat16 and float64."""
     found = {}
     for dtype in (torch.bfloat16, torch.float64):
 
@@ -202,7 +203,7 @@ def dtypes() -> Any:
 
 
 def own() -> Any:
-    """Transformers of ours from their runs: ablations, lengths, details, dtypes."""
+    """Measurements of sinklab transformers loaded from runs: ablations, lengths, details, dtypes."""
     load_run, found = _found("load_run"), {}
     for run in sorted(Path("train").iterdir()):
         model = load_run(run).model
@@ -221,7 +222,7 @@ def own() -> Any:
 
 
 def callback() -> Any:
-    """What the callback adds to the logs of an evaluation."""
+    """Logs of an evaluation after `SinkCallback.on_log`."""
 
     def case(model: Any) -> Any:
         callback, logs = sinklab.SinkCallback(TOKENS, eps=0.1, batch_size=3), {"eval_loss": 1.0}
@@ -236,14 +237,14 @@ def callback() -> Any:
 
 
 def hashes() -> Any:
-    """Of every recipe here and every one that comes along."""
+    """Content hashes of the recorded variants' recipes and of shipped recipes."""
     load_recipe = _found("load_recipe")
     names = [str(path) for path in sorted(Path("recipes").glob("*.yaml"))] + ["tiny", "mini", "small", "60m", "1b"]
     return {name: load_recipe(name).content_hash("0" * 64) for name in names}
 
 
 def families() -> Any:
-    """Every family measured in small batches, with lengths and maps."""
+    """Measurements of every family in small batches, with lengths and maps."""
     found: dict[str, Any] = {}
     for name in FAMILIES:
         with _or_error(found, name):

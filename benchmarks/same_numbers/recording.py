@@ -1,4 +1,4 @@
-"""Recording of every stage: each command in a fork, with its status and its output."""
+"""Recording of all stages: each command runs in a forked process, and its exit status and output are saved."""
 
 import multiprocessing as mp
 import os
@@ -15,7 +15,12 @@ from benchmarks.same_numbers.stages import COPIED, stages
 
 
 def record(out: Path, before: Path | None, jobs: int, only: tuple[str, ...]) -> None:
-    """Run every command whose name begins with one of `only` into `out`, with paths relative to it."""
+    """Run every command whose name begins with one of `only`, with the new folder `out` as working directory.
+
+    Args:
+        before: earlier recording whose results the reports show; with `only`, folders in `COPIED` are taken from it.
+        jobs: number of concurrent commands.
+    """
     earlier = (before or out).resolve()
     out.mkdir(parents=True)
     os.chdir(out)
@@ -24,7 +29,7 @@ def record(out: Path, before: Path | None, jobs: int, only: tuple[str, ...]) -> 
     for folder in COPIED if before is not None and only != ("",) else ():
         for one in sorted((earlier / folder).glob("*")):
             if f"{folder}/{one.name}".startswith(only) or folder in only:
-                continue  # made anew
+                continue  # recorded again
             Path(folder).mkdir(exist_ok=True)
             (shutil.copytree if one.is_dir() else shutil.copyfile)(one, Path(folder, one.name))
     with ProcessPoolExecutor(jobs, mp_context=mp.get_context("spawn")) as pool:
@@ -36,13 +41,13 @@ def record(out: Path, before: Path | None, jobs: int, only: tuple[str, ...]) -> 
 
 
 def _run(named: tuple[str, list[str]]) -> str:
-    """One command in a fork of this process; its status and standard output are kept."""
+    """Run a command (name, arguments) in a fork of this process; save output and status in log/, return the name."""
     name, arguments = named
     log = Path("log") / name
     log.parent.mkdir(parents=True, exist_ok=True)
     import sinklab.commands.app as cli
 
-    import_module("transformers.models.auto.modeling_auto")  # once and not in every command
+    import_module("transformers.models.auto.modeling_auto")  # imported here, so that the forks need not import it
 
     torch.set_num_threads(1)
     child = os.fork()

@@ -1,7 +1,7 @@
-"""Commands that are recorded, by name, in the order in which they need each other.
+"""Recorded commands, in stages.
 
-A stage is a function that returns `{name: arguments}`; it is called after the stages before it have run. A list that
-begins with `python` names a function of `library.py`.
+A stage is a function that returns the arguments of commands by name. It is called after all earlier stages have run.
+The arguments ["python", CASE] run a case of `library.py`.
 """
 
 import shutil
@@ -46,18 +46,18 @@ EXPORTED_RUNS = (
     *("stick_breaking", "forgetting", "differential", "elu_kernel", "linear_hybrid", "registers", "sink_token"),
 )
 COPIED = ("train", "lab", "export", "reproduce")
-"""Folders that later stages read."""
+"""Folders of an earlier recording that are copied for `record --only`, because later stages read them."""
 
 
 def first() -> Commands:
-    """Help, prepared data, and one training, which prepares the text of all others."""
+    """Help, `data prepare`, and one training, which prepares the text for all others."""
     helps = {f"help/{name.replace(' ', '_') or 'all'}": [*name.split(), "--help"] for name in HELP}
     data = {"data": ["data", "prepare", "text/all.jsonl", "--tokenizer", "train:300", "--out", "tokens"]}
     return helps | data | {"train/softmax": trainings()["train/softmax"]}
 
 
 def trainings() -> Commands:
-    """Twelve steps of every variant of the catalogue, whose recipes are written, and a lab."""
+    """Trainings of twelve steps of every variant in the catalogue, and `lab`; writes the recipes of the variants."""
     from sinklab.interventions import VARIANTS
     from sinklab.train.recipe import build_recipe
 
@@ -71,7 +71,7 @@ def trainings() -> Commands:
 
 
 def measurements() -> Commands:
-    """Existing models measured in every way, and what is refused."""
+    """Measurements of existing models with all options, commands without a run, and commands that raise an error."""
     asked = {
         "natural": [STORIES, *NATURAL],
         "random": [STORIES, "--inputs", "random", *FEW],
@@ -144,7 +144,7 @@ def measurements() -> Commands:
 
 
 def of_runs() -> Commands:
-    """Runs measured, exported and replayed."""
+    """Measurements, comparisons, exports and a replay of runs."""
     commands: Commands = {}
     short, natural = ["--length", "24"], ["--text", "text/all.jsonl", "--sequences", "12", "--length", "24"]
     for name in GATED_RUNS:
@@ -169,7 +169,7 @@ def of_runs() -> Commands:
 
 
 def assessments() -> Commands:
-    """Every part of assess, of runs and of other models."""
+    """Assessments of runs and of other models, with every part of `assess`."""
     few = ["--sequences", "2", "--length", "24", "--stream-length", "48", "--cache", "8", "--keep", "0", "--keep", "2"]
     few += ["--budget", "6"]
     natural = ["--text", "text/more.jsonl", *few]
@@ -191,7 +191,7 @@ def assessments() -> Commands:
 
 
 def experiments() -> Commands:
-    """Small sweeps and measured experiments, and the committed results packed, verified and reported."""
+    """Small sweeps, experiments on existing models, and `verify` and `report` of the committed results."""
     commands: Commands = {}
     for name in ("two_seeds", "five_seeds", "grid"):
         out = f"reproduce/{name}"
@@ -217,7 +217,7 @@ def experiments() -> Commands:
 
 
 def last() -> Commands:
-    """Functions of the library, exports measured, packed results verified, and the extras where they are installed."""
+    """Cases of `library.py`, measured exports, `verify` with retraining, and `eval` and `sft` if they are installed."""
     from benchmarks.same_numbers.library import CASES
 
     natural = ["--text", "text/all.jsonl", "--sequences", "10", "--length", "24", "--eps", "0.1"]
@@ -231,7 +231,7 @@ def last() -> Commands:
     commands["verify/retrained"] = ["verify", "packed", "--retrain", "1", "--json"]
     if _installed("eval", "lm_eval", "accelerate"):
         hellaswag = ["--tasks", "hellaswag", "--limit", "6", "--data", str(DATA / "eval" / "hellaswag_val.jsonl.gz")]
-        for name in (STORIES, "models/llama"):  # the items are longer than the context of the second
+        for name in (STORIES, "models/llama"):  # the items are longer than the context of models/llama
             place = f"eval/{Path(name).name}"
             commands[place] = ["eval", name, *hellaswag, "--out", place, "--json"]
     if _installed("sft", "trl", "accelerate"):
@@ -239,7 +239,7 @@ def last() -> Commands:
         chats += ["--eval-every", "2", "--save-every", "2", "--sequences", "4", "--sink-length", "16"]
         tuned = ["reproduce", "experiments/tuned.yaml", "--data", "text/chat.jsonl", "--jobs", "1"]
         commands["reproduce/tuned"] = [*tuned, "--out", "reproduce/tuned", "--json"]
-        for name in (STORIES, "models/llama"):  # 128 tokens are beyond the context of the second
+        for name in (STORIES, "models/llama"):  # 128 tokens exceed the context of models/llama
             place = f"sft/{Path(name).name}"
             commands[place] = ["sft", name, *chats, "--out", place, "--json"]
     return commands
@@ -253,7 +253,7 @@ def _installed(name: str, *packages: str) -> bool:
 
 
 def reports(earlier: Path) -> Commands:
-    """Reports of results that an earlier recording holds, so that not even a clock can differ."""
+    """Reports of the results in an earlier recording, so that times in the reports are the same too."""
     commands: Commands = {}
     for name in ("train", "lab", "measure", "families", "compare", "of_runs", "assess", "reproduce", "measured"):
         place = Path("drawn") / name
@@ -272,11 +272,7 @@ def reports(earlier: Path) -> Commands:
 
 
 def stages(earlier: Path) -> list[Callable[[], Commands]]:
-    """All of them.
-
-    Args:
-        earlier: recording whose results are drawn.
-    """
+    """Return all stages in order; `earlier` is the recording whose results the reports show."""
     return [
         first,
         lambda: {name: rest for name, rest in trainings().items() if name != "train/softmax"} | measurements(),

@@ -35,10 +35,7 @@ DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Sel
 """Keys of `data` that the run hash excludes, because the fingerprint of the prepared data covers them."""
 
 MANNER = {"save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
-"""Keys of `train` that the run hash excludes, because they change results at most by rounding.
-
-They may differ when a run is resumed.
-"""
+"""Keys of `train` that the run hash excludes: they affect results at most by rounding, and may change on resuming."""
 
 LATER: dict[str, object] = {
     "model.embedding": "plain",
@@ -97,13 +94,10 @@ class Recipe(Part):
         return self
 
     def content_hash(self, data_fingerprint: str) -> str:
-        """Return the hash of recipe and data that identifies the run: 16 hexadecimal digits.
+        """Return the hash of recipe and data (`TokenDataset.fingerprint`) that identifies the run, 16 hex digits.
 
         The hash excludes `name`, the keys in `MANNER` and `DATA_ORIGIN` (the fingerprint identifies the data), keys
         with their neutral value in `LATER`, and `model.init_from` (`model.init_sha256` identifies the weights).
-
-        Args:
-            data_fingerprint: `TokenDataset.fingerprint` of the recipe's data.
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
         for key, neutral in LATER.items():

@@ -60,10 +60,7 @@ class World:
         return device
 
     def use(self, name: str) -> None:
-        """Make this process's GPU the current CUDA device if there are several processes.
-
-        Raises the same errors as `device`.
-        """
+        """With several processes, make this one's GPU the current CUDA device. Raises the same errors as `device`."""
         device = self.device(name)
         if device.type == "cuda" and self.size > 1:
             torch.cuda.set_device(device)

@@ -76,10 +76,7 @@ class Evaluation(ReadDocument):
 
     @property
     def rate_layers(self) -> list[float | None]:
-        """Maximum of `sink_rate_heads` in each attention layer, percent; None for a layer without known rates.
-
-        The list is empty if the evaluation has no `sink_rate_heads`.
-        """
+        """Maximum of `sink_rate_heads` by attention layer (%), None if unknown; empty without `sink_rate_heads`."""
         return [highest_known(rates) for rates in self.sink_rate_heads or ()]
 
     @property

@@ -86,10 +86,7 @@ class Run:
         return self.directory / "failed.json"
 
     def loader(self, split: Literal["train", "valid"]) -> Loader:
-        """Return the loader of training or validation tokens, with data interventions.
-
-        Raises the same errors as `Loader`.
-        """
+        """Return the loader of a split, with data interventions. Raises the same errors as `Loader`."""
         recipe = self.recipe
         return Loader.of(
             self.dataset,
