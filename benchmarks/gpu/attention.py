@@ -32,17 +32,18 @@ def error(values: dict[str, Any], tokens: int, shape: tuple[int, int, int], dtyp
     """
     batch, heads, width = shape
     generator = torch.Generator().manual_seed(0)
-    q, k, v, gradient = (torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(4))
+    k, v, gradient, *queries = (torch.randn(batch, heads, tokens, width, generator=generator) for _ in range(5))
     results = []
     for forced, precision in ((values, dtype), ({**values, "backend": "chunked"}, torch.float64)):
         core = AttentionCore(AttentionConfig.model_validate(forced), heads, width, context=tokens).to(device)
         for i, parameter in enumerate(core.parameters()):
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator(device=device).manual_seed(i))
         core = core.double() if precision == torch.float64 else core
-        inputs = [x.to(device, precision).requires_grad_() for x in (q, k, v)]
+        q = torch.cat(queries[: core.operation.queries_per_head], dim=-1)
+        inputs = [x.to(dtype).to(device, precision).requires_grad_() for x in (q, k, v)]
         kept = forget_gates(batch, tokens, heads).to(device)
-        out = core(*inputs, *((None, kept) if core.operation.forgets else ()))
-        results.append([out, *torch.autograd.grad(out, inputs, gradient.to(device, precision))])
+        out = core(*inputs, *((None, kept) if core.operation.forgets or core.operation.weighs else ()))
+        results.append([out, *torch.autograd.grad(out, inputs, gradient.to(dtype).to(device, precision))])
     return max(
         ((ours.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-9)).item()
         for ours, exact in zip(*results, strict=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from assessed import small, some_tokens
 from details_reference import captured
 from families import GROUPED, family_tokens, pair_of
 
@@ -65,6 +66,11 @@ def test_a_rank_is_low_relative_to_the_heads_width_in_its_own_layer() -> None:
         assert role.kind == kind_of(role.share, role.value_norm, role.output_share, share)
     broadcast = [role for role in found.heads if role.kind == "broadcast"]
     assert max(role.effective_rank for role in broadcast) > 0.25 * 8
+
+
+def test_the_sink_of_a_model_with_biases_in_some_layers_names_both() -> None:
+    mixed = small("sink logit", pattern={"every": 2, "bias": "none"})
+    assert assess_heads(mixed, some_tokens(), lambda: None).sink == "bias or first position"
 
 
 def test_a_sink_logit_is_the_sink_and_has_no_value() -> None:

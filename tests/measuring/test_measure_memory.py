@@ -90,6 +90,22 @@ def test_the_limit_of_a_control_group_counts_where_it_is_tighter(
     assert (free_bytes(CPU) is None) == (machine is None)
 
 
+def test_the_limit_of_a_nested_control_group_or_its_parent_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "PROCESS_CGROUP", tmp_path / "of_process")
+    (tmp_path / "of_process").write_text("3:cpuset:/elsewhere\n0::/job/step\n")
+    step = tmp_path / "job" / "step"
+    step.mkdir(parents=True)
+    for folder, limit, used in ((step, "max", "300"), (step.parent, "1000", "700")):
+        (folder / "memory.max").write_text(limit + "\n")
+        (folder / "memory.current").write_text(used + "\n")
+    assert (free_bytes(CPU), memory.total_bytes(CPU)) == (300, 1000)
+    (step / "memory.max").write_text("350\n")
+    assert (free_bytes(CPU), memory.total_bytes(CPU)) == (50, 350)
+
+
 def test_the_result_is_that_of_any_batch_size(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sinklab.measure(model, TOKENS, batch_size=6)
     _free(monkeypatch, 0)

@@ -28,8 +28,8 @@ class LibraryKernel(NamedTuple):
     """Function that computes an unedited attention call of a Hugging Face model.
 
     Attributes:
-        name: "sdpa" for the SDPA attention of transformers; "chunked" for sinklab's backend, which is used for models
-            with a softcap or sink logits.
+        name: "sdpa" for the SDPA attention of transformers; "chunked" or "flex" for sinklab's backend, which is used
+            for models with a softcap or sink logits.
         output: function that computes the attention output, (B, H, T, V).
     """
 

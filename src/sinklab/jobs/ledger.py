@@ -164,7 +164,7 @@ class LineLedger:
         request: settings that affect the results, JSON-serializable.
 
     Raises:
-        InputError: if the file contains results with other settings, or was not written by sinklab.
+        InputError: if the file cannot be read, contains results with other settings, or was not written by sinklab.
         SinklabError: if the file cannot be written.
     """
 
@@ -204,10 +204,13 @@ def _complete_lines(path: Path) -> Sequence[dict[str, Any]]:
     """Read the rows of a .jsonl file up to the first invalid line; none if the file does not exist.
 
     Raises:
-        InputError: if the file was not written by sinklab.
+        InputError: if the file cannot be read or was not written by sinklab.
     """
     rows: list[dict[str, Any]] = []
-    lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): choose another --out") from error
     with suppress(ValueError):
         for line in lines:
             rows.append(parse_json(line))

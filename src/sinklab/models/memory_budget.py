@@ -26,6 +26,7 @@ FLOAT = 4  # bytes per number; sums are in float32, except for float64 models
 LOGITS_AT_ONCE = 2**24  # logits per chunk: 64 MB in float32; the LM head is slower with a quarter of this
 LOGITS_AT_ONCE_CUDA = 2**26  # 256 MB in float32
 CGROUP = Path("/sys/fs/cgroup")
+PROCESS_CGROUP = Path("/proc/self/cgroup")  # contains the path of the process's cgroup below CGROUP
 
 
 @dataclass(frozen=True)
@@ -102,26 +103,28 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of the device in bytes; None if unknown.
 
     On CUDA, memory that PyTorch has reserved but not allocated counts as free. On a CPU, the result is the free memory
-    of the machine or of the container (cgroup v2), whichever is less.
+    of the machine or of the process's cgroup or its ancestors (cgroup v2), whichever is least.
     """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     if device.type != "cpu":
         return None
-    return min((free for free in (_of_machine(), _of_control_group()) if free is not None), default=None)
+    free_of_groups = [_free(folder, limit) for folder, limit in _limits().items()]
+    return min((free for free in (_of_machine(), *free_of_groups) if free is not None), default=None)
 
 
 def total_bytes(device: torch.device) -> int | None:
     """Return the total memory of the device in bytes; None if unknown.
 
-    On a CPU, the result is the memory of the machine or the limit of the container (cgroup v2), whichever is less.
+    On a CPU, the result is the memory of the machine or the limit of the process's cgroup or its ancestors (cgroup v2),
+    whichever is least.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if device.type != "cpu":
         return None
-    return min((total for total in (_of_machine("MemTotal:"), _limit()) if total is not None), default=None)
+    return min((total for total in (_of_machine("MemTotal:"), *_limits().values()) if total is not None), default=None)
 
 
 def _of_machine(which: str = "MemAvailable:") -> int | None:
@@ -129,16 +132,20 @@ def _of_machine(which: str = "MemAvailable:") -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(which)), None)
 
 
-def _limit() -> int | None:
-    limit = _text(CGROUP / "memory.max").strip()
-    return int(limit) if limit.isdigit() else None  # "max": no limit
+def _limits() -> dict[Path, int]:
+    """Return the memory limits in bytes of the process's cgroup and its ancestors that have one, by folder."""
+    lines = _text(PROCESS_CGROUP).splitlines()
+    own = CGROUP / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(CGROUP)]
+    limits = {folder: _text(folder / "memory.max").strip() for folder in folders}
+    return {folder: int(limit) for folder, limit in limits.items() if limit.isdigit()}  # "max": no limit
 
 
-def _of_control_group() -> int | None:
-    limit, used = _limit(), _text(CGROUP / "memory.current")
-    if limit is None or not used:
+def _free(folder: Path, limit: int) -> int | None:
+    used = _text(folder / "memory.current")
+    if not used:
         return None
-    statistics = dict(line.split() for line in _text(CGROUP / "memory.stat").splitlines())
+    statistics = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
     return max(0, limit - int(used) + int(statistics.get("inactive_file", 0)))  # cached files can be evicted
 
 

@@ -63,7 +63,8 @@ class Heads(AssessPart):
     """Roles of all query heads.
 
     Attributes:
-        sink: "bias" if any layer has a bias key or sink logit, otherwise "first position".
+        sink: "bias" if all layers have a bias key or sink logit, "first position" if none has, otherwise
+            "bias or first position": in each layer the bias if it has one, else the first position.
         width: dimension V of the head outputs in the first attention layer; it may differ in other layers.
         heads: role of every query head.
         counts: number of heads of each kind; kinds without heads are omitted.
@@ -73,7 +74,7 @@ class Heads(AssessPart):
     rank = 6
     question = "What do heads with a sink do?"
 
-    sink: Literal["bias", "first position"]
+    sink: Literal["bias", "first position", "bias or first position"]
     width: int
     heads: list[HeadRole]
     counts: dict[HeadKind, int]
@@ -131,14 +132,13 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
         InputError: if the attention weights cannot be computed (`LayerCall.scores`).
         SinklabError: if a loss or KL divergence is not finite.
     """
-    reader, with_bias = PairedReader(adapter, tokens_NT, step), False
+    reader, with_bias = PairedReader(adapter, tokens_NT, step), set[bool]()
     sums: dict[int, list[Tensor]] = {}
 
     def add_sums(layer: LayerCall) -> Tensor:
-        nonlocal with_bias
         scores_BHLL, bias_BHL = layer.scores()
         out_BHLV = layer.weighted(scores_BHLL, bias_BHL)
-        with_bias = with_bias or bias_BHL is not None
+        with_bias.add(bias_BHL is not None)
         here = _sums(layer, scores_BHLL, bias_BHL, out_BHLV)
         before = sums.get(layer.index)
         sums[layer.index] = here if before is None else [a + b for a, b in zip(before, here, strict=True)]
@@ -164,7 +164,7 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
             )
     return Heads(
         **reader.result_fields(),
-        sink="bias" if with_bias else "first position",
+        sink="bias or first position" if len(with_bias) > 1 else "bias" if True in with_bias else "first position",
         width=sums[1][-1].shape[-1],
         heads=roles,
         counts=dict(Counter(role.kind for role in roles)),

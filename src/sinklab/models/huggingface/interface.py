@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from sinklab.attention import masks
+from sinklab.attention.flex import flex_serves
 from sinklab.attention.layer_call import LayerCall, LibraryKernel
 from sinklab.attention.operations.call import Call
 from sinklab.attention.operations.similarity import Softmax
@@ -89,13 +90,16 @@ def read_call(
         kernel = AttentionInterface._global_mapping["sdpa"]
         return kernel(module, query, key, value, attention_mask, scaling=scaling, **extras)[0].transpose(1, 2)
 
-    def chunked() -> Tensor:
+    def by_sinklab() -> Tensor:
         out_BHTV, lse_BHT = call.attend(value)
         if sinks is not None:
             out_BHTV = out_BHTV * torch.sigmoid(lse_BHT - sinks[None, :, None])[..., None].to(out_BHTV.dtype)
         return out_BHTV
 
-    library = LibraryKernel("sdpa", fused) if cap is None and sinks is None else LibraryKernel("chunked", chunked)
+    if cap is None and sinks is None:
+        library = LibraryKernel("sdpa", fused)
+    else:
+        library = LibraryKernel("flex" if flex_serves(query, key, value) else "chunked", by_sinklab)
     return LayerCall(SOFTMAX, call, value, library=library)
 
 
