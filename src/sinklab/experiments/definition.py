@@ -10,6 +10,7 @@ cells:
   softmax: {}                                                   # the unchanged base recipe
   k_biases: k_biases                                            # name of a variant in the catalogue
   weight_decay_1: {optim: {weight_decay: 1.0}}                  # changed keys
+  window_256: {model: {attention: {mask: {kind: window, width: 256}}}}
   sink_token_without_bos: [sink_token, {data: {bos: false}}]    # variants and overlays, merged in this order
 adapted:                                                        # changes at a scale, with the reason
   tiny:
@@ -17,13 +18,13 @@ adapted:                                                        # changes at a s
       cells: {window_256: {model: {attention: {mask: {width: 8}}}}}
 evidence: confirmatory                                          # or exploratory; default for the claims
 stated: 2026-11-23                                              # default for the claims
-first_seed: 100                                                 # the runs have seeds 100, 101, ..
+first_seed: 100                                                 # seeds 100, 101, ..
 claims:
   - {id: no_sink, text: "..", check: {is: absent, cell: k_biases}}
 assess: [streaming]                                             # parts of `sinklab assess` for every run
 tune: {lr: 4.0e-4, epochs: 4}                                   # `sinklab sft` of every run, on --data
-changes:                                                        # a grid: each cell with one value of each axis
-  decay: {decay_0.5: {}, decay_0.1: {optim: {weight_decay: 0.1}}}     # cells are softmax+decay_0.5, and so on
+changes:                                                        # a grid: every cell with every value of each axis
+  decay: {decay_0.5: {}, decay_0.1: {optim: {weight_decay: 0.1}}}     # the cells are softmax+decay_0.5, and so on
 
 Measured cells:
 
@@ -32,11 +33,11 @@ cells:                                                          # measurements o
   repeat: {inputs: repeat}
   short: {inputs: natural, length: 16, eps: 0.2}                # the same sequences, truncated, from the same pass
   swapped_5: {inputs: repeat, swap_position: [1, 5]}
-  chat: {inputs: natural, model: chat}                          # the second --model
+  chat: {inputs: natural, model: chat}                          # measures the second --model
 claims:
   - {id: none_on_repeated, text: "..", check: {is: within, value: sink_1, cell: repeat, at_most: 1.0}}
 
-Measured cells with several models, which are the replicates; all cells of such an experiment have several models:
+Measured cells with several models. The models are the replicates, and every cell of the experiment has several:
 
 cells:
   start: {inputs: natural, models: [ORG/seed1@step1000, ORG/seed2@step1000]}
@@ -80,7 +81,7 @@ NORMS = {
     "norm_step",
     "kurtosis",
 }
-"""Quantities of massive activations; an experiment's `asks_massive` applies to claims that use one of them."""
+"""Quantities of massive activations. `Experiment.asks_massive` applies to the claims that use one of them."""
 
 PAPER_SCALES = ("60m", "1b")
 """Scales of the paper's models. Verdicts use the paper's numbers only at these scales."""
@@ -94,7 +95,7 @@ WHAT_SCALES_ARE: Mapping[Scale, str] = {
     "of 0.1. It corresponds to the paper's row with a fixed first token (74 %).",
     "small": "Scale small has the paper's 60M model with contexts of 256 tokens and a smaller batch.",
 }
-"""Differences between a scale's base model and the paper's; stored with every experiment at the scale."""
+"""Differences between a scale's base model and the paper's; the first entry of `ExperimentSummary.adapted`."""
 
 ONLY_TRAINED = {
     "base", "baseline", "changes", "adapted", "assess", "tune", "first_seed", "asks_massive", "same_as", "scales",
@@ -106,7 +107,7 @@ ONLY_MEASURED = {"each", "against", "positions", "proposition"}
 
 
 def _overlays(said: Any) -> Any:
-    """Convert an overlay, a variant's name or a list of them to a list of overlays; return measured cells unchanged."""
+    """Convert an overlay, a variant's name or a list of these to a list of overlays. Measured cells are unchanged."""
     if _kind_of_cell(said) == "measured":
         return said
     parts = said if isinstance(said, list) else [said]
@@ -141,7 +142,7 @@ class CellTask(Part):
 
     Attributes:
         name: name of an lm-eval task that reports acc or acc_norm.
-        items: number of task items, sampled at random with the index of the draw as seed; null for all items.
+        items: number of task items, sampled with the index of the draw of sequences as random seed; null for all items.
     """
 
     name: str
@@ -152,16 +153,17 @@ class MeasuredCell(Part):
     """Settings of a measurement. Cells that differ only in eps and length share sequences and forward passes.
 
     Attributes:
-        model: the model to measure: "base" is the first model passed with --model, "chat" the optional second one.
+        model: the model to measure if `models` is empty: "base" is the first --model (with `each: model`, each of
+            them), and "chat" the optional second one.
         models: models to measure, as NAME or NAME@REVISION. Several models are replicates, measured on the same
             sequences; a single model is measured on several draws of sequences. Default: the models passed with
             --model. If all cells have the same list of several models, --model replaces the list.
-        revision: default revision of `models`; for a model directory, the name of a folder in it.
+        revision: revision of the `models` that are given as NAME; for a model directory, the name of a folder in it.
         subfolder: subfolder of each of `models`.
         inputs: kind of sequences: natural text, random or repeated tokens. Required in experiment files.
         sequences, length: number of sequences N, and tokens per sequence T.
         eps: threshold of the sink rate.
-        loss: also compute the loss, which takes up to a third of the compute of a small model.
+        loss: also compute the loss, which takes up to a third of the compute if the model is small.
         details: also compute the statistics of `sinklab measure --details`.
         swap_position: two 1-based positions whose learned positional embeddings are swapped.
         replace_position: 1-based positions (i, j); the learned positional embedding of i is replaced by that of j.
@@ -218,15 +220,15 @@ class Experiment(Part):
         question: research question, a sentence.
         source: table, figure or section of the paper, or another source.
         base: base recipe of the trained cells by scale: the name of a shipped recipe or a file, as for `sinklab train`.
-            A recipe given without a scale belongs to the scale of the same name, or to scale tiny if there is none.
+            A recipe given without a scale belongs to the scale of the same name or, if there is none, to scale tiny.
         cells: cells by name: overlays on the base, merged in order, or measured cells.
         changes: axes of a grid, each with recipe overlays by name of the value. Every trained cell is combined with
-            every choice of one value per axis; the overlays are merged in order, and the resulting cell is named
-            CELL+VALUE+VALUE.
+            every choice of one value per axis: the overlays are merged in order, and the resulting cell is named
+            CELL+VALUE, with a +VALUE for each further axis.
         baseline: trained cell with which the other cells are compared; default: the first cell.
         adapted: changes to the trained cells by scale, applied in order.
-        each: measure every cell for each domain of --text or for each --model; the cells of the results are named
-            DOMAIN/CELL or MODEL/CELL. Default: measure every cell once per replicate.
+        each: repeat every cell for each domain of --text or for each --model; the cells of the results are named
+            DOMAIN/CELL or MODEL/CELL. Default: no repetition.
         columns: quantities in the table of results.
         against: two quantities of measured cells; a figure plots the second quantity against the first.
         published: table of the paper with numbers for the cells.
@@ -234,11 +236,11 @@ class Experiment(Part):
         tune: settings of `sinklab sft` for fine-tuning every run on the conversations of --data.
         evidence: confirmatory or exploratory; default for the claims.
         stated: date on which the claims were written; default for the claims.
-        seeds: number of seeds or of draws of sequences, or maximum number of models, unless --seeds is passed.
+        seeds: default of --seeds: number of training seeds or of draws of sequences, or maximum number of models.
         first_seed: first seed of the runs; smaller seeds are not used.
-        asks_massive: True or the name of a cell: judge claims that use a quantity in `NORMS` only if training at
-            least doubles the norm ratio of the baseline or of this cell. False: always judge them. A claim may set
-            its own condition.
+        asks_massive: condition for claims that use a quantity in `NORMS` and do not set a condition. True, or the name
+            of a cell: judge these claims only if training at least doubles the norm ratio of the baseline, or of this
+            cell. False: always judge them.
         rank: sort key in lists, sweeps and summaries, ascending.
     """
 
@@ -274,7 +276,7 @@ class Experiment(Part):
     @model_validator(mode="before")
     @classmethod
     def _cross_cells_with_changes(cls, said: Any) -> Any:
-        """Combine the cells with `changes`; cells that are already combined, as in a manifest, are unchanged."""
+        """Combine the cells with `changes`; cells that are combined already, as in a manifest, are kept."""
         if not isinstance(said, dict) or not said.get("changes"):
             return said
         cells, axes = said.get("cells", {}), said["changes"]
@@ -292,7 +294,7 @@ class Experiment(Part):
             return said
         if measured := [name for name, cell in cells.items() if _kind_of_cell(cell) == "measured"]:
             raise ValueError(
-                f"changes apply only to trained cells, but cell {measured[0]!r} is measured: remove one of the two"
+                f"changes apply only to trained cells, but cell {measured[0]!r} is measured: remove it or `changes`"
             )
         crossed = {
             name + suffix: [one for part in (cell, *parts) for one in (part if isinstance(part, list) else [part])]
@@ -328,7 +330,7 @@ class Experiment(Part):
     def _check_names_of_cells(self) -> None:
         known = {*self.requests, *(name for scale in self.base for name in self.cells_at(scale))}
         if self.baseline and self.baseline not in known:
-            raise ValueError(f"baseline {self.baseline!r} is not a cell at any scale")
+            raise ValueError(f"baseline {self.baseline!r} is not a cell at any scale: set it to the name of a cell")
         for claim in self.claims:
             named = self.massive_cell(claim)
             asked = [] if claim.same_as else [*claim.cells, *([named] if named else [])]
@@ -338,18 +340,18 @@ class Experiment(Part):
                 )
             if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
                 raise ValueError(
-                    f"claim {claim.id} sets scale {wrong[0]!r}, for which the experiment has no base recipe"
+                    f"claim {claim.id} sets scale {wrong[0]!r}, for which base has no recipe: add a recipe to base"
                 )
         if wrong := [cell for cell in (self.published.rows if self.published else ()) if cell not in known]:
-            raise ValueError(f"published.rows: {wrong[0]!r} is not a cell at any scale")
+            raise ValueError(f"published.rows: {wrong[0]!r} is not a cell at any scale: remove it, or correct the name")
         for scale, adaptations in self.adapted.items():
             if scale not in self.base:
-                raise ValueError(f"adapted has scale {scale!r}, for which the experiment has no base recipe")
+                raise ValueError(f"adapted has scale {scale!r}, for which base has no recipe: add a recipe to base")
             if wrong := [name for one in adaptations for name in one.without if name not in self.cells]:
                 raise ValueError(f"adapted.{scale}: {wrong[0]!r} in `without` is not a cell of the experiment")
 
     def _check_measured(self) -> None:
-        """Check that claims and measured cells are compatible with `each`, and the cells with each other."""
+        """Check that claims and measured cells fit `each`, and that the measured cells fit each other."""
         compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
         for claim in self.claims:
             wanted = compared.get(type(claim.check))
@@ -391,7 +393,7 @@ class Experiment(Part):
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """Names of the values along each axis of a grid; the first axis is `cell`. Empty without `changes`."""
+        """Names of the values on each axis of a grid, by axis; the first axis is `cell`. Empty without `changes`."""
         if not self.changes:
             return {}
         own = dict.fromkeys(name.rsplit(GRID, len(self.changes))[0] for name in self.cells)
@@ -410,7 +412,7 @@ class Experiment(Part):
         return "" if self.requests else self.baseline or next(iter(self.cells))
 
     def cells_at(self, scale: Scale) -> dict[str, Sequence[Mapping[str, Any]]]:
-        """Return the trained cells at a scale by name, with their recipe overlays in order of application."""
+        """Return the recipe overlays of each trained cell at a scale, in order of application, by name of the cell."""
         cells: dict[str, list[Mapping[str, Any]]] = {
             name: list(overlays) for name, overlays in self.cells.items() if not isinstance(overlays, MeasuredCell)
         }
@@ -423,16 +425,17 @@ class Experiment(Part):
     def claims_at(self, scale: Scale) -> list[Claim]:
         """Return the claims made at a scale.
 
-        A claim is left out if one of its cells does not exist at the scale; references (`same_as`) are always kept.
+        A claim is left out if one of its cells does not exist at the scale, unless it is a reference (`same_as`).
         """
         cells = self.cells_at(scale)
         made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]
 
     def massive_cell(self, claim: Claim) -> str | None:
-        """Return the cell whose norm ratio training must at least double for the claim to be judged; None without one.
+        """Return the cell whose norm ratio training must at least double for the claim to be judged.
 
-        If the claim does not set `asks_massive` and uses a quantity in `NORMS`, the experiment's setting applies.
+        None if the claim is always judged. If the claim does not set `asks_massive`, the experiment's setting applies,
+        provided that the check uses a quantity in `NORMS`.
         """
         said = claim.asks_massive
         if said is None:

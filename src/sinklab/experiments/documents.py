@@ -21,7 +21,7 @@ CHECKED = ("recipe.yaml", "metrics.jsonl", "measurement.json")
 Verdict = Literal["reproduced", "direction only", "contradicted", "inconclusive", "no verdict", "not asked", "not run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 JUDGED: tuple[Verdict, ...] = VERDICTS[:4]
-"""Verdicts that require five replicates or more."""
+"""Verdicts of checks on five replicates or more."""
 
 ANALYSES = ("confirmatory", "exploratory")
 """Kinds of analysis (`claims.Analysis`), for which claims are counted separately."""
@@ -29,7 +29,7 @@ ANALYSES = ("confirmatory", "exploratory")
 RunStatus = Literal["done", "failed"]
 
 GRID = "+"
-"""Separator of cell and values in the name of a grid cell."""
+"""Separator between cell and values in the name of a grid cell, such as softmax+decay_0.5."""
 
 ReplicateKind = Literal["seed", "draw", "model"]
 """Unit of replication of an experiment: a training seed, a draw of sequences, or an existing model."""
@@ -41,14 +41,14 @@ class RunRecord(VersionedDocument):
     Attributes:
         hash: hash of the run (`Recipe.content_hash`).
         name, seed: name and seed of the recipe.
-        status: done, or failed: training diverged (loss, gradient or weights not finite).
+        status: done, or failed if training diverged (a loss, gradient or weight is not finite).
         message: reason for the failure; empty if done.
         step, steps: number of updates done, and number of updates in the recipe.
-        triples: number of (sequence, attention layer, head) triples of the sink rates.
+        triples: number of (sequence, attention layer, head) triples from which a sink rate is computed.
         seconds: training time in seconds, without evaluations and checkpoints.
         tokens_per_second: mean training tokens per second of the updates; None if unknown.
-        peak_memory_mb: peak GPU memory of rank 0 during training, or peak process memory on CPU, in MB (2**20 bytes).
-            None if the process that recorded the run did no update, or if the peak is unknown.
+        peak_memory_mb: peak GPU memory of the updates on rank 0 or, on a CPU, peak memory of its process, in MB (2**20
+            bytes). None if the process that recorded the run did no update, or if the peak is unknown.
         kurtosis: kurtosis of the hidden states after training, maximum over blocks; None if the run failed, or was
             recorded without its checkpoints.
         files: SHA-256 of recipe.yaml, metrics.jsonl and measurement.json at the end of the run, by file name; missing
@@ -87,12 +87,12 @@ class CellRun(ReadDocument):
         directory: directory of the run or measurement, relative to the directory of summary.json; empty for a run
             that has not been started.
         status: done, failed, or unfinished.
-        message: error message of a failed run; reason why a finished run is listed as unfinished (no metrics); else
-            empty.
-        values: values by quantity (`quantities.py`); missing values are omitted.
-        never: step quantities whose threshold was never reached.
+        message: error message of a failed run or measurement; for a finished run that is listed as unfinished because
+            it has no metrics, this reason; else empty.
+        values: finite values by quantity (`quantities.py`); missing values are omitted.
+        never: names of the step quantities whose threshold was never reached.
         edited: names of result files that were modified or removed after the end of the run.
-        seconds: duration of training (`RunRecord`) or of the measurement, in seconds.
+        seconds: duration of training (`RunRecord`) or of the measurement, in seconds; None if unknown.
         tokens_per_second, peak_memory_mb: see `RunRecord`; None for measurements.
     """
 
@@ -137,27 +137,29 @@ class CellEstimate(ReadDocument):
 
     @property
     def never_reached(self) -> int:
-        """Number of replicates at which the step was never reached."""
+        """Number of replicates that never reached the step; 0 for quantities that are not steps."""
         return self.seeds.count(None)
 
 
 class CellSummary(ReadDocument):
     """Results of a cell. Rates, loss and norm ratio are medians over the finished runs, each at its last evaluation.
 
-    Values that are not known are None or empty.
+    Unknown values are None or empty.
 
     Attributes:
         sink_rate: Sink_k for k = 1, 2, .., percent of (sequence, layer, head) triples.
-        sink_rate_bias: see `sink_bias` in `quantities.py`, percent.
+        sink_rate_bias: sink rate of a bias (`sink_bias` in `quantities.py`), percent.
         valid_loss: validation loss, nats per token.
-        hidden_norm_ratio_max: |h_1| over the mean |h_t| of the other positions, maximum over blocks.
+        hidden_norm_ratio_max: |h_1| over the mean |h_t| of the other positions (h_t: hidden state at position t),
+            maximum over the input of the first block and the outputs of all blocks.
         seeds: number of finished runs or measurements.
         seconds: mean duration of a run or measurement, in seconds.
         change: values of the recipe keys (dotted) that differ from the base; for a measured cell, values of the
             settings that differ from the default or between cells.
-        values: median and range over the replicates of each quantity in the tables, by name of the quantity.
+        values: median and range of each quantity in the tables over the replicates, by name of the quantity.
         runs: runs of the cell, one per replicate, finished or not.
-        sink_max, sink_max_position: maximum of `sink_rate` over positions 1 to T / 2, percent, and its position.
+        sink_max, sink_max_position: maximum of `sink_rate` over the first half of the positions, percent, and its
+            position (1-based).
     """
 
     sink_rate: list[float | None] = Field(default_factory=list)
@@ -183,11 +185,11 @@ class CellSummary(ReadDocument):
         return found[0] if found else None
 
     def estimate(self, name: str) -> CellEstimate | None:
-        """Return median and range of a quantity over `runs`, or from `values` if no run has it; None if unknown."""
+        """Return median and range of a quantity over `runs`; if no run has a value, those in `values`, else None."""
         return estimated(self.runs, name) or self.values.get(name)
 
     def by_seed(self, name: str) -> list[tuple[CellRun, float]]:
-        """Return (run, value) pairs of a quantity; runs that have no value or never reached the step are omitted."""
+        """Return (run, value) pairs of a quantity; runs without a value, or that never reached a step, are omitted."""
         return [(run, run.values[name]) for run in self.runs if name in run.values]
 
     def count(self, status: str) -> int:
@@ -195,9 +197,9 @@ class CellSummary(ReadDocument):
         return sum(run.status == status for run in self.runs)
 
     def of_seeds(self, seeds: Collection[int]) -> "CellSummary":
-        """Return a copy with the runs of these seeds only; the cell itself if it has no other runs.
+        """Return a copy with only the runs of these seeds; the cell itself if it has no other runs.
 
-        The copy's `values` are computed from these runs; its other medians and `seconds` are unknown.
+        The copy's `values` are computed from these runs. Its other medians and `seconds` are None or empty.
         """
         runs = [run for run in self.runs if run.seed in seeds]
         if len(runs) == len(self.runs):
@@ -208,7 +210,7 @@ class CellSummary(ReadDocument):
 
 
 def estimated(runs: Sequence[CellRun], name: str) -> CellEstimate | None:
-    """Compute median and range of a quantity over runs; None if no run has a value."""
+    """Return median and range of a quantity over runs; None if no run has a value."""
     has = [run for run in runs if name in run.values or name in run.never]
     if not has:
         return None
@@ -237,7 +239,7 @@ class JudgedClaim(ReadDocument):
         experiment: id of the experiment.
         scale: scale of the trained models, or names of the existing models.
         evidence: numbers behind the verdict, or the reason why there is no verdict, in sentences.
-        cells: names of the cells that the claim is about.
+        cells: names of the cells that the check uses.
         quantity: main quantity of the check; empty for `diverges` and `trains`, for a claim without a check, and for a
             claim that cannot be judged on the given models.
         analysis: confirmatory or exploratory; empty if unknown.
@@ -245,17 +247,19 @@ class JudgedClaim(ReadDocument):
         changed: date and description of a later change of the claim, and which results had been seen; empty if there
             is none.
         same_as: EXPERIMENT.CLAIM whose check is used; such a claim is not counted. Empty for other claims.
-        seeds: number of replicates on which the verdict is based; if cells or parts of the check have different
-            numbers, the smallest number.
+        seeds: number of replicates on which the verdict is based (`kinds.Finding`); for an `all` check, the smallest
+            number of its parts.
         replicate: unit that `seeds` counts: seed, draw or model.
         models: number of existing models in the verdict; 1 for trained cells.
-        rule: count that decides the claim, `seed by seed` or `no overlap` (docs/verdicts.md); empty without a check.
+        rule: rule that decides the claim, `seed by seed` or `no overlap` (docs/verdicts.md); empty without a check, or
+            if the claim cannot be judged on the given models.
         at_eps: verdicts at thresholds of the sink rate other than the recipe's, by threshold; empty if the sink rates
-            were not recorded at these thresholds or do not decide the claim alone.
-        finds: sentence with the effect size that five seeds detect with 80 % power, from pilot runs; empty if there are
-            no pilot runs of the quantity.
-        elsewhere: verdict and evidence of an earlier sweep with five seeds or more, in sentences; empty if this sweep
-            has five seeds or more, or if there is no earlier one.
+            were not recorded at these thresholds, or if the check cannot be evaluated at them (`quantities.AT_EPS`).
+        finds: sentence with the effect that five seeds detect with 80 % power, from pilot runs of the base recipe
+            (`five_seeds.detectable`); empty if there is none.
+        elsewhere: for a claim without a verdict because of fewer than five seeds, verdict and evidence of an earlier
+            sweep with five or more, in sentences; empty for other claims, if there is no earlier verdict, or if --steps
+            or --text was passed.
     """
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
@@ -282,7 +286,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def verdict_said(self) -> str:
-        """Verdict for display, such as `reproduced`, `one seed: no verdict` or `reproduced for this model`."""
+        """Verdict as displayed, such as `reproduced`, `one seed: no verdict` or `reproduced for this model`."""
         if self.verdict == "no verdict" and self.seeds == 1:
             return f"one {self.replicate}: no verdict"
         of = "this model" if self.models == 1 else "these models"
@@ -290,7 +294,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks in sentences: verdicts at other thresholds and of an earlier sweep, power, changes, references."""
+        """Remarks in sentences, from `at_eps`, `elsewhere`, `finds`, `changed` and `same_as`."""
         differing = {eps: verdict for eps, verdict in self.at_eps.items() if verdict != self.verdict}
         same = [eps for eps in self.at_eps if eps not in differing]
         return [
@@ -325,10 +329,12 @@ class ExperimentSummary(ReadDocument):
         elsewhere: for measured cells, numbers of the paper's table by model, cell and quantity (`measured.paper_rows`).
         against: two quantities; a figure plots the second quantity against the first. Empty for no figure.
         families: model family by cell, for the colours of that figure; only cells of models in the paper's list.
-        adapted: differences between the models at this scale and the paper's, with their reasons, in sentences.
+        adapted: differences between the models at this scale and the paper's, and reasons for the changes at this scale
+            (`Adaptation.why`), in sentences.
         seeds: seeds in the table; empty for all.
         replicate: unit of replication: seed, draw or model.
-        axes: names of the values along each axis of a grid; a cell's name joins one value of each axis with `GRID`.
+        axes: names of the values on each axis of a grid; a cell's name joins one value of each axis with `GRID`. Empty
+            if the experiment has no grid.
     """
 
     title: str = ""
@@ -352,12 +358,12 @@ class Summary(ReadDocument):
     """summary.json: results of the experiments of a sweep, or of one experiment on existing models.
 
     Attributes:
-        id, title: id and title of a single experiment; empty for several.
-        scale: scale of the trained models, or names of the existing models; empty for several scales.
+        id, title: id and title of a single experiment; empty if there are several.
+        scale: scale of the trained models, or names of the existing models; empty if there are several scales.
         experiments: experiments by id.
         cells: cells of all experiments by name; cells of the same name have the same recipe in every experiment.
         claims: claims of all experiments, with their verdicts.
-        counts: number of claims per verdict, for confirmatory and exploratory claims; references are excluded.
+        counts: number of claims by kind of analysis and verdict (`verdict_counts`).
     """
 
     schema_version: int = Field(default=3, alias="schema")
@@ -373,11 +379,11 @@ class Summary(ReadDocument):
 
     @property
     def runs(self) -> list[CellRun]:
-        """Runs of all cells, without duplicates of runs that several cells share."""
+        """Runs of all cells; a run that several cells share (same hash) is listed once."""
         return list({run.hash: run for cell in self.cells.values() for run in cell.runs}.values())
 
     def cells_of(self, experiment: str) -> dict[str, CellSummary]:
-        """Return the cells of an experiment by name, restricted to its seeds; cells without results are empty.
+        """Return the cells of an experiment by name, as `cell` does.
 
         Raises:
             KeyError: if there is no such experiment.
@@ -385,7 +391,7 @@ class Summary(ReadDocument):
         return {name: self.cell(experiment, name) for name in self.experiments[experiment].cells}
 
     def cell(self, experiment: str, name: str) -> CellSummary:
-        """Return a cell, restricted to the seeds of an experiment; an empty cell if there is no cell of this name."""
+        """Return a cell with only the runs of the experiment's seeds; an empty cell if there is none of this name."""
         cell, about = self.cells.get(name, CellSummary(seeds=0)), self.experiments.get(experiment)
         return cell.of_seeds(about.seeds) if about and about.seeds else cell
 
@@ -408,7 +414,7 @@ class Summary(ReadDocument):
 
 
 def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
-    """Count claims by kind of analysis and verdict; references (`same_as`) are excluded."""
+    """Return the number of claims by kind of analysis, then by verdict; references (`same_as`) are not counted."""
     counted = [claim for claim in claims if not claim.same_as]
     kinds = dict.fromkeys([*(one for one in ANALYSES if any(claim.analysis == one for claim in counted)),
                            *(claim.analysis for claim in counted)])  # fmt: skip
@@ -420,10 +426,10 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
 
 
 def chance_of_claims(claims: Sequence[JudgedClaim]) -> str:
-    """Return a sentence with the number of confirmatory claims that chance would reproduce.
+    """Return a sentence on how many confirmatory claims chance would reproduce.
 
-    If half of all seeds satisfied each claim, five seeds would reproduce 1/32 of the claims judged seed by seed. The
-    sentence is empty if there are no such claims.
+    If half of all seeds satisfied a claim that is judged seed by seed, five seeds would reproduce it with probability
+    1/32. The sentence is empty if no confirmatory claim has a verdict that was judged seed by seed.
     """
     number = sum(
         claim.rule == "seed by seed" and claim.analysis == ANALYSES[0] and claim.verdict in JUDGED and not claim.same_as
@@ -494,6 +500,6 @@ def checksums(directory: Path) -> dict[str, str]:
 
 
 def edited(directory: Path, record: RunRecord) -> list[str]:
-    """Return the names of the files in `RunRecord.files` that were modified or removed after the run had ended."""
+    """Return the names of the files in `RunRecord.files` that were modified or removed since the run was recorded."""
     now = checksums(directory)
     return [name for name, before in record.files.items() if now.get(name) != before]

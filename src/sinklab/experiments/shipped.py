@@ -30,13 +30,13 @@ def experiment_ids() -> list[str]:
 def load_experiment(name: str) -> Experiment:
     """Load a shipped experiment by its id, or an experiment file by its path, which ends with .yaml.
 
-    Claims with `same_as` get the check of the referenced claim. Paths of base recipes (.yaml) are resolved relative to
-    the directory of the experiment file first, then to the working directory.
+    Claims with `same_as` get the check of the referenced claim. The path of a base recipe (.yaml) in an experiment file
+    is relative to the directory of this file or, if there is no such recipe, to the working directory.
 
     Raises:
         InputError: if there is no such experiment or file (the message suggests similar ids), it cannot be read or is
-            invalid (the message names the field), or `same_as` of a claim names a claim that does not exist or is a
-            reference itself.
+            invalid (the message names the field), or `same_as` of a claim names a claim that does not exist or that is
+            a reference itself.
     """
     file = Path(name) if name.endswith(FILE) else _shipped().get(name)
     if file is None or not file.is_file():
@@ -62,9 +62,10 @@ def load_experiment(name: str) -> Experiment:
 
 
 def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
-    """Copy to a claim with `same_as` the check of the referenced claim.
+    """Return a copy of a claim with `same_as` that has the check of the referenced claim.
 
-    The scales and `asks_massive` of the referenced claim are copied, too, unless the claim sets its own.
+    Unless the claim sets its own, it also has the `asks_massive` and the scales of the referenced claim, without scales
+    that its experiment lacks.
 
     Raises:
         ValueError: if the referenced claim does not exist, or is a reference itself.
@@ -98,7 +99,7 @@ class ScaleCost:
 
     Attributes:
         cells, claims: number of cells and claims at the scale.
-        hours: estimated hours to train all cells and seeds sequentially on one core or one GPU.
+        hours: estimated hours to train all cells with all default seeds sequentially, on one CPU core or one GPU.
         estimated: phrase on how the hours were estimated (`Pace.said`).
     """
 
@@ -114,11 +115,11 @@ class ListedExperiment:
 
     Attributes:
         cells: number of cells, without those that `adapted` adds at a scale.
-        claims: number of claims over all scales.
+        claims: number of claims of all scales.
         seeds: default number of seeds per cell; 0 for experiments on existing models.
-        scales: cost by scale; empty for experiments on existing models.
-        cell_names, claim_texts: names of these cells, and texts of these claims.
-        claim_dates: dates on which these claims were stated, YYYY-MM-DD; empty strings if unknown.
+        scales: size and cost by scale; empty for experiments on existing models.
+        cell_names, claim_texts: names of the cells counted in `cells`, and texts of the claims counted in `claims`.
+        claim_dates: date on which each claim was stated, YYYY-MM-DD; an empty string if unknown.
     """
 
     id: str
@@ -142,7 +143,7 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
     """List experiments, given by id or file, with their cost; default: all shipped experiments, sorted by rank.
 
     Raises:
-        InputError: see `load_experiment` and `base_values`, and if a recipe is invalid or names a device that this
+        InputError: see `load_experiment` and `base_values`; also if a recipe is invalid or names a device that this
             machine lacks.
     """
     paces: dict[str, Pace] = {}
@@ -165,12 +166,12 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
 
 
 def jobs_here() -> int:
-    """Return the number of concurrent runs assumed in time estimates: the number of GPUs, or else of CPU cores."""
+    """Return the number of concurrent runs assumed in time estimates: that of the GPUs or, without GPUs, CPU cores."""
     return cards_here() or cores_here()
 
 
 def _cost(experiment: Experiment, scale: Scale, paces: dict[str, Pace]) -> ScaleCost:
-    """Estimate the training cost at a scale, with the base recipe's FLOPs per token for every cell."""
+    """Return the size and cost at a scale, estimated with the base recipe's FLOPs per token for every cell."""
     values = base_values(experiment, scale)
     base = build_recipe(values, origin=experiment.base[scale])
     if experiment.base[scale] not in paces:
