@@ -1,4 +1,4 @@
-"""Schemas of claims in experiment files, and of the checks that decide them by the rule in docs/verdicts.md.
+"""Schemas of claims in experiment files, and of the checks that decide them by the rule in docs/verdicts.md. Example:
 
 claims:
   - id: bias_takes_the_sink
@@ -49,10 +49,9 @@ class QuantityClaim(_Check):
     """Base class of checks that compare a quantity between cells or with a bound.
 
     Attributes:
-        value: name of the quantity (`quantities.py`), averaged over a run's last three evaluations unless it has a
-            single value per run, such as a step.
-        at_step: average the last three evaluations up to this step (see `RunNumbers.value`); default: the last three
-            of the run.
+        value: name of the quantity (`quantities.py`). It is averaged over the last three evaluations of a run, unless
+            it has a single value per run, such as a step.
+        at_step: average over the last three evaluations up to this step instead (`RunNumbers.value`).
     """
 
     value: QuantityName
@@ -81,7 +80,7 @@ def _require_rate(name: str) -> str:
 
 
 class Within(_OneCell, _Bounds):
-    """At every seed of a cell, the quantity is at least `at_least` and at most `at_most`; one bound may be left out."""
+    """At every seed of a cell, the quantity is at least `at_least` and at most `at_most`; either may be left out."""
 
     kind: Literal["within"] = Field(default="within", alias="is")
 
@@ -93,7 +92,7 @@ class Within(_OneCell, _Bounds):
 
 
 class SinkAbsent(_OneCell, QuantityClaim):
-    """A cell has no sink: at every seed, its sink rate is below 1 % at each of the last three evaluations."""
+    """A cell has no sink: at every seed, the sink rate `value` is below 1 % at each of the last three evaluations."""
 
     kind: Literal["absent"] = Field(default="absent", alias="is")
     value: Annotated[QuantityName, AfterValidator(_require_rate)] = "sink_1"
@@ -103,7 +102,7 @@ class Differs(_Bounds):
     """The quantity is larger (greater) or smaller (less) at all seeds of one cell than at all seeds of another cell.
 
     This is the rule for five seeds per cell; `counts.separated` is the rule for any number. The verdict is "direction
-    only" if the comparison holds, but not the condition set by `by`, `times`, `at_least`, `at_most` or `absent`.
+    only" if the comparison holds, but a condition set by `by`, `times`, `at_least`, `at_most` or `absent` does not.
 
     Attributes:
         cell: the cell with the larger value (greater) or the smaller value (less).
@@ -111,7 +110,7 @@ class Differs(_Bounds):
         by: the difference between the cells must exceed this number, in the quantity's unit.
         times: the ratio of the larger to the smaller value must exceed this number.
         at_least, at_most: bounds on the quantity that every seed of `cell` must satisfy.
-        absent: `cell` must have no sink (sink rate below 1 % at each of the last three evaluations).
+        absent: `cell` must have no sink, by the rule of `SinkAbsent`.
     """
 
     kind: Literal["greater", "less"] = Field(alias="is")
@@ -159,7 +158,7 @@ class Monotone(QuantityClaim):
 
 
 class StandsAt(_OneCell):
-    """At every seed, the sink rate of a cell is highest at `position` (1-based) and at least `at_least` percent there.
+    """At every seed of a cell, `position` (1-based) has the highest sink rate, which is at least `at_least` percent.
 
     If only the second condition fails, the verdict is "direction only".
     """
@@ -200,14 +199,14 @@ SingleCheck = Annotated[_Single, Field(discriminator="kind")]
 
 
 class All(_Check):
-    """Conjunction of checks: reproduced if all checks are reproduced, contradicted if any check is contradicted."""
+    """Conjunction of checks: reproduced if all checks are reproduced, contradicted if any is (`judging.ORDER`)."""
 
     kind: Literal["all"] = Field(default="all", alias="is")
     of: tuple[SingleCheck, ...] = Field(min_length=2)
 
 
 class _OverSubjects(_OneCell, QuantityClaim):
-    """Base class of checks across the domains or models that the user passes."""
+    """Base class of checks of one cell across the domains of --text or the models of --model."""
 
     @model_validator(mode="after")
     def _without_step(self) -> Self:
@@ -236,7 +235,7 @@ class _OverSizes(_OverSubjects):
     """Base class of checks that compare a quantity across the model sizes of each family.
 
     Attributes:
-        families: model families of the paper to check; default: all.
+        families: model families of the paper's list (`survey/open_models.py`) to check; default: all.
         but: model families to exclude.
     """
 
@@ -258,14 +257,14 @@ class AlikeOverSizes(_OverSizes):
 
 
 OverSubjects = AlikeOverDomains | GrowsWithSize | AlikeOverSizes
-"""Checks of one cell across the user's domains or models; `over` converts them to checks of several cells."""
+"""Checks of one cell across domains or models; `over` converts them to checks of several cells."""
 
 
 def over(check: OverSubjects, cells: tuple[str, ...]) -> Alike | Monotone:
     """Convert a check across domains or models to a check of the cells that have their results.
 
     Args:
-        cells: names of the cells (SUBJECT/CELL), one per domain or model; models are ordered by increasing size.
+        cells: names of the cells (DOMAIN/CELL or MODEL/CELL), one per domain or model; models by increasing size.
 
     Returns:
         A rising `Monotone` check for `grows_with_size`, else an `Alike` check.
@@ -289,7 +288,7 @@ def counted_by(check: Check) -> str:
 
 
 def quantities_of(check: Check) -> tuple[str, ...]:
-    """Return the names of the quantities that a check uses, the main one first; empty for `diverges` and `trains`."""
+    """Return the names of a check's quantities, the main quantity first; empty for `diverges` and `trains`."""
     match check:
         case All():
             return tuple(dict.fromkeys(name for part in check.of for name in quantities_of(part)))
@@ -312,9 +311,9 @@ class Claim(Part):
         id: identifier, unique within the experiment.
         text: statement of the claim.
         check: the check that decides the claim; required unless `same_as` is set.
-        same_as: another claim, as EXPERIMENT.CLAIM, whose check is used (`load_experiment` copies it). A claim with
-            `same_as` is not counted in the numbers of verdicts.
-        scales: scales at which the claim is made; default: all.
+        same_as: another claim, as EXPERIMENT.CLAIM, whose check is used (`load_experiment` copies the check). A claim
+            with `same_as` is not counted in the numbers of verdicts.
+        scales: scales at which the claim is made; default: all scales of the experiment.
         asks_massive: True or the name of a cell: judge the claim only if training at least doubles the norm ratio of
             the baseline or of this cell. False: always judge it. Default: the experiment's setting if the check uses
             a quantity in `definition.NORMS`, else False.
@@ -323,8 +322,9 @@ class Claim(Part):
         proposition: judge the claim only for models to which the paper's proposition with this number applies.
         evidence: confirmatory or exploratory; default: the experiment's setting.
         stated: date on which the claim was written; default: the experiment's date.
-        changed: later change of the claim, shown with it: `YYYY-MM-DD: the change, and which results had been seen`.
-        why: reason for a bound or margin that is not the paper's; a comment that is not shown.
+        changed: date and description of a later change, and which results had been seen: `YYYY-MM-DD: ..`. Shown with
+            the claim.
+        why: reason for the check, such as for a bound that is not the paper's; a comment that is not shown.
     """
 
     id: str = Field(pattern=r"^\w+$")
@@ -352,7 +352,7 @@ class Claim(Part):
         return self.check.cells if self.check else ()
 
     def about(self, check: Check, subject: str = "") -> "Claim":
-        """Return a copy of the claim with another check; `subject` (a family or model) is added to its id and text."""
+        """Return a copy of the claim with another check; `subject` (a family or model) is added to id and text."""
         named = {"id": f"{self.id}_{subject}", "text": f"{self.text} ({subject})"} if subject else {}
         return self.model_copy(update={"check": check, **named})
 

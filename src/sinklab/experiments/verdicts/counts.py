@@ -11,17 +11,17 @@ FEWEST = 5
 """Minimum number of replicates (seeds, draws or models) of a verdict."""
 
 MANY = 9
-"""Minimum number of replicates at which one may deviate, and ranges leave out the smallest and largest value."""
+"""Minimum number of replicates at which one may deviate, and at which ranges leave out the two extreme values."""
 
 SEPARATED = 0.004
-"""Maximum one-sided p-value (exact rank sum test) of two cells that differ; 5 seeds above 5 others have p = 1/252."""
+"""Maximum one-sided p-value (exact rank sum test) at which two cells differ; 5 seeds above 5 others: p = 1/252."""
 
 
 def seed_by_seed(held: Sequence[bool]) -> bool | None:
     """Return True if a claim holds at every seed, False if it holds at none, else None.
 
-    With nine seeds or more, one seed may deviate in either case. The minimum number of seeds is not checked here: if
-    there are no seeds, the result is True.
+    With nine seeds or more, one seed may deviate in either case. The caller checks the minimum number of seeds: without
+    seeds, the result is True.
 
     Args:
         held: whether the claim holds, by seed.
@@ -46,11 +46,12 @@ def separated(above: Sequence[float], below: Sequence[float]) -> bool:
 def rank_sum_p(n: int, m: int, against: int) -> float:
     """Compute the exact one-sided p-value of the rank sum test, P(U <= against) (Mann and Whitney, 1947).
 
-    U is the number of opposing pairs, in which one of the n numbers is smaller than one of the m numbers. All orderings
-    of the n + m distinct numbers are equally likely.
+    U is the number of opposing pairs, in which one of the n values is smaller than one of the m values. Under the null
+    hypothesis, all orderings of the n + m distinct values are equally likely.
 
     Args:
-        n, m: number of values in the two samples; the alternative hypothesis is that those of the first are larger.
+        n, m: number of values in the two samples; the alternative hypothesis is that the first sample has the larger
+            values.
         against: number of opposing pairs, 0 to n m.
     """
     return sum(_orders(n, m, u) for u in range(against + 1)) / math.comb(n + m, n)
@@ -67,10 +68,10 @@ def _orders(n: int, m: int, against: int) -> int:
 
 
 def share_interval(kept: int, seeds: int) -> tuple[float, float]:
-    """Compute the exact 95 % confidence interval of a share (0..1) from `kept` of `seeds` (Clopper and Pearson, 1934).
+    """Return the ends of the exact 95 % confidence interval of a share (0..1) (Clopper and Pearson, 1934).
 
-    With k = `kept` and n = `seeds`, the ends are quantiles of beta distributions. The lower end is B(0.025; k, n - k +
-    1), or 0 if k = 0; the upper end is B(0.975; k + 1, n - k), or 1 if k = n.
+    The share is observed as k = `kept` of n = `seeds`. B(p; a, b) is the p-quantile of a beta distribution: the lower
+    end is B(0.025; k, n - k + 1), or 0 if k = 0; the upper end is B(0.975; k + 1, n - k), or 1 if k = n.
     """
     low = 0.0 if kept == 0 else float(betaincinv(kept, seeds - kept + 1, 0.025))
     high = 1.0 if kept == seeds else float(betaincinv(kept + 1, seeds - kept, 0.975))
@@ -78,9 +79,9 @@ def share_interval(kept: int, seeds: int) -> tuple[float, float]:
 
 
 def middle_and_ends(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return median, minimum and maximum over seeds.
+    """Return median, minimum and maximum of the values, one per seed.
 
-    With nine seeds or more, the second smallest and the second largest value replace minimum and maximum.
+    With nine values or more, the second smallest and the second largest value replace minimum and maximum.
     """
     drop = int(len(values) >= MANY)
     rising = sorted(values)

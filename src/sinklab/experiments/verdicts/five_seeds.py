@@ -1,8 +1,8 @@
 """Effects that five seeds detect with 80 % power, and earlier verdicts by five seeds or more (docs/verdicts.md).
 
-The effects are computed from the spread over the seeds of pilot runs, in pilots.json, and are stated with claims about
-trained cells. The earlier verdicts are those of committed results, in committed.json, and are stated with claims that
-are judged on fewer seeds. Both files are optional.
+The effects are computed from the spread over the seeds of pilot runs (pilots.json), and are shown with claims about
+trained cells. The earlier verdicts are those of committed results (committed.json), and are shown with claims that have
+no verdict because of fewer seeds. Both files are optional.
 """
 
 from functools import cache
@@ -22,14 +22,14 @@ from sinklab.schema import ReadDocument, VersionedDocument
 PILOTS, COMMITTED = "pilots.json", "committed.json"
 
 TWO_CELLS = 3.1
-"""Difference between two cells that is detected with 80 % power by five seeds of each, in standard deviations."""
+"""Difference between two cells that five seeds of each detect with 80 % power, in standard deviations."""
 
 ONE_CELL = 1.7
 """Distance from a bound, or from a cell that is 0 at all seeds, that five seeds detect with 80 % power, in standard
 deviations."""
 
 MARGIN = 2.0
-"""Minimum margin of `equal` that five seeds confirm with 80 % power, in standard deviations of the difference."""
+"""Minimum margin within which five seeds confirm equality with 80 % power, in standard deviations of the difference."""
 
 
 class PilotSpread(ReadDocument):
@@ -37,8 +37,8 @@ class PilotSpread(ReadDocument):
 
     Attributes:
         sd: standard deviation over the seeds of a cell, pooled over the cells.
-        sd_of_difference: standard deviation of the difference between two cells at the same seed, pooled over the pairs
-            of cells; None if there is only one cell.
+        sd_of_difference: standard deviation over the seeds of the difference between two cells at the same seed, pooled
+            over the pairs of cells; None if no two cells have at least two seeds in common.
         cells: training seeds of the pilot runs by cell.
     """
 
@@ -60,12 +60,13 @@ def shipped_pilots() -> Pilots:
 
 
 def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
-    """Return a sentence that states the minimum detectable effect of five seeds at 80 % power.
+    """Return a sentence with the smallest effect of a check's kind that five seeds detect with 80 % power.
 
     For `all`, the sentences of its checks are joined. The sentence is empty for checks other than `within`, `greater`,
     `less`, `equal`, `alike`, `rising` and `falling`, and if the scale has no pilot runs of the quantity.
 
     Args:
+        scale: scale of the pilot runs.
         pilots: spreads of pilot runs; default: the shipped pilots.json.
     """
     if isinstance(check, All):
@@ -92,7 +93,7 @@ def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
 
 
 class CommittedVerdict(ReadDocument):
-    """Verdict on a claim by five seeds or more."""
+    """Verdict on a claim by five seeds or more, with the number of seeds and the evidence in sentences."""
 
     verdict: str
     seeds: int
@@ -112,7 +113,7 @@ def shipped_verdicts() -> Committed:
 
 
 def verdict_of_five(claim: JudgedClaim, committed: Committed | None = None) -> str:
-    """Return the committed verdict on a claim at its scale, with its evidence, in sentences; empty if there is none.
+    """Return the committed verdict on a claim at its scale and the evidence, in sentences; empty if there is none.
 
     Args:
         committed: committed verdicts; default: the shipped committed.json.

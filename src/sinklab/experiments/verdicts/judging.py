@@ -36,10 +36,10 @@ from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.tables import plural
 
 GROWN = 2.0
-"""Minimum growth of the norm ratio in training, as a factor, for `asks_massive` claims to be judged."""
+"""Factor by which training must increase the norm ratio for a claim with `asks_massive` to be judged."""
 
 ORDER: tuple[Verdict, ...] = ("contradicted", "not run", "no verdict", "inconclusive", "direction only", "reproduced")
-"""Precedence of verdicts: an `all` check gets the first verdict of this list that one of its parts has."""
+"""Precedence of verdicts: the verdict on an `all` check is the first of this list that one of its parts has."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Trial:
     Attributes:
         described: the experiment's entry in summary.json.
         claims: claims to judge, and claims that cannot be judged on the given models, in the order of the experiment.
-        seeds: seeds on which the verdicts are based; default: all.
+        seeds: training seeds on which the verdicts are based; default: all.
     """
 
     experiment: Experiment
@@ -62,7 +62,7 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
     """Return the claims of an experiment with their verdicts.
 
     Args:
-        results: results by cell; cells of other experiments are ignored, and cells without results have no runs.
+        results: results by cell; cells of other experiments are ignored, and a cell that is missing has no runs.
     """
     experiment, scale = trial.experiment, trial.described.scale
     own = {cell: results[cell].of_seeds(trial.seeds) for cell in trial.described.cells if cell in results}
@@ -96,7 +96,8 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
     """Return the claim with its verdict, from the runs of its cells; "not run" for an unresolved reference.
 
     Args:
-        published: the paper's numbers, with which a reproduced claim is also compared; None for no comparison.
+        published: the paper's numbers. If one of them disagrees with the runs, a reproduced claim is "direction only"
+            (`_beside_published`). None for no comparison.
     """
     blank = _blank(claim)
     if claim.check is None:
@@ -122,7 +123,7 @@ def _blank(claim: Claim) -> JudgedClaim:
 
 
 def _judged(check: Check, runs: Runs, published: Published | None = None) -> tuple[Verdict, str, int]:
-    """Return the verdict on a check, the evidence as text, and the number of seeds (for `all`, the smallest number)."""
+    """Return the verdict on a check, the evidence, and the number of seeds (for `all`, the smallest of its parts)."""
     found = [_part(part, runs, published) for part in parts_of(check)]
     verdicts, said, counts = zip(*found, strict=True)
     failed = {cell: count for cell in check.cells if (count := runs.failed(cell)) and runs.of(cell)}
@@ -149,10 +150,10 @@ def _part(check: Check, runs: Runs, published: Published | None) -> tuple[Verdic
 
 
 def _at_eps(check: Check, runs: Runs) -> Verdict | None:
-    """Return the verdict at the threshold `runs.eps`; None if the sink rates were not recorded at that threshold.
+    """Return the verdict at the threshold `runs.eps`; None if the sink rates were not recorded at this threshold.
 
-    It is also None for `stands_at`, for a check without a rate in `AT_EPS`, and for a check that also uses a step or a
-    percentage not in `AT_EPS`.
+    The result is also None for `stands_at`, for a check without a rate in `AT_EPS`, and for a check that also uses a
+    step, or a percentage that is not in `AT_EPS`.
     """
     names = set(quantities_of(check))
     others = {name for name in names - AT_EPS.keys() if quantity(name).unit in ("%", "steps")}
@@ -163,7 +164,7 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
 
 
 def _waits_for(check: Check, runs: Runs) -> str:
-    """Return a text that names the cells of a check without a finished run; empty if all cells have one.
+    """Return a text that names the cells of a check that have no finished run; empty if every cell has one.
 
     For `diverges` and `trains`, a diverged run counts as finished.
     """
@@ -184,7 +185,8 @@ def _waits_for(check: Check, runs: Runs) -> str:
 def _unmet_condition(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
     """Return the claim with the reason why it is not judged, if training is not known to double a cell's norm ratio.
 
-    Return None if training is known to double it, if there is no such condition, or for an unresolved reference.
+    The result is None if training is known to double this ratio, if the claim has no such condition, and for an
+    unresolved reference.
 
     Args:
         baseline: name of the cell (`Experiment.massive_cell`); None if there is no condition.
@@ -213,8 +215,9 @@ def _unmet_condition(claim: Claim, baseline: str | None, results: Mapping[str, C
 def _beside_published(found: Finding, check: Check, published: Published, runs: Runs) -> Finding:
     """Add to a finding whether the paper's numbers lie in the 95 % prediction interval of a new seed (t distribution).
 
-    With five seeds, the interval is mean +- 3.04 standard deviations, widened by half of the last printed digit. It is
-    that of a single seed because a published number comes from one run. `size` becomes False if a number is outside.
+    With five seeds, the interval is mean +- 3.04 standard deviations, widened by half a unit of the quantity's last
+    decimal. The interval is for a single seed, because a published number comes from one run. `size` becomes False if
+    a number is outside.
     """
     if not isinstance(check, Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt):
         return found

@@ -1,4 +1,4 @@
-"""Evaluate checks on the runs of their cells, with one function per kind of check; `equal` and `alike` share one."""
+"""Evaluate checks on the runs of their cells, with one function per class of check; `Equal` and `Alike` share one."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ Values = Mapping[str, Mapping[int, float]]
 
 
 class _UnmeasuredError(Exception):
-    """A cell has no value of a quantity, or no replicate has values in all cells; the message is the evidence."""
+    """A cell has no value of a quantity, or no replicate has values in all cells. The message is used as evidence."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Finding:
     """Outcome of a check before the minimum number of seeds is applied.
 
     Attributes:
-        holds: True if the check is reproduced, False if contradicted, None if neither.
-        said: evidence as text.
-        seeds: number of replicates. For two unpaired cells, the smaller of their numbers; for paired cells, the number
-            of replicates that all cells have.
-        size: False if a size, bound, absence or rate that the check also requires does not hold, or if a number of the
+        holds: True if the check holds, apart from the requirements of `size`; False if it is contradicted; else None.
+        said: evidence, in sentences.
+        seeds: number of replicates with values. For two unpaired cells, the smaller of their numbers; for paired cells,
+            the number of replicates with values in all cells.
+        size: False if the check also requires a size, bound, absence or rate that does not hold, or if a number of the
             paper is outside the prediction interval of a new seed; else True.
     """
 
@@ -61,8 +61,8 @@ class Runs:
 
     Attributes:
         results: results of the runs by cell.
-        eps: threshold of the sink rates in `AT_EPS`, one of `BESIDE`; default: the recipe's.
-        noun: replicate unit in the evidence: seed, draw, or model.
+        eps: threshold of the sink rates in `AT_EPS`, one of `BESIDE`; default: the recipe's threshold.
+        noun: unit of replication in the evidence: seed, draw or model.
     """
 
     results: Mapping[str, CellResults]
@@ -84,22 +84,25 @@ class Runs:
         return {seed: value for seed, value in found.items() if value is not None}
 
     def last(self, cell: str, name: str, at_step: int | None = None, count: int = 3) -> dict[int, list[float]]:
-        """Return the values of the last `count` evaluations up to `at_step` by seed, for seeds that have any."""
+        """Return the values at the last `count` evaluations up to `at_step`, by seed; seeds without any are omitted."""
         found = {run.seed: run.evaluations(name, at_step, self._eps(name), count) for run in self.of(cell)}
         return {seed: values for seed, values in found.items() if values}
 
     def values(self, cells: Sequence[str], name: str, at_step: int | None = None) -> Values:
-        """Return the value of a quantity by cell and seed.
+        """Return the value of a quantity by cell and seed; seeds without a value are omitted.
 
         Raises:
-            _UnmeasuredError: if a cell has no value.
+            _UnmeasuredError: if no seed of a cell has a value.
         """
         return _measured({cell: self.by_seed(cell, name, at_step) for cell in cells}, name, at_step)
 
     def counted(self, held: Sequence[bool]) -> str:
         """Format the number of seeds at which a statement holds: `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`.
 
-        With fewer than FEWEST seeds there is no interval: `3 of 3 seeds`.
+        With fewer than FEWEST seeds, the interval is left out: `3 of 3 seeds`.
+
+        Args:
+            held: whether the statement holds, by seed.
         """
         kept, n = sum(held), len(held)
         if n < FEWEST:
@@ -125,7 +128,7 @@ def _measured(found: Mapping[str, T], name: str, at_step: int | None) -> Mapping
 
 
 def put_to(check: SingleCheck, runs: Runs) -> Finding:
-    """Evaluate a check on the runs of its cells; if values are missing, `holds` is None and `seeds` is 0."""
+    """Evaluate a check on the runs of its cells; if a cell has no values, `holds` is None and `seeds` is 0."""
     try:
         return _found(check, runs)
     except _UnmeasuredError as error:
@@ -158,7 +161,7 @@ def _absent(check: SinkAbsent, runs: Runs) -> Finding:
 
 
 def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], str]:
-    """Return, for each seed, whether its sink rate is below 1 % at each of its last evaluations; and the evidence."""
+    """Return whether the sink rate is below 1 % at each of the last evaluations, by seed, and the evidence."""
     last = runs.last(check.cell, check.value, check.at_step)
     held = [max(values) < NO_SINK for values in last.values()]
     each = " at each of the last three evaluations" if any(len(values) > 1 for values in last.values()) else ""
@@ -202,7 +205,7 @@ def _differs(check: Differs, runs: Runs) -> Finding:
 
 
 def _paired(check: Equal | Alike | Monotone, runs: Runs) -> tuple[Values, list[int], str]:
-    """Return the values of all cells, the seeds with values in all, and the values as text.
+    """Return the values by cell and seed, the seeds that have values in all cells, and the values as text.
 
     Raises:
         _UnmeasuredError: if a cell has no value, or no seed has values in all cells.
@@ -217,7 +220,7 @@ def _paired(check: Equal | Alike | Monotone, runs: Runs) -> tuple[Values, list[i
 
 @_found.register
 def _equivalence(check: Equal | Alike, runs: Runs) -> Finding:
-    """Evaluate equivalence: every other cell must be within the margin of the reference cell at every seed."""
+    """Evaluate equivalence: at every seed, every other cell must differ from the first by at most the margin."""
     others, first = ([check.cell], check.to) if isinstance(check, Equal) else (check.of[1:], check.of[0])
     values, shared, each = _paired(check, runs)
     of = quantity(check.value)

@@ -1,4 +1,4 @@
-"""Format numbers and counts for the evidence of a claim. `noun` is the unit of replication: seed, draw, or model."""
+"""Format numbers for the evidence of a claim. `noun` is the unit of replication: seed, draw or model."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,9 +9,9 @@ from sinklab.experiments.verdicts.counts import middle_and_ends
 
 
 def number(value: float, of: Quantity) -> str:
-    """Format a value of a quantity without its unit; a step that was never reached is `never`.
+    """Format a value of a quantity without its unit; a step that was never reached (infinity) becomes `never`.
 
-    Percentages from 0.005 to 1 have one more decimal than the quantity.
+    Percentages whose magnitude is at least 0.005 and below 1 have one more decimal than the quantity.
     """
     if math.isinf(value):
         return "never"
@@ -20,12 +20,12 @@ def number(value: float, of: Quantity) -> str:
 
 
 def unit(of: Quantity) -> str:
-    """Return the unit to append to a value of the quantity, such as ` %`; empty for ratios and unitless numbers."""
+    """Return the unit to append to a value of a quantity, such as ` %`; empty for ratios and unitless numbers."""
     return {"x": "", "": ""}.get(of.unit, f" {of.unit}")
 
 
 def step_unit(of: Quantity) -> str:
-    """Return the unit to append to a difference of two values: ` points` for percentages, else as in `unit`."""
+    """Return the unit to append to a difference of two values: ` points` for percentages, else that of `unit`."""
     return {"%": " points"}.get(of.unit, unit(of))
 
 
@@ -35,12 +35,12 @@ def each_seed(cell: str, values: Iterable[float], of: Quantity) -> str:
 
 
 def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what: str = "") -> str:
-    """Return a sentence with the median difference over seeds and its range (`middle_and_ends`), if there are several.
+    """Return a sentence with the median of differences and, for several, their range (`middle_and_ends`).
 
     Example: `The median difference at the same seed is -26.7 points [-39.7, -15.7].`
 
     Args:
-        values: differences, one per seed; values that are not finite, from steps never reached, are left out.
+        values: differences, one per seed; values that are not finite, because a step was never reached, are left out.
         what: subject of the sentence; default: that of the example.
     """
     known = [value for value in values if math.isfinite(value)]
@@ -54,7 +54,7 @@ def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what:
 
 
 def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:
-    """Format the bounds on a quantity: `at least 10 %`, `at least 10 and at most 20 %`."""
+    """Format one or two bounds on a quantity: `at least 10 %`, `at least 10 and at most 20 %`."""
     said = [f"at least {at_least:g}"] if at_least is not None else []
     said += [f"at most {at_most:g}"] if at_most is not None else []
     return f"{' and '.join(said)}{unit(of)}"
