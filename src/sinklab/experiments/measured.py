@@ -1,11 +1,12 @@
 """Run experiments on existing models: forward passes, measurements, and verdicts on claims.
 
-Cells that differ only in eps and length share a pass, which is measured on each draw of sequences. Each measurement is
-saved in OUT/PASS/seed_DRAW, and a repeated call runs only missing measurements (`survey/measure_many.py`). If models
-are the replicates, all are measured on the same draw, and the measurements are saved in OUT/PASS/MODEL.
+Cells that differ only in eps and length share their forward passes (`Pass`), which are run on each draw of sequences.
+Each measurement is saved in OUT/PASS/seed_DRAW, and a repeated call runs only missing measurements
+(`survey/measure_many.py`). If models are the replicates, all of them are measured on the same draw, and the
+measurements are saved in OUT/PASS/MODEL.
 
-A pass is named after its cell, or after the kind of inputs if several cells share it. With `each`, the name is prefixed
-with the domain or model: SUBJECT/CELL. If the name is already used, the name of the first cell is appended.
+A `Pass` is named after its cell or, if several cells share it, after their kind of inputs. With `each`, the name is
+prefixed with the domain or model: SUBJECT/CELL. If the name is in use already, the name of the first cell is appended.
 """
 
 import hashlib
@@ -57,11 +58,11 @@ class MeasuredResults:
     """Results so far of an experiment on existing models.
 
     Attributes:
-        experiment: the experiment, in which values of --model have replaced `models` of the cells (`with_models`).
+        experiment: the experiment, after `with_models`: --model may have replaced the `models` of its cells.
         subjects: domains or models for which every cell is measured.
         passes: forward passes, each for one or several cells.
         draws: number of draws of sequences; if models are the replicates, maximum number of models.
-        hashes: hash of each measurement's settings, by results folder.
+        hashes: hash of each measurement's settings, by results folder (`Pass.folder`).
         outcome: measurements and error messages, by results folder.
     """
 
@@ -77,7 +78,7 @@ class MeasuredResults:
         return self.summary().model_dump(by_alias=True)
 
     def summary(self) -> Summary:
-        """Build the summary: results of each cell, and the claims that apply to the models, with their verdicts."""
+        """Return the results of each cell, and the claims that apply to the models, with their verdicts."""
         results = {name: self._cell(one, cell) for one in self.passes for name, cell in one.cells.items()}
         found = next((one.propositions for one in self.outcome.measured.values() if one.propositions), None)
         claims = list(claims_about(self.experiment, self.subjects, found))
@@ -93,7 +94,7 @@ class MeasuredResults:
         return summary.model_copy(update={"claims": judged})
 
     def _cell(self, one: Pass, cell: MeasuredCell) -> CellResults:
-        """Collect the replicates of a cell, and those of its settings that differ from the default or between cells."""
+        """Return the replicates of a cell, and those of its settings that differ from the default or between cells."""
         runs: list[CellRun] = []
         numbers: list[RunNumbers] = []
         for replicate in one.replicates(self.draws):
@@ -140,8 +141,8 @@ def measure_experiment(
     Args:
         models: run directories, model directories, .gguf files or Hugging Face ids; empty to measure the `models` of
             the cells.
-        text: file or folder of text, None if no cell has natural inputs; for an experiment over domains, a folder with
-            a file per domain.
+        text: file or folder of text; for an experiment over domains, a folder with a file per domain. May be None if no
+            cell has natural inputs.
         draws: number of draws of sequences; if models are the replicates, the maximum number of models.
         loading: options for loading the models.
         out: directory for the measurements and summary.json; a repeated call runs only missing measurements.
@@ -149,12 +150,13 @@ def measure_experiment(
         data: file with the items of the downstream task, for experiments that have one; default: see `chosen_task`.
 
     Raises:
-        InputError: before any measurement, see `with_models`, `subjects_of`, `passes_of` and `chosen_task`; also if
-            a model or its config cannot be found, the text or the first unfinished model is unusable, this model is
-            incompatible with the settings of its passes, or `out` has files not written by sinklab or measurements that
+        InputError: before any measurement: see `with_models`, `subjects_of`, `passes_of` and `chosen_task`; also if a
+            model or its config cannot be found, the text or the first unfinished model is unusable, this model does
+            not fit the settings of its passes, or `out` has files that sinklab has not written, or measurements that
             are damaged or have other settings. The failure of a later model is recorded in the results instead.
         HeldError: if another process is writing the same summary.json.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
+        SinklabError: if the first unfinished model cannot be loaded (`open_model`), or `out` cannot be locked.
     """
     experiment = with_models(experiment, models)
     subjects = subjects_of(experiment, models, text)
@@ -216,10 +218,10 @@ class _OneAtATime:
         self._model: Model | None = None
 
     def get(self, wanted: Pass, replicate: int) -> Model:
-        """Return the model of a replicate, loading it if necessary; for downstream tasks, a transformers model.
+        """Return the model of a replicate, loading it if necessary; for downstream tasks, as a transformers model.
 
         Raises:
-            InputError: if the model cannot be loaded, or is incompatible with the settings of its passes.
+            InputError: if the model cannot be loaded, or does not fit the settings of its passes.
             SinklabError: see `open_model`.
         """
         chosen, asks = wanted.model(replicate), wanted.task is not None
@@ -236,15 +238,15 @@ class _OneAtATime:
 def claims_about(
     experiment: Experiment, subjects: Sequence[Subject], found: Propositions | None
 ) -> Iterator[Claim | Undecidable]:
-    """Yield the claims that apply to the given models; their checks refer to the cells in the results.
+    """Yield the claims that apply to the given models; the checks of these claims name the cells of the results.
 
     A claim that compares domains is converted to a claim about the cells of these domains, and a claim that compares
     model sizes to one claim per family. With `each: model`, a `within` claim is converted to one claim per model. A
-    claim is `Undecidable` if it requires models, domains or measurements that are missing.
+    claim that requires models, domains or measurements that are missing is yielded as `Undecidable`.
 
     Args:
         subjects: domains or models for which the cells are measured.
-        found: check of the paper's propositions on repeated tokens; None if none was measured.
+        found: check of the paper's proposition on repeated tokens; None if no such check was made.
     """
     roles = {role for one in subjects for role in one.models}
     for claim in experiment.claims:
@@ -307,7 +309,7 @@ def _by_family(
 def _described(
     experiment: Experiment, subjects: Sequence[Subject], cells: list[str], models: Sequence[str]
 ) -> ExperimentSummary:
-    """Build the experiment's entry in summary.json, with the model names as `scale`."""
+    """Return the experiment's entry in summary.json, with the model names as `scale`."""
     published = {
         subject.cell_name(name): published_numbers(experiment, name, cell, subject.models[cell.model])
         for subject in subjects
@@ -335,7 +337,7 @@ def _described(
 def paper_model(given: str) -> OpenModel | None:
     """Return the model of the paper's list with this Hugging Face id, ignoring case; None if there is none.
 
-    A name without an organisation, or the name of a folder, is compared with the part of the ids after the slash.
+    A name without organisation, or the last part of a local path, is compared with the ids without organisation.
     """
     label = next(iter(labels([given]))).lower()
     return next(
@@ -346,7 +348,7 @@ def paper_model(given: str) -> OpenModel | None:
 def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, given: str) -> dict[str, float]:
     """Return the paper's numbers, by quantity, for a model with the settings of a cell.
 
-    The result is empty if the model is not in the paper's list, if the number or length of the sequences or eps differs
+    The result is empty if the model is not in the paper's list, if the number of sequences, their length or eps differs
     from the paper's, or if the paper has no number for the cell.
 
     Args:
@@ -367,8 +369,8 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
 def paper_rows(experiment: Experiment) -> PaperRows:
     """Return the numbers of the experiment's table in the paper, by model, cell and quantity.
 
-    The result is empty if the experiment has no table. If each row of the table is a model, only the numbers of the
-    experiment's cells are returned.
+    The result is empty if the experiment refers to no table. If each row of the table is a model, only the numbers for
+    the experiment's cells are returned.
     """
     if experiment.published is None:
         return {}

@@ -1,5 +1,5 @@
-"""Data of the paper: its numbers (`published.yaml`), its statements with the claims that encode them
-(`coverage.yaml`), and twenty main statements (`glance.yaml`)."""
+"""Data of the paper: numbers (`published.yaml`), statements with the claims that encode them (`coverage.yaml`), and
+twenty main statements (`glance.yaml`)."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -19,7 +19,7 @@ def _data(name: str) -> Any:
 
 @cache
 def published_tables() -> Mapping[str, Mapping[str, dict[str, float]]]:
-    """Load the paper's numbers from `published.yaml`, by table, row and quantity.
+    """Return the paper's numbers from `published.yaml`, by table, row and quantity.
 
     The rows of table 1 are existing models. Instead of quantities, they have Sink_1 by cell: natural, random and repeat
     (kinds of input), or natural (base model) and chat (chat model). A row whose training failed in the paper is
@@ -38,7 +38,7 @@ class Published(Part):
     Attributes:
         table: name of a table in `published.yaml`.
         rows: row name by cell; default: the row with the cell's name.
-        model: for measured cells, the model of all rows; default: each row is a model, with its Sink_1 by cell.
+        model: for measured cells, the model of all rows; default: each row is a model, with Sink_1 by cell.
     """
 
     table: str
@@ -60,7 +60,7 @@ class Published(Part):
     def numbers_of(self, cell: str) -> dict[str, float]:
         """Return the paper's numbers for a cell by quantity.
 
-        {"trains": 0.0} if training failed in the paper, {} if the table has no row for the cell.
+        The result is {"trains": 0.0} if training failed in the paper, and empty if the table has no row for the cell.
         """
         return published_tables()[self.table].get(self.rows.get(cell, cell), {})
 
@@ -81,7 +81,7 @@ class Covered(Part):
 
 @cache
 def paper_coverage() -> Mapping[str, Covered]:
-    """Load the coverage of the paper's parts, such as table_4, figure_7, takeaway_6.1, proposition_2, section_7.3."""
+    """Return the paper's parts by name, such as table_4, figure_7, takeaway_6.1, proposition_2 and section_7.3."""
     return {name: Covered.model_validate(part) for name, part in _data("coverage.yaml").items()}
 
 
@@ -90,8 +90,8 @@ class DrawnNumber(Part):
 
     Attributes:
         cell: name of our cell, in the experiment of the statement's first claim.
-        value: name of the quantity, in percent.
-        row: row of the paper, as TABLE.ROW of `published.yaml`.
+        value: name of the quantity, which is in percent.
+        row: row of the paper's table, as TABLE.ROW of `published.yaml`.
     """
 
     cell: str
@@ -114,9 +114,9 @@ class PaperStatement(Part):
 
     Attributes:
         says: short form of the statement.
-        paper: the paper's numbers for the statement; rates are percent of heads.
-        claims: claims that encode the statement, as EXPERIMENT.CLAIM; some are made at certain scales only.
-        number: quantity to plot; None if the paper prints no percentage.
+        paper: the paper's numbers for the statement, as text; rates are percent of heads unless stated otherwise.
+        claims: claims that encode the statement, as EXPERIMENT.CLAIM; some are made only at certain scales.
+        number: quantity to plot; None for no plot.
         caveat: difference between our claims and the paper's statement, a sentence.
     """
 
@@ -134,5 +134,5 @@ class PaperStatement(Part):
 
 @cache
 def statements() -> Sequence[PaperStatement]:
-    """Load the paper's twenty main statements from `glance.yaml`, in the order of the paper."""
+    """Return the paper's twenty main statements from `glance.yaml`, in the order of the file."""
     return tuple(PaperStatement.model_validate(one) for one in _data("glance.yaml"))

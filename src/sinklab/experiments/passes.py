@@ -15,7 +15,7 @@ from sinklab.survey.request import Request
 from sinklab.tables import plural
 
 PARAMETERS = re.compile(r"(?<![\d.a-z])(\d+(?:\.\d+)?)([MB])(?![a-z\d])", re.I)
-"""Pattern of parameter counts; the first match in a model's name is used, such as 1.4B in OSP-1.4B-100B-Adam."""
+"""Pattern of a parameter count in a model's name. The first match is used: 1.4B in OSP-1.4B-100B-Adam."""
 
 MANY = 6
 """Maximum number of models that are listed by name."""
@@ -28,7 +28,7 @@ class Subject:
     Attributes:
         name: name of the domain or model; empty if the experiment does not set `each`.
         models: model names or paths by role (base, chat); empty if the cells set `models`.
-        text: file or folder of text; None without --text.
+        text: file or folder of text, for a domain its file; None without --text.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ModelChoice:
 
     Attributes:
         name: Hugging Face id, directory, .gguf file or run directory.
-        revision: branch, tag or commit on the Hub; empty to use that of the loading settings.
+        revision: branch, tag or commit on the Hub; empty to use the revision of the loading settings.
         subfolder: subfolder of the model; empty for none.
     """
 
@@ -67,8 +67,8 @@ class ModelChoice:
 def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
     """Parse a model given as NAME or NAME@REVISION; the name of an existing file or directory may contain an @.
 
-    The subfolder, and the default revision, are those of the cell. For a model directory, the revision is the name of a
-    folder in it.
+    The subfolder is that of the cell, and so is the revision if only NAME is given. For a model directory, the revision
+    is the name of a folder in it, which becomes the model.
 
     Raises:
         InputError: if the directory has no such folder.
@@ -92,10 +92,11 @@ class Pass:
 
     Attributes:
         name: name of the pass and of its results folder.
-        models: models by folder name; several models are replicates, a single model is measured on several draws.
+        models: models by name of the results folder; several models are replicates, a single model is measured on
+            several draws.
         text: file or folder of text for natural inputs; None for other inputs.
         cells: cells by their names in the results.
-        fewer: whether a text that is too short for the requested number of sequences is accepted.
+        fewer: value of `Request.fewer`: True for an experiment over domains.
     """
 
     name: str
@@ -105,11 +106,11 @@ class Pass:
     fewer: bool
 
     def replicates(self, most: int) -> range:
-        """Return the indices of the replicates: `most` draws for a single model, else at most `most` models."""
+        """Return the indices of the replicates: `most` draws of a single model, or at most `most` of several models."""
         return range(most if len(self.models) == 1 else min(most, len(self.models)))
 
     def folder(self, replicate: int) -> str:
-        """Return the results folder of a replicate in the output directory: NAME/seed_DRAW or NAME/MODEL."""
+        """Return a replicate's results folder, relative to the output directory: NAME/seed_DRAW or NAME/MODEL."""
         return f"{self.name}/{f'seed_{replicate}' if len(self.models) == 1 else list(self.models)[replicate]}"
 
     def model(self, replicate: int) -> ModelChoice:
@@ -126,7 +127,7 @@ class Pass:
         return next(iter(self.cells.values())).task
 
     def request(self, draw: int) -> Request:
-        """Return the measurement request for one draw, with the thresholds and lengths of all cells."""
+        """Return the measurement request for a draw (index from 0), with the thresholds and lengths of all cells."""
         first, lengths = next(iter(self.cells.values())), sorted({cell.length for cell in self.cells.values()})
         return Request(
             options=Options(
@@ -146,15 +147,15 @@ class Pass:
 
 
 def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None) -> list[Subject]:
-    """Return the domains or models for which every cell is measured; a single subject if `each` is not set.
+    """Return the domains or models for which every cell is measured; without `each`, a single subject without a name.
 
     Args:
         models: values of --model; ignored if the cells set `models`.
         text: file or folder of text; for an experiment over domains, a folder with a file per domain.
 
     Raises:
-        InputError: if models are missing, repeated or too many, the text is missing, or an experiment over domains has
-            no folder with .txt or .jsonl files.
+        InputError: if models are missing, repeated or too many, the text is missing, or --text of an experiment over
+            domains is not a folder with .txt or .jsonl files.
     """
     _check_inputs(experiment, models, text)
     if _named(experiment):
@@ -214,7 +215,7 @@ def _check_inputs(experiment: Experiment, models: Sequence[str], text: Path | No
 def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]:
     """Group the cells of all subjects into forward passes, ordered by model.
 
-    Cells whose model was not passed, such as the chat model, are omitted.
+    Cells of the chat model are omitted if no second --model was passed.
 
     Raises:
         InputError: if a model directory has no folder of a revision's name, or two models of a cell are the same.
@@ -249,14 +250,15 @@ def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]
 
 
 def enumerated(names: Sequence[str]) -> str:
-    """Join names of models: `a, b`, or `9 models, a to i` if there are more than MANY."""
+    """Join the names of models: `a, b`, or `9 models, a to i` if there are more than MANY."""
     return ", ".join(names) if len(names) <= MANY else f"{len(names)} models, {names[0]} to {names[-1]}"
 
 
 def download_of(models: Sequence[ModelChoice]) -> str:
-    """Return a phrase with the number and total size of the models to download, or that all models are local.
+    """Return a phrase with the number and total size of the models to download, or one that all models are local.
 
-    The size is estimated from the parameter counts in the names, at two bytes per parameter.
+    The size is estimated from the parameter counts in the names, at two bytes per parameter; it is left out if no name
+    has a count.
     """
     remote = [model for model in models if not Path(model.name).expanduser().exists()]
     if not remote:

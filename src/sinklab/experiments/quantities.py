@@ -2,64 +2,66 @@
 
 The value for a run is the mean over its last three evaluations (docs/verdicts.md), except for steps, norm_untrained,
 norm_lowest, loss_change, kurtosis, and the quantities of `assess` and `tune`. alpha is the importance of a key, eps the
-threshold of the sink rate (docs/glossary.md).
+threshold of the sink rate (docs/glossary.md). h_t, q_t, k_t and v_t are hidden state, query, key and value at position
+t. Maxima over blocks include the input of the first block.
 
 sink_K            Sink_K, percent of (sequence, layer, head) triples, K from 1
-sink_K_visible    Sink_K with alpha averaged over the queries that can see the key (under a window or document mask);
-                  Sink_K under other masks
-sink_first_P      Sink_1 + .. + Sink_P, percent; above 100 if triples have several sinks
+sink_K_visible    Sink_K with alpha averaged over the queries that can see the key; equal to Sink_K if these are the
+                  queries t >= K in every layer, as with causal masks
+sink_first_P      Sink_1 + .. + Sink_P, percent; may exceed 100 if triples have several sinks
 importance_first  alpha of the first position, mean over layers and heads, percent
 sink_K_to_M       Sink_K + .. + Sink_M, percent
-sink_bias         sink rate of a bias, sink logit, sink token, registers or remainder of stick-breaking, percent
+sink_bias         sink rate of the attention to a bias, sink logit, sink token, registers or the remainder of
+                  stick-breaking, percent
 sink_1_or_bias    Sink_1 + sink_bias, percent; Sink_1 if there is no bias
 sink_growth       Sink_1 (mean of the last three evaluations) minus Sink_1 at the last evaluation up to half of the
                   steps, percentage points
-sink_window_start sink rate of the first key of a window, percent, with alpha averaged over the queries that cannot see
-                  position 1
+sink_window_start sink rate of the first key of a query's window, percent, with alpha averaged over the queries whose
+                  window does not contain position 1
 valid_loss        validation loss, nats per token
 train_loss        training loss, mean over the updates since the previous evaluation, nats per token
-norm_ratio        |h_1| over the mean |h_t| of the other positions, maximum over blocks; None if infinite
+norm_ratio        |h_1| over the mean |h_t| of the other positions t, maximum over blocks; None if infinite
 norm_untrained    norm_ratio of the untrained model (step 0)
 norm_lowest       minimum of norm_ratio over all evaluations after step 0
 norm_growth       norm_ratio over norm_untrained, a factor
 norm_ratio_before_norm   norm_ratio of the inputs of the norms of a post-norm model; None if infinite
-norm_ratio_sink_token    |h| of the first sink token over the mean of the text tokens, maximum over blocks; None if
-                  infinite
-norm_growth_sink_token   norm_ratio_sink_token over that of the untrained model
+norm_ratio_sink_token    |h| of the sink token or first register over the mean |h_t| of the text tokens, maximum over
+                  blocks; None if infinite
+norm_growth_sink_token   norm_ratio_sink_token over that of the untrained model, a factor
 kurtosis          kurtosis of the hidden states, maximum over blocks; measured once, at the end
 sink_1_layer_L    Sink_1 of attention layer L, percent of (sequence, head) pairs; the mean over layers is sink_1
 sink_layer_L      maximum over the heads of attention layer L of the percentage of sequences with a sink on the first
                   token
-emergence_step    first evaluated step with Sink_1 >= 10 %; like the other steps, at least 1, and infinite if no
-                  evaluation reaches the threshold
-norm_step         first evaluated step at which norm_ratio reaches 2 from below; the first evaluation if it was never
-                  below 2. An untrained model (width 64) has 2.4 to 3.3: its attention is nearly uniform, so later
-                  positions average many values and have smaller norms. Early training decreases the ratio
+emergence_step    first evaluated step with Sink_1 >= 10 %. As for the other steps, step 0 counts as 1, and the value is
+                  infinite if no evaluation reaches the threshold
+norm_step         first evaluated step at which norm_ratio reaches 2 from below; the first evaluated step if norm_ratio
+                  was never below 2. An untrained model (width 64) has 2.4 to 3.3: its attention is nearly uniform, so
+                  later positions average many values and have smaller norms. Early training decreases the ratio
 layer_step_L      first evaluated step with sink_layer_L >= 50 %
 loss_change       discontinuity of valid_loss at emergence_step, nats per token (`discontinuity_at`)
 
 Existing models have sink_K, sink_K_visible, sink_first_P, sink_K_to_M, sink_bias, sink_1_or_bias, importance_first,
 norm_ratio, valid_loss (with `loss: true`), kurtosis * and the following (results.py); * needs `details: true`:
 key_norm_ratio, value_norm_ratio    |k_1|, |v_1| over the mean of the other positions, mean over layers
-activation_ratio                    largest ratio of an |activation| to the median after its block
-largest_activation                  largest |activation|
+activation_ratio                    largest |activation| after a block over the median |activation| there, maximum over
+                                    blocks, in the first sequence
+largest_activation                  largest |activation| after the 8 blocks with the largest of these ratios
 cosine_first, cosine_rest *         cos(q, k) with the first key and with the other keys, mean over heads whose mean
                                     alpha of the first position exceeds eps
 cosine_gap *                        cosine_first - cosine_rest
 norm_product_ratio *                mean of |q| |k_1| over the mean of |q| |k_t| of the other keys, over the same heads
 gate_first, gate_rest *             output or value gates of the first token and of the others, mean over layers and
                                     heads
-gate_closed *                       share of gates below 0.1, percent
-importance_early                    importance_first over the first quarter of the layers, at least one layer
-importance_gap                      importance_first over the other layers minus importance_early
+gate_closed *                       share of gates below 0.1, mean over layers, heads and tokens, percent
+importance_early                    importance_first of the first quarter of the layers, at least one layer
+importance_gap                      importance_first of the other layers minus importance_early, percentage points
 proposition_excess                  largest deviation from the paper's proposition on repeated tokens, or excess over
                                     its bound, in units of the rounding tolerance
 accuracy, accuracy_norm             accuracy on a downstream task, percent, with answers ranked by likelihood (acc) or
                                     by likelihood per character (acc_norm)
 
-Runs with `assess` in the experiment: the `numbers` of the parts in `assessing/parts/`, nats per token.
-
-Runs with `tune` in the experiment (`Tuning.numbers`):
+Runs of an experiment with `assess` also have the `numbers` of the parts in `assessing/parts/`, nats per token. Runs of
+an experiment with `tune` also have these numbers (`Tuning.numbers`):
 sft_loss_fall     loss on the held-out conversations before tuning minus after, nats per token of the assistant
 sft_largest_grad_norm    gradient norm before clipping, maximum over the updates
 sft_sink_change   Sink_1 after tuning minus before, percentage points
@@ -81,13 +83,13 @@ from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation, highest_known
 
 EMERGED = 10.0
-"""Minimum Sink_1, percent, at which a sink has emerged."""
+"""Minimum Sink_1, percent, of a model in which a sink has emerged."""
 
 MASSIVE = 2.0
 """Minimum norm ratio of a first token with a massive activation."""
 
 HALF = 50.0
-"""Minimum percentage of sequences in which a sink head has a sink on the first token."""
+"""Minimum percentage of sequences with a sink on the first token in a sink head."""
 
 LAST = 3
 """Number of final evaluations over which a run's quantities are averaged."""
@@ -96,7 +98,7 @@ NO_SINK = 1.0
 """Sink rate, percent, below which there is no sink."""
 
 JUMP_WINDOW = 2.0
-"""Factor w: a jump at step s is fitted to the evaluations from step s / w to step s w."""
+"""Factor w: a jump at step s is fitted to the evaluations from step s / w to step s * w."""
 
 JUMP_POINTS = 8
 """Minimum number of points on either side of a jump."""
@@ -114,10 +116,10 @@ class Quantity:
         label: label in tables and charts.
         unit: %, nats (per token), x (a ratio), steps, or empty if there is none.
         decimals: number of decimals in tables.
-        read: function that returns the value at an evaluation; None if the evaluation did not record it.
-        of_run: function that returns the value of a run, given `at_step`; default: the mean of `read` over the last
-            evaluations.
-        once: whether the quantity is measured once, after training, instead of at every evaluation.
+        read: function that returns the value at an evaluation, or None if the evaluation did not record it.
+        of_run: function of a run and `at_step` that returns the value (see `RunNumbers.value`); default: the mean of
+            `read` over the last evaluations.
+        once: whether a run has the quantity only from a measurement after training, not from its evaluations.
     """
 
     name: str
@@ -245,10 +247,10 @@ class RunNumbers:
     Attributes:
         seed: seed of the recipe, or index of the draw or model.
         readings: evaluations sorted by step, at least one; exactly one for a measurement.
-        kurtosis: kurtosis of the hidden states (after training for a run), maximum over blocks; None if not measured.
+        kurtosis: kurtosis of the hidden states (of a run after training), maximum over blocks; None if not measured.
         seconds: duration of training, or of the measurement, in seconds; None if unknown.
         sequences: number of measured sequences; None for a run.
-        measured: quantities not in `readings`, by name: those of an existing model, of `assess` and of `tune`.
+        measured: quantities that evaluations do not record, by name, for existing models and from `assess` and `tune`.
     """
 
     seed: int
@@ -267,9 +269,9 @@ class RunNumbers:
         """Return the value of a quantity; None if the run has no value, infinity for a step that was never reached.
 
         Args:
-            at_step: average the last three evaluations up to this step; the value is None if the run ended earlier.
-                Default: the last three evaluations of the run. Ignored for quantities with a single value per run, such
-                as steps, and for `sink_growth`.
+            at_step: average over the last three evaluations up to this step; the value is None if the run ended before
+                this step. Default: the last three evaluations of the run. Ignored for quantities with a single value
+                per run, such as steps, and for `sink_growth`.
             eps: threshold of the sink rate, one of `BESIDE`; the value is None for quantities that are not in `AT_EPS`.
                 Default: the recipe's threshold. Ignored for quantities in `measured`.
         """
@@ -285,7 +287,8 @@ class RunNumbers:
     ) -> list[float]:
         """Return the values of a quantity at the last `count` evaluations up to `at_step`, without missing values.
 
-        The list is empty if evaluations do not record the quantity, or if the run ended before `at_step`.
+        The list is empty if evaluations do not record the quantity (with `eps`: at this threshold of the sink rate), or
+        if the run ended before `at_step`.
         """
         if at_step is not None and self.last.step < at_step:
             return []
@@ -295,7 +298,7 @@ class RunNumbers:
         return [value for value in values if value is not None]
 
     def known(self, name: str) -> list[tuple[int, float]]:
-        """Return (step, value) pairs of a quantity for all evaluations that recorded it."""
+        """Return (step, value) pairs of a quantity for the evaluations that recorded it, in order."""
         read = quantity(name).read
         return [(one.step, value) for one in self.readings if (value := read(one)) is not None]
 
@@ -304,25 +307,25 @@ class RunNumbers:
         return next((value for step, value in self.known(name) if step == 0), None)
 
     def growth(self, name: str, at_step: int | None) -> float | None:
-        """Return the ratio of a quantity's value to that at step 0; None if either is unknown or the latter is 0."""
+        """Return `value(name, at_step)` over the value at step 0; None if either is unknown or the latter is 0."""
         before, now = self.untrained(name), self.value(name, at_step)
         return now / before if before and now is not None else None
 
     def sink_growth(self) -> float | None:
         """Return `value("sink_1")` minus Sink_1 at the last evaluation up to half of the steps, in percentage points.
 
-        None if either is unknown.
+        The result is None if either is unknown.
         """
         half, now = self.evaluations("sink_1", self.last.step // 2, count=1), self.value("sink_1")
         return now - half[0] if half and now is not None else None
 
     def first_step(self, name: str, bound: float, from_below: bool = False) -> float | None:
-        """Return the first evaluated step, at least 1, at which a quantity is at least `bound`.
+        """Return the first evaluated step at which a quantity is at least `bound`; step 0 counts as 1.
 
-        Infinity if there is no such step; None if no evaluation recorded the quantity.
+        The result is infinity if there is no such step, and None if no evaluation recorded the quantity.
 
         Args:
-            from_below: ignore evaluations before the first one below the bound, unless all are at or above it.
+            from_below: skip evaluations until one is below the bound; without such an evaluation, skip none.
         """
         known = self.known(name)
         if from_below:
@@ -333,7 +336,7 @@ class RunNumbers:
     def loss_change(self) -> float | None:
         """Return the discontinuity of the validation loss at the step at which the sink emerged, nats per token.
 
-        None if there is no such step, or too few evaluations near it (`discontinuity_at`).
+        The result is None if there is no such step, or if too few evaluations are near it (`discontinuity_at`).
         """
         emerged = self.value("emergence_step") or math.inf
         known = [(step, loss) for step, loss in self.known("valid_loss") if step > 0]
@@ -347,7 +350,7 @@ AT_EPS: Mapping[str, Callable[[Evaluation], Mapping[str, float | None] | None]] 
     "sink_1_visible": lambda one: one.sink_rate_visible_eps or one.sink_rate_eps,
     "sink_bias": lambda one: one.sink_rate_bias_eps,
 }
-"""Sink rates recorded at several thresholds (`BESIDE`), by name of the quantity."""
+"""Functions that return the sink rates of an evaluation by threshold (with `BESIDE`), by name of the quantity."""
 
 
 def _at(rates: Sequence[float | None], position: int) -> float | None:
@@ -355,7 +358,7 @@ def _at(rates: Sequence[float | None], position: int) -> float | None:
 
 
 def _heads(one: Evaluation, layer: int) -> Sequence[float | None]:
-    """Return the sink rates of the heads of an attention layer (1-based); empty if not recorded."""
+    """Return the sink rates of the first token in the heads of an attention layer (1-based); empty if not recorded."""
     return next(iter((one.sink_rate_heads or [])[layer - 1 : layer]), [])
 
 
@@ -379,16 +382,16 @@ def _largest(ratios: Sequence[float] | None) -> float | None:
 
 
 def discontinuity_at(steps: Sequence[int], values: Sequence[float], at: float) -> float | None:
-    """Estimate the size of a discontinuity of a curve at one step.
+    """Estimate the size d of a discontinuity of a curve at one step.
 
-    Least-squares fit of value = a + b x + c x^2 + e x^3 + d [x >= 0], x = ln(step / at), to the points from at / 2 to
-    2 at. The polynomial models gradual changes: on the exponential curves of the tests, the error of d is up to 0.026
-    nats without the cubic term and 0.004 with it.
+    The curve value = a + b x + c x^2 + e x^3 + d [x >= 0], where x = ln(step / at), is fitted by least squares to the
+    points with at / 2 <= step <= 2 at. The polynomial models gradual changes: on the exponential curves of the tests,
+    the error of d is up to 0.026 nats without the cubic term, and up to 0.004 with it.
 
     Args:
         steps: positive, increasing steps.
         values: one value per step.
-        at: step of the discontinuity, positive; the value at this step is after the discontinuity.
+        at: step of the discontinuity, positive; a value at this step counts as after the discontinuity.
 
     Returns:
         d, in the unit of the values; None if either side has fewer than `JUMP_POINTS` points.

@@ -24,8 +24,8 @@ class CellResults:
     """Runs of a cell.
 
     Attributes:
-        change: changed recipe keys or settings of the cell, as in `CellSummary`.
-        runs: runs as in summary.json, one per replicate, finished or not.
+        change: changed recipe keys or settings of the cell (`CellSummary.change`).
+        runs: entries of the runs in summary.json, one per replicate, finished or not.
         numbers: quantities of the finished runs, one entry per run; runs without metrics are omitted.
         failed: number of runs that diverged; 0 for measured cells.
     """
@@ -36,7 +36,7 @@ class CellResults:
     failed: int = 0
 
     def of_seeds(self, seeds: Collection[int] | None) -> "CellResults":
-        """Return a copy with the runs of these seeds only; the results themselves if `seeds` is None."""
+        """Return a copy with only the runs of these seeds; the object itself if `seeds` is None."""
         if seeds is None:
             return self
         runs = [run for run in self.runs if run.seed in seeds]
@@ -54,9 +54,9 @@ class NoMetricsError(SinklabError):
 def read_numbers(directory: Path) -> RunNumbers:
     """Read the quantities of a finished run.
 
-    The files are metrics.jsonl, recipe.yaml and, if they exist, record.json, assessment.json (if it used the run's
-    validation text) and the sft.json of its fine-tuning (`tuned_beside`). A run without record.json is finished if it
-    has a measurement.json.
+    The sources are metrics.jsonl, recipe.yaml and, if they exist, record.json, assessment.json (if its text was the
+    run's validation text) and the sft.json of the run's fine-tuning (`tuned_beside`). A run without record.json counts
+    as finished if it has a measurement.json.
 
     Raises:
         InputError: if one of these files cannot be read or is damaged.
@@ -87,9 +87,12 @@ def read_numbers(directory: Path) -> RunNumbers:
 
 
 def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, float], list[str]]:
-    """Return the values of a run by quantity, and the names of the step quantities that were never reached.
+    """Return the finite values of a run by quantity, and the names of the step quantities that were never reached.
 
-    Quantities without a value are omitted from both.
+    Quantities that are not known are omitted from both.
+
+    Args:
+        names: names of the quantities.
     """
     found = {name: value for name in names if (value := numbers.value(name)) is not None}
     never = [name for name, value in found.items() if value == math.inf]
@@ -97,10 +100,11 @@ def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, f
 
 
 def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> RunNumbers:
-    """Collect the quantities of a replicate of a measured cell.
+    """Return the quantities of a replicate of a measured cell.
 
     Args:
-        measured: measurement of the cell's pass. If the cell's sequences are shorter, only sink rates are available.
+        measured: measurement with the cell's forward passes. If the cell's sequences are shorter than those measured,
+            only `sink_rate` is available.
         draw: index of the replicate (draw of sequences, or model), stored as `seed`.
     """
     whole, eps = cell.length == measured.length, f"{cell.eps:g}"
@@ -131,7 +135,7 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
 
 
 def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
-    """Compute the quantities of existing models that evaluations do not record (`quantities.py`)."""
+    """Return the quantities of existing models that evaluations do not record (`quantities.py`), by name."""
     layers_L = 100 * measured.importance[..., 0].mean(-1)
     early, late = np.split(layers_L, [max(1, len(layers_L) // 4)])
     found = {"importance_first": float(layers_L.mean()), "importance_early": float(early.mean())}
@@ -150,10 +154,11 @@ def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
 
 
 def _angles(measured: Measurement, eps: float) -> dict[str, float]:
-    """Compute `cosine_first`, `cosine_rest`, `cosine_gap` and `norm_product_ratio` (`quantities.py`).
+    """Return `cosine_first`, `cosine_rest`, `cosine_gap` and `norm_product_ratio` (`quantities.py`), by name.
 
-    They are means over the heads whose mean importance of the first token exceeds eps. The result is empty if there are
-    no such heads, the details were not measured, the sequences have one token, or the other keys' product is 0.
+    The means are over the heads whose mean importance of the first token exceeds eps. The result is empty if there are
+    no such heads, if cosines and norm products were not measured, if sequences have one token, or if the mean norm
+    product of the other keys is 0.
     """
     heads_LH = measured.importance[:, :, 0] > eps
     cosine_LHT = measured.details.cosine if measured.details else None
@@ -173,7 +178,7 @@ def _angles(measured: Measurement, eps: float) -> dict[str, float]:
 
 
 def _gates(measured: Measurement) -> dict[str, float]:
-    """Compute `gate_first`, `gate_rest` and `gate_closed` (percent); empty if gates were not measured."""
+    """Return `gate_first`, `gate_rest` and `gate_closed` (percent); empty without gates, or for a single token."""
     details = measured.details
     if details is None or details.gate is None or details.gate_closed is None or measured.length < 2:
         return {}

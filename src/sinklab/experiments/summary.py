@@ -1,4 +1,4 @@
-"""Build summary.json: aggregate each cell over its replicates, and judge each claim."""
+"""Build summary.json: median and range of each cell over its replicates, and the verdict on each claim."""
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
@@ -21,11 +21,11 @@ from sinklab.schema import finite_or_none
 
 
 def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> Trial:
-    """Return the trial of a trained experiment at one scale: the claims to judge, and its entry in summary.json.
+    """Return a trained experiment at one scale, with the claims to judge and its entry in summary.json.
 
     Args:
         scale: scale for which the experiment has a base recipe.
-        seeds: seeds in tables and verdicts; default: all seeds.
+        seeds: training seeds in tables and verdicts; default: all.
     """
     cells = list(experiment.cells_at(scale))
     published = {cell: experiment.published.numbers_of(cell) for cell in cells} if experiment.published else {}
@@ -49,13 +49,13 @@ def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None
 
 
 def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], altered: bool = False) -> Summary:
-    """Build summary.json: results of the cells, and verdicts on the claims.
+    """Return the content of summary.json: results of the cells, and verdicts on the claims.
 
     Args:
         trials: experiments at a scale or on existing models, in the order of display.
-        results: results by cell name; cells of the same name have the same recipe in every experiment. Cells of no
-            trial are omitted.
-        altered: whether --steps or --text override the recipes; verdicts of earlier sweeps are then omitted.
+        results: results by cell name; cells of the same name have the same recipe in every experiment. Cells that no
+            trial has are omitted.
+        altered: whether --steps or --text override the recipes; verdicts of earlier sweeps are then left out.
     """
     scales = {trial.described.scale for trial in trials}
     alone = trials[0].experiment if len(trials) == 1 else None
@@ -82,7 +82,7 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
 
 
 def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
-    """Copy verdict and evidence to each reference (`same_as`) from the claim that it names, if `claims` has it."""
+    """Return the claims; references (`same_as`) to one of them get the verdict and evidence of this claim."""
     known = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
     copied = {"verdict", "evidence", "seeds", "at_eps", "analysis", "stated", "finds", "elsewhere", "replicate", "rule"}
     return [
