@@ -1,7 +1,7 @@
 """Planned runs, the engine protocol, and the scheduler.
 
-The process that trains a run holds its lock, and writes record.json before releasing the lock. The scheduler polls runs
-that other processes have locked; if such a process dies, the scheduler submits the run itself.
+The process that trains a run holds the run's lock, and writes record.json before releasing the lock. The scheduler
+polls runs that other processes have locked; if such a process dies, the scheduler submits the run itself.
 """
 
 import time
@@ -54,9 +54,9 @@ class PlannedRun:
         return build_recipe(yaml.safe_load(self.recipe), origin=self.name)
 
     def recorded(self) -> "Event | None":
-        """Return the run's final event, as recorded in record.json.
+        """Return the run's last event (done or failed), as recorded in record.json.
 
-        None if there is no record, or if it belongs to a run with another hash.
+        The result is None if there is no record, or if the record belongs to a run with another hash.
 
         Raises:
             InputError: if the record cannot be read or is damaged.
@@ -72,11 +72,11 @@ class Event:
     Attributes:
         run: name of the run.
         kind: `ready` (the model is built), `step` (after an update), `row` (after an evaluation), or a last event:
-            `done`, `stopped` (by a request or signal; resumed when submitted again), `busy` (another process trains or
-            has stopped the run) or `failed`.
+            `done`, `stopped` (by a request or signal; the run resumes when it is submitted again), `busy` (another
+            process trains or has stopped the run) or `failed`.
         step: number of updates done; 0 if unknown.
         row: line of metrics.jsonl, for `row`; else None.
-        message: for `failed`, the reason; for `busy`, which process trains the run or has stopped it; else empty.
+        message: reason of `failed` or `busy`; else empty.
     """
 
     run: str
@@ -87,19 +87,22 @@ class Event:
 
     @property
     def is_last(self) -> bool:
-        """True for the last event of a submitted run: done, failed, stopped or busy."""
+        """True if this is the last event of a submitted run: done, failed, stopped or busy."""
         return self.kind in ENDINGS
 
 
 class Engine(Protocol):
     """Engine that trains runs with `worker.train_cell`, each in a separate process.
 
-    All results are written to the run directories; events report progress and the end of every run. An engine may only
-    be used from the main thread of one process.
+    All results are written to the run directories; events report progress and the end of every run. An engine may be
+    used only from the main thread of one process.
     """
 
     def room(self) -> int:
-        """Return the number of runs that can be submitted now: free slots, or `sys.maxsize` for a cluster's queue."""
+        """Return the number of runs that can be submitted now: free slots, or `sys.maxsize` for a cluster's queue.
+
+        It is 0 after `stop`.
+        """
         ...
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
@@ -113,25 +116,25 @@ class Engine(Protocol):
     def events(self, timeout: float) -> Sequence[Event]:
         """Return the events of all runs since the last call, in order; wait at most `timeout` seconds for an event.
 
-        Every submitted run has one last event; if its process was killed, the event is `failed` with the reason in the
-        message. A run that is `stopped` although `stop` was not called was preempted.
+        Every submitted run has one last event; if the run's process was killed, this event is `failed` with the reason
+        in the message. A run that is `stopped` although `stop` was not called was preempted.
         """
         ...
 
     def stop(self) -> None:
         """Request that all runs save a checkpoint and stop.
 
-        `events` then returns the last event of every run; it is `stopped` also for runs that have not started.
+        `events` then returns the last event of every submitted run, which is `stopped` also if the run has not started.
         """
         ...
 
     def close(self) -> None:
-        """Release the engine's resources; runs still in progress end, except Slurm jobs."""
+        """Release the engine's resources; runs that are still in progress end, except Slurm jobs."""
         ...
 
 
 class MetricsTail:
-    """Incremental reader of a run's metrics.jsonl, which may not exist yet; skips evaluations repeated on resuming."""
+    """Incremental reader of a run's metrics.jsonl, which may be missing; skips evaluations that resuming repeats."""
 
     def __init__(self, run: PlannedRun) -> None:
         self.run = run
@@ -139,7 +142,7 @@ class MetricsTail:
         self._size, self._step = -1, -1
 
     def rows(self) -> list[Event]:
-        """Return the evaluations since the last call as `row` events; empty if metrics.jsonl cannot be read."""
+        """Return the new evaluations since the last call as `row` events; empty if metrics.jsonl cannot be read."""
         try:
             size = self._path.stat().st_size
             if size == self._size:
@@ -153,16 +156,17 @@ class MetricsTail:
 
 
 def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event], None]) -> dict[str, Event]:
-    """Train all runs without a record; return the last event (done or failed) of every run by name.
+    """Train the runs that have no record; return the last event (done or failed) of every run by name.
 
     Args:
         runs: runs in the order of training.
         engine: engine that trains the runs; it is closed at the end.
-        watch: callback, called with every event but `busy`, including those of runs that other processes train.
+        watch: callback, called with every event except `busy`, and with the evaluations and ends of runs that other
+            processes train.
 
     Raises:
-        KeyboardInterrupt: on Ctrl-C, after all runs have saved and stopped.
-        PreemptedError: on SIGTERM or SIGUSR1 to this or a training process, after all runs have saved and stopped.
+        KeyboardInterrupt: on Ctrl-C, after all submitted runs have ended, with a checkpoint if they were stopped.
+        PreemptedError: on SIGTERM or SIGUSR1 to this or a training process, after all submitted runs have ended.
         InputError: if a record cannot be read or is damaged.
         SinklabError: if runs cannot be submitted.
     """
@@ -211,7 +215,7 @@ class _Scheduler:
         return any(event.kind == "stopped" for event in self._ended.values())
 
     def _report_recorded(self) -> None:
-        """Report runs with a record first, so that the remaining time is estimated from the unfinished runs only."""
+        """Report the runs that have a record first, so that only the unfinished runs count for the remaining time."""
         runs, self._waiting = self._waiting, deque()
         for run in runs:
             if (ended := run.recorded()) is not None:
@@ -220,9 +224,9 @@ class _Scheduler:
                 self._waiting.append(run)
 
     def _submit(self) -> None:
-        """Submit waiting runs to the engine in order, up to its room.
+        """Submit waiting runs to the engine in order, at most as many as its `room` returns.
 
-        Runs with a record have ended; runs locked by another process are polled instead.
+        Runs that have a record by now are reported as ended, and runs locked by another process are polled instead.
         """
         room, batch = self._engine.room(), []
         while self._waiting and len(batch) < room:
@@ -258,7 +262,7 @@ class _Scheduler:
         self._held[run.name] = MetricsTail(run)
 
     def _poll_held(self) -> None:
-        """Report the progress or end of runs locked by other processes; requeue those whose lock is free again."""
+        """Report progress or end of the runs that other processes have locked; requeue runs that are unlocked again."""
         now = time.monotonic()
         if not self._held or now - self._polled < HELD_POLL_S:
             return

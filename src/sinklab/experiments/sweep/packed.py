@@ -1,14 +1,15 @@
 """Packed sweeps: recipes, records, environments and metrics of all finished runs in a few files per experiment.
 
-EXPERIMENT/recipes.yaml           the resolved recipe of every run, a YAML document each
+EXPERIMENT/recipes.yaml           a YAML document per run: its resolved recipe
 EXPERIMENT/runs.jsonl             a line per run: record.json and env.json, without paths of the machine
-EXPERIMENT/metrics.jsonl.gz       a line per evaluation, with the name of its run
-EXPERIMENT/assessments.jsonl.gz   a line per assessed run
-EXPERIMENT/tunings.jsonl.gz       a line per tuned run: its sft.json
-checksums.txt                     SHA-256 of every file, as `sha256sum -c` reads it
+EXPERIMENT/metrics.jsonl.gz       a line per evaluation, with the directory of its run
+EXPERIMENT/assessments.jsonl.gz   a line per assessed run: its assessment.json
+EXPERIMENT/tunings.jsonl.gz       a line per fine-tuned run: its sft.json
+checksums.txt                     SHA-256 of every other file of the sweep, as `sha256sum -c` reads it
 
-A run is stored with the first experiment that uses it. `unpack` restores the run directories; recipe.yaml and
-metrics.jsonl are identical to the originals. `reproduce` treats the runs as finished, although they have no weights.
+`report/packing.py` writes the other files. A run is stored with the first experiment that uses the run. `unpack`
+restores the run directories, with recipe.yaml and metrics.jsonl identical to the originals. `sinklab reproduce` treats
+these runs as finished, although they have no weights.
 """
 
 import gzip
@@ -30,7 +31,7 @@ from sinklab.tuning.tuned_directory import SFT, tuned_beside
 RECIPE, METRICS = "recipe.yaml", "metrics.jsonl"
 RECIPES, RUNS, ALL_METRICS = "recipes.yaml", "runs.jsonl", "metrics.jsonl.gz"
 OPTIONAL = {"assessments.jsonl.gz": "assessment", "tunings.jsonl.gz": "tuning"}
-"""Files with documents that only some runs have; the value is the key of the document (a field of `PackedRun`)."""
+"""Files with documents that only some runs have, each with the document's key in a line (a field of `PackedRun`)."""
 PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, *OPTIONAL)
 CHECKSUMS = "checksums.txt"
 
@@ -40,7 +41,7 @@ _DOCUMENT = re.compile(rf"^{re.escape(_HEAD)}(.+)\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class PackedRun:
-    """Contents of a run's files in a packed sweep.
+    """Contents of the files of a packed run.
 
     Attributes:
         directory: run directory, relative to the directory of the sweep.
@@ -65,7 +66,7 @@ def is_packed(top: Path) -> bool:
 
 
 def write_packed(folder: Path, runs: Iterable[PackedRun]) -> None:
-    """Write the packed runs of one experiment to a folder; equal runs give identical files.
+    """Write the packed runs of one experiment to a folder; the same runs always give identical files.
 
     Raises:
         ValueError: if a line of a run's metrics is not JSON.
@@ -121,14 +122,14 @@ def unpack(top: Path, into: Path) -> list[Path]:
 
     Args:
         top: folder of a packed sweep.
-        into: parent of the run directories, which keep their relative paths.
+        into: directory to which the paths of the run directories (`PackedRun.directory`) are relative.
 
     Returns:
         The run directories created.
 
     Raises:
-        InputError: if `top` contains no packed runs, a file is missing, cannot be read or is damaged, or the directory
-            of a run would be outside `into`.
+        InputError: if `top` contains no packed runs, if a file is missing, cannot be read or is damaged, or if the
+            directory of a run would be outside `into`.
         SinklabError: if a file cannot be written.
     """
     if not is_packed(top):
@@ -150,7 +151,7 @@ def unpack(top: Path, into: Path) -> list[Path]:
 
 
 def take_up(top: Path, out: Path) -> None:
-    """Unpack a packed sweep and its manifests into the directory of a sweep; existing runs and files are not modified.
+    """Add the runs and manifests of a packed sweep to the directory of a sweep; existing ones are not modified.
 
     Args:
         top: folder of a packed sweep.
@@ -166,7 +167,7 @@ def take_up(top: Path, out: Path) -> None:
 
 
 def _write_run(directory: Path, run: PackedRun) -> None:
-    """Write the files of a run to its directory, env.json last, because it marks the directory as that of a run."""
+    """Write the files of a run; env.json is written last, because it marks the directory as a run directory."""
     if run.tuning is not None:
         write_json(tuned_beside(directory) / SFT, run.tuning)
     write_text(directory / RECIPE, run.recipe)
@@ -177,7 +178,7 @@ def _write_run(directory: Path, run: PackedRun) -> None:
 
 
 def write_checksums(top: Path) -> None:
-    """Write checksums.txt: the SHA-256 of every other file of a packed sweep.
+    """Write checksums.txt with the SHA-256 of every other file in and below a folder.
 
     Raises:
         SinklabError: if the file cannot be written.
@@ -187,7 +188,7 @@ def write_checksums(top: Path) -> None:
 
 
 def read_checksums(top: Path) -> dict[str, str]:
-    """Read checksums.txt: the SHA-256 of every file of a packed sweep, by path relative to `top`.
+    """Return the contents of checksums.txt: the SHA-256 of every other file of a packed sweep, by path below `top`.
 
     Raises:
         InputError: if checksums.txt is missing, cannot be read or is damaged.

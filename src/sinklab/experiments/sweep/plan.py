@@ -1,4 +1,4 @@
-"""Plan a sweep: the recipe and hash of every run (a cell with a seed), and the order of training."""
+"""Plan a sweep: the recipe and hash of every run, and the order of training. A run is a cell trained with one seed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Question:
 
     Attributes:
         scale: scale at which the cells are trained.
-        seeds: number of seeds per cell, from the experiment's first seed on.
+        seeds: number of consecutive seeds per cell, from the experiment's first seed on.
     """
 
     experiment: Experiment
@@ -45,7 +45,8 @@ class SweepCell:
         recipe: recipe of the cell, with seed 0.
         change: recipe keys (dotted) that differ from the base, with their values.
         seeds: union of the seeds of all experiments that use the cell.
-        may_diverge: True if a claim or a variant states that training may diverge; a divergence is then no failure.
+        may_diverge: True if a claim states that training diverges, or a variant that it may diverge; a diverged run is
+            then not a failure of the sweep.
     """
 
     name: str
@@ -83,7 +84,7 @@ class PlannedSweep:
 
 
 def scale_of(experiment: Experiment, scale: str) -> Scale:
-    """Return the scale with this name, if the experiment has it.
+    """Return `scale` if it is a scale of the experiment.
 
     Raises:
         InputError: if the experiment lacks the scale; the message lists its scales.
@@ -94,17 +95,17 @@ def scale_of(experiment: Experiment, scale: str) -> Scale:
 
 
 def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> SweepPlan:
-    """Build the recipes of all cells, and the order of training; needs no data.
+    """Return the cells of several experiments with their recipes, and the order of training; needs no data.
 
     Args:
         questions: requested experiments, all at the same scale, for which each has a base recipe (`scale_of`).
-        overlay: overlay on every recipe.
+        overlay: recipe overlay for all cells, applied after those of the cell.
 
     Raises:
         InputError: if a base recipe is missing or not YAML, a recipe is invalid with its overlays (the message names
-            the field), an initial checkpoint is unusable or does not fit its model, or two experiments have cells of
-            the same name with different recipes.
-        SinklabError: if a run is given as initial checkpoint and has no valid checkpoint.
+            the field), an initial checkpoint is unusable or does not fit the recipe's model, or two experiments have
+            cells of the same name with different recipes.
+        SinklabError: if the initial checkpoint is a run that has no valid checkpoint.
     """
     cells: dict[str, SweepCell] = {}
     order: dict[tuple[str, int], None] = {}
@@ -127,10 +128,10 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
 
 
 def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
-    """Build the cells of an experiment by name.
+    """Return the cells of an experiment by name.
 
     Args:
-        overlay: overlay on every recipe.
+        overlay: recipe overlay for all cells, applied after those of the cell.
 
     Raises:
         InputError, SinklabError: see `plan_sweep`.
@@ -171,8 +172,9 @@ def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
 def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return the recipe keys (dotted) that overlays have changed from the base, with their values in `recipe`.
 
-    If an overlay sets a union to the name of a kind, the value is that name; default values of the kind are not listed.
-    If it sets a section to {}, as in `losses: {tweo: {}}`, all changed keys of the section are listed.
+    If an overlay sets a key to the name of a kind, as in `bias: k`, the value is that name, and keys with defaults of
+    the kind are not listed. If it sets a section to {}, as in `losses: {tweo: {}}`, all changed keys of the section are
+    listed.
     """
     before, after = (leaves(one.model_dump(mode="json")) for one in (base, recipe))
     given = {key: value for overlay in overlays for key, value in leaves(overlay, empty=True).items()}
@@ -189,7 +191,7 @@ def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]
 def place_sweep(
     plan: SweepPlan, data: Mapping[str, TokenDataset], out: Path, found: Mapping[str, Path]
 ) -> PlannedSweep:
-    """Assign hashes and directories to the runs of a plan.
+    """Return a plan with the hashes and directories of its runs.
 
     Args:
         data: prepared data by `data_key`.
@@ -215,7 +217,7 @@ def place_sweep(
 
 
 def data_key(recipe: Recipe) -> str:
-    """Return a key of the prepared data of a recipe: its `DATA_ORIGIN` as JSON; equal keys share the data."""
+    """Return a key of a recipe's prepared data: the `DATA_ORIGIN` keys as JSON. Recipes with equal keys share data."""
     return recipe.data.model_dump_json(include=DATA_ORIGIN)
 
 

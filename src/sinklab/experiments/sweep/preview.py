@@ -1,6 +1,6 @@
 """Preview of a sweep: finished runs, and estimated hours of the missing runs. No file is written.
 
-The throughput is that of finished runs. If there are none, updates are timed, or matmuls if the model is large.
+The throughput is that of finished runs. If there are none, updates are timed, or matrix products if the model is large.
 The cost of a run is counted in FLOPs (`train/flops.py`): three forward passes per training sequence, one per evaluated
 sequence, and two per sequence of the sink metric.
 """
@@ -31,11 +31,11 @@ from sinklab.train.flops import FORWARD_AND_BACKWARD, model_flops
 from sinklab.train.optim import build_optimizer
 from sinklab.train.recipe import MANNER, Recipe, load_recipe
 
-TIMED_S = 1.0  # seconds of timed updates
+TIMED_S = 1.0  # total duration of the timed updates
 MATRICES_S = 0.3
 MATRIX = 1024  # rows and columns of the timed matmuls
 UNKNOWN_VOCABULARY = 1024
-LONGEST_UPDATE_S = 1.0  # updates expected to be longer are not timed, as large models also take long to initialise
+LONGEST_UPDATE_S = 1.0  # longer updates are not timed, because such large models also take long to initialise
 SOURCES = {
     "runs": "estimated from the finished runs in the directory of the sweep",
     "updates": "estimated from updates timed on this machine without compilation",
@@ -50,7 +50,7 @@ class Pace:
 
     Attributes:
         operations_per_second: FLOP/s of one run on its share of the machine.
-        said: phrase on how the throughput was estimated, one of `SOURCES`.
+        said: phrase on how the throughput was estimated, a value of `SOURCES`.
     """
 
     operations_per_second: float
@@ -66,7 +66,7 @@ class CellPreview:
         seeds: number of requested seeds.
         done: number of requested seeds whose run is finished or has diverged.
         hours: estimated hours of one run; None if the throughput is unknown (a cluster without finished runs).
-        same_as: name of an earlier cell with the same runs; empty if there is none.
+        same_as: name of the first cell with the same recipe, if this is another cell; else empty.
     """
 
     name: str
@@ -86,7 +86,8 @@ class Preview:
         missing: number of distinct runs that are not finished and have not diverged.
         engine: name of the execution engine.
         jobs: number of concurrent runs; None if the cluster decides.
-        hours: estimated hours for the missing runs, with `jobs` concurrent runs; None for a cluster.
+        hours: estimated hours for the missing runs, with `jobs` concurrent runs; None if `jobs` is None or the
+            throughput is unknown.
         estimated: phrase on how the hours were estimated (`Pace.said`), with a remark if finished runs were recognised
             by their recipes only; empty if the throughput is unknown.
     """
@@ -107,10 +108,10 @@ class Preview:
 def preview(
     plan: SweepPlan, out: Path, found: Mapping[str, Path], engine: str, pace: Pace | None, jobs: int | None
 ) -> Preview:
-    """Find the finished runs of a plan and estimate the hours of the missing runs.
+    """Return the number of finished runs of a plan, and the estimated hours of the missing runs.
 
-    No data is prepared. If the data of a cell has not been prepared here, its finished runs are recognised by their
-    recipes alone. `reproduce` trains them again if its prepared text differs from theirs.
+    No data is prepared. If the data of a cell has not been prepared here, the cell's finished runs are recognised by
+    their recipes alone. `reproduce` trains these runs again if the text that it prepares differs from theirs.
 
     Args:
         out: directory of the sweep.
@@ -155,7 +156,7 @@ def preview(
 
 
 def _key(recipe: Recipe, seed: int) -> str:
-    """Return a key of a run, made of recipe and seed; it is the same for a recipe before and after `resolve`."""
+    """Return a key of a run, from recipe and seed; a recipe has the same key before and after `resolve`."""
     auto = recipe.train.precision == "auto"
     precision = resolved_precision("auto", pick_device(recipe.train.device)) if auto else recipe.train.precision
     said = recipe.model_dump(mode="json", exclude={"name": True, "seed": True, "train": {*MANNER, "precision"}})
@@ -164,10 +165,10 @@ def _key(recipe: Recipe, seed: int) -> str:
 
 
 def operations(recipe: Recipe, like: Recipe | None = None) -> float:
-    """Count the FLOPs of a run: updates, evaluations and sink measurements.
+    """Return the FLOPs of a run: updates, evaluations and sink measurements.
 
     Args:
-        like: recipe whose FLOPs per token are used, to save counting those of a similar model; default: `recipe`.
+        like: recipe of a similar model, whose FLOPs per token are used to save time; default: `recipe`.
     """
     train, metric = recipe.train, recipe.metric
     of_sequence = (
@@ -180,10 +181,10 @@ def operations(recipe: Recipe, like: Recipe | None = None) -> float:
 
 
 def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace:
-    """Estimate the throughput of a base recipe on one share of this machine.
+    """Return the estimated throughput of one run of a base recipe on its share of this machine.
 
     Args:
-        threads: number of PyTorch's CPU threads.
+        threads: number of PyTorch's CPU threads of a run.
         finished: run directories; if any run has finished, the throughput of finished runs is used (`pace_of_runs`).
 
     Raises:
@@ -207,9 +208,9 @@ def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace
 
 
 def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
-    """Return the median training throughput of the finished runs in run directories; None if there are none.
+    """Return the median training throughput of the finished runs among run directories; None if there are none.
 
-    Runs that cannot be read are skipped. Runs of other machines are included.
+    Runs that cannot be read are skipped. Runs that were trained on other machines are included.
     """
     found = [
         _of_sequence(recipe) * recipe.train.steps * recipe.train.batch_size / record.seconds
@@ -220,7 +221,7 @@ def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
 
 
 def _read_runs(directories: Iterable[Path]) -> Iterator[tuple[RunRecord, Recipe]]:
-    """Yield record and recipe of the runs that have both; runs that cannot be read are skipped."""
+    """Yield record and recipe of the runs that have a record; runs that cannot be read are skipped."""
     for directory in directories:
         try:
             record, recipe = read_record(directory), load_recipe(str(directory / "recipe.yaml"))
@@ -239,9 +240,9 @@ def _sized(recipe: Recipe) -> ModelConfig:
 
 
 def _of_sequence(recipe: Recipe) -> int:
-    """Count the FLOPs of one training sequence (forward and backward pass).
+    """Return the FLOPs of one training sequence (forward and backward pass).
 
-    If the vocabulary size is unknown, it is taken to be `UNKNOWN_VOCABULARY`.
+    An unknown vocabulary size is assumed to be `UNKNOWN_VOCABULARY`.
     """
     return _of_model(_sized(recipe).model_dump_json())
 
@@ -252,7 +253,7 @@ def _of_model(config: str) -> int:
 
 
 def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
-    """Measure the duration of a training update on random tokens, in seconds."""
+    """Return the measured duration of a training update on random tokens, in seconds."""
     config, train = _sized(base), base.train
     model = Transformer(config, base.seed).to(device)
     optimizer = build_optimizer(model, base.optim)

@@ -1,6 +1,6 @@
 """Directory of a sweep: manifests (asked/ID.json), runs by hash, results, and runs to assess or fine-tune.
 
-A manifest records an experiment and the hashes of its runs; run directories may be anywhere below the directory.
+A manifest records an experiment and the hashes of its runs. Runs are found by hash in and below the directory.
 """
 
 import os
@@ -29,13 +29,13 @@ from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 MANIFESTS = "asked"
 
 OF_MEASURED: Any = {"each": True, "against": True, "published": {"model"}, "claims": {"__all__": ONLY_MEASURED}}
-"""Fields that apply only to experiments on existing models; manifests omit them."""
+"""Fields of experiments that apply only to existing models and are not written to manifests (pydantic's `exclude`)."""
 
 NUMBERS = (
     "sink_1", "sink_bias", "importance_first", "valid_loss", "train_loss", "norm_ratio", "norm_untrained",
     "norm_lowest", "norm_growth", "kurtosis", "emergence_step", "norm_step",
 )  # fmt: skip
-"""Quantities in the summary of every run, in addition to those of the experiments' tables and claims."""
+"""Quantities in `CellRun.values` of every run, in addition to those of the experiments' tables and claims."""
 
 
 class ManifestCell(ReadDocument):
@@ -56,8 +56,8 @@ class SweepManifest(VersionedDocument):
     Attributes:
         experiment: definition of the experiment when it was requested.
         scale: requested scale.
-        overlay: overlay on every recipe: nested recipe values set by --steps and --text; empty if neither is passed.
-        cells: changed recipe keys and run hashes by name of the cell.
+        overlay: recipe overlay for all cells, with the values of --steps and --text; empty if neither is passed.
+        cells: changed recipe keys and run hashes, by name of the cell.
     """
 
     experiment: Experiment
@@ -71,7 +71,7 @@ class SweepManifest(VersionedDocument):
         return sorted({seed for _, seed, _ in self.runs()})
 
     def runs(self) -> Iterator[tuple[str, int, str]]:
-        """Yield (cell name, seed, hash) for every cell and seed; cells with the same recipe have the same hashes."""
+        """Yield (cell name, seed, run hash) for every cell and seed; cells with the same recipe share hashes."""
         for name, cell in self.cells.items():
             for seed, run_hash in cell.hashes.items():
                 yield name, seed, run_hash
@@ -89,7 +89,7 @@ class SweepManifest(VersionedDocument):
 
 
 def manifest_of(question: Question, sweep: PlannedSweep, overlay: Mapping[str, Any]) -> SweepManifest:
-    """Return the manifest of one experiment of a planned sweep; for `overlay`, see `plan_sweep`."""
+    """Return the manifest of one experiment of a planned sweep; `overlay` is that of `plan_sweep`."""
     cells = {
         name: ManifestCell(
             change=dict(sweep.plan.cells[name].change),
@@ -101,7 +101,7 @@ def manifest_of(question: Question, sweep: PlannedSweep, overlay: Mapping[str, A
 
 
 def read_manifests(out: Path) -> dict[str, SweepManifest]:
-    """Read the manifests in the directory of a sweep, by experiment id.
+    """Return the manifests in the directory of a sweep, by experiment id.
 
     Raises:
         InputError: if a manifest cannot be read or is damaged, has a different schema version, or contains an
@@ -123,8 +123,8 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
 def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, SweepManifest]) -> dict[str, SweepManifest]:
     """Add the experiments and seeds of earlier manifests to the new manifests.
 
-    Earlier manifests with a different scale or overlay are left out. Seeds are added to the cells whose runs are
-    unchanged, if the experiment's first seed is unchanged, too.
+    Earlier manifests with another scale or overlay are left out. Earlier seeds of an experiment are added to the cells
+    whose runs have the same hashes as before, provided that the experiment's first seed has not changed.
 
     Args:
         before, now: earlier and new manifests by experiment id; `now` is not empty.
@@ -153,7 +153,7 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
 
 
 def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> SweepManifest:
-    """Add the seeds of an earlier manifest to the cells whose runs are unchanged, if both have the same first seed."""
+    """Add the seeds of an earlier manifest with the same first seed to the cells whose runs have the same hashes."""
     if before is None or before.experiment.first_seed != now.experiment.first_seed:
         return now
     cells = {}
@@ -166,9 +166,10 @@ def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> Swe
 
 
 def found_runs(out: Path) -> dict[str, Path]:
-    """Find the run directories in and below a folder, by hash; of several with the same hash, the most advanced one.
+    """Return the run directories in and below a folder, by hash.
 
-    Hidden folders and folders within run directories are not searched.
+    Of several with the same hash, those with record.json are preferred, then those with measurement.json, then the
+    largest metrics.jsonl. Hidden folders and folders within run directories are not searched.
 
     Raises:
         SinklabError: if an env.json cannot be read or is damaged.
@@ -196,7 +197,7 @@ def _progress(directory: Path) -> tuple[bool, bool, int]:
 
 
 def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, CellResults]:
-    """Read the results of all cells of the manifests, by name of the cell, from the runs in and below a directory.
+    """Return the results of all cells of the manifests, by name of the cell, from the runs in and below a directory.
 
     A finished run without metrics is listed as unfinished, with a message.
 
@@ -223,7 +224,7 @@ def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, C
 
 
 def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
-    """Summarise the manifests' experiments from the runs in and below a directory.
+    """Return the summary of the manifests' experiments, from the runs in and below a directory.
 
     Raises:
         InputError, SinklabError: see `results_of`.
@@ -259,13 +260,13 @@ def _read(
 
 @dataclass(frozen=True)
 class Unassessed:
-    """A finished run that lacks parts of `sinklab assess`, on its validation text, requested by its experiments.
+    """A finished run without all parts of `sinklab assess` on its validation text that its experiments request.
 
     Attributes:
         doing, done: verb forms for progress messages.
         name: display name, from cell and seed.
         directory: run directory.
-        parts: names of all parts requested by its experiments.
+        parts: names of all parts that the run's experiments request, also of those that it has.
         document: path of the run's assessment.json.
     """
 
@@ -282,7 +283,7 @@ class Unassessed:
 
 
 def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed]:
-    """Find the finished runs in and below a directory that lack parts of an assessment requested by their experiments.
+    """Return the finished runs in and below a directory without all assessment parts that their experiments request.
 
     Raises:
         InputError: if a record or an assessment cannot be read or is damaged.
@@ -297,7 +298,7 @@ def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed
 
 @dataclass(frozen=True)
 class TuningRequest:
-    """A finished run that its experiment fine-tunes.
+    """A request to fine-tune a finished run.
 
     Attributes:
         doing, done: verb forms for progress messages.
@@ -320,7 +321,7 @@ class TuningRequest:
 
     @property
     def is_finished(self) -> bool:
-        """True if the fine-tuning of the run is complete.
+        """True if the run has been fine-tuned and the tuned model evaluated.
 
         Raises:
             InputError: if sft.json cannot be read or is damaged.
@@ -329,9 +330,9 @@ class TuningRequest:
 
 
 def tuning_requests(manifests: Iterable[SweepManifest], out: Path) -> list[TuningRequest]:
-    """Return a request for each finished run in and below `out` whose experiment fine-tunes its runs.
+    """Return a request for each finished run in and below `out` of an experiment with `tune`.
 
-    Runs that are already tuned are included.
+    Runs that have been tuned already are included.
 
     Raises:
         InputError: if a record cannot be read or is damaged.

@@ -1,7 +1,8 @@
 """Train a run with several processes of this machine, started by torchrun, usually one per GPU.
 
-Launcher and processes (`worker.main`) share a temporary folder with the pickled run, a file `stop` that asks the
-processes to save and stop, the last event, and the output of the processes. Progress is read from the run directory.
+The launcher and the processes (`worker.main`) share a temporary folder with the pickled run, the last event, the output
+of the processes, and a file `stop`, which requests that they save a checkpoint and stop. Progress is read from the run
+directory.
 """
 
 import os
@@ -23,13 +24,13 @@ from sinklab.train.recipe import Recipe
 ENTRY = "sinklab.experiments.sweep.worker"
 PLANNED, STOP, ENDED, PRINTED = "planned.pickle", "stop", "ended.json", "printed.log"
 POLL_S = 0.2
-PRINTED_TAIL = 2000  # last characters of the output, shown in an error message
+PRINTED_TAIL = 2000  # number of characters at the end of the output that an error message shows
 
 
 def cards_for(recipe: Recipe) -> int:
     """Return the number of training processes: the largest number of visible GPUs that divides the batch size.
 
-    It is 1 if CUDA is not available, or if `train.device` is a CPU or a particular GPU.
+    The number is 1 if CUDA is not available, or if `train.device` is neither auto nor cuda.
     """
     if recipe.train.device not in ("auto", "cuda") or not torch.cuda.is_available():
         return 1
@@ -45,10 +46,10 @@ def train_with_torchrun(
     Args:
         processes: number of processes.
         watch: callback, called with the evaluations (`row` events).
-        should_stop: see `train_cell`; polled every `POLL_S` seconds.
+        should_stop: see `train_cell`; called every `POLL_S` seconds.
 
     Raises:
-        LostProcessError: if the processes ended without a last event.
+        LostProcessError: if the processes ended and rank 0 has not written a last event.
     """
     with tempfile.TemporaryDirectory(prefix="sinklab-") as name:
         folder = Path(name)

@@ -26,13 +26,13 @@ BEGUN = "begun"
 """Key of env.json with the start time of the run in UTC, ISO 8601."""
 
 SAME_NUMBERS = ("processor", "device", "torch", "python", "threads", "compiles_loss")
-"""Keys of env.json that must be equal for a retrained run to match bit for bit."""
+"""Keys of env.json; if all are equal for a run and its repetition, their metrics must be equal bit for bit."""
 
 FROM_SHIPPED_FILES = {"finds", "elsewhere"}
 """Fields of a claim in summary.json that are computed from files shipped with sinklab, such as pilots.json."""
 
 ROUNDING = 1e-9
-"""Tolerance, relative and absolute, of numbers that are recomputed from the same metrics."""
+"""Relative and absolute tolerance of numbers that are recomputed from the same metrics."""
 
 FIRST_LOSS, LAST_LOSS = 1e-3, 0.15
 """Relative tolerances of the first validation loss after step 0 and of the last, if a key of `SAME_NUMBERS` differs.
@@ -48,8 +48,8 @@ class Verified:
         name: name of the check.
         checked: number of items checked (files, runs, claims).
         problems: problems found, one per entry.
-        notes: remarks that are not problems: how a retrained run was compared, and exploratory claims stated, or any
-            claims changed, after their runs began.
+        notes: remarks that are not problems: how retrained runs were compared, exploratory claims that were stated
+            after their runs began, and claims that were changed after their runs began.
     """
 
     name: str
@@ -76,8 +76,8 @@ def verify_packed(
         The outcome of every check; a failed check does not prevent the others.
 
     Raises:
-        InputError: if `top` contains no packed sweep, or checksums, packed runs or manifests cannot be read or are
-            damaged; the message names all files that differ from the packed ones.
+        InputError: if `top` contains no packed sweep, or if checksums, packed runs or manifests cannot be read or are
+            damaged; the message also lists the problems with the checksums.
         SinklabError: if the runs cannot be unpacked into a temporary folder, or an env.json is damaged.
     """
     checks = [_check_files(top)]
@@ -113,7 +113,7 @@ def _check_files(top: Path) -> Verified:
 
 
 def _check_runs(runs: dict[str, Path]) -> Verified:
-    """Check the record, the recorded checksums of the result files, and the hash of every run."""
+    """Check that every run has a record, files with the recorded checksums, and a recipe with the recorded hash."""
     check = Verified("recipes and metrics of runs", len(runs))
     for run_hash, directory in sorted(runs.items(), key=lambda item: item[1].name):
         record = read_record(directory)
@@ -130,7 +130,7 @@ def _check_runs(runs: dict[str, Path]) -> Verified:
 
 
 def _check_verdicts(top: Path, files: Path) -> Verified:
-    """Compare the cells and claims of summary.json with those recomputed from the unpacked runs and the manifests."""
+    """Compare cells and claims of summary.json with those recomputed from the unpacked runs and the manifests."""
     now = summary_of(read_manifests(top), files)
     check = Verified("verdicts judged again")
     try:
@@ -162,7 +162,7 @@ def _check_verdicts(top: Path, files: Path) -> Verified:
 
 
 def _same_numbers(a: object, b: object) -> bool:
-    """Return True if two JSON values are equal; floats may differ by `ROUNDING`, as between processors."""
+    """Return True if two JSON values are equal; floats may differ by `ROUNDING`, as on different processors."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same_numbers(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
@@ -189,12 +189,12 @@ def _retrained(runs: dict[str, Path], count: int, seed: int, say: Callable[[str]
 
 
 def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
-    """Retrain a run in the directory `again`; return its deviations from the packed metrics.
+    """Retrain a run in the directory `again`; return deviations from the packed metrics, and how they were compared.
 
-    The second value is a phrase on how the metrics were compared; it is empty if the training did not end as `done`.
+    The second value is a phrase; it is empty if the training did not end as `done`.
 
     Raises:
-        InputError: if recipe and text have a different hash on this machine, or cannot be read.
+        InputError: if recipe and text have another hash on this machine, or cannot be read.
     """
     recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
     dataset = prepared(recipe.data)
@@ -248,11 +248,14 @@ def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iter
 def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:
     """Check that every claim was stated no later than the day (UTC) on which the first run of its cells began.
 
-    A later confirmatory claim is a problem; a later exploratory claim, or a later change of any claim, is a note.
-    References (`same_as`), claims without a date and runs without a start time are not checked.
+    A confirmatory claim stated later is a problem. An exploratory claim stated later is a note, as is a later change of
+    any claim. References (`same_as`), claims without a date and runs without a start time are not checked.
 
     Args:
         runs: run directories by hash.
+
+    Returns:
+        The outcome of the check.
 
     Raises:
         SinklabError: if an env.json cannot be read or is damaged.

@@ -1,7 +1,7 @@
 """Train a run and write record.json at its end; used by all engines, torchrun processes and `sinklab verify`.
 
 The training process writes the record before it releases the run's lock. Several processes, also on different machines,
-may therefore be given the same run: exactly one of them trains it.
+may therefore be given the same run: only one of them trains it.
 
     torchrun --nproc-per-node 2 -m sinklab.experiments.sweep.worker FOLDER LAUNCHER      (`torchrun_launcher.py`)
 """
@@ -49,20 +49,20 @@ def train_cell(
     should_stop: Callable[[], bool],
     world: World = ALONE,
 ) -> Event:
-    """Train a run, resuming from its checkpoints, and record its outcome. A run with a record is not trained again.
+    """Train a run, or resume it from its newest checkpoint, and write record.json. A recorded run is not trained again.
 
     If the run needs several processes (`PlannedRun.processes`, default: `cards_for`), torchrun is started to train it.
 
     Args:
         threads: number of PyTorch's CPU threads; default: unchanged.
-        watch: callback, called with all events except the last one, which is returned; if torchrun trains the run, only
-            with evaluations.
-        should_stop: callback, called before every update and during evaluations; if it returns True, the run is saved
-            and training stops. It must then keep returning True.
+        watch: callback, called with all events except the last one, which is returned; if torchrun trains the run,
+            called only with evaluations.
+        should_stop: callback, called before every update and during evaluations; if it returns True, training saves a
+            checkpoint and stops. It must then keep returning True.
         world: training processes, all of which call this function.
 
     Returns:
-        The last event: done, failed, stopped, or busy if another process has locked the run. Errors are not raised,
+        The last event: done, failed, stopped, or busy if another process has locked the run. Exceptions are not raised,
         but returned as `failed` with a message.
     """
     keep_freed_memory()
@@ -90,10 +90,10 @@ def train_cell(
 
 
 def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
-    """Write record.json of a finished run whose checkpoints are gone, so that the run is not trained again.
+    """Write record.json of a finished run without checkpoints, so that the run is not trained again.
 
     Returns:
-        True if there is such a run, which then has a record; else False.
+        True if the directory has such a run with the planned hash, which then has a record; else False.
     """
     directory = planned.directory
     if not (directory / "measurement.json").is_file() or steps_saved(directory / "checkpoints"):
@@ -108,7 +108,7 @@ def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
 
 
 def _opened(planned: PlannedRun, recipe: Recipe, world: World) -> Run:
-    """Prepare the data, open the run directory, and check that the run has the planned hash."""
+    """Prepare the data, and return the opened run; raise InputError if its hash is not the planned one."""
     dataset = world.on_all_ranks(lambda: prepared(recipe.data))
     run = world.on_all_ranks(lambda: open_run(recipe, dataset, planned.directory))
     if run.hash != planned.hash:
@@ -153,7 +153,7 @@ class _PeakMemory:
     """Peak memory of training in this process.
 
     On a GPU, the peak allocation is read after every update, because measurements between updates reset the counter. On
-    a CPU, it is the peak of the whole process so far.
+    a CPU, the peak of the whole process so far is used.
 
     Args:
         device: device of this process.
@@ -181,7 +181,7 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
     For a finished run, the kurtosis of the hidden states is measured first. All processes call this function.
 
     Raises:
-        StoppedError: if a stop was requested before the record was complete; a later call writes it.
+        StoppedError: if a stop was requested before the record was written; the next call of `train_cell` writes it.
         SinklabError: if an activation is not finite, metrics.jsonl cannot be read, or the record cannot be written.
     """
     run, recipe = trainer.run, trainer.recipe
@@ -207,11 +207,11 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
 
 
 def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
-    """Write record.json of a finished run without checkpoints, from its metrics and measurement, without the kurtosis.
+    """Write record.json, without kurtosis, of a finished run without checkpoints from its metrics and measurement.
 
     Raises:
-        SinklabError: if metrics or measurement cannot be read, training did not write the measurement, or the record
-            cannot be written.
+        SinklabError: if metrics or measurement cannot be read, the measurement was not written by training, or the
+            record cannot be written.
     """
     from sinklab.measuring.measurement import Measurement
 
@@ -226,7 +226,7 @@ def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
 
 
 def _record(directory: Path, recipe: Recipe, **fields: Any) -> None:
-    """Write record.json; the recipe and the run's files determine the fields that are not in `fields`."""
+    """Write record.json with `fields`; the other fields are taken from the recipe and the run's files."""
     history = read_history(directory / "metrics.jsonl")
     RunRecord(
         name=recipe.name,
@@ -239,7 +239,7 @@ def _record(directory: Path, recipe: Recipe, **fields: Any) -> None:
 
 
 def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
-    """Return the mean training tokens per second over the updates whose duration is known; None if there are none."""
+    """Return the mean training tokens per second over the intervals with known throughput; None if there are none."""
     tokens, before = 0.0, 0.0
     for one in history:
         reached = before if one.tokens is None else one.tokens
@@ -250,9 +250,9 @@ def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
 
 
 def main(folder: Path, launcher: int) -> None:
-    """Entry point of a torchrun process: train the run that `folder` contains; rank 0 writes the last event there.
+    """Entry point of a torchrun process: train the run in `folder`; rank 0 writes the run's last event there.
 
-    At the end, the process exits with status 0.
+    Unless an exception is raised, the process exits with status 0.
 
     Args:
         folder: temporary folder of `train_with_torchrun`.

@@ -1,4 +1,4 @@
-"""Create execution engines by name, with options (`--engine-option KEY=VALUE`). Engines are imported lazily."""
+"""Execution engines by name, with options (`--engine-option KEY=VALUE`). Only the engine in use is imported."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -33,8 +33,8 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
         settings: options of slurm or ray, as KEY=VALUE.
 
     Raises:
-        InputError: if an optional dependency or a command of the engine is not installed, no cluster answers, an option
-            is unknown or invalid, or an option is passed to the local engine, which has none.
+        InputError: if an optional dependency or a command that the engine needs is not installed, no cluster answers,
+            an option is unknown or invalid, or an option is passed to the local engine, which has none.
     """
     if name == EngineName.slurm:
         from sinklab.experiments.sweep.engines.on_slurm import SlurmEngine, SlurmOptions
@@ -55,7 +55,7 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
 
 
 def read_options(kind: type[OptionsOfEngine], engine: str, settings: Sequence[str]) -> OptionsOfEngine:
-    """Parse the options of an engine from KEY=VALUE; the last value of a repeated key is used.
+    """Return the options of an engine, parsed from KEY=VALUE; of a repeated key, the last value is used.
 
     Args:
         kind: class of the options.

@@ -1,8 +1,8 @@
 """Engine that trains runs concurrently on this machine, one process per run.
 
-Processes are forked from a server that has imported all modules, so that a run starts in a fraction of a second. Each
-process has its own cores and GPUs if there are enough. On Ctrl-C, SIGTERM or SIGUSR1 the parent requests a stop: each
-process saves a checkpoint, from which the same command resumes. A process whose parent has died saves and stops, too.
+Processes are forked from a server that has imported the modules, so that a run starts in a fraction of a second. Each
+process has its own cores and GPUs if there are enough. On Ctrl-C, SIGTERM or SIGUSR1, the parent requests a stop, and
+each process saves a checkpoint, from which the same command resumes. A process also saves and stops if its parent dies.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class MachineShare:
     Attributes:
         cores: CPU cores to which the run is pinned; None if it is not pinned.
         threads: number of PyTorch's CPU threads.
-        cards: GPUs, as value of CUDA_VISIBLE_DEVICES; None leaves the variable unchanged.
+        cards: value of CUDA_VISIBLE_DEVICES, which selects the GPUs; None leaves the variable unchanged.
     """
 
     cores: frozenset[int] | None
@@ -41,8 +41,8 @@ def shares(jobs: int) -> list[MachineShare]:
     """Split the cores and GPUs of this machine into `jobs` shares.
 
     The cores are those on which this process may run. If there is at least one core per share, each share is pinned to
-    its own cores and has a thread for each. Else, and on systems without CPU affinity, the shares are not pinned and
-    have max(1, cores // jobs) threads each. A share never has more than OMP_NUM_THREADS threads.
+    its own cores and has one thread per core. Otherwise, and on systems without CPU affinity, shares are not pinned and
+    have max(1, cores // jobs) threads each. A share has at most OMP_NUM_THREADS threads, if this variable is set.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     said = os.environ.get("OMP_NUM_THREADS", "")
@@ -63,7 +63,7 @@ def jobs_for(runs: int, cores: int) -> int:
 
 
 def _cards(jobs: int) -> list[str | None]:
-    """Return the value of CUDA_VISIBLE_DEVICES for each share; None if there are fewer than two GPUs.
+    """Return the value of CUDA_VISIBLE_DEVICES for each share; all are None if fewer than two GPUs are visible.
 
     If there are fewer GPUs than shares, several shares use the same GPU.
     """
@@ -83,7 +83,7 @@ def cards_here() -> int:
 
 @dataclass(frozen=True)
 class _Running:
-    """A training process with its share of the machine and the parent's end of its pipe."""
+    """A training process, its share of the machine, and the parent's end of the pipe to it."""
 
     process: BaseProcess
     share: MachineShare
@@ -120,7 +120,7 @@ class LocalEngine:
             self._running[run.name] = _Running(process, share, ours)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """Return the new events of the training processes; if a process died without a last event, it is `failed`."""
+        """Return the new events; if a process died without sending a last event, the last event is `failed`."""
         ready = wait([one.pipe for one in self._running.values()], timeout) if self._running else []
         found: list[Event] = []
         for name, one in list(self._running.items()):
@@ -132,7 +132,7 @@ class LocalEngine:
         return found
 
     def _over(self, name: str, said: Sequence[Event]) -> list[Event]:
-        """Remove a process that has ended; return the event `failed` for its run if it sent no last event."""
+        """Wait for a process to exit and free its share; return a `failed` event if it sent no last event."""
         one = self._running.pop(name)
         one.process.join()
         one.pipe.close()
@@ -158,7 +158,7 @@ class LocalEngine:
 
 
 def _received(pipe: Connection) -> tuple[list[Event], bool]:
-    """Return the events waiting in a pipe, and whether they include the run's last event or the pipe is closed."""
+    """Return the events in a pipe, and whether the run has ended: its last event is among them, or the pipe closed."""
     found: list[Event] = []
     try:
         while pipe.poll():
@@ -172,7 +172,7 @@ def _received(pipe: Connection) -> tuple[list[Event], bool]:
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Block signals in the `with` block; processes started in it inherit the mask until they unblock the signals.
+    """Block the stop signals in the `with` block; processes started there inherit the mask until they unblock them.
 
     A terminal sends SIGINT (Ctrl-C), and a cluster SIGTERM, to all processes of a command, but only the parent should
     handle SIGINT, and the fork server must survive both.

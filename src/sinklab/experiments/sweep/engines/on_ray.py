@@ -1,8 +1,8 @@
 """Engine that trains runs as tasks of an existing Ray cluster.
 
-If a node dies, Ray restarts its tasks elsewhere (`retries`), and each run resumes from its newest checkpoint. A worker
-that receives SIGTERM or SIGUSR1 saves and exits, which Ray treats as a crash and retries. Tasks end with the command
-that submitted them; the same command resumes their runs.
+If a node dies, Ray restarts the node's tasks elsewhere (`retries`), and each run resumes from its newest checkpoint. A
+worker that receives SIGTERM or SIGUSR1 saves a checkpoint and exits; Ray treats this as a crash and retries the task.
+Tasks end with the command that submitted them; the same command resumes their runs.
 """
 
 # pyright: reportMissingImports=false
@@ -35,7 +35,8 @@ class RayOptions(Part):
     """Address of the Ray cluster, and resources per run.
 
     Attributes:
-        address: HOST:PORT, ray://HOST:PORT, or auto (RAY_ADDRESS, else the cluster of this machine).
+        address: HOST:PORT, ray://HOST:PORT, or auto: the address in RAY_ADDRESS or, if this variable is not set, the
+            cluster of this machine.
         cpus: number of cores and of PyTorch's CPU threads of a run.
         gpus: number of GPUs of a run; with several GPUs, torchrun trains it.
         memory_gb: memory to reserve for a run, GB (2**30 bytes); default: no reservation.
@@ -57,7 +58,7 @@ class RayEngine:
         options: address of the cluster and resources per run.
 
     Raises:
-        InputError: if the optional dependency Ray is not installed, or the cluster cannot be connected to.
+        InputError: if Ray, an optional dependency, is not installed, or no connection to the cluster is possible.
     """
 
     def __init__(self, folder: Path, options: RayOptions) -> None:
@@ -91,7 +92,7 @@ class RayEngine:
             self._tasks[submitted] = MetricsTail(run)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        """Return new evaluations, read from the run directories, and the last event of a task that has ended."""
+        """Return new evaluations, read from the run directories, and the last event of at most one ended task."""
         import ray
 
         if not self._tasks:

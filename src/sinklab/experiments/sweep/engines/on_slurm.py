@@ -5,18 +5,19 @@ Events that end a job:
 | event | signal to the run | effect on its job |
 |---|---|---|
 | preemption, `scontrol requeue` | SIGTERM; after KillWait, SIGKILL | requeued by Slurm (`--requeue`) |
-| a node is lost | none | requeued by Slurm; the run resumes from its newest checkpoint |
+| loss of a node | none | requeued by Slurm; the run resumes from its newest checkpoint |
 | the time limit is near | SIGUSR1 (`--signal`) | exits with status 75; requeued by the script |
 | `scancel --signal=TERM` or `=USR1` | SIGTERM or SIGUSR1 | exits with status 75; requeued by the script |
 | `scancel` | SIGTERM; after KillWait, SIGKILL | cancelled, because the script receives SIGTERM, too |
 | the sweep is stopped | SIGTERM, and `HASH.stop` exists | exits with status 0; a pending job is cancelled |
 
-On SIGTERM and SIGUSR1 the run is saved. Status 75 (`signals.CALL_AGAIN`) requests a requeue by the script. submitit's
-mechanism (SIGUSR2 and `checkpoint()`) is not used, because it saves within a signal handler, during an update.
+On SIGTERM and SIGUSR1, the run saves a checkpoint. Exit status 75 (`signals.CALL_AGAIN`) makes the job script requeue
+the job. submitit's mechanism (SIGUSR2 and `checkpoint()`) is not used, because it saves within a signal handler, during
+an update.
 
-If the command is killed, its jobs keep running. The next call finds them by `HASH.job` and reports when they end. A job
-whose run is done, or locked by another process, returns the event `done` or `busy`. The queue is read with `squeue`,
-which every cluster has; `sacct` would need a database.
+If the command is killed, its jobs keep running. The next call finds the jobs by the files `HASH.job`, named by the hash
+of the run, and reports when they end. A job whose run is done returns the event `done`, and a job whose run is locked
+by another process `busy`. The queue is read with `squeue`, which every cluster has; `sacct` would need a database.
 """
 
 # pyright: reportMissingImports=false
@@ -52,14 +53,14 @@ if TYPE_CHECKING:
 
 ENDED = ("", "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 ENDED += ("REVOKED", "TIMEOUT")
-"""Final states of a job; empty for a job that the queue no longer lists."""
+"""Final states of a job; the empty string is the state of a job that the queue no longer lists."""
 
 ANSWERS_WITHIN_S = 60
 
 NAME = "sinklab"
 LARGEST_ARRAY = 1000  # jobs; Slurm's default limit
 SAVES_WITHIN_S = 120
-"""Time between SIGUSR1, the request to save, and the time limit of the job, seconds."""
+"""Seconds between SIGUSR1, which requests a checkpoint, and the time limit of the job."""
 
 UNHANDLED = [128 + number for number in PREEMPTING]  # status of a process killed by the signal before it handles it
 REQUEUE = [
@@ -77,8 +78,8 @@ class SlurmOptions(Part):
         cpus: number of cores and of PyTorch's CPU threads of a run.
         gpus: number of GPUs of a run; with several GPUs, torchrun trains it.
         memory_gb: memory of a job, GB (2**30 bytes); default: the cluster's.
-        hours: time limit of a job; `SAVES_WITHIN_S` seconds before it, the run is saved and requeued.
-        at_once: maximum number of concurrent runs of a job array (up to 1,000 runs); default: unlimited.
+        hours: time limit of a job; `SAVES_WITHIN_S` seconds before it, the run saves a checkpoint and is requeued.
+        at_once: maximum number of concurrent runs of a job array, which has up to 1,000 runs; default: no limit.
         poll_seconds: minimum interval between queries of the queue, seconds.
     """
 
@@ -148,9 +149,9 @@ class SlurmEngine:
         return 0 if self._stopping else sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Submit the runs as job arrays; stop files of earlier calls are removed.
+        """Submit the runs as job arrays, and remove the runs' stop files of earlier calls.
 
-        If an earlier call has submitted a job for a run and the job has not ended, that job is followed instead.
+        If an earlier call has submitted a job for a run and this job has not ended, it is followed instead.
 
         Raises:
             SinklabError: if the cluster does not answer or rejects the jobs.
@@ -258,8 +259,8 @@ def train_in_job(run: PlannedRun, folder: Path, threads: int) -> Event:
     """Main function of a Slurm job, pickled by submitit: train a run and return its last event.
 
     Raises:
-        SystemExit: with status 75, if a signal stopped the run and there is no stop file, which would mean that the
-            sweep was stopped.
+        SystemExit: with status 75, if a signal stopped the run and there is no stop file. With a stop file, the sweep
+            was stopped, and the event `stopped` is returned.
     """
     try:
         return train_remotely(run, folder, threads)
@@ -268,7 +269,7 @@ def train_in_job(run: PlannedRun, folder: Path, threads: int) -> Event:
 
 
 def _result(job: "Job[Event]") -> Event | None:
-    """Return the last event that a job has saved as its result; None if the job failed or has no result (yet)."""
+    """Return the last event, which a job has saved as its result; None if the job failed or has no result (yet)."""
     with suppress(OSError):
         outcome, value = pickle.loads(job.paths.result_pickle.read_bytes())
         if outcome == "success":
@@ -297,7 +298,7 @@ def _require_cluster() -> None:
 
 
 def states(folder: Path) -> dict[str, str]:
-    """Return the Slurm states of the jobs of an engine's folder by job id.
+    """Return the Slurm states of the jobs that an engine with this folder has submitted, by job id.
 
     Jobs that have ended are included for some minutes.
 

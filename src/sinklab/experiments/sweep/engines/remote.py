@@ -1,4 +1,6 @@
-"""Shared code of the engines on_ray and on_slurm, which communicate with other machines through a shared folder:
+"""Shared code of the engines on_ray and on_slurm, which communicate with other machines through a shared folder.
+
+Its files are named by the hash of the run:
 
 HASH.stop    requests that the run save a checkpoint and stop
 HASH.log     a line per start, evaluation and end, with time (UTC), machine and process
@@ -30,7 +32,7 @@ def train_remotely(run: PlannedRun, folder: Path, threads: int) -> Event:
         threads: number of PyTorch's CPU threads.
 
     Raises:
-        PreemptedError: if a signal stopped the run and there is no stop file, so that the run should be resumed.
+        PreemptedError: if the run was stopped without a stop file, that is by a signal, so that it should be resumed.
         SinklabError: if the log cannot be written.
     """
     from sinklab.experiments.sweep.worker import train_cell
@@ -45,7 +47,7 @@ def train_remotely(run: PlannedRun, folder: Path, threads: int) -> Event:
     polled, asked = float("-inf"), False
 
     def should_stop() -> bool:
-        """Look for the stop file at most once a second, to limit the load on a shared file system."""
+        """Return True after a signal, or if the stop file exists; look for the file at most once a second."""
         nonlocal polled, asked
         if not asked and time.monotonic() - polled >= STOP_POLL_S:
             polled, asked = time.monotonic(), stop.exists()
