@@ -238,7 +238,7 @@ class Experiment(Part):
         stated: date on which the claims were written; default for the claims.
         seeds: default of --seeds: number of training seeds or of draws of sequences, or maximum number of models.
         first_seed: first seed of the runs; smaller seeds are not used.
-        asks_massive: condition for claims that use a quantity in `NORMS` and do not set a condition. True, or the name
+        asks_massive: condition for claims that use a quantity in `NORMS` and do not set their own. True, or the name
             of a cell: judge these claims only if training at least doubles the norm ratio of the baseline, or of this
             cell. False: always judge them.
         rank: sort key in lists, sweeps and summaries, ascending.
@@ -348,7 +348,7 @@ class Experiment(Part):
             if scale not in self.base:
                 raise ValueError(f"adapted has scale {scale!r}, for which base has no recipe: add a recipe to base")
             if wrong := [name for one in adaptations for name in one.without if name not in self.cells]:
-                raise ValueError(f"adapted.{scale}: {wrong[0]!r} in `without` is not a cell of the experiment")
+                raise ValueError(f"adapted.{scale}: {wrong[0]!r} in `without` is not a cell: remove it")
 
     def _check_measured(self) -> None:
         """Check that claims and measured cells fit `each`, and that the measured cells fit each other."""
@@ -359,7 +359,8 @@ class Experiment(Part):
             if self.each != wanted and not of_each:
                 raise ValueError(
                     f"claim {claim.id} compares {f'{wanted}s' if wanted else 'cells'}, but the experiment "
-                    f"{'does not set `each`' if self.each is None else f'sets `each: {self.each}`'}"
+                    f"{'does not set `each`' if self.each is None else f'sets `each: {self.each}`'}: "
+                    f"{f'set `each: {wanted}`' if wanted else 'remove `each`'}, or change the check"
                 )
         self._check_models()
         for name, cell in self.requests.items():

@@ -212,7 +212,7 @@ _NAMED = {
 
 @cache
 def quantity(name: str) -> Quantity:
-    """Return a quantity by its name.
+    """Return the quantity with this name.
 
     Raises:
         ValueError: if the name is unknown; the message lists the valid names.

@@ -64,8 +64,8 @@ def load_experiment(name: str) -> Experiment:
 def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
     """Return a copy of a claim with `same_as` that has the check of the referenced claim.
 
-    Unless the claim sets its own, it also has the `asks_massive` and the scales of the referenced claim, without scales
-    that its experiment lacks.
+    If the claim does not set `scales` or `asks_massive`, the copy also has that of the referenced claim, without scales
+    that `experiment` lacks.
 
     Raises:
         ValueError: if the referenced claim does not exist, or is a reference itself.
@@ -140,7 +140,7 @@ class ListedExperiment:
 
 
 def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
-    """List experiments, given by id or file, with their cost; default: all shipped experiments, sorted by rank.
+    """Return experiments, given by id or file, with size and cost; default: all shipped experiments, sorted by rank.
 
     Raises:
         InputError: see `load_experiment` and `base_values`; also if a recipe is invalid or names a device that this

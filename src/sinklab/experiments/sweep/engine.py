@@ -76,7 +76,7 @@ class Event:
             process trains or has stopped the run) or `failed`.
         step: number of updates done; 0 if unknown.
         row: line of metrics.jsonl, for `row`; else None.
-        message: reason of `failed` or `busy`; else empty.
+        message: reason for `failed` or `busy`; else empty.
     """
 
     run: str

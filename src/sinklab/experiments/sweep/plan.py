@@ -172,9 +172,9 @@ def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
 def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return the recipe keys (dotted) that overlays have changed from the base, with their values in `recipe`.
 
-    If an overlay sets a key to the name of a kind, as in `bias: k`, the value is that name, and keys with defaults of
-    the kind are not listed. If it sets a section to {}, as in `losses: {tweo: {}}`, all changed keys of the section are
-    listed.
+    If an overlay sets a key to the name of a kind, as in `bias: sink_logit`, the value is that name, and keys with
+    defaults of the kind are not listed. If it sets a section to {}, as in `losses: {tweo: {}}`, all changed keys of the
+    section are listed.
     """
     before, after = (leaves(one.model_dump(mode="json")) for one in (base, recipe))
     given = {key: value for overlay in overlays for key, value in leaves(overlay, empty=True).items()}

@@ -108,7 +108,7 @@ class Preview:
 def preview(
     plan: SweepPlan, out: Path, found: Mapping[str, Path], engine: str, pace: Pace | None, jobs: int | None
 ) -> Preview:
-    """Return the number of finished runs of a plan, and the estimated hours of the missing runs.
+    """Return the preview of a plan: its finished runs, and the estimated hours of the missing runs.
 
     No data is prepared. If the data of a cell has not been prepared here, the cell's finished runs are recognised by
     their recipes alone. `reproduce` trains these runs again if the text that it prepares differs from theirs.

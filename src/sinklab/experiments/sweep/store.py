@@ -168,8 +168,8 @@ def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> Swe
 def found_runs(out: Path) -> dict[str, Path]:
     """Return the run directories in and below a folder, by hash.
 
-    Of several with the same hash, those with record.json are preferred, then those with measurement.json, then the
-    largest metrics.jsonl. Hidden folders and folders within run directories are not searched.
+    Of several with the same hash, one with record.json is preferred, then one with measurement.json, then the one with
+    the largest metrics.jsonl. Hidden folders and folders within run directories are not searched.
 
     Raises:
         SinklabError: if an env.json cannot be read or is damaged.
@@ -260,7 +260,7 @@ def _read(
 
 @dataclass(frozen=True)
 class Unassessed:
-    """A finished run without all parts of `sinklab assess` on its validation text that its experiments request.
+    """A finished run whose assessment on the validation text lacks parts that its experiments request, or is missing.
 
     Attributes:
         doing, done: verb forms for progress messages.
@@ -283,7 +283,7 @@ class Unassessed:
 
 
 def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed]:
-    """Return the finished runs in and below a directory without all assessment parts that their experiments request.
+    """Return the finished runs in and below a directory whose assessment lacks parts that their experiments request.
 
     Raises:
         InputError: if a record or an assessment cannot be read or is damaged.

@@ -201,7 +201,8 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
         raise InputError(
             f"the run cannot be trained again here: its text, {recipe.data.source}, or its recipe is not the one with "
-            f"which it was trained, under Python {before.get('python')}"
+            "which it was trained: restore the text, or use the same versions of sinklab and Python "
+            f"({before.get('python')})"
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(before.get("threads") or threads)

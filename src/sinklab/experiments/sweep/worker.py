@@ -49,7 +49,7 @@ def train_cell(
     should_stop: Callable[[], bool],
     world: World = ALONE,
 ) -> Event:
-    """Train a run, or resume it from its newest checkpoint, and write record.json. A recorded run is not trained again.
+    """Train or resume a run and, if it finishes or diverges, write record.json. A recorded run is not trained again.
 
     If the run needs several processes (`PlannedRun.processes`, default: `cards_for`), torchrun is started to train it.
 
@@ -80,7 +80,7 @@ def train_cell(
         return _trained(planned, _opened(planned, recipe, world), watch, should_stop, world)
     except HeldError as error:
         return Event(planned.name, "busy", message=str(error))
-    except StoppedError:  # while the model was built, or before a finished run was recorded
+    except StoppedError:  # stopped while the model was built, or before a finished run was recorded
         return Event(planned.name, "stopped")
     except SinklabError as error:
         return Event(planned.name, "failed", message=str(error))

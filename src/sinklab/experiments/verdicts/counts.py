@@ -38,7 +38,7 @@ def pairs_against(above: Sequence[float], below: Sequence[float]) -> int:
 def separated(above: Sequence[float], below: Sequence[float]) -> bool:
     """Return True if `above` exceeds `below` in the exact one-sided rank sum test, with p <= SEPARATED.
 
-    Pairs of equal values count as opposing pairs (`pairs_against`).
+    A pair of equal values counts as opposing (`pairs_against`).
     """
     return rank_sum_p(len(above), len(below), pairs_against(above, below)) <= SEPARATED
 

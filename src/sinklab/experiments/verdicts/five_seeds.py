@@ -48,7 +48,7 @@ class PilotSpread(ReadDocument):
 
 
 class Pilots(VersionedDocument):
-    """pilots.json: spreads by scale and quantity. Written by `benchmarks/pilots.py` from seeds that no verdict uses."""
+    """pilots.json: spreads by scale and quantity, over seeds that no verdict uses (`benchmarks/pilots.py`)."""
 
     scales: dict[str, dict[str, PilotSpread]] = Field(default_factory=dict)
 
@@ -60,7 +60,7 @@ def shipped_pilots() -> Pilots:
 
 
 def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
-    """Return a sentence with the smallest effect of a check's kind that five seeds detect with 80 % power.
+    """Return a sentence with the smallest effect that five seeds detect with 80 % power, for the kind of a check.
 
     For `all`, the sentences of its checks are joined. The sentence is empty for checks other than `within`, `greater`,
     `less`, `equal`, `alike`, `rising` and `falling`, and if the scale has no pilot runs of the quantity.

@@ -77,7 +77,7 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
             claim, published = one, experiment.published if scale in PAPER_SCALES else None
             unmet = _unmet_condition(claim, experiment.massive_cell(claim), own)
             judged = unmet or judge_claim(claim, Runs(own), published)
-            piloted = claim.check if (scale, scale) in experiment.base.items() else None  # pilots use this recipe
+            piloted = claim.check if (scale, scale) in experiment.base.items() else None  # recipe of the pilots
             judged = judged.model_copy(update={"finds": detectable(piloted, scale) if piloted else ""})
         day = claim.stated or experiment.stated
         origin = {
