@@ -69,7 +69,7 @@ def test_a_rank_is_low_relative_to_the_heads_width_in_its_own_layer() -> None:
 
 
 def test_the_sink_of_a_model_with_biases_in_some_layers_names_both() -> None:
-    mixed = small("sink logit", pattern={"every": 2, "bias": "none"})
+    mixed = small("sink logit", pattern={"every": 2, "bias": {"kind": "none"}})
     assert assess_heads(mixed, some_tokens(), lambda: None).sink == "bias or first position"
 
 

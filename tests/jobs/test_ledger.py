@@ -40,7 +40,7 @@ def test_a_file_that_sinklab_did_not_write_is_left_unchanged(tmp_path: Path, tex
 
 def test_a_path_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").mkdir()
-    with pytest.raises(InputError, match="answers.jsonl cannot be read"):
+    with pytest.raises(InputError, match=r"answers\.jsonl cannot be read"):
         LineLedger(tmp_path / "answers.jsonl", "answers", REQUEST)
 
 
