@@ -157,8 +157,9 @@ class LinearAttention(nn.Module):
             rate_BHL, step_BHL = rate_BHL.chunk(2, dim=1)
             log_decay = size_H1 * F.softplus(step_BHL + self.step.to(dtype)[:, None])
         else:
-            step_BLHD = (self.decay(x_BLE).to(dtype) + self.step.to(dtype)).unflatten(-1, (self.heads, -1))
-            log_decay = size_H1[..., None] * F.softplus(step_BLHD.transpose(1, 2))
+            # Softplus precedes the transpose: for mixed strides, PyTorch's meta kernel of its backward pass is wrong.
+            step_BLC = F.softplus(self.decay(x_BLE).to(dtype) + self.step.to(dtype))
+            log_decay = size_H1[..., None] * step_BLC.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         rate_BHL = rate_BHL.sigmoid()
         if padded_BL is not None:
             rate_BHL = rate_BHL.masked_fill(padded_BL[:, None], 0)
