@@ -69,21 +69,23 @@ ADDED = "losses={hidden_z: {weight: 0.1}, tweo: {tau: 0.5}}"
 PREFIX = "model.attention.mask={kind: prefix, length: 4}"
 
 
-@pytest.mark.slow
+SHARED: list[tuple[str, int, list[str]]] = [
+    ("ddp", 2, []),
+    ("ddp", 4, []),
+    ("fsdp", 2, []),
+    ("ddp", 4, [PREFIX]),
+    ("ddp", 2, ["train.micro_batch=1"]),
+    ("fsdp", 2, ["train.micro_batch=2", PREFIX]),
+    ("ddp", 2, ["train.recompute=blocks"]),
+    ("fsdp", 2, ["train.recompute=blocks", "train.micro_batch=2"]),
+    ("ddp", 2, [ADDED]),
+    ("fsdp", 2, [ADDED, "train.micro_batch=2"]),
+]
+
+
 @pytest.mark.parametrize(
     ("parallel", "processes", "settings"),
-    [
-        ("ddp", 2, []),
-        ("ddp", 4, []),
-        ("fsdp", 2, []),
-        ("ddp", 4, [PREFIX]),
-        ("ddp", 2, ["train.micro_batch=1"]),
-        ("fsdp", 2, ["train.micro_batch=2", PREFIX]),
-        ("ddp", 2, ["train.recompute=blocks"]),
-        ("fsdp", 2, ["train.recompute=blocks", "train.micro_batch=2"]),
-        ("ddp", 2, [ADDED]),
-        ("fsdp", 2, [ADDED, "train.micro_batch=2"]),
-    ],
+    [pytest.param(*one, marks=[] if one == ("fsdp", 2, []) else pytest.mark.slow) for one in SHARED],
 )
 def test_the_loss_curve_does_not_depend_on_the_number_of_processes(
     parallel: str, processes: int, settings: list[str], tokens: Path, tmp_path: Path

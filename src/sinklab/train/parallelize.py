@@ -103,9 +103,8 @@ def share(
         the mean cross-entropy and the weighted auxiliary losses of these B rows, (1 + number of auxiliary losses,). The
         backward pass of their sum averages the gradients over processes.
     """
-    losses = functools.partial(model.losses, added=added)
     if world.size == 1:
-        return losses, nullcontext
+        return functools.partial(model.losses, added=added), nullcontext
     if how == "fsdp":
         mesh = init_device_mesh(next(model.parameters()).device.type, (world.size,))
         for part in [*model.blocks, model]:
@@ -114,7 +113,7 @@ def share(
         with torch.no_grad():  # the first call makes the called module the FSDP root
             device = next(model.parameters()).device
             model.losses(torch.zeros(1, model.config.context + 1, dtype=torch.long, device=device), added)
-        return losses, lambda: _keeping_gradients(model)
+        return functools.partial(model.losses, added=added), lambda: _keeping_gradients(model)
     # Dynamo would split compiled code at DDP's gradient buckets. Block parts are compiled separately anyway, and older
     # PyTorch cannot split graphs with custom autograd functions, such as RoPE, or with FlexAttention.
     torch._dynamo.config.optimize_ddp = False
