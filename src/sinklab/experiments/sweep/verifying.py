@@ -217,6 +217,8 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     old, new = read_history(directory / "metrics.jsonl"), read_history(again / "metrics.jsonl")
     here = read_environment(again)
     differing = [key for key in SAME_NUMBERS if before.get(key) != here.get(key)]
+    if [one.step for one in old] != [one.step for one in new]:
+        return ["it was evaluated at different steps"], ""
     if not differing:
         return list(_different_bits(old, new)), "the same processor, device, versions and threads, compared bit for bit"
     said = ", ".join(f"{key} {before.get(key)} there and {here.get(key)} here" for key in differing)
@@ -226,9 +228,6 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
 
 
 def _different_bits(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iterator[str]:
-    if [one.step for one in old] != [one.step for one in new]:
-        yield "it was evaluated at different steps"
-        return
     for before, after in zip(old, new, strict=True):
         numbers, again = (
             one.model_dump(exclude={"tokens_per_second", "mfu", "stall_share"}) for one in (before, after)
