@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import ValidationError
+
 
 class SinklabError(Exception):
     """Base class of errors that end a command (usually exit status 1). The message says what happened and what to do.
@@ -24,7 +26,7 @@ class UnsavedError(SinklabError):
     """A result could not be saved (exit status 1).
 
     Attributes:
-        result: the unsaved result, which the command still prints.
+        result: the unsaved result, so that the caller can still print it.
     """
 
     def __init__(self, message: str, result: Any) -> None:
@@ -60,8 +62,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def cause(error: BaseException) -> str:
     """Return the first line of another library's error message, or the error's type name if there is no message.
 
-    If a line ends with a colon, the next line is appended. Empty lines are skipped.
+    If a line ends with a colon, the next line is appended. Empty lines are skipped. For a ValidationError, it is the
+    name and the error of the first invalid field.
     """
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
     message = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
         message = f"{message} {line}".strip()

@@ -136,6 +136,13 @@ def test_the_one_head_that_matters_costs_all_and_with_all_its_keys_nothing_is_lo
     assert len(passes) == 2 * (2 + len(FULL) * 6) + 1 * (2 + 8)
 
 
+def test_a_head_with_all_keys_has_those_of_the_leading_tokens_too() -> None:
+    found = assess_budgets(small("sink token"), some_tokens(1, 15), some_tokens(1, 15), 4, 2, 0, lambda: None)
+    assert [row.keys for row in found.policies if row.policy == "one for all"] == [
+        full * (15 + 1) + (1 - full) * 4 for full in FULL
+    ]
+
+
 def test_sink_shares_are_the_importance_that_measuring_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     one, tokens = small("grouped keys"), some_tokens(3, 20)
     monkeypatch.setattr(budgets, "FULL", (0.5,))

@@ -19,7 +19,7 @@ from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.train.directory.checkpoint import save_checkpoint
-from sinklab.train.directory.history import read_metrics
+from sinklab.train.directory.history import read_history, read_metrics
 from sinklab.train.directory.lock import lock_run
 from sinklab.train.directory.run import existing_run, load_run, open_run
 from sinklab.train.loop import Trainer
@@ -171,6 +171,12 @@ def test_damaged_metrics_are_named_in_a_sentence(garbage: bytes, dataset: TokenD
     with pytest.raises(SinklabError, match=r"metrics\.jsonl, line \d, is invalid .*restore the file, or delete it"):
         Trainer(open_run(recipe(), dataset, tmp_path))
     assert (tmp_path / "metrics.jsonl").read_bytes() == garbage
+
+
+def test_a_value_of_the_wrong_type_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "valid_loss": "low"}\n')
+    with pytest.raises(InputError, match=r"line 1, is invalid \(valid_loss: Input should be a valid number"):
+        read_history(tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 7, "va', b"\0" * 40, b'{"a": "\xc3'])

@@ -118,7 +118,9 @@ def test_the_number_of_processes_may_change_in_mid_run(parallel: str, tokens: Pa
     assert trained(tokens, changing, 2, "train.parallel=fsdp") == pytest.approx(alone, rel=1e-6)
 
 
-@pytest.mark.parametrize("place", [{"WORLD_SIZE": "two"}, {"WORLD_SIZE": ""}, {"RANK": "2", "WORLD_SIZE": "2"}])
+@pytest.mark.parametrize(
+    "place", [{"WORLD_SIZE": "two"}, {"WORLD_SIZE": ""}, {"RANK": "2", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}]
+)
 def test_an_environment_without_valid_ranks_is_refused(
     place: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,10 @@ from chats import MARKED, exported, sheep_chats, tuned_run, write_chats
 from conftest import Run, on_one_line
 from trained_run import trained_run
 
+import sinklab
 from sinklab.data.sources.textfiles import read_conversations
-from sinklab.jobs.progress import JobEvent
+from sinklab.errors import SinklabError
+from sinklab.jobs.progress import JobEvent, StepProgress
 from sinklab.tuning.chats import ChatTemplate
 from sinklab.tuning.settings import TuneOptions
 from sinklab.tuning.sft_dataset import TuneSources
@@ -272,3 +274,19 @@ def test_a_loss_that_is_no_number_ends_it(run: Run, tmp_path: Path) -> None:
     )
     assert status == 1
     assert "lower --lr" in err
+
+
+@pytest.mark.parametrize(
+    ("logs", "named"),
+    [
+        ({"loss": math.inf, "grad_norm": 1.0, "learning_rate": 0.1}, "update 3 has loss inf"),
+        ({"eval_loss": math.nan}, "loss on held-out conversations is nan after update 3"),
+    ],
+)
+def test_a_loss_that_is_not_finite_ends_the_tuning(logs: dict[str, float], named: str, tmp_path: Path) -> None:
+    from sinklab.tuning.trainer import TuneRecord
+
+    sink = sinklab.SinkCallback(torch.zeros(1, 4, dtype=torch.long))
+    record = TuneRecord(tmp_path, [], [], sink, lambda: False, StepProgress("tuning", lambda event: None))
+    with pytest.raises(SinklabError, match=f"{named}.*must be finite"):
+        record.on_log(None, hf.TrainerState(global_step=3), None, logs)

@@ -194,7 +194,7 @@ class BiasParameters(nn.Module):
         return self._per_head(F.pad(self.key, (0, missing)) if missing else self.key)
 
     def value_per_head(self) -> Tensor | None:
-        """Return the value of the bias key, or the V bias, per query head, (H, V); None if it is zero."""
+        """Return the value of the bias key, or the V bias, per query head, (H, V); None without one."""
         if self.fixed is not None and self.key is not None:
             return self._per_head(self.fixed.build(self.value_width, self.key)[None])
         return None if self.value is None else self._per_head(self.value)

@@ -176,7 +176,8 @@ class Builder:
                 raise InputError(
                     f"fewer than two documents were read from {self.settings.source}, but the training and validation "
                     "shards need at least one each: add documents (in a .txt file, end each with a line <|endoftext|>; "
-                    "a long file without such lines is split), or raise token_limit or text_limit_bytes"
+                    "a long file without such lines is split), or raise data.token_limit "
+                    "(--limit-tokens) or data.text_limit_bytes (--limit-bytes) if one is set"
                 )
             full, empty = (train, valid) if train.state.documents else (valid, train)
             if not empty.state.documents:

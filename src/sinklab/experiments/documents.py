@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, get_args
 
-from pydantic import ConfigDict, Field, ValidationError, computed_field
+from pydantic import ConfigDict, Field, computed_field
 
-from sinklab.errors import InputError
+from sinklab.errors import InputError, cause
 from sinklab.files import parse_json, sha256_of, write_json
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.schema import ReadDocument, VersionedDocument, finite_or_none
@@ -460,17 +460,9 @@ def read_record(directory: Path) -> RunRecord | None:
         return None
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} cannot be read ({first_line(error)}): if it is damaged or has another schema version, "
+            f"{path} cannot be read ({cause(error)}): if it is damaged or has another schema version, "
             "remove it to record the run again"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message; for a ValidationError, name and error of the first invalid field."""
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error).splitlines()[0]
 
 
 def record_of(directory: Path, run_hash: str) -> RunRecord | None:

@@ -95,8 +95,9 @@ def _places(m: Measurement) -> list[_Place]:
 def _layers(above_LH: np.ndarray) -> list[str]:
     """Return a list with a phrase on the layers in which more than half of the heads have the sink.
 
-    If there is no such layer, the phrase names the layer in which the most heads have the sink. If the layers form more
-    than MOST_STRETCHES ranges, the phrase states only their number. The list is empty if no head has the sink.
+    If there is no such layer, the phrase names the layer in which the most heads have the sink. If these layers
+    form more than MOST_STRETCHES ranges, the phrase states only how many they are. The list is empty if no head has the
+    sink.
     """
     share_L = above_LH.mean(1)
     most = [layer for layer, share in enumerate(share_L, 1) if share > 0.5]

@@ -273,7 +273,9 @@ def growth_of_sink(data: ReportData, cell: str) -> list[float]:
     """Return the sink rate (percent) at every step with a known rate: mean over seeds of max(first token, bias)."""
     rows = curve(
         data.runs_of(cell),
-        lambda one: max(one.sink_rate[0] or 0.0, one.sink_rate_bias or 0.0) if one.sink_rate else None,
+        lambda one: (
+            max(first, one.sink_rate_bias or 0.0) if (first := next(iter(one.sink_rate), None)) is not None else None
+        ),
         "anywhere",
     )
     return [row["value"] for row in sorted(rows, key=lambda row: row["step"])]

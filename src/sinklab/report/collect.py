@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, Field, StrictInt, ValidationError
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import InputError, SinklabError, cause
 from sinklab.experiments.documents import SUMMARY, CellSummary, JudgedClaim, Summary
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import parse_json, parse_yaml
@@ -206,9 +206,7 @@ def _validated(path: Path, kind: type[D], document: object, what: str, remedy: s
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputError(f"{path} is not {what}: {where}: {first['msg']}. {remedy}") from error
+        raise InputError(f"{path} is not {what}: {cause(error)}. {remedy}") from error
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

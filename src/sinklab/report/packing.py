@@ -13,13 +13,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from sinklab.errors import InputError
+from sinklab.errors import InputError, cause
 from sinklab.experiments.documents import (
     SUMMARY,
     CellRun,
     Summary,
     chance_of_claims,
-    first_line,
     read_record,
     verdict_counts,
 )
@@ -116,7 +115,7 @@ def _check_paths(sweep: Sweep) -> None:
             document = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
         except (OSError, ValueError) as error:
             raise InputError(
-                f"{path} cannot be read ({first_line(error)}): rerun the experiment to rewrite the file"
+                f"{path} cannot be read ({cause(error)}): rerun the experiment to rewrite the file"
             ) from error
         if not isinstance(document, dict):
             raise InputError(f"{path} is damaged: it must contain a mapping; rerun the experiment to rewrite the file")

@@ -306,7 +306,7 @@ def content_policy(scripts: list[str]) -> str:
 
 
 def _title(data: ReportData) -> str:
-    """Return the page's title, with one part per directory.
+    """Return the page's title: one part per directory, equal parts only once.
 
     For a sweep, the part is the id of its only experiment or, for several experiments, their scale, so that a copy of
     the sweep has the same title. For other directories, and without a common scale, it is the name of the directory.
@@ -335,7 +335,11 @@ def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int
 
 
 def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, object]:
-    """Return the provenance of a run for the page's template: directory, recipe, seed, versions and machine."""
+    """Return the provenance of a run for the page's template.
+
+    It has the name, the directory (relative to the folder `page` if inside it), the settings of the measurement or
+    training, env.json (versions and machine), and the recipe.
+    """
     one, env = run.measurement, run.env
     asked = ("model", "revision", "commit", "inputs", "sequences", "length", "bos") if one else ()
     settings: dict[str, object] = {key: getattr(one, key) for key in asked} | {

@@ -188,8 +188,8 @@ def _join(world: World) -> None:
         ThreadPoolExecutor(1).submit(join).result()
     except ValueError as error:
         raise InputError(
-            f"WORLD_SIZE is {world.size}, but the environment has no valid address of rank 0 ({error}): start the "
-            "processes with torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {world.size}, but MASTER_ADDR or MASTER_PORT is missing or invalid in the environment "
+            f"({error}): start the processes with torchrun, or unset WORLD_SIZE"
         ) from error
 
 
@@ -201,8 +201,8 @@ def own_card(world: World) -> torch.device | None:
 def _world_of_environment() -> World:
     if "WORLD_SIZE" not in os.environ:
         return ALONE
-    given = {"RANK": "0", "LOCAL_RANK": "0"} | os.environ
-    rank, size, local_rank = (given[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    size = os.environ["WORLD_SIZE"]
+    rank, local_rank = (os.environ.get(name, "0" if size == "1" else "") for name in ("RANK", "LOCAL_RANK"))
     if not all(value.isdecimal() for value in (rank, size, local_rank)) or int(rank) >= int(size):
         raise InputError(
             f"RANK {rank!r}, WORLD_SIZE {size!r} and LOCAL_RANK {local_rank!r} in the environment are not valid "

@@ -61,11 +61,13 @@ class SftDataset:
 
 
 def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, loading: Loading) -> SftDataset:
-    """Load the model, read and tokenize the conversations, and derive the settings that `options` leaves unset.
+    """Load the model, tokenize the conversations and the text of the sink metric, and return them with all settings.
+
+    Settings that `options` leaves unset are derived from the model and the conversations.
 
     Raises:
         InputError: if the model, a file or an option is unusable.
-        SinklabError: if the model is a run without a valid checkpoint (`open_model`).
+        SinklabError: see `open_model`, such as if no checkpoint of a run is valid.
     """
     try:
         given = None if sources.template is None else sources.template.read_text(encoding="utf-8")

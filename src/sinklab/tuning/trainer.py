@@ -67,7 +67,12 @@ class TuneRecord(TrainerCallback):
             self.updates.append(made)
             self.progress.advance(text=f"loss {made.loss:.3f}, gradient {made.grad_norm:.3g}")
         elif logs and f"{EVALUATION}loss" in logs:
-            self._add_evaluation(step, logs[f"{EVALUATION}loss"])
+            if not math.isfinite(loss := logs[f"{EVALUATION}loss"]):
+                raise SinklabError(
+                    f"the loss on held-out conversations is {loss} after update {step}, but must be finite: lower "
+                    "--lr, or inspect the model with `sinklab measure`. Earlier checkpoints are unchanged"
+                )
+            self._add_evaluation(step, loss)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save a checkpoint and stop training if `should_stop` returns True."""

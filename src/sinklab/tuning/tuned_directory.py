@@ -160,7 +160,12 @@ def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
 
 
 def write_rows(path: Path, rows: Sequence[BaseModel]) -> None:
-    """Write rows as .jsonl, atomically. Raises the same errors as `write_text`."""
+    """Write rows as .jsonl, atomically.
+
+    Raises:
+        ValueError: if a row contains NaN or an infinite number.
+        InputError, SinklabError: see `write_text`.
+    """
     write_text(path, "".join(json.dumps(row.model_dump(mode="json"), allow_nan=False) + "\n" for row in rows))
 
 

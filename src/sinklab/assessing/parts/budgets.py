@@ -61,7 +61,7 @@ class HeadBudget(Effect):
     Attributes:
         policy: rule that selects the heads with all keys, or `one for all`.
         full: nominal fraction f of the KV heads with all keys; for `one for all`, it only determines `keys`.
-        keys: number of keys per KV head at the end of the text, mean over heads.
+        keys: number of keys per KV head at the end of the text, mean over heads, learned leading tokens included.
         losses: loss of each draw; several for the policy `random`, else one.
     """
 
@@ -77,10 +77,11 @@ class Budgets(AssessPart):
     Attributes:
         size, first: number C of keys of a restricted head, and number n of first keys among them, learned leading
             tokens included.
-        heads: loss and KL divergence when each KV head alone is restricted, on separate sequences.
-        sink_shares: importance of the first position by KV head (mean over its query heads), in the order of `heads`
-            and on the same sequences.
-        retrieval: the quarter of the KV heads (layer, head) with the highest cost; the other heads are streaming heads.
+        heads: loss and KL divergence when each KV head alone is restricted, on other sequences than `policies`.
+        sink_shares: importance of the first position, or summed over the learned leading tokens of a model that has
+            any, by KV head (mean over its query heads), in the order of `heads` and on the same sequences.
+        retrieval: the quarter of the KV heads with the highest KL divergence, highest first, as (layer, head): 1-based,
+            layers numbered among the attention layers. The other heads are streaming heads.
         restricted: loss with C keys for every head.
         policies: loss by fraction of heads with all keys and by policy.
     """
@@ -205,7 +206,8 @@ def assess_budgets(
     names, shares = list(found), {head: float(torch.cat(values).mean()) for head, values in found.items()}
     dearest = [(one.layer, one.head) for one in sorted(heads, key=lambda one: -one.kl)]
     least = sorted(names, key=lambda head: shares[head])
-    reader, draw, T = PairedReader(adapter, tokens_NT, step), random.Random(seed), tokens_NT.shape[1]
+    reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(seed)
+    S = tokens_NT.shape[1] + adapter.leading
 
     def restricted(full: Sequence[tuple[int, int]]) -> Effect:
         return reader.under(RestrictedHeads(size, first, frozenset(names) - set(full))).effect()
@@ -213,7 +215,7 @@ def assess_budgets(
     policies = []
     for share in FULL:
         count = round(share * len(names))
-        keys = (count * T + (len(names) - count) * size) / len(names)
+        keys = (count * S + (len(names) - count) * size) / len(names)
         drawn = [draw.sample(names, count) for _ in range(BUDGET_DRAWS)]
         for policy, effects in (
             (BY_COST, [restricted(dearest[:count])]),

@@ -217,7 +217,7 @@ def place_sweep(
 
 
 def data_key(recipe: Recipe) -> str:
-    """Return a key of a recipe's prepared data: the `DATA_ORIGIN` keys as JSON. Recipes with equal keys share data."""
+    """Return a string that identifies a recipe's prepared data: its `DATA_ORIGIN` settings as JSON."""
     return recipe.data.model_dump_json(include=DATA_ORIGIN)
 
 

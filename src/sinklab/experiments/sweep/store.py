@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
-from sinklab.errors import InputError
+from sinklab.errors import InputError, cause
 from sinklab.experiments.claims import Scale, quantities_of
 from sinklab.experiments.definition import ONLY_MEASURED, Experiment
-from sinklab.experiments.documents import CellRun, Summary, edited, first_line, record_of
+from sinklab.experiments.documents import CellRun, Summary, edited, record_of
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import NO_METRICS, CellResults, NoMetricsError, named_values, read_numbers
 from sinklab.experiments.summary import at_scale, summarise
@@ -113,7 +113,7 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
             manifest = SweepManifest.model_validate(parse_json(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise InputError(
-                f"{path} cannot be read ({first_line(error)}): if it is damaged or of another version of sinklab, "
+                f"{path} cannot be read ({cause(error)}): if it is damaged or of another version of sinklab, "
                 "remove it and run that experiment again, or choose another --out"
             ) from error
         found[manifest.experiment.id] = manifest

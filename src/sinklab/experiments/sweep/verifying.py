@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from sinklab.data.prepare import prepared
-from sinklab.errors import InputError, SinklabError
-from sinklab.experiments.documents import SUMMARY, Summary, edited, first_line, read_record
+from sinklab.errors import InputError, SinklabError, cause
+from sinklab.experiments.documents import SUMMARY, Summary, edited, read_record
 from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.experiments.sweep.packed import CHECKSUMS, read_checksums, unpack
 from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_manifests, summary_of
@@ -96,7 +96,7 @@ def verify_packed(
     except InputError as error:
         if not checks[0].problems:
             raise
-        raise InputError(f"{top} cannot be read: {'; '.join(checks[0].problems)} ({first_line(error)})") from error
+        raise InputError(f"{top} cannot be read: {'; '.join(checks[0].problems)} ({cause(error)})") from error
     return checks
 
 
@@ -136,7 +136,7 @@ def _check_verdicts(top: Path, files: Path) -> Verified:
     try:
         before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        check.problems.append(f"{SUMMARY} cannot be read ({first_line(error)})")
+        check.problems.append(f"{SUMMARY} cannot be read ({cause(error)})")
         return check
     check.checked = len(before.claims)
     judged = {(one.experiment, one.id): one for one in now.claims}

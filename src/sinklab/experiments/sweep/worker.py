@@ -181,8 +181,10 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
     For a finished run, the kurtosis of the hidden states is measured first. All processes call this function.
 
     Raises:
-        StoppedError: if a stop was requested before the record was written; the next call of `train_cell` writes it.
-        SinklabError: if an activation is not finite, metrics.jsonl cannot be read, or the record cannot be written.
+        StoppedError: if a stop was requested before the kurtosis was measured or, with one process, while it was; the
+            next call of `train_cell` writes the record.
+        SinklabError: see `Evaluator.measure`; also if a result file of the run cannot be read or the record cannot be
+            written.
     """
     run, recipe = trainer.run, trainer.recipe
     peak_memory_mb = memory.mb()  # read before the kurtosis is measured, which needs more memory than training

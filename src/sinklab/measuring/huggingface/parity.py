@@ -209,7 +209,11 @@ def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | st
 
 
 def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> AbstractContextManager[Any]:
-    """Record in `reading` every call of the backend in the `with` block, then restore transformers' function."""
+    """Return a context manager that records alpha and the attention to a sink logit at every call of the backend.
+
+    They are appended to `reading`. With `without_sinks`, outputs are also divided by the row sums, which removes the
+    sink logits. At the end of the `with` block, transformers' function is restored.
+    """
     functions = AttentionInterface._global_mapping
     own = functions.get(backend)
 

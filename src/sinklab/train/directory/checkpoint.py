@@ -225,7 +225,10 @@ def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename a checkpoint, then delete it, so that a killed process leaves no incomplete checkpoint."""
+    """Rename a checkpoint to a hidden name, then delete it.
+
+    A killed process leaves at most a hidden folder, which `remove_leftovers` deletes.
+    """
     aside = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.replace(aside)

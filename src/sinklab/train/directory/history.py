@@ -157,7 +157,8 @@ def _rows(path: Path) -> dict[int, dict[str, Any]]:
 
 def _damaged(path: Path, number: int, error: ValueError) -> SinklabError:
     return SinklabError(
-        f"{path}, line {number}, is invalid ({cause(error)}): restore the file, or delete it to continue without it"
+        f"{path}, line {number}, is invalid ({cause(error)}): restore the file, or delete it to continue without its "
+        "evaluations"
     )
 
 
