@@ -202,7 +202,7 @@ def _world_of_environment() -> World:
     if "WORLD_SIZE" not in os.environ:
         return ALONE
     size = os.environ["WORLD_SIZE"]
-    rank, local_rank = (os.environ.get(name, "0" if size == "1" else "") for name in ("RANK", "LOCAL_RANK"))
+    rank, local_rank = os.environ.get("RANK", "0" if size == "1" else ""), os.environ.get("LOCAL_RANK", "0")
     if not all(value.isdecimal() for value in (rank, size, local_rank)) or int(rank) >= int(size):
         raise InputError(
             f"RANK {rank!r}, WORLD_SIZE {size!r} and LOCAL_RANK {local_rank!r} in the environment are not valid "
