@@ -42,11 +42,10 @@ IN_LOSS = {"copy to the card, train/evaluator.py losses": BATCHES_OF_LOSS, "toli
 IN_MEASUREMENT = {
     "copy to the card, measuring/driver.py measure": BATCHES_OF_METRIC,
     "copy to the card, attention/real_tokens.py to": BATCHES_OF_METRIC,
-    "copy from the card, attention/importance.py seen_by": 1,  # once for a mask
     "synchronize, device.py on_host": BATCHES_OF_METRIC + 1,  # and the largest activations
     "synchronize, measuring/batches.py costing": 1,
 }
-OF_DOCUMENTS = {**IN_MEASUREMENT, "copy from the card, attention/importance.py seen_by": BATCHES_OF_METRIC}
+MASKS = {"document": BATCHES_OF_METRIC, "pattern_windows": 2, "pattern_sinks": 2}  # different masks; 1 for the others
 
 
 @pytest.fixture(scope="module")
@@ -91,4 +90,5 @@ def test_a_variant_trains_and_is_measured_and_waits_where_it_is_meant(name: str,
     assert "error" not in found[name], found[name]["error"]
     assert_events(found[name]["step"], WITHOUT_FUSED_CHECK if name in ("sgd", "muon", "outlier_safe") else IN_STEP)
     assert_events(found[name]["loss"], IN_LOSS)
-    assert_events(found[name]["measure"], OF_DOCUMENTS if name == "document" else IN_MEASUREMENT)
+    counted = {"copy from the card, attention/importance.py seen_by": MASKS.get(name, 1)}
+    assert_events(found[name]["measure"], {**IN_MEASUREMENT, **counted})
