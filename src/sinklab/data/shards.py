@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from sinklab.data.config import Selection
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import InputError, SinklabError, cause
 from sinklab.files import sha256_of
 from sinklab.schema import Part
 
@@ -224,9 +224,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise SinklabError(f"{path} is damaged ({where}: {first['msg']}). {remedy}") from error
+        raise SinklabError(f"{path} is damaged ({cause(error)}). {remedy}") from error
 
 
 @contextmanager

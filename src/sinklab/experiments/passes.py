@@ -255,10 +255,10 @@ def enumerated(names: Sequence[str]) -> str:
 
 
 def download_of(models: Sequence[ModelChoice]) -> str:
-    """Return a phrase with the number and total size of the models to download, or one that all models are local.
+    """Return a phrase with the number and total size of the models to download.
 
-    The size is estimated from the parameter counts in the names, at two bytes per parameter; it is left out if no name
-    has a count.
+    If all models are local, the phrase says so. The size is estimated from the parameter counts in the names, at two
+    bytes per parameter; it is left out if no name has a count.
     """
     remote = [model for model in models if not Path(model.name).expanduser().exists()]
     if not remote:

@@ -19,7 +19,7 @@ from sinklab.models.layer_kinds import layers_text
 
 @dataclass(frozen=True)
 class View:
-    """How a layer's mask differs from the full causal mask.
+    """Difference between a layer's mask and the full causal mask.
 
     Attributes:
         kind: "window": a query sees the last `tokens` tokens, including its own. "prefix": keys among the first

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import ConfigDict, Field, FiniteFloat, model_validator
 
 from sinklab import display
-from sinklab.errors import InputError
+from sinklab.errors import InputError, cause
 from sinklab.files import parse_json, write_json, written_aside
 from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.explored import Explored
@@ -353,9 +353,5 @@ class Measurement(WithArrays):
             return cls.model_validate({**document, **cls.found_in(arrays)})
         except FileNotFoundError as error:
             raise InputError(f"{advice}: {Path(error.filename).name} is missing") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "measurement.npz"
-            raise InputError(f"{advice}: {where}: {first['msg']}") from error
         except Exception as error:  # np.load raises various exceptions on damaged archives
-            raise InputError(f"{advice}: {error}") from error
+            raise InputError(f"{advice}: {cause(error)}") from error

@@ -146,7 +146,7 @@ def emulation_warning(recipe: Recipe) -> str:
 
 
 def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> Run:
-    """Open a new or existing run, or one that extends a shorter run. This writes no files (see `establish`).
+    """Open a new run, an existing run, or an extension of a shorter run, without writing files (see `establish`).
 
     Args:
         out: run directory; default: `runs/NAME-HASH`.
