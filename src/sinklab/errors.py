@@ -46,13 +46,13 @@ class StoppedError(SinklabError):
     """
 
 
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` reports a failed allocation of CPU or GPU memory.
 
-    On a CPU, PyTorch raises plain RuntimeErrors, which are recognised by their message.
+    PyTorch raises plain RuntimeErrors on a CPU and from cuBLAS, which are recognised by their message.
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True

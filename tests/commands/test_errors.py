@@ -44,6 +44,7 @@ def test_space_is_asked_for_where_the_disk_is_full_and_not_where_a_file_is_in_th
     [
         (MemoryError(), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("shapes cannot be multiplied"), False),
         (OSError("not enough memory"), False),
     ],

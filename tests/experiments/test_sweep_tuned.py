@@ -17,7 +17,7 @@ from sinklab.commands.options import ReproduceSettings
 from sinklab.commands.reproduce import named_experiments
 from sinklab.errors import InputError
 from sinklab.experiments.shipped import load_experiment
-from sinklab.experiments.sweep.packed import read_packed
+from sinklab.experiments.sweep.packed import read_packed, unpack
 from sinklab.experiments.sweep.verifying import verify_packed
 from sinklab.extras import install_command
 from sinklab.tuning.settings import TuneOptions
@@ -113,6 +113,12 @@ def test_tunings_beside_the_runs_are_judged_packed_and_verified(folder: Run) -> 
     for run in read_packed(Path("packed/tuned")):
         assert run.tuning is not None
         assert run.tuning["model"] == run.directory
+    softmax = next(path.parent.name for path in Path("runs/tiny").glob("softmax-*/record.json"))
+    other = Path("again") / f"{softmax}-sft" / "sft.json"
+    other.parent.mkdir(parents=True)
+    other.write_text("of this machine")
+    assert len(unpack(Path("packed"), Path("again"))) == len(documents)
+    assert other.read_text() == "of this machine"
     (Path("packed/tuned") / "tunings.jsonl.gz").unlink()
     problems = [problem for check in verify_packed(Path("packed")) for problem in check.problems]
     assert "tuned/tunings.jsonl.gz is missing" in problems

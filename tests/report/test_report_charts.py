@@ -51,7 +51,7 @@ def texts(chart: charts.Drawing) -> str:
     [
         (
             "sink-by-step",
-            ["Sink rate (percent of heads, ε = 0.3)", "Training step", "bias, sink logit or sink token", *LAB],
+            ["Sink rate (percent of heads, ε = 0.3)", "Training step", "added sink", *LAB],
         ),
         ("importance-heads", ["Layer", "Head", "softmax, seed 0: first token"]),
         ("importance-layers", ["Layer", "Position (the first token is 1)", "softmax, seed 0"]),

@@ -49,13 +49,19 @@ def _sink_by_step(data: ReportData) -> Figure | None:
     for position in [1, *elsewhere][:3]:
         where = "first token" if position == 1 else f"position {position}"
         rows += curve(data.runs, lambda one, k=position: dict(enumerate(one.sink_rate, 1)).get(k), where)
-    rows += curve(data.runs, lambda one: one.sink_rate_bias, "bias, sink logit or sink token")
+    rows += curve(data.runs, lambda one: one.sink_rate_bias, "added sink")
     if not rows:
         return None
+    places = {row["where"] for row in rows}
     caption = (
         f"Share of (sequence, layer, head) triples whose importance exceeds ε = {data.eps}, at every evaluation. "
         "The threshold is applied to each sequence before any averaging. "
-        + ("The line style indicates the position of the sink. " if len({row["where"] for row in rows}) > 1 else "")
+        + ("The line style indicates the position of the sink. " if len(places) > 1 else "")
+        + (
+            "An added sink is a bias, a sink logit, a sink token, registers or the remainder of stick-breaking. "
+            if "added sink" in places
+            else ""
+        )
         + _band(data)
     )
     title = f"Sink rate (percent of heads, ε = {data.eps})"

@@ -64,7 +64,7 @@ def _by_head(data: ReportData) -> Figure | None:
         label, visible = data.label(run), one.importance_visible
         found.append((f"{label}: first token", one.eps, one.importance[:, :, 0]))
         found.append((f"{label}: first token, {VISIBLE}", one.eps, None if visible is None else visible[:, :, 0]))
-        found.append((f"{label}: bias", one.eps, one.importance_bias))
+        found.append((f"{label}: added sink", one.eps, one.importance_bias))
     maps = [(name, eps, matrix) for name, eps, matrix in found if matrix is not None]
     if not maps:
         return None
@@ -72,8 +72,9 @@ def _by_head(data: ReportData) -> Figure | None:
     firsts = [(length, float(uniform_importance(length)[0])) for length in lengths]
     uniform = " and ".join(f"{first:.3f} at T = {length}" for length, first in firsts)
     caption = (
-        "Attention of each head to the first token (or to a bias, sink logit or sink token), averaged over sequences "
-        "and queries. All maps share a colour scale from 0 to at least ε. Outlined heads exceed ε on average. "
+        "Attention of each head to the first token (or to an added sink: a bias, a sink logit, a sink token, registers "
+        "or the remainder of stick-breaking), averaged over sequences and queries. All maps share a colour scale from "
+        "0 to at least ε. Outlined heads exceed ε on average. "
         + f"With uniform attention, the first token receives {uniform}. "
         + _masks_note(data)
         + "Hover over a square to see its value."

@@ -167,8 +167,11 @@ def take_up(top: Path, out: Path) -> None:
 
 
 def _write_run(directory: Path, run: PackedRun) -> None:
-    """Write the files of a run; env.json is written last, because it marks the directory as a run directory."""
-    if run.tuning is not None:
+    """Write the files of a run; env.json is written last, because it marks the directory as a run directory.
+
+    An sft.json that exists is kept.
+    """
+    if run.tuning is not None and not (tuned_beside(directory) / SFT).exists():
         write_json(tuned_beside(directory) / SFT, run.tuning)
     write_text(directory / RECIPE, run.recipe)
     write_text(directory / METRICS, run.metrics)
