@@ -45,6 +45,15 @@ def test_what_a_cell_changes_is_said_as_in_its_overlays(run: Run) -> None:
     assert cell.change == {"losses.tweo.weight": 0.01, "losses.tweo.tau": 3.0, "losses.tweo.p": 4.0}
 
 
+def test_what_a_cell_changes_includes_settings_of_the_base_that_another_optimiser_replaces() -> None:
+    overlays = {"short": {"optim": "muon"}, "long": {"optim": {"name": "muon"}}}
+    values = {"id": "muon", "title": "Muon", "base": "tiny", "cells": overlays}
+    cells = cells_of(Question(Experiment.model_validate(values), "tiny", 1), {})
+    replaced = {"optim.lr": 4e-4, "optim.weight_decay": 0.1}
+    assert cells["short"].change == {"optim": "muon", **replaced}
+    assert cells["long"].change == {"optim.name": "muon", **replaced}
+
+
 def test_seeds_come_one_after_the_other_within_an_experiment_and_experiments_by_their_rank(run: Run) -> None:
     second = own()
     first = second.model_copy(update={"id": "first", "rank": 1, "cells": {"softmax": [], "gate": [{"seed": 0}]}})

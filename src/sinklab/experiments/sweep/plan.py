@@ -172,14 +172,17 @@ def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
 def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return the recipe keys (dotted) that overlays have changed from the base, with their values in `recipe`.
 
-    If an overlay sets a key to the name of a kind, as in `bias: sink_logit`, the value is that name, and keys with
-    defaults of the kind are not listed. If it sets a section to {}, as in `losses: {tweo: {}}`, all changed keys of the
-    section are listed.
+    If an overlay sets a key to the name of a kind, as in `bias: sink_logit`, the value is that name. Defaults of the
+    new kind are listed only for keys that the base also has, such as `optim.weight_decay`. If an overlay sets a section
+    to {}, as in `losses: {tweo: {}}`, all changed keys of the section are listed.
     """
     before, after = (leaves(one.model_dump(mode="json")) for one in (base, recipe))
     given = {key: value for overlay in overlays for key, value in leaves(overlay, empty=True).items()}
     opened = tuple(f"{key}." for key, value in given.items() if value == {})
+    kinds = {key for key in after if key.rpartition(".")[2] in KINDS}
+    replaced = tuple(f"{key.rpartition('.')[0]}." for key in kinds & before.keys() if before[key] != after[key])
     said = {*given, *(key for key in after if key.startswith(opened))}
+    said |= {key for key in before.keys() & after.keys() - kinds if key.startswith(replaced)}
     changed: dict[str, object] = {}
     for key in sorted(said):
         full = next((name for name in (key, *(f"{key}.{kind}" for kind in KINDS)) if name in after), None)
