@@ -97,7 +97,8 @@ def _batches(run: Run) -> list[Tensor]:
     if valid.chunks < metric.sequences:
         raise InputError(
             f"the validation text has {valid.chunks} sequences of {valid.context} tokens, but the metric "
-            f"needs {metric.sequences}: add text, increase data.valid_fraction or decrease metric.sequences"
+            f"needs {metric.sequences}: add text, increase data.valid_fraction (of prepared data --valid-fraction of "
+            "`sinklab data prepare`) or decrease metric.sequences"
         )
     count = min(max(run.recipe.train.eval_sequences, metric.sequences), valid.chunks)
     tokens_NT = torch.cat([valid.batch(i) for i in range(-(-count // valid.batch_size))])[:count]
