@@ -49,7 +49,8 @@ class Verified:
         checked: number of items checked (files, runs, claims).
         problems: problems found, one per entry.
         notes: remarks that are not problems: how retrained runs were compared, exploratory claims that were stated
-            after their runs began, and claims that were changed after their runs began.
+            after their runs began, claims that were changed after their runs began, and the number of claims about runs
+            without a start time.
     """
 
     name: str
@@ -249,7 +250,8 @@ def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) ->
     """Check that every claim was stated no later than the day (UTC) on which the first run of its cells began.
 
     A confirmatory claim stated later is a problem. An exploratory claim stated later is a note, as is a later change of
-    any claim. References (`same_as`), claims without a date and runs without a start time are not checked.
+    any claim. References (`same_as`), claims without a date and runs without a start time are not checked; a note has
+    the number of claims whose cells have such runs.
 
     Args:
         runs: run directories by hash.
@@ -262,12 +264,16 @@ def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) ->
     """
     begun = {run: str(day)[:10] for run, folder in runs.items() if (day := read_environment(folder).get(BEGUN))}
     check = Verified("claims stated before their runs")
+    undated = 0
     for one in manifests:
         for claim in one.experiment.claims_at(one.scale):
             stated = claim.stated or one.experiment.stated
             hashes = {run for cell in claim.cells if cell in one.cells for run in one.cells[cell].hashes.values()}
             days = [begun[run] for run in hashes if run in begun]
-            if stated is None or claim.same_as or not days:
+            if stated is None or claim.same_as:
+                continue
+            undated += any(run in runs and run not in begun for run in hashes)
+            if not days:
                 continue
             check.checked += 1
             earlier = sorted(day for day in days if day < stated.isoformat())
@@ -282,4 +288,6 @@ def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) ->
                     f"{one.experiment.id}.{claim.id} was changed on {claim.changed[:10]}, and the first run of its "
                     f"cells began on {min(days)}"
                 )
+    if undated:
+        check.notes.append(f"not checked: runs without a start time, in the cells of {plural(undated, 'claim')}")
     return check
