@@ -133,7 +133,7 @@ class Quantity:
     @property
     def is_sink_rate(self) -> bool:
         """True if the quantity is a sink rate, in percent, that is recorded at every evaluation."""
-        return self.unit == "%" and self.name.startswith("sink_") and self.name != "sink_growth"
+        return self.unit == "%" and self.name.startswith("sink_")
 
 
 _N = r"([1-9]\d*)"
@@ -158,7 +158,7 @@ _NAMED = {
         Quantity("sink_bias", "Sink rate of the bias", "%", 1, lambda one: one.sink_rate_bias),
         Quantity("sink_1_or_bias", "Sink rate of the first token and the bias", "%", 1,
                  lambda one: _sum_of([*one.sink_rate[:1], one.sink_rate_bias or 0.0])),
-        Quantity("sink_growth", "Increase of Sink_1 in the second half", "%", 1,
+        Quantity("sink_growth", "Increase of Sink_1 in the second half", "points", 1,
                  of_run=lambda run, _: run.sink_growth()),
         Quantity("sink_window_start", "Sink rate of the first key of a window", "%", 1,
                  lambda one: one.sink_rate_window_start),
@@ -198,11 +198,11 @@ _NAMED = {
         Quantity("gate_rest", "Gate value of the other tokens", "", 3),
         Quantity("gate_closed", "Share of gates below 0.1", "%", 1),
         Quantity("importance_early", "Mean importance of the first token in early layers", "%", 1),
-        Quantity("importance_gap", "Mean importance of the first token, later minus early layers", "%", 1),
+        Quantity("importance_gap", "Mean importance of the first token, later minus early layers", "points", 1),
         Quantity("proposition_excess", "Deviation from the proposition relative to rounding error", "x", 2),
         Quantity("sft_loss_fall", "Decrease of the loss by tuning", "nats", 3, once=True),
         Quantity("sft_largest_grad_norm", "Largest gradient norm during tuning", "", 2, once=True),
-        Quantity("sft_sink_change", "Change of Sink_1 by tuning", "%", 1, once=True),
+        Quantity("sft_sink_change", "Change of Sink_1 by tuning", "points", 1, once=True),
         Quantity("accuracy", "Accuracy", "%", 1),
         Quantity("accuracy_norm", "Accuracy, by likelihood per character", "%", 1),
         *(Quantity(one.name, one.label, "nats", 3, once=True) for one in NUMBERS if "N" not in one.name),
