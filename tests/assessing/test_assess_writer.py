@@ -81,9 +81,10 @@ def test_blocks_and_neurons_add_what_their_modules_put_out(family: str) -> None:
 
 
 @pytest.mark.parametrize("norms", ["pre", "sandwich"])
-@pytest.mark.parametrize("variant", ["softmax", "sink token"])
-def test_the_neurons_of_a_run_add_up_to_its_feed_forward_part(norms: str, variant: str) -> None:
-    one, tokens = small(variant, norm={"placement": norms}), some_tokens()
+@pytest.mark.parametrize(("variant", "gate_rank"), [("softmax", None), ("softmax", 4), ("sink token", None)])
+def test_the_neurons_of_a_run_add_up_to_its_feed_forward_part(norms: str, variant: str, gate_rank: int | None) -> None:
+    one, tokens = small(variant, norm={"placement": norms, "gate_rank": gate_rank}), some_tokens()
+    assert Writer.refusal(one, None) is None  # type: ignore[arg-type]
     found = assess_writer(one, tokens, lambda: None)
     part: Any = one.blocks[found.ffn_layer - 1].ffn
     assert feed_forward(one.blocks[found.ffn_layer - 1]) is part
@@ -184,3 +185,14 @@ def test_models_whose_stream_is_no_sum_and_quantised_ones_are_refused() -> None:
     down: Any = llama.model.layers[1].get_submodule("mlp.down_proj")
     down.weight = nn.Parameter(down.weight.to(torch.int8), requires_grad=False)
     assert "quantised" in str(Writer.refusal(adapt(llama), None))  # type: ignore[arg-type]
+
+
+def test_blocks_with_several_feed_forward_layers_are_refused() -> None:
+    sizes = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    granite = hf.GraniteMoeSharedConfig(**sizes, shared_intermediate_size=16)
+    refusal = Writer.refusal(adapt(hf.GraniteMoeSharedForCausalLM(granite)), None)  # type: ignore[arg-type]
+    assert refusal == "block 1 has several feed-forward layers (block_sparse_moe, shared_mlp)"
+    alone = hf.GraniteMoeSharedConfig(**sizes)
+    assert Writer.refusal(adapt(hf.GraniteMoeSharedForCausalLM(alone)), None) is None  # type: ignore[arg-type]
+    opt = hf.OPTForCausalLM(hf.OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32))
+    assert Writer.refusal(adapt(opt), None) is None  # type: ignore[arg-type]

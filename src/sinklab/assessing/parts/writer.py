@@ -49,7 +49,7 @@ from sinklab.models.intercept import intercept
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
-MIXES_POSITIONS = re.compile("attn|attention|mamba|mixer|conv|temporal")
+OTHER_MODULES = re.compile("attn|attention|mamba|mixer|conv|temporal|norm")  # token mixers, and norms with a gate
 STRONGEST_NEURONS = 8
 EPS = 0.3  # importance of the first position above which a head has a sink there
 WEIGHT = "single weight"
@@ -172,6 +172,9 @@ class Writer(AssessPart):
             part = feed_forward(block)
             if part is None:
                 return f"no feed-forward layer was found in block {layer}"
+            several = [name for name, child in _candidates(block) if not isinstance(child, nn.Linear) or child is part]
+            if len(several) > 1:
+                return f"block {layer} has several feed-forward layers ({', '.join(several)})"
             if not all(weight.is_floating_point() for weight in part.parameters()):
                 return "the weights are quantised, so a single weight cannot be zeroed"
         return None
@@ -216,14 +219,19 @@ class Writer(AssessPart):
 def feed_forward(block: nn.Module) -> nn.Module | None:
     """Return the feed-forward layer of a block; None if there is none.
 
-    It is the last child module that has weight matrices and a name without the words in `MIXES_POSITIONS`.
+    It is the last child module that has weight matrices and a name without the words in `OTHER_MODULES`. The others,
+    if any, are linear layers that come before it, such as OPT's fc1 before fc2; `Writer.refusal` excludes other blocks.
     """
-    found = [
-        child
+    found = _candidates(block)
+    return found[-1][1] if found else None
+
+
+def _candidates(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, child)
         for name, child in block.named_children()
-        if not MIXES_POSITIONS.search(name) and any(weight.ndim > 1 for weight in child.parameters())
+        if not OTHER_MODULES.search(name) and any(weight.ndim > 1 for weight in child.parameters())
     ]
-    return found[-1] if found else None
 
 
 @contextmanager
