@@ -72,6 +72,14 @@ def test_the_rest_of_stick_breaking_is_not_called_a_bias_alone() -> None:
     assert "on the bias, sink logit or stick-breaking's rest" in answer(measure(model, own_tokens()))[0]
 
 
+def test_without_a_layer_of_sinks_the_one_with_most_heads_is_named_with_their_number() -> None:
+    importance = np.zeros((3, 4, LONG))
+    importance[1, 2, 0] = 0.4
+    assert answer(measured(sink_rate=rates(at_1=6.0), importance=importance))[0] == (
+        "Weak sink on BOS: 6.0 % of heads at eps 0.3; most in layer 2 (1 of 4 heads)."
+    )
+
+
 def test_a_sink_on_a_later_position_is_not_taken_for_none() -> None:
     first = answer(measured(sink_rate=rates(at_3=45.0)))[0]
     assert first == "Moderate sink on position 3: 45 % of heads at eps 0.3; 0 % on BOS."

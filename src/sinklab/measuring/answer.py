@@ -104,8 +104,9 @@ def _layers(above_LH: np.ndarray) -> list[str]:
     if len(most) == len(share_L):
         return ["most heads of every layer"]
     if not most:
-        best = int(share_L.argmax())
-        return [f"most in layer {best + 1}, {percent(100 * share_L[best])} of its heads"] if share_L[best] else []
+        best, heads = int(share_L.argmax()), above_LH.shape[1]
+        count = int(above_LH[best].sum())
+        return [f"most in layer {best + 1} ({count} of {heads} heads)"] if count else []
     named = [one.replace("..", " to ") for one in ranges_text(most).split(", ")]
     if len(named) > MOST_STRETCHES:
         return [f"most heads of {len(most)} of {len(share_L)} layers"]
