@@ -13,6 +13,7 @@ from rich.console import Console
 from sinklab.commands.terminal.results import print_measurement
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
+from sinklab.report.result_tables import html
 
 
 def test_the_files_hold_the_documented_fields(tmp_path: Path) -> None:
@@ -103,6 +104,13 @@ def test_pickles_in_the_array_file_are_not_loaded(tmp_path: Path) -> None:
     np.savez(tmp_path / "measurement.npz", importance=np.array([object()]))
     with pytest.raises(InputError, match="allow_pickle"):
         Measurement.load(tmp_path)
+
+
+def test_a_single_sequence_is_counted_in_the_singular() -> None:
+    out, one = StringIO(), made_measurement().model_copy(update={"sequences": 1})
+    print_measurement(one, Console(file=out, width=110))
+    assert f"1 sequence of {T} tokens" in out.getvalue()
+    assert f"1 sequence of {T} tokens" in html(one)
 
 
 def test_the_terminal_shows_the_first_positions_the_bias_and_every_layer() -> None:

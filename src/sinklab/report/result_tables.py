@@ -19,7 +19,7 @@ from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, fir
 from sinklab.models.layer_kinds import ranges_text
 from sinklab.report.data import ReportData, rates_by_eps
 from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
-from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers
+from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers, plural
 
 BREAKS = re.compile(r"(?<=[_/])(?=\w)")
 POSITIONS = 6  # number of first positions with a row of their own in the table of a measurement
@@ -386,7 +386,7 @@ def verdict_class(verdict: str) -> str:
 def html(m: Measurement) -> str:
     """Render a measurement (facts, answer, tables, notes) as an HTML fragment without scripts or external resources."""
     draw = templates().get_template("table.html.j2").module.draw  # type: ignore[attr-defined]
-    about = f"{m.model or 'model'}: {m.sequences} sequences of {m.length} tokens, {m.inputs}"
+    about = f"{m.model or 'model'}: {plural(m.sequences, 'sequence')} of {m.length} tokens, {m.inputs}"
     texts = (about, ", ".join(measurement_facts(m)), " ".join(answer(m)))
     parts = [Markup("<p><b>{}</b><br>{}</p><p>{}</p>").format(*texts), *map(draw, measurement_tables(m))]
     return str(Markup("").join([*parts, *(Markup("<p>note: {}</p>").format(note) for note in m.notes)]))

@@ -106,7 +106,7 @@ def print_measurement(measurement: "Measurement", console: Console) -> None:
     """Print the conclusion, tables and notes of one measurement."""
     m = measurement
     model = (m.model or "model") + (f" at {m.revision}" if m.revision else "")
-    title = f"{model}: {m.sequences} sequences of {m.length} tokens, {m.inputs}"
+    title = f"{model}: {plural(m.sequences, 'sequence')} of {m.length} tokens, {m.inputs}"
     print_title(title, console, result_tables.measurement_facts(m))
     console.print(" ".join(answer(m)), markup=False, highlight=False)
     for table in result_tables.measurement_tables(m):
@@ -128,9 +128,8 @@ def print_survey(
 def print_comparison(comparison: "Comparison", console: Console) -> None:
     """Print each model's conclusion, a line per quantity with values and differences from the first, and notes."""
     first = next(iter(comparison.measured.values()))
-    print_title(
-        f"Comparison: {first.sequences} sequences of {first.length} tokens, {first.inputs}, eps {first.eps:g}", console
-    )
+    texts = f"{plural(first.sequences, 'sequence')} of {first.length} tokens"
+    print_title(f"Comparison: {texts}, {first.inputs}, eps {first.eps:g}", console)
     for model, measured in comparison.measured.items():
         console.print(Text(f"{printable(model)}: {answer(measured)[0]}"))
     print_table(result_tables.comparison_table(comparison.rows(), list(comparison.measured)), console)
@@ -164,8 +163,9 @@ def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
 
 def print_parity(parity: "Parity", console: Console) -> None:
     """Print a line per attention backend with its differences from eager attention, and remarks on backends."""
+    compared = f"{plural(parity.sequences, 'sequence')} of {parity.length} tokens"
     print_title(
-        f"{parity.model}: {parity.sequences} sequences of {parity.length} tokens, {parity.dtype} on {parity.device}",
+        f"{parity.model}: {compared}, {parity.dtype} on {parity.device}",
         console,
         [
             f"transformers {parity.transformers}, torch {parity.torch}",
@@ -212,9 +212,8 @@ def print_scores(scores: "DownstreamScores", console: Console) -> None:
             notes.append("the items are too short to measure the sink; pass --text FILE")
         else:
             where = "its items" if task.sink.text == "task" else task.sink.text
-            notes.append(
-                f"Sink_1 is measured on {task.sink.sequences} sequences of {task.sink.length} tokens of {where}"
-            )
+            read = plural(task.sink.sequences, "sequence")
+            notes.append(f"Sink_1 is measured on {read} of {task.sink.length} tokens of {where}")
         print_notes([f"{name}: {note}" for note in notes], console)
     print_notes(scores.notes, console)
 
