@@ -95,6 +95,14 @@ def test_random_keys_keep_the_budget_and_never_take_a_key_back() -> None:
     assert not torch.equal(kept[0, 0], kept[0, 1]), "each group of heads draws its own"
 
 
+@pytest.mark.parametrize("edit", [partial(keep_heavy_hitters, budget=8), partial(keep_random_keys, budget=8, seed=1)])
+def test_keys_outside_a_window_do_not_occupy_the_cache(edit: Edit) -> None:
+    one, tokens = small(attention={"mask": {"kind": "window", "width": 8}}), some_tokens()
+    before = under(one, lambda layer: layer, tokens)
+    assert_close(under(one, edit, tokens), before, 1e-9)
+    assert (under(one, partial(keep_heavy_hitters, budget=7), tokens) - before).abs().max() > 1e-3 * before.abs().max()
+
+
 def test_a_cache_keeps_fewer_first_keys_than_it_holds() -> None:
     with pytest.raises(InputError, match="set 0 or more, below the cache size"):
         RollingCache(4, 4)

@@ -8,10 +8,10 @@ The cache of a query includes its own key. The policies keep these keys:
     heavy without sink     as `heavy hitters`, but once the cache is full, the first n keys are kept only while recent
     random                 the C // 2 latest keys, and random older keys
 
-Evicted keys do not return to the cache. As in H2O's public code, half of the budget is for recent keys, and the
-attention to a key is summed over the queries for which it was in the cache, with the softmax over the cache. Query
-heads that share a KV head share a cache, so their sums are added; H2O's code predates grouped-query attention and has a
-cache per query head.
+Evicted keys do not return to the cache. Keys that no later query sees, such as those outside a sliding window, are
+evicted first. As in H2O's public code, half of the budget is for recent keys, and the attention to a key is summed over
+the queries for which it was in the cache, with the softmax over the cache. Query heads that share a KV head share a
+cache, so their sums are added; H2O's code predates grouped-query attention and has a cache per query head.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -129,18 +129,29 @@ def _restricted(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], 
     B, groups, L, _ = layer.call.k_BGTD.shape
     found_BGLL = torch.zeros(B, groups, L, L, dtype=torch.bool, device=layer.call.k_BGTD.device)
     held_BGL = torch.zeros_like(found_BGLL[:, :, 0])
+    needed_BGLL = _needed(layer)
     recent = max(1, budget // 2)
     for t in range(L):
         held_BGL[..., t] = True
         found_BGLL[:, :, t] = held_BGL
         score_BGL = observe(t, held_BGL[..., : t + 1])
-        if t + 1 < budget:
+        if not budget <= t + 1 < L:
             continue
         older_BGS = held_BGL[..., : t + 2 - recent]  # in the cache of the next query, whose own key is recent
+        older_BGS &= needed_BGLL[..., t + 1, : t + 2 - recent]
         candidates = score_BGL[..., : t + 2 - recent].masked_fill(~older_BGS, -torch.inf)
         chosen = candidates.topk(budget - recent, -1).indices
         older_BGS &= torch.zeros_like(older_BGS).scatter_(-1, chosen, True) & candidates.isfinite()
     return layer.masked(Dense(found_BGLL.repeat_interleave(layer.call.q_BHTD.shape[1] // groups, 1)))
+
+
+def _needed(layer: LayerCall) -> Tensor:
+    """Return True where the query, or a later one, of some head of the KV head sees the key: (B or 1, G or 1, L, L)."""
+    length, groups = layer.call.k_BGTD.shape[2], layer.call.k_BGTD.shape[1]
+    seen_BHLL = layer.call.mask.block(0, length, 0, length, layer.call.k_BGTD.device)
+    if seen_BHLL.ndim == 4 and seen_BHLL.shape[1] > 1:
+        seen_BHLL = seen_BHLL.unflatten(1, (groups, -1)).any(2)
+    return seen_BHLL.flip(-2).byte().cummax(-2).values.flip(-2).bool()
 
 
 def _row_of_softmax(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
