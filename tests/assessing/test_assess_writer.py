@@ -180,6 +180,13 @@ def test_models_whose_stream_is_no_sum_and_quantised_ones_are_refused() -> None:
     opt = hf.OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
                        max_position_embeddings=64, word_embed_proj_dim=32, do_layer_norm_before=False)  # fmt: skip
     assert "scale the residual stream" in str(Writer.refusal(adapt(hf.OPTForCausalLM(opt)), None))  # type: ignore[arg-type]
+    bart = hf.BartConfig(vocab_size=24, d_model=16, encoder_layers=2, decoder_layers=2, decoder_ffn_dim=32,
+                         decoder_attention_heads=2)  # fmt: skip
+    gpt = hf.OpenAIGPTConfig(vocab_size=24, n_embd=16, n_layer=2, n_head=2)
+    for post in (hf.BartForCausalLM(bart), hf.OpenAIGPTLMHeadModel(gpt)):
+        assert "scale the residual stream" in str(Writer.refusal(adapt(post.eval()), None))  # type: ignore[arg-type]
+    bart.encoder_layers = 3
+    assert "could not be found" in str(Writer.refusal(adapt(hf.BartForCausalLM(bart).eval()), None))  # type: ignore[arg-type]
     llama = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL))
     assert Writer.refusal(adapt(llama), None) is None  # type: ignore[arg-type]
     down: Any = llama.model.layers[1].get_submodule("mlp.down_proj")
@@ -188,7 +195,7 @@ def test_models_whose_stream_is_no_sum_and_quantised_ones_are_refused() -> None:
 
 
 def test_blocks_with_several_feed_forward_layers_are_refused() -> None:
-    sizes = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes: dict[str, Any] = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
     granite = hf.GraniteMoeSharedConfig(**sizes, shared_intermediate_size=16)
     refusal = Writer.refusal(adapt(hf.GraniteMoeSharedForCausalLM(granite)), None)  # type: ignore[arg-type]
     assert refusal == "block 1 has several feed-forward layers (block_sparse_moe, shared_mlp)"

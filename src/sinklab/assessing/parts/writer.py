@@ -165,9 +165,8 @@ class Writer(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        config: Any = adapter.module.config
-        if adapter.post_norms or getattr(config, "do_layer_norm_before", True) is False:
-            return "norms after the sublayers scale the residual stream, so it is not the sum of sublayer outputs"
+        if not adapter.blocks:
+            return "its blocks could not be found"
         for layer, block in enumerate(adapter.blocks, 1):
             part = feed_forward(block)
             if part is None:
@@ -177,6 +176,8 @@ class Writer(AssessPart):
                 return f"block {layer} has several feed-forward layers ({', '.join(several)})"
             if not all(weight.is_floating_point() for weight in part.parameters()):
                 return "the weights are quantised, so a single weight cannot be zeroed"
+        if _ends_with_norm(adapter):
+            return "norms after the sublayers scale the residual stream, so it is not the sum of sublayer outputs"
         return None
 
     @classmethod
@@ -224,6 +225,17 @@ def feed_forward(block: nn.Module) -> nn.Module | None:
     """
     found = _candidates(block)
     return found[-1][1] if found else None
+
+
+def _ends_with_norm(adapter: Adapter) -> bool:
+    """Return whether the output of the first block is that of a norm (post-norm), found by a pass over one token."""
+    block, normed, outputs = adapter.blocks[0], list[Tensor](), list[Tensor]()
+    norms = [module for module in block.modules() if "norm" in type(module).__name__.lower()]
+    hooks = [one.register_forward_hook(lambda _, __, output: normed.append(hidden_states(output))) for one in norms]
+    hooks.append(block.register_forward_hook(lambda _, __, output: outputs.append(hidden_states(output))))
+    with evaluating(adapter.module), hooked(hooks):
+        adapter.hidden(torch.tensor([[1]], device=adapter.device))
+    return any(one is outputs[0] for one in normed)
 
 
 def _candidates(block: nn.Module) -> list[tuple[str, nn.Module]]:
