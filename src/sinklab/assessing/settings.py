@@ -69,7 +69,8 @@ class AssessOptions(CommandSettings, frozen=True):
         default=None,
         ge=1,
         le=MOST,
-        description="Number of sequences; default: as many as have 2,048 tokens in total, or 4,096 in streaming.",
+        description="Number of sequences, except in `length`; default: as many as have 2,048 tokens in total, or "
+        "4,096 in streaming.",
     )
     length: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None, ge=8, le=MOST, description="Tokens per sequence; default: the context, at most 1,024."
