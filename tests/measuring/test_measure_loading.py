@@ -103,7 +103,7 @@ def test_a_name_that_cannot_be_fetched_is_explained(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(InputError, match="check the name and the connection to the hub"):
+    with pytest.raises(InputError, match="model is not a directory here; for a model on the hub, check the name"):
         load_pretrained("nobody/no-such-model")
 
 

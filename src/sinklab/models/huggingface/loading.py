@@ -368,7 +368,7 @@ def advice(error: Exception, place: str, revision: str | None, gguf: str | None)
         what = "check that the directory is complete"
     else:
         revised = "" if revision is None else ", the revision"
-        what = f"check the name{revised} and the connection to the hub, or pass the directory of a downloaded model"
+        what = f"{place} is not a directory here; for a model on the hub, check the name{revised} and the connection"
     return f"{what} ({cause(error)})"
 
 
