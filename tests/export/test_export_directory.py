@@ -84,7 +84,7 @@ def test_the_model_card_has_the_evaluation_and_the_way_to_load(
     assert "trust_remote_code" not in card
     assert "kind: softmax" in card
     own = (export_run(natural[0], tmp_path / "own").directory / "README.md").read_text()
-    assert "sinklab.register()  # or, without sinklab, pass trust_remote_code=True" in own
+    assert "sinklab.register()  # or, without sinklab, pass trust_remote_code=True to both calls" in own
 
 
 def test_a_run_in_progress_is_exported_at_its_newest_checkpoint(with_bos: tuple[Path, Path], tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_every_kept_checkpoint_can_be_exported(with_bos: tuple[Path, Path], run:
     assert (tmp_path / "newest/model.safetensors").read_bytes() == weights[4] != weights[2]
     status, _, err = on_one_line(run)("export", tmp_path / "run", tmp_path / "none", "--step", "3")
     assert status == 2
-    assert "run has no valid checkpoint of step 3: choose another step" in err
+    assert "run has no valid checkpoint of step 3 (saved: 2, 4): choose another step" in err
     assert not (tmp_path / "none").exists()
 
 

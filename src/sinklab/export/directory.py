@@ -201,7 +201,8 @@ def _model_card(recipe: Recipe, step: int, history: Sequence[Evaluation], form: 
         own = f" `{CODE}.py` is sinklab's own code in one file; it needs torch, transformers and pydantic."
         needed = (
             "\nimport sinklab\n\n"
-            f"sinklab.register()  # or, without sinklab, pass trust_remote_code=True, which runs {CODE}.py"
+            "sinklab.register()  # or, without sinklab, pass trust_remote_code=True to both calls, "
+            f"which runs {CODE}.py"
         )
     parts.append(
         f"## Loading\n\nThe architecture is `{form.architecture}`.{own}\n\n```python\n"

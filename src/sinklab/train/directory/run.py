@@ -245,7 +245,8 @@ def load_run(directory: Path, step: int | None = None) -> TrainedRun:
     hashes = recorded_hashes(directory) or None
     found = take_newest(directory / "checkpoints", model, lambda path: load_weights(path, model), hashes, at_most=step)
     if step is not None and (found is None or found[1].step != step):
-        raise InputError(f"{directory} has no valid checkpoint of step {step:,}: choose another step")
+        steps = ", ".join(map(str, steps_saved(directory / "checkpoints"))) or "none"
+        raise InputError(f"{directory} has no valid checkpoint of step {step:,} (saved: {steps}): choose another step")
     if found is None:
         raise InputError(f"{directory} has no checkpoint: train it with `sinklab train` first")
     return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", found[1].step)
