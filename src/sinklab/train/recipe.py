@@ -88,9 +88,13 @@ class Recipe(Part):
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.metric.length > self.model.context:
-            raise ValueError(f"metric.length {self.metric.length} exceeds model.context {self.model.context}")
+            raise ValueError(
+                f"metric.length {self.metric.length} exceeds model.context {self.model.context}: set metric.length too"
+            )
         if self.schedule.min_lr > self.optim.lr:
-            raise ValueError(f"schedule.min_lr {self.schedule.min_lr} exceeds optim.lr {self.optim.lr}")
+            raise ValueError(
+                f"schedule.min_lr {self.schedule.min_lr} exceeds optim.lr {self.optim.lr}: set schedule.min_lr too"
+            )
         return self
 
     def content_hash(self, data_fingerprint: str) -> str:
@@ -263,7 +267,8 @@ def merge(
             if all("properties" in one for one in types):
                 where, known = ".".join((*path, key)), ", ".join(types[0]["properties"])
                 got = "null" if value is None else f"{value!r}"
-                raise ValueError(f"{where} must be a section with keys such as {known} (got {got})")
+                kinds = f"one of {', '.join(kind for one in types for kind in _kinds(one))}, or " if tag else ""
+                raise ValueError(f"{where} must be {kinds}a section with keys such as {known} (got {got})")
         merged[key] = value
     return merged
 
@@ -283,6 +288,9 @@ def _explain(error: ValidationError, origin: str) -> str:
             ]
             if kinds and (tag := _discriminator(field)):
                 reason += f". It is a key of {', '.join(kinds)}: set {'.'.join([*above, tag])} too"
+        elif item["type"] == "union_tag_invalid":
+            tag, kinds = (item["ctx"][part].replace("'", "") for part in ("discriminator", "expected_tags"))
+            reason = f"unknown {tag} {item['ctx']['tag']!r}; allowed here: {kinds}"
         elif item["type"] not in ("value_error", "missing"):
             reason += f" (got {item['input']!r})"
         lines.append(f"  {where}: {reason}")
