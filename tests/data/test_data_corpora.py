@@ -129,7 +129,7 @@ def test_the_identity_of_a_file_changes_with_it(tmp_path: Path):
         (b'["text"]\n', "line 1: a row needs"),
         (b'{"messages": [{"role": "user"}]}\n', 'line 1: each message needs "role" and "content"'),
         (b'{"text": "\xff"}\n', "not UTF-8"),
-        (b"", "contains no text"),
+        (b"", "contains no text: all its documents are empty"),
         (b'{"text": ""}\n', "contains no text"),
     ],
 )

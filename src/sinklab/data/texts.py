@@ -88,7 +88,7 @@ class Stream:
             if size >= SAMPLE_CHARACTERS:
                 break
         if not sample:
-            raise InputError(f"{self.name or self.source} contains no text: no document is non-empty")
+            raise InputError(f"{self.name or self.source} contains no text: all its documents are empty")
         _, lengths = tokenizer.encode_flat(sample)
         return (int(lengths.sum()) + len(sample) * eos) / sum(len(text.encode()) for text in sample)
 

@@ -89,7 +89,7 @@ def documents(source: str, *, render: Render = plain_conversation) -> Iterator[s
         found = True
         yield text
     if not found:
-        raise InputError(f"source {source} contains no text: no document is non-empty")
+        raise InputError(f"source {source} contains no text: all its documents are empty")
 
 
 def total_bytes(source: str) -> int | None:
