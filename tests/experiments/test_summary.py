@@ -82,6 +82,14 @@ def test_several_experiments_share_their_cells_and_each_has_its_claims() -> None
     assert set(described.cells) == set(asked[0].cells_at("tiny"))
 
 
+def test_an_experiment_on_a_recipe_of_its_own_is_not_described_as_the_shipped_recipe() -> None:
+    experiment = trained("table_4").model_copy(update={"base": {"tiny": "mine.yaml"}, "adapted": {}})
+    experiment = experiment.model_copy(update={"cells": {"softmax": []}, "claims": (), "published": None})
+    on_tiny = experiment.model_copy(update={"base": {"tiny": "tiny"}})
+    assert at_scale(on_tiny, "tiny").described.adapted
+    assert not at_scale(experiment, "tiny").described.adapted
+
+
 def test_one_experiment_names_the_summary_and_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     summary = summarise([at_scale(trained("lab"), "tiny")], cells_of("sink_1", SINKS))
     assert (summary.id, summary.title) == ("lab", trained("lab").title)

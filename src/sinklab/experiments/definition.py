@@ -95,7 +95,7 @@ WHAT_SCALES_ARE: Mapping[Scale, str] = {
     "of 0.1. It corresponds to the paper's row with a fixed first token (74 %).",
     "small": "Scale small has the paper's 60M model with contexts of 256 tokens and a smaller batch.",
 }
-"""Differences between a scale's base model and the paper's; the first entry of `ExperimentSummary.adapted`."""
+"""Differences between a shipped recipe and the paper's model; the first entry of `ExperimentSummary.adapted`."""
 
 ONLY_TRAINED = {
     "base", "baseline", "changes", "adapted", "assess", "tune", "first_seed", "asks_massive", "same_as", "scales",

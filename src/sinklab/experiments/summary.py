@@ -39,7 +39,7 @@ def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None
         columns=list(experiment.columns),
         published={cell: numbers for cell, numbers in published.items() if numbers},
         adapted=[
-            *([WHAT_SCALES_ARE[scale]] if scale in WHAT_SCALES_ARE else []),
+            *([WHAT_SCALES_ARE[scale]] if scale in WHAT_SCALES_ARE and experiment.base[scale] == scale else []),
             *(one.why for one in experiment.adapted.get(scale, ())),
         ],
         seeds=sorted(seeds or ()),
