@@ -288,7 +288,7 @@ def _explain(error: ValidationError, origin: str) -> str:
             ]
             if kinds and (tag := _discriminator(field)):
                 reason += f". It is a key of {', '.join(kinds)}: set {'.'.join([*above, tag])} too"
-        elif item["type"] == "union_tag_invalid":
+        elif item["type"] == "union_tag_invalid" and "ctx" in item:
             tag, kinds = (item["ctx"][part].replace("'", "") for part in ("discriminator", "expected_tags"))
             reason = f"unknown {tag} {item['ctx']['tag']!r}; allowed here: {kinds}"
         elif item["type"] not in ("value_error", "missing"):
