@@ -153,6 +153,7 @@ def test_a_planted_weight_is_found_and_without_it_the_massive_activation_is_gone
     assert (found.channel, found.ffn_layer, found.sublayer) == (3, 1, "feed-forward")
     assert (found.weight.neuron, found.weight.expert, found.super_weight) == (neuron, None, True)
     assert abs(found.weight.weight) == 500
+    assert f"the single weight, {found.weight.weight:.4g}, is that of neuron {neuron} in block 1" in found.remark()
     zeroed = {row.what: row for row in found.zeroed}
     assert zeroed["nothing zeroed"].kl == 0
     assert zeroed["nothing zeroed"].largest == pytest.approx(abs(found.value), rel=0.1)

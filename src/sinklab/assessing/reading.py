@@ -6,8 +6,8 @@
 p_t is the next-token distribution of the unchanged model, q_t that of the model under an intervention.
 
 On sequences longer than its context, the unchanged model is evaluated in windows of its context, which overlap by at
-least half. Of each window after the first, only tokens that are not in the previous window are scored, so that every
-target beyond the first context is predicted from at least half a context.
+least half. Of each window after the first, only the predictions at tokens that are not in the previous window are
+scored, so that every target beyond the first context is predicted from at least half a context.
 
 Logits are computed in slices of rows. log p of the unchanged model is computed once and cached for all interventions,
 up to `LOG_PROBABILITIES_KEPT` bytes per text; for further rows it is recomputed under every intervention. On a CPU,

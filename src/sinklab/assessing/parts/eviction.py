@@ -6,7 +6,7 @@ The cache of a query includes its own key. The policies keep these keys:
     first and recent       the first n and the C - n latest keys (StreamingLLM, 2309.17453)
     heavy hitters          the C // 2 latest keys, and older keys with the most accumulated attention (H2O, 2306.14048)
     heavy without sink     as `heavy hitters`, but once the cache is full, the first n keys are kept only while recent
-    random                 the C // 2 latest keys, and random older keys
+    random                 the C // 2 latest keys, and a uniformly random subset of the older keys
 
 Evicted keys do not return to the cache. Keys that no later query sees, such as those outside a sliding window, are
 evicted first. As in H2O's public code, half of the budget is for recent keys, and the attention to a key is summed over

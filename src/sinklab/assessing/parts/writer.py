@@ -196,8 +196,8 @@ class Writer(AssessPart):
         one, expert = self.weight, "" if self.weight.expert is None else f", expert {self.weight.expert}"
         return (
             f"writer: channel {self.channel} of the first position is {self.value:,.4g} after block {self.block}; the "
-            f"largest addition is by the {self.sublayer} of block {self.layer}; the single weight is that of neuron "
-            f"{one.neuron}{expert} in block {self.ffn_layer}, {one.weight:.4g}, which adds {one.adds:,.4g}"
+            f"largest addition is by the {self.sublayer} of block {self.layer}; the single weight, {one.weight:.4g}, "
+            f"is that of neuron {one.neuron}{expert} in block {self.ffn_layer} and adds {one.adds:,.4g}"
         )
 
     def figure(self) -> PartFigure:
