@@ -126,6 +126,7 @@ def test_the_one_head_that_matters_costs_all_and_with_all_its_keys_nothing_is_lo
     assert sorted(costs.values())[:-1] == pytest.approx([0] * 7, abs=1e-12)
     assert found.retrieval[0] == (2, 3)
     assert len(found.retrieval) == 2
+    assert f"the 2 costliest of {len(found.heads)} heads account for" in found.remark()
     assert found.restricted.kl > 1e-3
     for row in found.policies:
         if row.policy == "by cost":

@@ -144,8 +144,8 @@ class Budgets(AssessPart):
         costs = {(one.layer, one.head): one.kl for one in self.heads}
         share = sum(costs[head] for head in self.retrieval) / (sum(costs.values()) or 1)
         return (
-            f"budgets: with each KV head restricted alone, a quarter of the heads accounts for {100 * share:.0f} % of "
-            f"the summed KL divergence; the largest (layer.head): {dearest}"
+            f"budgets: with each KV head restricted alone, the {len(self.retrieval)} costliest of {len(costs)} heads "
+            f"account for {100 * share:.0f} % of the summed KL divergence; the largest (layer.head): {dearest}"
         )
 
     def figure(self) -> PartFigure:
