@@ -199,13 +199,13 @@ def test_a_massive_activation_is_found_where_it_was_put(model: Any) -> None:
 def test_massive_activations_of_padding_hide_none_of_the_real_tokens(model: Any, left: int, right: int) -> None:
     def put(_: Any, __: Any, output: Any) -> Any:
         hidden = output if isinstance(output, torch.Tensor) else output[0]
-        hidden[:, left + 2, 5] = -4000.0
-        hidden[:, :left] = 9000.0
-        hidden[:, hidden.shape[1] - right :] = 9000.0
+        hidden[:, 2, 5] = -4000.0
+        hidden[0, TOKENS.shape[1] :] = 9000.0  # padding is moved to the right
         return output
 
     alone = sinklab.measure(model, TOKENS).massive_activations or []
     mask = F.pad(torch.ones_like(TOKENS), (left, right))
+    mask[1:] = 1
     padded = F.pad(TOKENS, (left, right))
     beside = sinklab.measure(model, padded, attention_mask=mask).massive_activations or []
     assert [(one.layer, one.position, one.dimension) for one in beside] == [

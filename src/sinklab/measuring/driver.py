@@ -66,8 +66,10 @@ def measure(
             f"the attention mask has shape {tuple(mask_NT.shape)} and the tokens {tuple(tokens_NT.shape)}; the "
             "shapes must be equal"
         )
-    padded = not bool(mask_NT.all())
-    longest = int(real_tokens(mask_NT).count_B.max())
+    real = real_tokens(mask_NT)
+    if padded := real.padded:  # on the right, each token has the position that it has without padding
+        tokens_NT, mask_NT = tokens_NT.gather(1, real.index_BR), real.valid_BR.long()
+    longest = mask_NT.shape[1]
     options.check_lengths(tokens_NT.shape[1])
     if options.maps:
         options.check_maps(adapter.attention_layers, adapter.heads)

@@ -143,14 +143,10 @@ class HuggingFaceAdapter:
     ) -> tuple[Tensor, int]:
         """Run one forward pass; return the loss summed over targets, in nats, and the number of targets.
 
-        The loss is a float64 scalar on the CPU. Loss and number are 0 if `first_target` is None. Position 1 is the
-        first real token of each sequence.
+        The loss is a float64 scalar on the CPU. Loss and number are 0 if `first_target` is None. Padding must be on the
+        right.
         """
-        arguments: dict[str, Any] = {}
-        if real.padded:  # positions start at the first real token
-            arguments["attention_mask"] = real.mask_BT.long()
-            if "position_ids" in inspect.signature(self.module.forward).parameters:
-                arguments["position_ids"] = (real.mask_BT.long().cumsum(-1) - 1).clamp(min=0)
+        arguments: dict[str, Any] = {"attention_mask": real.mask_BT.long()} if real.padded else {}
         if first_target is None:
             self.run(tokens_BT, **arguments)
             return torch.zeros((), dtype=torch.float64), 0
