@@ -1,5 +1,6 @@
 """DeepSeek-V4: keys that stand for several tokens, and several residual streams, are named where they are refused."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,3 +90,29 @@ def test_a_cache_that_was_filled_outside_is_still_called_one() -> None:
     cache = model(TOKENS[:, :8], use_cache=True).past_key_values
     with pytest.raises(SinklabError, match="start the probe before the first call"), sinklab.probe(model):
         model(TOKENS[:, 8:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("family", ["blt", "musicgen_decoder"])
+def test_several_stacks_of_layers_and_several_tokens_per_position_are_named(family: str) -> None:
+    part = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    inner = {"vocab_size": 64, "hidden_size_global": 32, **part}
+    made: dict[str, Callable[[], Any]] = {
+        "blt": lambda: hf.BltForCausalLM(
+            hf.BltConfig(
+                vocab_size=64,
+                encoder_hash_byte_group_vocab=8,
+                encoder_hash_byte_group_size=[3],
+                patcher_config={"vocab_size": 64, **part},
+                encoder_config=inner,
+                decoder_config=inner,
+                global_config=part,
+            )
+        ),
+        "musicgen_decoder": lambda: hf.MusicgenForCausalLM(
+            hf.MusicgenDecoderConfig(
+                vocab_size=64, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=4
+            )
+        ),
+    }
+    with pytest.raises(SinklabError, match=f"several stacks of layers .* several tokens per position .*'{family}'"):
+        sinklab.measure(made[family](), torch.ones(1, 8, dtype=torch.long))

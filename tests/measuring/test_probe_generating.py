@@ -155,6 +155,11 @@ def test_a_cache_that_was_changed_between_passes_is_refused(family: str, model: 
                 model(PROMPTS[:1, :1].expand(rows, 1), past_key_values=cache)
 
 
+def test_a_static_cache_is_refused_with_what_to_use(model: Any) -> None:
+    with sinklab.probe(model), pytest.raises(SinklabError, match=r"static KV cache.* use a dynamic cache"):
+        model.generate(PROMPTS, cache_implementation="static", **HOW)
+
+
 @torch.no_grad()
 def test_a_cache_that_was_cut_or_is_an_earlier_one_is_refused(model: Any) -> None:
     cache: Any = hf.DynamicCache(config=model.config)

@@ -89,10 +89,15 @@ class Recorder(ABC):
             arguments: arguments of the model's `forward`, by name.
 
         Raises:
-            SinklabError: if the cache does not contain exactly the tokens seen so far.
+            SinklabError: if the cache is static, or does not contain exactly the tokens seen so far.
             InputError: if the attention mask is not a padding mask.
         """
         cache, tokens_BT = arguments.get("past_key_values"), arguments.get("input_ids")
+        if getattr(cache, "is_compileable", False):
+            raise SinklabError(
+                "a probe does not support a static KV cache, whose keys are not only those of tokens: use a dynamic "
+                "cache (the default) or use_cache=False"
+            )
         kept = 0 if cache is None else int(cache.get_seq_length())
         if not kept:
             layers = self._latest() if self._whole else []  # the last pass may have failed

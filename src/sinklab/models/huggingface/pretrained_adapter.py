@@ -43,6 +43,17 @@ class HuggingFaceAdapter:
     proxy = False
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Build the adapter.
+
+        Raises:
+            SinklabError: if the model has several stacks of layers (BLT) or several tokens per position (MusicGen).
+        """
+        layered = hasattr(text_config(model.config), "num_hidden_layers")
+        if not layered or isinstance(model.get_input_embeddings(), nn.ModuleList):
+            raise SinklabError(
+                "models with several stacks of layers (BLT) or several tokens per position (MusicGen) cannot be "
+                f"measured, and the model type {model.config.model_type!r} is one of them"
+            )
         self.module, self.dtype, self.device = model, model.dtype, anatomy.input_device(model)
         self.blocks: Sequence[nn.Module] = anatomy.decoder_blocks(model)
         self.kinds = anatomy.layer_kinds(model.config)
