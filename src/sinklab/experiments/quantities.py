@@ -288,11 +288,12 @@ class RunNumbers:
         """Return the values of a quantity at the last `count` evaluations up to `at_step`, without missing values.
 
         The list is empty if evaluations do not record the quantity (with `eps`: at this threshold of the sink rate), or
-        if the run ended before `at_step`.
+        if the run ended before `at_step`. The evaluation at step 0 counts only if it is the only one.
         """
         if at_step is not None and self.last.step < at_step:
             return []
-        upto = [one for one in self.readings if at_step is None or one.step <= at_step][-count:]
+        upto = [one for one in self.readings if at_step is None or one.step <= at_step]
+        upto = ([one for one in upto if one.step > 0] or upto)[-count:]
         read, at_eps = quantity(name).read, AT_EPS.get(name, lambda one: None)
         values = [read(one) if eps is None else (at_eps(one) or {}).get(eps) for one in upto]
         return [value for value in values if value is not None]

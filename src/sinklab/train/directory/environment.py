@@ -108,7 +108,8 @@ def _git(*arguments: str) -> str | None:
     """Run git in the package's folder and return its output; None if git fails or is not installed."""
     try:
         package = Path(sinklab.__file__).parent
-        result = subprocess.run(["git", "-C", package, *arguments], capture_output=True, text=True, check=True)
+        git = ["git", "--no-optional-locks", "-C", package]
+        result = subprocess.run([*git, *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()
