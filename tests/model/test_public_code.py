@@ -216,6 +216,40 @@ def test_a_gated_norm_equals_public_code() -> None:
     assert_same(norm, x, norm(x), y * torch.sigmoid(gate))
 
 
+def test_single_gains_and_projected_embeddings_equal_their_authors_code() -> None:
+    """github.com/dmis-lab/Outlier-Safe-Pre-Training, example_modeling_flax.py: `rmsnorm_scale` single, `rotated_embed`.
+
+    The whole model, up to its logits. The offsets of its Dense layers, zero before training, are left out.
+    """
+    ours = transformer(
+        position={"kind": "rotary", "theta": THETA}, embedding="projected", norm={"kind": "rmsnorm_single"}
+    )
+    angle = torch.arange(T)[:, None] * THETA ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def turned(x: Tensor) -> Tensor:
+        y = torch.complex(*x.chunk(2, -1)) * turn
+        return torch.cat((y.real, y.imag), -1)
+
+    def single(name: str, x: Tensor) -> Tensor:
+        (gain,) = ours.get_parameter(f"{name}.weight")
+        return gain * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+    tokens = torch.randint(97, (2, T), generator=torch.Generator().manual_seed(0))
+    x = F.one_hot(tokens, 97).double() @ ours.embedding.weight @ ours.get_parameter("embedding_map.weight").T
+    for number, block in enumerate(ours.blocks):
+        attention = block.attention
+        assert isinstance(attention, Attention)
+        q, k, v = heads(attention, single(f"blocks.{number}.attention_norm", x))
+        scores = turned(q) @ turned(k).mT / math.sqrt(D)
+        x = x + joined(attention, torch.softmax(scores.masked_fill(~seen(), -torch.inf), -1) @ v)
+        read = single(f"blocks.{number}.ffn_norm", x) @ ours.get_parameter(f"blocks.{number}.ffn.up.weight").T
+        gate, up = read.chunk(2, -1)
+        x = x + (up * F.silu(gate)) @ ours.get_parameter(f"blocks.{number}.ffn.down.weight").T
+    logits = single("final_norm", x) @ ours.get_parameter("head_map.weight").T @ ours.head.weight.T
+    assert_same(ours, ours.head.weight, ours(tokens), logits)
+
+
 class Table(nn.Module):
     """Llama's rotary table in float64, where transformers rounds it to float32."""
 

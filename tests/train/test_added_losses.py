@@ -69,6 +69,41 @@ def test_the_terms_are_those_of_the_papers_in_value_and_gradient(bias: str) -> N
             assert_close(mine, formula, 1e-11)
 
 
+@pytest.mark.parametrize("weight", [1e-7, 0.3])
+def test_the_hidden_z_loss_equals_public_code(weight: float) -> None:
+    """github.com/ShinnChow/LongCat-Next, sft/losses/z_loss.py (copyright Meituan): `compute_hidden_z_loss`.
+
+    `AddHiddenZLossToBackward` there adds its gradient to that of the hidden states before the final norm.
+    """
+    outputs = block_outputs()
+    ours = AddedLosses.model_validate({"hidden_z": {"weight": weight}}).terms["hidden_z"].of(outputs)
+    theirs = (weight * outputs[-1].abs().logsumexp(-1).pow(2)).mean()
+    gradient, expected = (torch.autograd.grad(loss, outputs[-1])[0] for loss in (ours, theirs))
+    assert_close(ours, theirs, 1e-12)
+    assert_close(gradient, expected, 1e-12)
+
+
+def test_tweo_equals_public_code() -> None:
+    """github.com/OpenEuroLLM/NVIDIA-Megatron-LM, megatron/core/transformer/tweo.py, not by the paper's authors.
+
+    `attach` there records the sum of (A / (tau + eps))^4 of each layer, and the backward pass of `_TWEOIdentity` adds
+    the loss's gradient to that of the layer's output; p 4 and eps 1e-6 are constants.
+    """
+    outputs = block_outputs()
+    found = AddedLosses.model_validate({"tweo": {}}).terms["tweo"].of(outputs)
+    scaled = [A_BLE.detach() / (3 + 1e-6) for A_BLE in outputs]
+    moments = [x_BLE.square().square().sum() / x_BLE.numel() for x_BLE in scaled]
+    assert_close(found, 0.01 * torch.stack(moments).sum() / len(outputs), 1e-12)
+    for gradient, x_BLE in zip(torch.autograd.grad(found, outputs), scaled, strict=True):
+        assert_close(gradient, x_BLE.pow(3) * 0.01 * (4 / (len(outputs) * x_BLE.numel())) / (3 + 1e-6), 1e-12)
+
+
+def block_outputs() -> list[Tensor]:
+    """Outputs (B, L, E) of three blocks, in float64, with entries below and above tau."""
+    stream = torch.Generator().manual_seed(0)
+    return [(4 * torch.randn(2, 5, 8, generator=stream, dtype=torch.float64)).requires_grad_() for _ in range(3)]
+
+
 def test_losses_and_metrics_are_reported_apart_from_what_is_added(dataset: TokenDataset, tmp_path: Path) -> None:
     """Before the first update both models are the same, and so is every number of theirs."""
     plain, changed = (
