@@ -157,3 +157,13 @@ def test_sink_shares_are_the_importance_that_measuring_finds(monkeypatch: pytest
     names = [(1, 1), (1, 2), (2, 1), (2, 2)]
     by_sink = full[4 + 1]  # after each head alone, and by cost
     assert by_sink == set(names) - {names[place] for place in least}
+
+
+@pytest.mark.parametrize("operation", ["differential", "differential_v2", "stick_breaking", "elu_kernel", "forgetting"])
+def test_no_operation_is_refused_and_a_head_with_all_keys_costs_nothing(operation: str) -> None:
+    """Keys are hidden by a mask, so weights that cannot be edited key by key are no obstacle, as in `key_ablations`."""
+    one = small(attention={"operation": {"kind": operation}})
+    assert budgets.Budgets.refusal(one, None) is None  # type: ignore[arg-type]
+    few, all_keys = (assess_budgets(one, some_tokens(1), some_tokens(1), C, 1, 0, lambda: None) for C in (4, 20))
+    assert min(row.kl for row in few.heads) > 1e-9
+    assert [row.kl for row in all_keys.heads] == pytest.approx([0] * len(all_keys.heads), abs=1e-12)

@@ -40,7 +40,6 @@ from sinklab.assessing.reading import (
     first_importance,
     key_heads,
     mean_effect,
-    refused,
 )
 from sinklab.assessing.settings import KEPT, AssessSettings
 from sinklab.attention.layer_call import LayerCall
@@ -112,10 +111,6 @@ class Budgets(AssessPart):
     retrieval: list[tuple[int, int]]
     restricted: Effect
     policies: list[HeadBudget]
-
-    @classmethod
-    def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        return refused(adapter, edit=RestrictedHeads(2, 1, frozenset({(1, 1)})))
 
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
