@@ -10,6 +10,7 @@ from families import LATENT
 from torch import Tensor
 
 from sinklab.measuring.api import measure
+from sinklab.report.result_tables import layers_table
 
 T, CHOSEN = 20, 5
 TOKENS = torch.randint(3, 64, (3, T), generator=torch.Generator().manual_seed(1))
@@ -61,6 +62,12 @@ def test_a_query_attends_to_the_selected_keys_alone(model: Any, batch_size: int 
         others = torch.stack([selected[:, :, t, 1:].sum(-1).mean(1) / max(t, 1) for t in queries]).mean(0)
         assert_close(first[:, :, bucket], expected[:, None].expand(-1, 4))
         assert_close(rest[:, :, bucket], others[:, None].expand(-1, 4))
+    share = selected[..., 0].mean((1, 2))  # of all queries of a layer
+    assert_close(found.details.first_visible_by_head, share[:, None].expand(-1, 4))
+    assert found.details.by_layer["first_visible_by_layer"] == pytest.approx(share.tolist(), rel=1e-6)
+    table = layers_table([("", found)])
+    place = [column.title for column in table.columns].index("sees key 1")
+    assert [row[place] for row in table.rows[1:]] == [f"{one:.2f}" for one in share.tolist()]
     assert (first[..., :2] == 1).all()  # up to so many keys all are selected
     assert first[..., 3:].mean() < 1
 
@@ -70,3 +77,4 @@ def test_up_to_so_many_tokens_the_attention_is_dense(model: Any) -> None:
     assert details is not None
     assert details.first_visible is None
     assert details.rest_visible is None
+    assert details.by_layer["first_visible_by_layer"] is None

@@ -91,6 +91,7 @@ def test_every_statistic_is_measured_and_its_fields_are_written(folder: Path) ->
         "matrix_entropy",
         "gate",
         "first_visible",
+        "first_visible_by_head",
         "map_cosine",
     ],
 )

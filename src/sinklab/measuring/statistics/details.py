@@ -194,11 +194,23 @@ class FirstVisible(OfRows):
     angles = True
     figures = (VISIBLE_BY_QUERY,)
 
-    def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
+    def read(self, block: ScoreBlock, sums_BHT: Tensor, /) -> None:
         sums_BHT[:, :, block.queries] = block.sees_first_BHQ
 
-    def of_mean(self, mean_LHQ: np.ndarray) -> np.ndarray | None:
-        return None if (mean_LHQ == 1).all() else mean_LHQ
+    def of_mean(self, mean: np.ndarray) -> np.ndarray | None:
+        return None if (mean == 1).all() else mean
+
+
+class FirstVisibleByHead(FirstVisible):
+    """Share of the queries that see key 1, mean over queries; None if every query sees it."""
+
+    axes = "LH"
+    fields = ("first_visible_by_layer",)
+    column = Column("sees key 1", 2)
+    figures = ()
+
+    def read(self, block: ScoreBlock, sums_BH: Tensor, /) -> None:
+        sums_BH += block.sees_first_BHQ.sum(-1)
 
 
 class RestVisible(OfRows):
@@ -453,6 +465,7 @@ class Details(WithArrays):
     matrix_entropy: Annotated[ArrayOrNone, MatrixEntropy()] = None
     first_visible: Annotated[ArrayOrNone, FirstVisible()] = None
     rest_visible: Annotated[ArrayOrNone, RestVisible()] = None
+    first_visible_by_head: Annotated[ArrayOrNone, FirstVisibleByHead()] = None
     gate: Annotated[ArrayOrNone, GateMean()] = None
     gate_closed: Annotated[ArrayOrNone, ClosedGates()] = None
     map_attention: Annotated[ArrayOrNone, AttentionMap()] = None
