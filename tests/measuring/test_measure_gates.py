@@ -243,3 +243,22 @@ def test_models_without_gates_have_none() -> None:
         assert details.by_layer.get("gate_first") is None
     deepseek = _details(pair_of("deepseek-v3, other value width")[0], family_tokens())
     assert deepseek.gate is None
+
+
+def test_gates_of_an_unknown_kind_are_none_and_the_notes_say_so() -> None:
+    torch.manual_seed(0)
+    model, logits = pair_of("qwen3")[0], []
+    for block in model.model.layers:
+        attention = block.self_attn
+        attention.g_proj = nn.Linear(32, attention.o_proj.in_features)
+        attention.register_forward_pre_hook(
+            lambda module, _, named: logits.append(module.g_proj(named["hidden_states"])), with_kwargs=True
+        )
+        attention.o_proj.register_forward_pre_hook(lambda _, args: args[0] * torch.tanh(logits.pop()))
+    measured = measure(model, family_tokens(), details=True)
+    assert measured.details is not None
+    assert measured.details.gate is None
+    assert [note for note in measured.notes if "not multiplied by the sigmoid of g_proj" in note]
+    assert not [note for note in measure(model, family_tokens()).notes if "gates" in note]
+    for known in (_qwen3(8).eval(), pair_of("llama")[0]):
+        assert not [note for note in measure(known, family_tokens(), details=True).notes if "gates" in note]

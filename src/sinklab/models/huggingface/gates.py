@@ -46,8 +46,8 @@ class GateLayout:
         return torch.sigmoid(exact.unflatten(-1, (self.heads, -1))).transpose(1, 2)
 
 
-def gate_places(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
-    """Return the projections that may compute gate logits, each with the output projection of its attention module.
+def gate_places(model: nn.Module) -> list[tuple[str, nn.Linear, nn.Linear]]:
+    """Return the projections that may compute gate logits, by name, with the output projection of their module.
 
     Candidates are g_proj, gate_proj, and q_proj if its output is wider than the input of o_proj.
     """
@@ -57,7 +57,7 @@ def gate_places(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
         for name in GATES
     )
     return [
-        (logits, output)
+        (name, logits, output)
         for name, logits, output in pairs
         if isinstance(logits, nn.Linear) and isinstance(output, nn.Linear)
         if name != QUERIES or logits.out_features > output.in_features
@@ -79,11 +79,18 @@ class GateTrial:
     _out_BHTV: Tensor | None = None
     _logits: dict[nn.Linear, Tensor] = field(default_factory=dict)
 
-    def hooks(self, places: Sequence[tuple[nn.Linear, nn.Linear]]) -> Iterator[RemovableHandle]:
+    def hooks(self, places: Sequence[tuple[str, nn.Linear, nn.Linear]]) -> Iterator[RemovableHandle]:
         """Register hooks on the projections of `gate_places` and yield their handles."""
-        for logits, output in places:
+        for _, logits, output in places:
             yield logits.register_forward_hook(self._projected)
             yield output.register_forward_pre_hook(partial(self._entering, logits))
+
+    def notes(self, places: Sequence[tuple[str, nn.Linear, nn.Linear]]) -> list[str]:
+        """Return a note if no layout matches in any layer although a projection of `places` is named after a gate."""
+        names = " and ".join(sorted({name for name, *_ in places} - {QUERIES}))
+        if self.found or not names:
+            return []
+        return [f"no gates: the attention output is not multiplied by the sigmoid of {names}; other gates are not read"]
 
     def attention(self, layer: LayerCall) -> Tensor:
         """Compute an attention call as the model does; store the call and its output."""

@@ -63,6 +63,7 @@ class HuggingFaceAdapter:
         self.context = int(given or 2048)
         self.ends = None if table is None else f"its learned positional embeddings end at {len(table)}"
         self._unmoved = frozenset[int]()  # 1-based indices of attention layers without RoPE; set by `fixed_positions`
+        self._gate_notes: list[str] = []  # set by `gated`
 
     @property
     def attention_layers(self) -> int:
@@ -202,11 +203,12 @@ class HuggingFaceAdapter:
         return sizes_of_pretrained(self.module.config, matrices=matrices, padded=padded, logits=logits)
 
     def notes(self) -> list[str]:
-        """Return a list with a note on quantised weights; empty if the weights are not quantised."""
+        """Return notes on quantised weights and, after `gated`, on gates of an unknown kind."""
         method = anatomy.quantisation(self.module.config)
         if method == "gguf" and is_unpacked(self.module):
-            return ["the weights come from a gguf file and are dequantised"]
-        return [f"the weights are quantised ({method}); dtype is that of the other weights"] if method else []
+            return ["the weights come from a gguf file and are dequantised", *self._gate_notes]
+        quantised = f"the weights are quantised ({method}); dtype is that of the other weights"
+        return [*([quantised] if method else []), *self._gate_notes]
 
     def inseparable(self) -> str | None:
         """Return the reason why attention calls cannot be edited or replaced; None if they can be.
@@ -398,6 +400,7 @@ class HuggingFaceAdapter:
         if places:
             with evaluating(self.module), hooked(trial.hooks(places)), self.intercepted(trial.attention):
                 self.run(self._some_tokens())
+        self._gate_notes = trial.notes(places)
         return hooked(
             one.linear.register_forward_hook(lambda *call, n=n, one=one: receive(n, one.read(call[-1])))
             for n, one in trial.found.items()
