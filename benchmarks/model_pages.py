@@ -148,13 +148,14 @@ def budget_rows(part: Budgets) -> Rows:
 
 def writer_rows(part: Writer) -> Rows:
     zeroed = {one.what: one for one in part.zeroed}
-    rule = {True: "same weight", False: "another weight", None: NONE}
+    supers = ", ".join(f"[{one.channel}, {one.neuron}] of layer {one.layer}" for one in part.super_weights)
     return {
         "massive activation written by": f"{part.sublayer} of layer {part.layer}",
         "single weight that writes most": f"[{part.channel}, {part.weight.neuron}] of layer {part.ffn_layer}",
-        "selected by the rule of super weights": rule[part.super_weight],
         "single weight that writes most zeroed": added(part, zeroed[WEIGHT]),
         "that layer's feed-forward zeroed at position 1": added(part, zeroed["feed-forward at the first position"]),
+        "super weights": NONE if part.down_projections is None else supers or "none",
+        "super weights zeroed": added(part, zeroed["super weights"]) if supers else NONE,
     }
 
 

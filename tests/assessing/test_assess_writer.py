@@ -1,15 +1,19 @@
 """Writers of the massive activation, against outputs of the model's own modules and a planted weight."""
 
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 from assessed import small, some_tokens
-from families import GROUPED, SMALL, family_tokens, pair_of
+from families import GROUPED, LATENT, SMALL, family_tokens, pair_of
+from made_assessment import assessment
 from torch import nn
 
 from sinklab.assessing.parts.writer import Writer, assess_writer, down_maps, feed_forward
+from sinklab.assessing.super_weights import super_experts
 from sinklab.measuring.api import measure
 from sinklab.models.adapter import Adapter, adapt
 from sinklab.models.hooks import hidden_states
@@ -103,7 +107,7 @@ def test_experts_add_what_they_add_alone(config: Any) -> None:
         parameter.requires_grad_(False)
     adapter, tokens = adapt(model), family_tokens()
     found = assess_writer(adapter, tokens, lambda: None)
-    assert found.super_weight is None
+    assert (found.down_projections, found.super_weights) == (None, [])
     assert not any(parameter.requires_grad for parameter in model.parameters())
     experts: Any = feed_forward(adapter.blocks[found.ffn_layer - 1]).experts  # type: ignore[union-attr]
     c, before = found.channel, experts.down_proj.detach().clone()
@@ -151,7 +155,7 @@ def test_a_planted_weight_is_found_and_without_it_the_massive_activation_is_gone
     passes: list[int] = []
     found = assess_writer(one, tokens, lambda: passes.append(1))
     assert (found.channel, found.ffn_layer, found.sublayer) == (3, 1, "feed-forward")
-    assert (found.weight.neuron, found.weight.expert, found.super_weight) == (neuron, None, True)
+    assert (found.weight.neuron, found.weight.expert) == (neuron, None)
     assert abs(found.weight.weight) == 500
     assert f"the single weight, {found.weight.weight:.4g}, is that of neuron {neuron} in block 1" in found.remark()
     zeroed = {row.what: row for row in found.zeroed}
@@ -168,6 +172,134 @@ def test_a_planted_weight_is_found_and_without_it_the_massive_activation_is_gone
     assert dict(found.values())["single_weight_added"] == found.added(zeroed["single weight"])
     assert all(torch.equal(weight, before[name]) for name, weight in one.module.state_dict().items())
     assert len(passes) == 2 * (1 + len(found.zeroed))
+
+
+def public_super_weights(
+    adapter: Adapter, down: str, tokens: torch.Tensor, threshold: float
+) -> dict[int, tuple[int, ...]]:
+    """Channel and neuron by block, as in LLMSuperWeight (analyze.py): flat maxima over all tokens, then a threshold."""
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    handles = [
+        block.get_submodule(down).register_forward_hook(lambda _, args, out, at=at: seen.update({at: (out, args[0])}))
+        for at, block in enumerate(adapter.blocks, 1)
+    ]
+    with torch.no_grad():
+        adapter.hidden(tokens)
+    for handle in handles:
+        handle.remove()
+    return {
+        at: tuple(int(np.unravel_index(x.abs().view(-1).max(0).indices, x.shape)[-1]) for x in both)
+        for at, both in seen.items()
+        if all(x.abs().max() > threshold for x in both)
+    }
+
+
+@pytest.mark.parametrize("family", MODULES)
+def test_the_largest_input_and_output_of_every_down_projection_are_those_of_the_public_code(family: str) -> None:
+    adapter, tokens = adapt(pair_of(family)[0].double()), family_tokens()
+    found = assess_writer(adapter, tokens, lambda: None).down_projections
+    assert found is not None
+    expected = public_super_weights(adapter, MODULES[family][2], tokens, 0)
+    assert {one.layer: (one.channel, one.neuron) for one in found} == expected
+    for one in found:
+        weight = adapter.blocks[one.layer - 1].get_parameter(f"{MODULES[family][2]}.weight").detach()
+        assert one.weight == float(
+            weight.T[one.channel, one.neuron] if family == "gpt2" else weight[one.channel, one.neuron]
+        )
+
+
+def test_a_super_weight_that_acts_on_a_later_token_is_found() -> None:
+    one, tokens = small(), some_tokens()
+    assert "super weights: none (largest input and output in block" in assess_writer(one, tokens, lambda: None).remark()
+    block: Any = one.blocks[1]
+    kept = []
+    handle = block.ffn.down.register_forward_pre_hook(lambda _, args: kept.append(args[0].abs()))
+    with torch.no_grad():
+        one.hidden(tokens)
+    handle.remove()
+    first, later = kept[0][:, 0].amax(0), kept[0][:, 1:].amax((0, 1))
+    neuron = int((later / first).argmax())
+    scale = 20 * float(kept[0].max() / later[neuron])
+    assert first[neuron] * scale < first.max()
+    assert later[neuron] * scale > 50
+    with torch.no_grad():
+        block.ffn.up.weight[neuron - 48] *= scale  # the value, not the gate
+        block.ffn.down.weight[3, neuron] = 50
+    found = assess_writer(one, tokens, lambda: None)
+    assert found.down_projections is not None
+    assert [row.layer for row in found.down_projections] == [1, 2]
+    assert [(row.layer, row.channel, row.neuron, row.weight) for row in found.super_weights] == [(2, 3, neuron, 50)]
+    assert public_super_weights(one, "ffn.down", tokens, 50) == {2: (3, neuron)}
+    assert f"super weights: [3, {neuron}] of block 2" in found.remark()
+    added = found.added(found.zeroed[-1])
+    assert found.zeroed[-1].what == "super weights"
+    with torch.no_grad():
+        block.ffn.down.weight[3, neuron] = 0
+    assert added == pytest.approx(assess_writer(one, tokens, lambda: None).unchanged.loss - found.unchanged.loss)
+
+
+def test_a_result_of_an_earlier_version_is_read_without_super_weights() -> None:
+    earlier = {**assessment("model", 0.5)["writer"], "super_weight": True}
+    del earlier["down_projections"], earlier["super_experts"]
+    found = Writer.model_validate(earlier)
+    assert (found.down_projections, found.super_weights, found.super_experts) == (None, [], None)
+    assert "super" not in found.remark()
+
+
+EXPERTS = {
+    "mixtral": hf.MixtralConfig(**{**GROUPED, "num_hidden_layers": 4}, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek": hf.DeepseekV3Config(**{**LATENT, "num_hidden_layers": 4}, n_shared_experts=1),
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_super_experts_have_outputs_above_the_percentile_and_a_tenth_of_the_largest(family: str) -> None:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(EXPERTS[family]).eval()
+    adapter, tokens = adapt(model), family_tokens()
+    layers: Any = model.model.layers
+    with torch.no_grad():
+        layers[1].mlp.experts.down_proj[2] *= 1000
+        layers[3].mlp.experts.down_proj[1] *= 1e6  # in the last quarter of the blocks, which is not considered
+    largest: dict[tuple[int, int | None], float] = {}
+
+    def routed(layer: int, experts: Any, args: tuple[torch.Tensor, ...]) -> None:
+        for expert in range(4):
+            states = args[0][(args[1] == expert).any(1)]
+            gate, up = (states @ experts.gate_up_proj[expert].T).chunk(2, -1)
+            outputs = (nn.functional.silu(gate) * up) @ experts.down_proj[expert].T
+            largest[layer, expert] = float(outputs.abs().max()) if len(outputs) else 0.0
+
+    def shared(layer: int, output: torch.Tensor) -> None:
+        largest[layer, None] = float(output.abs().max())
+
+    handles = []
+    for layer, block in enumerate(layers, 1):
+        if hasattr(block.mlp, "experts"):
+            handles.append(block.mlp.experts.register_forward_pre_hook(partial(routed, layer)))
+        if hasattr(block.mlp, "shared_experts"):
+            down = block.mlp.shared_experts.down_proj
+            handles.append(down.register_forward_hook(lambda _, __, out, layer=layer: shared(layer, out)))
+    with torch.no_grad():
+        adapter.hidden(tokens)
+    for handle in handles:
+        handle.remove()
+    values = {key: a for key, a in largest.items() if key[0] <= 3}
+    bound = max(np.percentile(list(values.values()), 99.5), max(values.values()) // 10)
+    expected = [(*key, pytest.approx(a, rel=1e-4)) for key, a in values.items() if a > bound]
+    found = assess_writer(adapter, tokens, lambda: None)
+    assert found.super_experts is not None
+    assert [(one.layer, one.expert, one.output) for one in found.super_experts] == expected
+    assert expected[0][:2] == (2, 2)
+    assert "super experts: 2.2" in found.remark()
+
+
+def test_without_routed_experts_and_without_a_tenth_of_the_largest_there_are_no_super_experts() -> None:
+    assert super_experts({(1, "input"): (3.0, 0), (1, "output"): (9.0, 1), (1, "shared"): (2.0, 0)}, 4) is None
+    outputs = {(1, expert): (-1.0 - expert / 1000, 0) for expert in range(600)}
+    found = super_experts({**outputs, (1, 600): (-99.0, 3), (1, "shared"): (7.0, 0)}, 1)
+    assert found is not None
+    assert [(one.expert, one.output) for one in found] == [(600, 99.0)]
 
 
 def test_the_sink_is_counted_as_measuring_counts_it() -> None:

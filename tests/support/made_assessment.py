@@ -149,7 +149,11 @@ def assessment(model: str, cost: float = 0.5, **changes: Any) -> dict[str, Any]:
             "experts": [],
             "neurons": [NEURON],
             "weight": NEURON,
-            "super_weight": True,
+            "down_projections": [
+                {"layer": 1, "channel": 3, "neuron": 7, "weight": 2.0, "input": -45.0, "output": 90.0},
+                {"layer": 2, "channel": 5, "neuron": 1, "weight": 1.0, "input": 40.0, "output": 90.0},
+            ],
+            "super_experts": None,
             "zeroed": [
                 {"what": what, "channel": 1.0, "largest": 2.0, "elsewhere": 3.0, "sink": 40.0, **effect(3 + cost)}
                 for what in ("nothing zeroed", "single weight")

@@ -21,11 +21,12 @@ The first position is that of the first learned token, if the model has any.
 
 The single weight is the W_down[c, j], among those of the 8 neurons with the largest additions, that leaves the smallest
 |x_c| after the block with the largest |x| when this weight alone is set to zero. (After later blocks, |x_c| is not
-informative, because they often cancel x_c in any case.) `super_weight` is True if the public code of super weights
-(2411.07191; mengxiayu/LLMSuperWeight 232e4ee, analyze.py) selects the same weight: c has the largest |output| of the
-down projection, and j its largest |input|. Also zeroed are the neuron, the expert (its down projection, as for super
-experts, 2507.23279), the layer's output at the first position (2510.06477, section 3.3) and, as a control, the largest
-weight of the down projection to another channel.
+informative, because they often cancel x_c in any case.) Also zeroed are the neuron, the expert (its down projection, as
+for super experts, 2507.23279), the layer's output at the first position (2510.06477, section 3.3) and, as a control,
+the largest weight of the down projection to another channel.
+
+Super weights and super experts do not depend on c or on the first position (`sinklab.assessing.super_weights`). All
+super weights are zeroed at once.
 """
 
 import re
@@ -41,6 +42,15 @@ from torch import Tensor, nn
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.reading import PairedReader, Step, first_importance
 from sinklab.assessing.settings import AssessSettings
+from sinklab.assessing.super_weights import (
+    SPIKE,
+    DownProjection,
+    SuperExpert,
+    down_projections,
+    down_weights,
+    largest_activations,
+    super_experts,
+)
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
@@ -131,8 +141,9 @@ class Writer(AssessPart):
         experts: experts of this feed-forward layer that add to x_c, largest addition first; empty without experts.
         neurons: up to 8 neurons of this feed-forward layer with the largest additions, largest first.
         weight: neuron j of the single weight W_down[c, j].
-        super_weight: whether the rule of the public super-weight code selects the same weight; None with experts or
-            several down projections.
+        down_projections: largest input and output of the down projection of every block; None if the writing layer has
+            experts or several down projections, and in results of earlier versions.
+        super_experts: super experts, largest output first; None without experts.
         zeroed: losses with nothing zeroed, then with each writer and the control zeroed.
     """
 
@@ -160,8 +171,14 @@ class Writer(AssessPart):
     experts: list[ExpertWrites]
     neurons: list[NeuronWrites]
     weight: NeuronWrites
-    super_weight: bool | None
+    down_projections: list[DownProjection] | None = None
+    super_experts: list[SuperExpert] | None = None
     zeroed: list[ZeroedWriter]
+
+    @property
+    def super_weights(self) -> list[DownProjection]:
+        """The super weights, by block."""
+        return [one for one in self.down_projections or () if one.spike > SPIKE]
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
@@ -194,10 +211,19 @@ class Writer(AssessPart):
 
     def remark(self) -> str:
         one, expert = self.weight, "" if self.weight.expert is None else f", expert {self.weight.expert}"
+        supers = ""
+        if self.down_projections:
+            near = max(self.down_projections, key=lambda one: one.spike)
+            none = f"none (largest input and output in block {near.layer}: {near.input:.4g} and {near.output:.4g})"
+            found = [f"[{one.channel}, {one.neuron}] of block {one.layer}" for one in self.super_weights]
+            supers = f"; super weights: {', '.join(found) or none}"
+        if self.super_experts is not None:
+            found = [f"{one.layer}.{'shared' if one.expert is None else one.expert}" for one in self.super_experts]
+            supers += f"; super experts: {', '.join(found) or 'none'}"
         return (
             f"writer: channel {self.channel} of the first position is {self.value:,.4g} after block {self.block}; the "
             f"largest addition is by the {self.sublayer} of block {self.layer}; the single weight, {one.weight:.4g}, "
-            f"is that of neuron {one.neuron}{expert} in block {self.ffn_layer} and adds {one.adds:,.4g}"
+            f"is that of neuron {one.neuron}{expert} in block {self.ffn_layer} and adds {one.adds:,.4g}{supers}"
         )
 
     def figure(self) -> PartFigure:
@@ -268,16 +294,18 @@ def silenced(part: nn.Module, positions: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def zeroed_entries(weight: Tensor, index: tuple[Any, ...]) -> Iterator[None]:
-    """Set the entries `weight[index]` to zero in the `with` block, and restore them on exit."""
+def zeroed_entries(*entries: tuple[Tensor, tuple[Any, ...]]) -> Iterator[None]:
+    """Set the entries `weight[index]` of all pairs (weight, index) to zero in the `with` block, and restore them."""
+    before = [weight[index].detach().clone() for weight, index in entries]
     with torch.no_grad():
-        before = weight[index].clone()
-        weight[index] = 0
+        for weight, index in entries:
+            weight[index] = 0
     try:
         yield
     finally:
         with torch.no_grad():
-            weight[index] = before
+            for (weight, index), values in zip(entries, before, strict=True):
+                weight[index] = values
 
 
 @dataclass(frozen=True)
@@ -371,7 +399,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
 
     def zeroed(one: NeuronWrites, channels: int | slice) -> AbstractContextManager[None]:
         at = (one.neuron,) if one.expert is None else (one.expert, one.neuron)
-        return zeroed_entries(by_name[one.name].by_channel, (channels, *at))
+        return zeroed_entries((by_name[one.name].by_channel, (channels, *at)))
 
     def left(one: NeuronWrites) -> float:
         with zeroed(one, channel):
@@ -379,6 +407,8 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
 
     chosen = min(neurons, key=left)
     here, everywhere = by_name[chosen.name], slice(None)
+    owner, _, leaf = here.name.rpartition(".")
+    down = owner if len(maps) == 1 and chosen.expert is None and leaf == "weight" else None
     reader = PairedReader(adapter, tokens_NT, step)
     magnitude = here.weight.detach().abs().clone()
     magnitude.movedim(here.axis, 0)[channel] = 0
@@ -388,13 +418,14 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
         WEIGHT: zeroed(chosen, channel),
         "neuron": zeroed(chosen, everywhere),
         "feed-forward at the first position": silenced(part, S),
-        "largest weight to others": zeroed_entries(here.weight, tuple(map(int, largest))),
+        "largest weight to others": zeroed_entries((here.weight, tuple(map(int, largest)))),
     }
     if chosen.expert is not None:
-        changes["expert"] = zeroed_entries(here.by_channel, (everywhere, chosen.expert))
-    rule = None
-    if chosen.expert is None and len(maps) == 1:
-        rule = (int(out_E.abs().argmax()), int(here.activation.abs().argmax())) == (channel, chosen.neuron)
+        changes["expert"] = zeroed_entries((here.by_channel, (everywhere, chosen.expert)))
+    largest_of, weights = largest_activations(adapter, parts, tokens_NT, down), down_weights(parts, down, here.axis)
+    projections = down_projections(largest_of, weights)
+    if supers := [(weights[one.layer], (one.channel, one.neuron)) for one in projections if one.spike > SPIKE]:
+        changes["super weights"] = zeroed_entries(*supers)
     return Writer(
         **reader.result_fields(),
         channel=channel,
@@ -409,7 +440,8 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
         experts=experts,
         neurons=neurons,
         weight=chosen,
-        super_weight=rule,
+        down_projections=projections or None,
+        super_experts=super_experts(largest_of, len(parts)),
         zeroed=[_zeroed(reader, block, channel, what, change) for what, change in changes.items()],
     )
 
