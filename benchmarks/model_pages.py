@@ -19,7 +19,7 @@ from sinklab.assessing.parts.budgets import Budgets
 from sinklab.assessing.parts.eviction import Eviction
 from sinklab.assessing.parts.heads import Heads
 from sinklab.assessing.parts.key_ablations import KeyAblations
-from sinklab.assessing.parts.kv_cache import KVCache
+from sinklab.assessing.parts.kv_cache import KVCache, RandomHeads, named_positions
 from sinklab.assessing.parts.pruning import Pruning, RemovedHeads
 from sinklab.assessing.parts.quantisation import STATIC, Quantisation
 from sinklab.assessing.parts.streaming import Streaming
@@ -73,6 +73,12 @@ def added(part: AssessPart, effect: Effect) -> str:
     return f"{part.added(effect):+.3f}{error}"
 
 
+def with_draws(part: AssessPart, effect: RemovedHeads | RandomHeads) -> str:
+    """Format the mean of several draws with the smallest and largest, `+0.401 (+0.10 to +0.68)`; one draw: `added`."""
+    draws = [loss - part.unchanged.loss for loss in effect.losses]
+    return added(part, effect) + (f" ({min(draws):+.2f} to {max(draws):+.2f})" if len(draws) > 1 else "")
+
+
 def streaming_rows(part: Streaming) -> Rows:
     smallest = min(one.cache for one in part.caches)
     kept = {one.first: one for one in part.caches if one.cache == smallest}
@@ -91,12 +97,17 @@ def cache_rows(part: KVCache) -> Rows:
     fewest = min(part.settings, key=lambda one: one.bits)
     name, by_head = f"KV cache in {fewest.bits} bits", f"KV cache in {part.head_bits} bits"
     costliest = max(part.heads, key=lambda one: one.kl)
+    found = {"outlier tokens": (part.outliers, fewest.outliers_spared), "sinks": (part.sinks, fewest.sinks_spared)}
     return {
         name: added(part, fewest.everything),
         f"{name}, first key spared": added(part, fewest.first_spared),
-        f"{name}, outlier tokens spared": added(part, fewest.found_spared),
+        **{
+            f"{name}, {what} spared": f"{added(part, effect)}, {named_positions(positions)}"
+            for what, (positions, effect) in found.items()
+            if positions is not None and effect is not None
+        },
         f"{by_head}, costliest tenth of the KV heads exempt": added(part, part.without_exempt),
-        f"{by_head}, as many random KV heads exempt": added(part, part.without_random),
+        f"{by_head}, as many random KV heads exempt": with_draws(part, part.without_random),
         f"costliest tenth of the KV heads in {part.head_bits} bits": (
             f"{', '.join(f'{layer}.{head}' for layer, head in part.exempt)} (of {len(part.heads)})"
         ),
@@ -127,14 +138,9 @@ def eviction_rows(part: Eviction) -> Rows:
 
 
 def pruning_rows(part: Pruning) -> Rows:
-    def with_draws(one: RemovedHeads) -> str:
-        if len(one.losses) == 1:
-            return added(part, one)
-        draws = [loss - part.unchanged.loss for loss in one.losses]
-        return f"{added(part, one)} ({min(draws):+.2f} to {max(draws):+.2f})"
-
-    tenth = {f"a tenth of the heads removed: {one.order}": with_draws(one) for one in part.orders if one.share == 0.1}
-    kinds = {f"heads removed: {one.order}": f"{one.heads} heads: {with_draws(one)}" for one in part.kinds}
+    orders = [one for one in part.orders if one.share == 0.1]
+    tenth = {f"a tenth of the heads removed: {one.order}": with_draws(part, one) for one in orders}
+    kinds = {f"heads removed: {one.order}": f"{one.heads} heads: {with_draws(part, one)}" for one in part.kinds}
     return tenth | kinds
 
 

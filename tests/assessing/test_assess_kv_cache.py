@@ -1,5 +1,7 @@
 """The rounded KV cache, against KIVI's formula written anew and against a cache of transformers that rounds."""
 
+import random
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,15 +10,23 @@ import torch
 import transformers as hf
 from assessed import small, some_tokens
 from closeness import assert_close
-from families import family_tokens, pair_of
+from families import GROUPED, family_tokens, pair_of
+from torch import nn
 
 from sinklab.assessing.parts import PARTS, USUAL, kv_cache
-from sinklab.assessing.parts.kv_cache import KVCache, RoundedCache, assess_kv_cache, outlier_tokens, rounded
+from sinklab.assessing.parts.kv_cache import (
+    KVCache,
+    RoundedCache,
+    assess_kv_cache,
+    down_projections,
+    outliers_and_sinks,
+    rounded,
+)
 from sinklab.assessing.reading import PairedReader, changed_attention, key_heads
 from sinklab.assessing.settings import AssessOptions, settings_for
 from sinklab.errors import InputError
 from sinklab.models.adapter import adapt
-from sinklab.models.hooks import evaluating
+from sinklab.models.hooks import evaluating, hooked
 
 
 def by_hand(numbers: list[float], bits: int) -> list[float]:
@@ -194,18 +204,173 @@ def with_a_loud_first_token(tokens: torch.Tensor) -> Any:
     return one
 
 
-def test_a_loud_first_token_is_what_rounding_costs_and_is_found() -> None:
+def test_a_loud_first_token_is_what_rounding_costs() -> None:
     tokens = some_tokens(3, 20)
-    one = with_a_loud_first_token(tokens)
-    assert outlier_tokens(one, tokens).nonzero().tolist() == [[n, 0] for n in range(3)]
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
-    assert found.found == [[1], [1]]
+    found = assess_kv_cache(with_a_loud_first_token(tokens), tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
     assert [row.bits for row in found.settings] == [8, 4, 3, 2]
     for row in found.settings:
-        assert row.found_spared == row.first_spared
         assert row.due_to_sink == pytest.approx(row.everything.loss - row.first_spared.loss)
     four = found.settings[1]
     assert four.first_spared.kl < four.everything.kl / 3
+
+
+DOWN = {  # the down projection of a block
+    "llama": "mlp.down_proj",
+    "gpt2": "mlp.c_proj",
+    "opt": "fc2",
+    "gpt-neox": "mlp.dense_4h_to_h",
+    "gemma3, window 5": "mlp.down_proj",
+    "phi3": "mlp.down_proj",
+    "ours": "ffn.down",
+}
+
+
+def outliers_by_hand(inputs: list[torch.Tensor]) -> list[int]:
+    """The rule of get_prefixed_tokens in ChenMnZ/PrefixQuant, by its default `activation_type`, for one sequence."""
+    found = set()
+    for x_TI in inputs:
+        largest = [max(abs(number) for number in token) for token in x_TI.tolist()]
+        median = sorted(largest)[(len(largest) - 1) // 2]  # torch.median is the lower one of an even number
+        found |= {t for t, number in enumerate(largest) if number / median > 64}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("family", DOWN)
+def test_outliers_are_those_of_the_inputs_of_down_projections(family: str) -> None:
+    adapter: Any = small() if family == "ours" else adapt(pair_of(family)[0].double())
+    tokens, inputs = some_tokens(1, 14), list[torch.Tensor]()
+    projections = [block.get_submodule(DOWN[family]) for block in adapter.blocks]
+
+    def loud(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x = args[0].clone()
+        if x.numel() == 14 * x.shape[-1]:  # the whole sequence, in some families without a batch axis
+            x.view(14, -1)[[3, 8]] *= 1e4
+        return (x,)
+
+    def keep(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        inputs.append(args[0].view(14, -1))
+
+    with hooked([projections[1].register_forward_pre_hook(loud)]):
+        with hooked([one.register_forward_pre_hook(keep) for one in projections]), torch.no_grad():
+            adapter.hidden(tokens)
+        found, _ = outliers_and_sinks(PairedReader(adapter, tokens))
+    assert len(inputs) == len(projections)
+    assert found is not None
+    assert sorted(found) == outliers_by_hand(inputs) == [3, 8]
+
+
+def test_an_outlier_of_the_output_of_a_block_is_none() -> None:
+    tokens = some_tokens(1, 20)
+    one, outputs = with_a_loud_first_token(tokens), list[torch.Tensor]()
+    with hooked([one.blocks[0].register_forward_hook(lambda _, __, output: outputs.append(output))]), torch.no_grad():
+        one.hidden(tokens)
+    assert outliers_by_hand([outputs[0][0]]) == [0]
+    assert outliers_and_sinks(PairedReader(one, tokens))[0] == frozenset()
+
+
+def test_experts_have_no_outliers() -> None:
+    config = hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)
+    adapter, tokens = adapt(hf.AutoModelForCausalLM.from_config(config)), family_tokens()
+    found = assess_kv_cache(adapter, tokens[:2], tokens[2:3], 1, 0, 0, lambda: None)
+    assert found.outliers is None
+    assert found.settings[0].outliers_spared is None
+    assert not any("outliers" in row.what for row in found.rows())
+    apart = nn.ModuleDict({"mlp": nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2))})
+    assert down_projections(SimpleNamespace(blocks=[apart])) == []  # type: ignore[arg-type]
+
+
+def largest_alpha(attentions: Any, sequence: int) -> list[float]:
+    """The largest importance over layers and heads at every position."""
+    matrices = [A for layer in attentions for A in layer[sequence].tolist()]
+    T = len(matrices[0])
+    return [max(fmean(A[t][k] for t in range(k, T)) for A in matrices) for k in range(T)]
+
+
+@pytest.mark.parametrize("length", [20, 60])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral, window 5"])
+def test_sinks_are_those_of_the_attention_matrices(family: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, eager = (one.double() for one in pair_of(family))
+    adapter, tokens = adapt(model), some_tokens(2, length, 64)
+    with evaluating(eager):
+        attentions = eager(tokens, output_attentions=True).attentions
+    alphas = [largest_alpha(attentions, n) for n in range(2)]
+    examined = [k for k in range(1, length + 1) if k <= length / 2 or length - k + 1 >= 16]
+    third, fourth = sorted((alphas[0][k - 1] for k in examined), reverse=True)[2:4]
+    monkeypatch.setattr(kv_cache, "EPS", eps := (third + fourth) / 2)
+    above = [[k for k, alpha in enumerate(some, 1) if alpha > eps] for some in alphas]
+    assert any(set(some) - set(examined) for some in above)  # few queries see the last positions
+    found = [outliers_and_sinks(PairedReader(adapter, one))[1] for one in tokens.split(1)]
+    assert [[s + 1 for s in sorted(some)] for some in found] == [[k for k in some if k in examined] for some in above]
+    assert len(found[0]) == 3
+
+
+def test_a_learned_token_is_a_sink_by_its_own_importance(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tokens = small("sink token"), some_tokens(3, 12)
+    for eps, expected in ((0.05, True), (0.95, False)):
+        monkeypatch.setattr(kv_cache, "EPS", eps)
+        found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
+        assert found.sinks is not None
+        assert [0 in some for some in found.sinks] == [expected, expected]
+
+
+def test_the_found_positions_of_each_sequence_are_spared_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tokens = small("grouped keys"), some_tokens(3, 20)
+    pairs = iter([(frozenset({0, 6}), frozenset({4})), (frozenset({6}), frozenset({1, 2, 5, 7, 9}))])
+    monkeypatch.setattr(kv_cache, "outliers_and_sinks", lambda reader: next(pairs))
+    monkeypatch.setattr(kv_cache, "BITS", (2,))
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
+    outliers, sinks = [[1, 7], [7]], [[5], [2, 3, 6, 8, 10]]
+    assert (found.outliers, found.sinks) == (outliers, sinks)
+    for effect, sets in (
+        (found.settings[0].outliers_spared, outliers),
+        (found.settings[0].sinks_spared, sinks),
+    ):
+        losses = []
+        for tokens_1T, some in zip(tokens[:2].split(1), sets, strict=True):
+            spared = torch.tensor([t + 1 in some for t in range(20)])
+            losses.append(PairedReader(one, tokens_1T).under(RoundedCache(2, spared)).effect().loss)
+        assert effect is not None
+        assert effect.loss == pytest.approx(fmean(losses))
+    rows = {row.what: row.more for row in found.rows()}
+    assert rows["2 bits, outliers in full precision"] == "positions 7 (in 2 sequences), 1"
+    assert rows["2 bits, sinks in full precision"] == "positions 5, 2, 3, 6, 2 more"
+    assert "outliers at positions 7 (in 2 sequences), 1; sinks at positions 5, 2, 3, 6, 2 more;" in found.remark()
+
+
+def test_random_heads_are_the_mean_of_three_draws() -> None:
+    one, tokens = small(), some_tokens(3, 20)
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 7, 0, lambda: None)
+    names, draw = sorted(key_heads(one)), random.Random(7)
+    losses = [
+        PairedReader(one, tokens[:2])
+        .under(RoundedCache(2, heads=frozenset(names) - set(draw.sample(names, 1))))
+        .effect()
+        for _ in range(3)
+    ]
+    control = found.without_random
+    assert control.losses == pytest.approx([one.loss for one in losses])
+    assert len(set(control.losses)) > 1
+    assert control.loss == pytest.approx(fmean(control.losses))
+    assert control.kl == pytest.approx(fmean(one.kl for one in losses))
+    assert control.error is None
+    draws = f"draws {min(control.losses):.4f} to {max(control.losses):.4f}"
+    assert [row.more for row in found.rows() if "random" in row.what] == [draws]
+
+
+def test_an_older_result_is_read_without_the_sets_it_does_not_have() -> None:
+    one, tokens = small(), some_tokens(3, 20)
+    older = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None).model_dump(mode="json")
+    del older["outliers"], older["sinks"], older["without_random"]["losses"]
+    older["found"] = [[1], [1]]
+    for row in older["settings"]:
+        row["found_spared"] = row.pop("outliers_spared")
+        del row["sinks_spared"]
+    found = KVCache.model_validate(older)
+    rows = {row.what: row.more for row in found.rows()}
+    assert len(rows) == 1 + 2 * 4 + 1 + 2
+    assert rows["2 bits except 1 random KV head"] == ""
+    assert found.remark().startswith("kv_cache: the costliest KV heads (layer.head) in 2 bits: ")
+    assert {row["series"] for row in found.figure().rows} == {"all positions rounded", "first in full precision"}
 
 
 def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +378,10 @@ def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatc
     assert key_heads(one) == {(1, 1), (1, 2), (2, 1), (2, 2)}
     passes = []
     found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: passes.append(1))
-    assert len(passes) == 2 * (3 + 3 * 4) + 1 + 4
+    assert (found.outliers, found.sinks) == ([[], []], [[4], [10]])  # no outliers: as with no position spared
+    draw = random.Random(0)
+    drawn = {name for _ in range(3) for name in draw.sample(sorted(key_heads(one)), 1)}
+    assert len(passes) == 2 * (2 + 3 * 4 + len({*found.exempt, *drawn})) + 1 + 4
     reader = PairedReader(one, tokens[2:])
     for row in found.heads:
         alone = reader.under(RoundedCache(2, heads=frozenset({(row.layer, row.head)}))).effect()

@@ -108,13 +108,15 @@ def assessment(model: str, cost: float = 0.5, **changes: Any) -> dict[str, Any]:
         "kv_cache": {
             **read,
             "sink_positions": 1,
-            "found": [[1]],
+            "outliers": [[1]],
+            "sinks": [[1]],
             "settings": [
                 {
                     "bits": bits,
                     "everything": effect(3 + cost * 2 / bits),
                     "first_spared": effect(3 + cost / bits),
-                    "found_spared": effect(3 + cost / bits),
+                    "outliers_spared": effect(3 + cost / bits),
+                    "sinks_spared": effect(3 + cost / bits),
                     "due_to_sink": cost / bits,
                 }
                 for bits in (4, 2)
@@ -123,7 +125,7 @@ def assessment(model: str, cost: float = 0.5, **changes: Any) -> dict[str, Any]:
             "heads": [{"layer": 1, "head": head, **effect(3, 0.1 / head)} for head in (1, 2)],
             "exempt": [(1, 1)],
             "without_exempt": effect(3 + cost / 2),
-            "without_random": effect(3 + cost),
+            "without_random": {"losses": [3.0 + cost], **effect(3 + cost)},
         },
         "pruning": {
             **read,

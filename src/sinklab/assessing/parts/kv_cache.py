@@ -16,28 +16,37 @@ which the public code does not support, are rounded by the same formula.
     keys     full precision for s >= R floor(t / R): each block of R keys is rounded after the query of its last key
     values   full precision for t - s <= R: each value is rounded after query s + R
 
-Spared positions stay in full precision and are excluded from the scales. They are none, the first n, or outlier tokens
-detected by PrefixQuant's rule (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py) on block outputs:
+Spared positions stay in full precision and are excluded from the scales. They are none, the first n, outlier tokens, or
+sinks. The latter two are found in each sequence by a pass with the unchanged model. Outlier tokens follow PrefixQuant's
+rule (2410.05265; ChenMnZ/PrefixQuant 97cc15b, utils/stat_utils.py, the default `activation_type`):
 
-    M_t = max over channels of |output of the block at t|,   t is an outlier where M_t > 64 median_s M_s in some block
+    M_t = max over neurons of |input of the down projection at t|,   outlier: M_t > 64 median_s M_s in some block
+
+Sinks are defined as in `secondary_sinks` (sinklab.measuring.statistics.secondary), with the first position included:
+
+    alpha_k > 0.3 in some query head,   k <= T / 2  or  T - k + 1 >= 16;   learned tokens: their sum of alpha > 0.3
 
     due_to_sink = loss(no position spared) - loss(the first n spared)               nats per token, as in `quantisation`
 
 In addition, each KV head is rounded alone to 2 bits, on separate sequences. Then all KV heads are rounded except the
-tenth with the highest cost (KL divergence), or except as many random heads.
+tenth with the highest cost (KL divergence), or except as many random heads (mean of several draws).
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.parts.pruning import DRAWS
+from sinklab.assessing.parts.quantisation import linear_maps
+from sinklab.assessing.parts.writer import EPS, feed_forward
 from sinklab.assessing.reading import (
     LOG_PROBABILITIES_KEPT,
     ByPosition,
@@ -47,15 +56,18 @@ from sinklab.assessing.reading import (
     Step,
     chosen_heads,
     key_heads,
+    mean_effect,
     refused,
 )
 from sinklab.assessing.settings import CACHE_GROUP, AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.errors import InputError
+from sinklab.measuring.statistics.secondary import ENOUGH
 from sinklab.models.adapter import Adapter
 from sinklab.models.families import LATENT_WIDTH, text_config
-from sinklab.models.hooks import evaluating, residual_stream
+from sinklab.models.hooks import hooked
+from sinklab.models.intercept import intercept
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
@@ -63,6 +75,10 @@ BITS = (8, 4, 3, 2)
 HEAD_BITS = 2
 OUTLIER = 64  # ratio of M_t to the median of M_s above which a token is an outlier
 EXEMPT = 10  # one KV head in ten is exempt from rounding
+NAMED = 4  # maximum number of positions in a row of the table
+DENSE = 3  # maximum number of linear layers of a feed-forward part without experts: gate, up and down projection
+Spared = frozenset[int]
+"""Spared positions of a sequence as 0-based indices, learned leading tokens included."""
 
 
 class CacheRounding(ReadDocument):
@@ -70,15 +86,28 @@ class CacheRounding(ReadDocument):
 
     Attributes:
         everything: loss with no position spared.
-        first_spared, found_spared: loss with the first n positions, or the outlier tokens, in full precision.
+        first_spared: loss with the first n positions in full precision.
+        outliers_spared: loss with the outlier tokens in full precision; None if `KVCache.outliers` is.
+        sinks_spared: loss with the sinks in full precision; None in older files.
         due_to_sink: loss of `everything` minus loss of `first_spared`.
     """
 
     bits: int
     everything: Effect
     first_spared: Effect
-    found_spared: Effect
+    outliers_spared: Effect | None = None
+    sinks_spared: Effect | None = None
     due_to_sink: float
+
+
+class RandomHeads(Effect):
+    """Loss with all KV heads rounded except random ones, mean over draws.
+
+    Attributes:
+        losses: loss of each draw; empty in older files, which have one draw.
+    """
+
+    losses: list[float] = Field(default_factory=list)
 
 
 class KVCache(AssessPart):
@@ -86,14 +115,16 @@ class KVCache(AssessPart):
 
     Attributes:
         sink_positions: number n of first positions in `first_spared`, including a learned sink token or registers.
-        found: positions of the outlier tokens of each sequence, 1-based; learned leading tokens are at 0, -1 and so on.
+        outliers, sinks: positions of the outlier tokens and of the sinks of each sequence, 1-based; learned leading
+            tokens are at 0, -1 and so on. None in older files, whose outlier tokens are those of block outputs.
+            `outliers` is None as well if no down projection was found, as in feed-forward parts with experts.
         settings: losses by number of bits.
         head_bits: number of bits in `heads`, `without_exempt` and `without_random`.
         residual: number R of recent positions in full precision; 0 rounds all positions.
         heads: loss and KL divergence when each KV head alone is rounded, on separate sequences.
         exempt: the tenth (at least one) of the KV heads (layer, head) with the highest KL divergence in `heads`.
         without_exempt, without_random: loss with all KV heads rounded to `head_bits` except the exempt heads, or as
-            many random heads.
+            many random heads (mean over draws).
     """
 
     name = "kv_cache"
@@ -120,14 +151,15 @@ class KVCache(AssessPart):
     )
 
     sink_positions: int
-    found: list[list[int]]
+    outliers: list[list[int]] | None = None
+    sinks: list[list[int]] | None = None
     settings: list[CacheRounding]
     residual: int = Field(default=0, exclude_if=lambda residual: residual == 0)
     head_bits: int
     heads: list[HeadCost]
     exempt: list[tuple[int, int]]
     without_exempt: Effect
-    without_random: Effect
+    without_random: RandomHeads
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
@@ -140,7 +172,7 @@ class KVCache(AssessPart):
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
         adapter, given = text.model.adapter, (settings.sink_tokens, settings.seed, settings.residual)
-        passes = (3 + 3 * len(BITS)) * len(tokens_NT) + (1 + len(key_heads(adapter))) * len(others_MT)
+        passes = (3 + DRAWS + 4 * len(BITS)) * len(tokens_NT) + (1 + len(key_heads(adapter))) * len(others_MT)
         return PartJob(passes, partial(assess_kv_cache, adapter, tokens_NT, others_MT, *given))
 
     def rows(self) -> Iterator[PartRow]:
@@ -151,21 +183,28 @@ class KVCache(AssessPart):
             numbers = [f"cache_{one.bits}_bits_added", "cache_added"][: 2 if one.bits == fewest else 1]
             yield self.row(bits, one.everything, due, answer=f"keys and values in {bits}", numbers=numbers)
             yield self.row(f"{bits}, {spared} in full precision", one.first_spared)
-            yield self.row(f"{bits}, outliers in full precision", one.found_spared)
+            for name, positions, effect in self._found(one):
+                yield self.row(f"{bits}, {name} in full precision", effect, named_positions(positions))
             if one.bits == fewest:
                 answer, words = f"part of the loss in {bits} due to the sink", f"with a cache in {bits}"
                 yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["cache_due_to_sink"])
         count, heads = len(self.exempt), f"KV head{'s' * (len(self.exempt) > 1)}"
         yield self.row(f"{self.head_bits} bits except {count} costliest {heads}", self.without_exempt)
-        yield self.row(f"{self.head_bits} bits except {count} random {heads}", self.without_random)
+        losses = self.without_random.losses
+        draws = f"draws {min(losses):.4f} to {max(losses):.4f}" if losses else ""
+        yield self.row(f"{self.head_bits} bits except {count} random {heads}", self.without_random, draws)
 
     def remark(self) -> str:
-        found = sum(map(len, self.found))
         named = ", ".join(f"{layer}.{head}" for layer, head in self.exempt[:8])
-        return (
-            f"kv_cache: {found} outlier tokens in {self.counted(len(self.found), 'sequence')}; the costliest KV heads "
-            f"(layer.head) in {self.head_bits} bits: {named}{self._recent}"
-        )
+        found = "".join(f"{name} at {named_positions(at)}; " for name, at, _ in self._found(self.settings[0]))
+        return f"kv_cache: {found}the costliest KV heads (layer.head) in {self.head_bits} bits: {named}{self._recent}"
+
+    def _found(self, one: CacheRounding) -> Iterator[tuple[str, Sequence[Sequence[int]], Effect]]:
+        """Iterate over the found sets of positions: name, positions of each sequence, and loss with them spared."""
+        if self.outliers is not None and one.outliers_spared is not None:
+            yield "outliers", self.outliers, one.outliers_spared
+        if self.sinks is not None and one.sinks_spared is not None:
+            yield "sinks", self.sinks, one.sinks_spared
 
     @property
     def _recent(self) -> str:
@@ -178,17 +217,26 @@ class KVCache(AssessPart):
             for series, effect in (
                 ("all positions rounded", one.everything),
                 ("first in full precision", one.first_spared),
-                ("outliers in full precision", one.found_spared),
+                *((f"{name} in full precision", effect) for name, _, effect in self._found(one)),
             )
         ]
         return PartFigure(
             "Rounding the KV cache",
             f"Loss added to {self.unchanged.loss:.3f} by rounding keys per channel and values per token, in groups of "
             f"{CACHE_GROUP} (KIVI, 2402.02750): at all positions, at all but the first "
-            f"{self.counted(self.sink_positions, 'position')}, at all but outlier tokens (2410.05265){self._recent}.",
+            f"{self.counted(self.sink_positions, 'position')}, at all but outlier tokens (2410.05265), at all but "
+            f"sinks (importance above {EPS}){self._recent}.",
             rows,
             PlotAxis("Bits", "x", "bits", order=sorted({one.bits for one in self.settings})),
         )
+
+
+def named_positions(found: Sequence[Sequence[int]]) -> str:
+    """Name the most frequent positions of all sequences, as in `positions 1 (in 2 sequences), 5, 34`."""
+    counts = Counter(position for some in found for position in some)
+    named = [f"{at} (in {count} sequences)" if count > 1 else f"{at}" for at, count in counts.most_common(NAMED)]
+    named += [f"{len(counts) - NAMED} more"] if len(counts) > NAMED else []
+    return f"position{'s' * (len(counts) > 1)} {', '.join(named)}" if counts else "no position"
 
 
 def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
@@ -286,43 +334,62 @@ def assess_kv_cache(
     """
     kept = LOG_PROBABILITIES_KEPT // len(tokens_NT)
     readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]
-    found_NS = outlier_tokens(adapter, tokens_NT)
     first = adapter.leading + sink_tokens
-    first_NS = (torch.arange(found_NS.shape[1]) < first).expand_as(found_NS)
-    none_NS = torch.zeros_like(found_NS)
+    none, leading = [Spared()] * len(readers), [Spared(range(first))] * len(readers)
+    pairs = [outliers_and_sinks(one) for one in readers]
+    outliers = [some for some, _ in pairs if some is not None] or None
+    sinks = [some for _, some in pairs]
 
-    def effect(bits: int, spared_NS: Tensor, heads: KeyHeads | None = None) -> Effect:
-        read = [
-            one.under(compute=RoundedCache(bits, spared_S, heads, residual).output)
-            for one, spared_S in zip(readers, spared_NS, strict=True)
-        ]
-        return joined(read).effect()
+    @cache  # the sets of positions of a sequence are often equal
+    def read(n: int, bits: int, spared: Spared, heads: KeyHeads | None) -> ByPosition:
+        spared_S = torch.tensor([s in spared for s in range(adapter.leading + tokens_NT.shape[1])])
+        return readers[n].under(compute=RoundedCache(bits, spared_S, heads, residual).output)
+
+    def effect(bits: int, spared: Sequence[Spared], heads: KeyHeads | None = None) -> Effect:
+        return joined([read(n, bits, some, heads) for n, some in enumerate(spared)]).effect()
 
     settings = []
     for bits in BITS:
-        everything, first_spared = effect(bits, none_NS), effect(bits, first_NS)
-        rounding = {"everything": everything, "first_spared": first_spared, "found_spared": effect(bits, found_NS)}
-        settings.append(CacheRounding(bits=bits, **rounding, due_to_sink=everything.loss - first_spared.loss))
+        everything, first_spared = effect(bits, none), effect(bits, leading)
+        settings.append(
+            CacheRounding(
+                bits=bits,
+                everything=everything,
+                first_spared=first_spared,
+                outliers_spared=None if outliers is None else effect(bits, outliers),
+                sinks_spared=effect(bits, sinks),
+                due_to_sink=everything.loss - first_spared.loss,
+            )
+        )
     alone = PairedReader(adapter, others_MT, step)
     heads = alone.by_key_head(
         lambda chosen: alone.under(compute=RoundedCache(HEAD_BITS, heads=chosen, residual=residual).output)
     )
     dearest = sorted(heads, key=lambda one: -one.kl)[: max(1, len(heads) // EXEMPT)]
     exempt, names = ([(one.layer, one.head) for one in some] for some in (dearest, heads))
-    drawn = random.Random(seed).sample(sorted(names), len(exempt))
+    draw = random.Random(seed)
+    drawn = [draw.sample(sorted(names), len(exempt)) for _ in range(DRAWS)]
+
+    def without(some: Sequence[tuple[int, int]]) -> Effect:
+        return effect(HEAD_BITS, none, frozenset(names) - set(some))
+
+    def by_sequence(found: Sequence[Spared]) -> list[list[int]]:
+        return [sorted(s + 1 - adapter.leading for s in some) for some in found]
+
     return KVCache(
         sequences=len(readers),
         length=tokens_NT.shape[1],
         unchanged=joined([one.unchanged for one in readers]).effect(),
         sink_positions=first,
-        found=[(found_S.nonzero()[:, 0] + 1 - adapter.leading).tolist() for found_S in found_NS],
+        outliers=None if outliers is None else by_sequence(outliers),
+        sinks=by_sequence(sinks),
         settings=settings,
         residual=residual,
         head_bits=HEAD_BITS,
         heads=heads,
         exempt=exempt,
-        without_exempt=effect(HEAD_BITS, none_NS, frozenset(names) - set(exempt)),
-        without_random=effect(HEAD_BITS, none_NS, frozenset(names) - set(drawn)),
+        without_exempt=without(exempt),
+        without_random=RandomHeads(**mean_effect([without(some) for some in drawn])),
     )
 
 
@@ -337,13 +404,45 @@ def joined(read: Sequence[ByPosition]) -> ByPosition:
     )
 
 
-def outlier_tokens(adapter: Adapter, tokens_NT: Tensor) -> Tensor:
-    """Return a boolean mask (N, S) of the outlier tokens by PrefixQuant's rule; S includes learned leading tokens."""
+def outliers_and_sinks(reader: PairedReader) -> tuple[Spared | None, Spared]:
+    """Find the outlier tokens and the sinks of one sequence, by a pass with the unchanged model.
+
+    Args:
+        reader: reader of the sequence.
+
+    Returns:
+        Outlier tokens, or None if no down projection was found, and sinks.
+    """
+    first, T = reader.adapter.leading, reader.tokens_NT.shape[1]
+    k_T = torch.arange(1, T + 1)
+    listed_T = (2 * k_T <= T) | (T - k_T + 1 >= ENOUGH)
+    M_LS, sink_S = list[Tensor](), torch.zeros(first + T, dtype=torch.bool)
+
+    def entering(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        M_LS.append(args[0].abs().amax(-1).flatten())
+
+    def observe(layer: LayerCall) -> None:
+        alpha = layer.importance()
+        sink_S[first:] |= (alpha.positions_BHT > EPS).any(1)[0].cpu() & listed_T
+        if alpha.bias_BH is not None:  # a bias alone has no position
+            sink_S[:first] |= bool((alpha.bias_BH > EPS).any())
+
+    hooks = (one.register_forward_pre_hook(entering) for one in down_projections(reader.adapter))
+    with hooked(hooks), intercept(reader.adapter, observe=observe):
+        reader.observed()
+    outliers = None
+    if M_LS:
+        ratio_LS = torch.stack([M_S / M_S.median() for M_S in M_LS])
+        outliers = Spared((ratio_LS > OUTLIER).any(0).nonzero()[:, 0].tolist())
+    return outliers, Spared(sink_S.nonzero()[:, 0].tolist())
+
+
+def down_projections(adapter: Adapter) -> list[nn.Module]:
+    """Return the last linear layer of every feed-forward part; empty if one has experts, which share the tokens."""
     found = []
-    with evaluating(adapter.module), residual_stream(adapter.blocks, lambda x_BSC: x_BSC.abs().amax(-1)) as largest:
-        for tokens_1T in tokens_NT.split(1):
-            adapter.hidden(tokens_1T.to(adapter.device))
-            M_LS = torch.cat(largest[1:])
-            ratio_LS = M_LS / M_LS.median(-1, keepdim=True).values
-            found.append((ratio_LS > OUTLIER).any(0).cpu())
-    return torch.stack(found)
+    for part in filter(None, map(feed_forward, adapter.blocks)):
+        linear = [one.module for one in linear_maps([part])]
+        if not 0 < len(linear) <= DENSE or any(weight.ndim > 2 for weight in part.parameters()):
+            return []
+        found.append(linear[-1])
+    return found
