@@ -167,6 +167,8 @@ AT_2 = {"is": "stands_at", "cell": "fixed", "position": 2, "at_least": 10.0}
         ([(30.0, 0.2, 1.0)] + [(0.1, 30.0, 1.0)] * 4, "inconclusive"),
         ([(30.0, 30.0, 1.0)] + [(0.1, 30.0, 1.0)] * 4, "inconclusive"),
         ([(0.0, 0.0, 0.0)] * 5, "contradicted"),
+        ([(0.1, 30.0, 1.0, 1.0, 40.0, 90.0)] * 5, "reproduced"),  # few queries see the later half of the positions
+        ([(0.1, 30.0, 31.0, 1.0, 40.0, 90.0)] * 5, "contradicted"),
     ],
 )
 def test_where_the_sink_is(sinks: list[Sequence[float]], expected: str) -> None:

@@ -160,6 +160,7 @@ class Monotone(QuantityClaim):
 class StandsAt(_OneCell):
     """At every seed of a cell, `position` (1-based) has the highest sink rate, which is at least `at_least` percent.
 
+    The rate is compared with those of the other positions among 1 .. T / 2 (`highest_rate`); a tie opposes the claim.
     If only the second condition fails, the verdict is "direction only".
     """
 

@@ -24,6 +24,7 @@ from sinklab.experiments.quantities import AT_EPS, NO_SINK, RunNumbers, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, pairs_against, seed_by_seed, separated, share_interval
 from sinklab.experiments.verdicts.wording import bounds, difference, each_seed, number, step_unit, unit
+from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.tables import plural
 
 T = TypeVar("T")
@@ -274,13 +275,13 @@ def _stands_at(check: StandsAt, runs: Runs) -> Finding:
     ahead = []
     for run in runs.of(check.cell):
         if run.seed in rates:
-            positions = (k for k in range(1, len(run.last.sink_rate) + 1) if k != check.position)
-            others = [value for k in positions if (value := run.value(f"sink_{k}")) is not None]
-            ahead.append(rates[run.seed] > max(others, default=0.0))
+            positions = range(1, len(run.last.sink_rate) + 1)
+            others = highest_rate([None if k == check.position else run.value(f"sink_{k}") for k in positions])
+            ahead.append(rates[run.seed] > (others[1] if others else 0.0))
     large = [rate >= check.at_least for rate in rates.values()]
     said = (
         f"{runs.values_text({check.cell: rates.values()}, name)} The rate at position {check.position} is the highest "
-        f"of all positions at {runs.counted(ahead)}, and at least {check.at_least:g} % at {runs.counted(large)}."
+        f"of positions 1 to T / 2 at {runs.counted(ahead)}, and at least {check.at_least:g} % at {runs.counted(large)}."
     )
     return Finding(seed_by_seed(ahead), said, len(ahead), seed_by_seed(large) is True)
 
