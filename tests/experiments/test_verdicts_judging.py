@@ -150,6 +150,24 @@ def test_verdicts_at_other_thresholds_stand_beside_where_rates_were_recorded_the
     assert verdict(HAS_ONE, first(5)).at_eps == {}  # rows of older runs
 
 
+def test_a_rate_on_the_first_token_or_the_bias_is_their_sum_at_every_threshold() -> None:
+    check = {"is": "greater", "value": "sink_1_or_bias", "cell": "k_biases", "than": "softmax"}
+    rates = {"0.2": 30.0, "0.3": 12.0, "0.4": 4.0}
+    results = at_thresholds(softmax=[rates] * 5, k_biases=[dict.fromkeys(rates, 1.0)] * 5)
+
+    def with_bias(by_eps: Mapping[str, float] | None) -> dict[str, CellResults]:
+        row = (
+            results["k_biases"]
+            .numbers[0]
+            .last.model_copy(update={"sink_rate_bias": 20.0, "sink_rate_bias_eps": by_eps})
+        )
+        return {**results, "k_biases": cell_of(*(run_of(seed, row) for seed in range(5)))}
+
+    found = verdict(check, with_bias({"0.2": 29.0, "0.3": 20.0, "0.4": 3.5}))
+    assert (found.verdict, found.at_eps) == ("reproduced", {"0.2": "inconclusive", "0.4": "reproduced"})  # 0.2: a tie
+    assert verdict(check, with_bias(None)).at_eps == {}  # recorded at the recipe's threshold only
+
+
 def trained_norms(*before_and_after: tuple[float, float]) -> CellResults:
     """A cell with these norm ratios untrained and at its last evaluations, a pair per seed."""
     return cell_of(*(

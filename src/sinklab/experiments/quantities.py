@@ -350,8 +350,14 @@ AT_EPS: Mapping[str, Callable[[Evaluation], Mapping[str, float | None] | None]] 
     "sink_1": lambda one: one.sink_rate_eps,
     "sink_1_visible": lambda one: one.sink_rate_visible_eps or one.sink_rate_eps,
     "sink_bias": lambda one: one.sink_rate_bias_eps,
+    "sink_1_or_bias": lambda one: _first_or_bias(one),
 }
 """Functions that return the sink rates of an evaluation by threshold (with `BESIDE`), by name of the quantity."""
+
+
+def _first_or_bias(one: Evaluation) -> Mapping[str, float | None]:
+    first, bias = one.sink_rate_eps or {}, one.sink_rate_bias_eps or {}
+    return first if one.sink_rate_bias is None else {eps: _sum_of([first[eps], bias.get(eps)]) for eps in first}
 
 
 def _at(rates: Sequence[float | None], position: int) -> float | None:
