@@ -215,7 +215,7 @@ def verify(
 
     A retrained run must match bit for bit if it has the recorded processor, device, Python and torch versions, number
     of threads and compilation of the loss. Otherwise, its first validation loss after step 0 and its last must match
-    within the printed tolerances. The exit status is 1 if a check fails.
+    within the printed tolerances, and both values of Sink_1 are printed. The exit status is 1 if a check fails.
     """
     from dataclasses import asdict
 
