@@ -8,10 +8,11 @@ from typing import Any
 from made_runs import cell_of, cells_of, experiment_of, reading, run_of
 
 from sinklab.experiments.definition import Experiment
-from sinklab.experiments.documents import CellRun, JudgedClaim, Summary, chance_of_claims
+from sinklab.experiments.documents import CellRun, JudgedClaim, Summary
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.shipped import load_experiment
 from sinklab.experiments.summary import at_scale, summarise
+from sinklab.experiments.verdicts.counts import chance_of_claims
 
 LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax"}
 SINKS = {"softmax": [36.0, 30.0, 42.0], "k_biases": [0.0, 0.0, 0.0]}
@@ -101,7 +102,7 @@ def test_one_experiment_names_the_summary_and_it_is_read_as_it_was_written(tmp_p
 
 def test_chance_would_reproduce_one_of_32_claims_that_are_judged_seed_by_seed() -> None:
     def claims(number: int, **others: Any) -> list[JudgedClaim]:
-        asked = {"analysis": "confirmatory", "rule": "seed by seed", "verdict": "inconclusive", **others}
+        asked = {"analysis": "confirmatory", "rule": "seed by seed", "verdict": "inconclusive", "seeds": 5, **others}
         return [JudgedClaim(**asked) for _ in range(number)]
 
     others = [
@@ -113,6 +114,7 @@ def test_chance_would_reproduce_one_of_32_claims_that_are_judged_seed_by_seed() 
     assert "48 of the confirmatory claims" in chance_of_claims([*claims(48), *others])
     assert chance_of_claims([*claims(48), *others]).endswith("would reproduce 1.5.")
     assert chance_of_claims(others) == ""
+    assert chance_of_claims(claims(512, seeds=9)).endswith("would reproduce 10.0.")  # one of nine seeds may deviate
 
 
 def test_a_comparison_of_cells_is_counted_by_overlap_and_all_else_by_seed() -> None:

@@ -218,6 +218,7 @@ def test_packed_results_say_the_same_and_their_readme_begins_with_the_statements
     packed = pack_sweep([top], tmp_path / "tiny")
     assert origins(collect([packed]).sweeps) == origins(collect([top]).sweeps)
     text = (packed / "README.md").read_text(encoding="utf-8")
+    assert "core-hours; Start date: 2026-11-23; Commit: af2904885c; sinklab: 0.1.0; Python: 3.11.7" in text
     lines = [row for row in text.split("## All claims")[0].splitlines() if row.startswith("| ") and row[2].isdigit()]
     assert [row.split(" | ")[1] for row in lines] == [one.says for one in statements()]
     assert "reproduced at tiny (table\\_4.k\\_biases\\_take\\_the\\_sink)<br>contradicted at tiny" in lines[14]

@@ -425,25 +425,6 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
     }
 
 
-def chance_of_claims(claims: Sequence[JudgedClaim]) -> str:
-    """Return a sentence on how many confirmatory claims chance would reproduce.
-
-    If half of all seeds satisfied a claim that is judged seed by seed, five seeds would reproduce it with probability
-    1/32. The sentence is empty if no confirmatory claim has a verdict that was judged seed by seed.
-    """
-    number = sum(
-        claim.rule == "seed by seed" and claim.analysis == ANALYSES[0] and claim.verdict in JUDGED and not claim.same_as
-        for claim in claims
-    )
-    if not number:
-        return ""
-    decided = f"{number} of the confirmatory claims are" if number > 1 else "One of the confirmatory claims is"
-    return (
-        f"{decided} judged seed by seed: if half of all seeds satisfied each of them, chance would reproduce "
-        f"{number / 32:.1f}."
-    )
-
-
 def read_record(directory: Path) -> RunRecord | None:
     """Read record.json of a run directory.
 

@@ -18,7 +18,6 @@ from sinklab.experiments.documents import (
     SUMMARY,
     CellRun,
     Summary,
-    chance_of_claims,
     read_record,
     verdict_counts,
 )
@@ -32,12 +31,13 @@ from sinklab.experiments.sweep.packed import (
     write_packed,
 )
 from sinklab.experiments.sweep.store import MANIFESTS
+from sinklab.experiments.verdicts.counts import chance_of_claims
 from sinklab.files import parse_json, parse_yaml, write_text
 from sinklab.outputs import REPORT, check_results
 from sinklab.report.collect import collect
 from sinklab.report.page import export_charts, render
 from sinklab.report.sections import glance
-from sinklab.report.sweeps import Sweep, with_runs
+from sinklab.report.sweeps import Sweep, SweepOrigins, origins, with_runs
 from sinklab.schema import leaves
 from sinklab.tables import NOTHING, Table, counted, escaped, markdown, names
 from sinklab.train.directory.environment import read_environment
@@ -186,7 +186,7 @@ def _pack_documents(sweep: Sweep, out: Path) -> None:
     summary.save(out)
     for path in _manifests(sweep):
         write_text(out / MANIFESTS / path.name, path.read_text(encoding="utf-8"))
-    write_text(out / "README.md", readme(summary))
+    write_text(out / "README.md", readme(summary, origins([sweep])))
 
 
 def _relative(message: str, sweep: Sweep) -> str:
@@ -194,8 +194,13 @@ def _relative(message: str, sweep: Sweep) -> str:
     return message.replace(f"{sweep.top.resolve()}/", "").replace(f"{sweep.top}/", "")
 
 
-def readme(summary: Summary) -> str:
-    """Return the README of a packed sweep as Markdown: counts, the paper at a glance, and all claims."""
+def readme(summary: Summary, origins: SweepOrigins | None) -> str:
+    """Return the README of a packed sweep as Markdown: scale, counts, origins, the paper at a glance, and all claims.
+
+    The differences from the paper (`ExperimentSummary.adapted`) are those that all experiments share.
+    """
+    adapted = [one.adapted for one in summary.experiments.values()]
+    scale = [said for said in (adapted or [[]])[0] if all(said in one for one in adapted)]
     done, failed = (sum(run.status == status for run in summary.runs) for status in ("done", "failed"))
     lines = [
         f"# Results at scale {escaped(summary.scale)}" if summary.scale else "# Results",
@@ -206,6 +211,8 @@ def readme(summary: Summary) -> str:
         "The recipe and metrics of a run are in the folder of the first experiment that uses it. Verdicts follow the "
         "rule in `docs/verdicts.md`.",
         "",
+        *([escaped(" ".join(scale)), ""] if scale else []),
+        *([escaped("; ".join(f"{title}: {text}" for title, text in origins.lines)) + ".", ""] if origins else []),
     ]
     for kind, found in verdict_counts(summary.claims).items():
         verdicts = ", ".join(f"{number} {escaped(verdict)}" for verdict, number in found.items())

@@ -29,8 +29,9 @@ from markupsafe import Markup
 import sinklab
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import SCALES
-from sinklab.experiments.documents import JudgedClaim, chance_of_claims, verdict_counts
+from sinklab.experiments.documents import JudgedClaim, verdict_counts
 from sinklab.experiments.verdicts import RULE
+from sinklab.experiments.verdicts.counts import chance_of_claims
 from sinklab.files import cache_folder, write_text, written_aside
 from sinklab.measuring.answer import answer
 from sinklab.outputs import CHART, CHART_MARK, REPORT, REPORT_MARK, check_file

@@ -147,6 +147,15 @@ class SweepOrigins:
     card_hours: float
     facts: Sequence[tuple[str, str]]
 
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """(title, text) pairs: number of runs with the hours, and `facts`."""
+        hours = ((self.core_hours, "core-hours"), (self.card_hours, "GPU-hours"))
+        return [
+            ("Runs", ", ".join([str(self.runs), *(f"{spent:.1f} {unit}" for spent, unit in hours if spent)])),
+            *self.facts,
+        ]
+
 
 def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
     """Collect durations, versions and machines of the runs; None if no run has finished or failed.

@@ -7,6 +7,8 @@ from statistics import median
 
 from scipy.special import betaincinv
 
+from sinklab.experiments.documents import ANALYSES, JUDGED, JudgedClaim
+
 FEWEST = 5
 """Minimum number of replicates (seeds, draws or models) of a verdict."""
 
@@ -28,6 +30,28 @@ def seed_by_seed(held: Sequence[bool]) -> bool | None:
     """
     differ, kept = int(len(held) >= MANY), sum(held)
     return True if kept >= len(held) - differ else False if kept <= differ else None
+
+
+def chance_of_claims(claims: Sequence[JudgedClaim]) -> str:
+    """Return a sentence on how many confirmatory claims chance would reproduce.
+
+    If half of all seeds satisfied a claim that is judged seed by seed, n seeds would reproduce it with probability
+    1 / 2^n, five seeds 1/32; from nine seeds on, (n + 1) / 2^n, because one may deviate. The sentence is empty if no
+    confirmatory claim has a verdict that was judged seed by seed.
+    """
+    seeds = [
+        claim.seeds
+        for claim in claims
+        if claim.rule == "seed by seed" and claim.analysis == ANALYSES[0] and claim.verdict in JUDGED
+        if not claim.same_as
+    ]
+    if not seeds:
+        return ""
+    decided = f"{len(seeds)} of the confirmatory claims are" if len(seeds) > 1 else "One of the confirmatory claims is"
+    return (
+        f"{decided} judged seed by seed: if half of all seeds satisfied each of them, chance would reproduce "
+        f"{sum((n + 1 if n >= MANY else 1) / 2**n for n in seeds):.1f}."
+    )
 
 
 def pairs_against(above: Sequence[float], below: Sequence[float]) -> int:
