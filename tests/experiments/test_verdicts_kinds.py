@@ -125,7 +125,8 @@ def test_a_trend_with_neighbours_that_go_the_other_way_without_overlap_is_open()
 def with_evaluations(*seeds: Sequence[float]) -> dict[str, CellResults]:
     """Cell `sigmoid` whose Sink_1 at its evaluations is given, a list per seed."""
     runs = [
-        run_of(at, *(reading(100 * k, sink_1=rate) for k, rate in enumerate(rates))) for at, rates in enumerate(seeds)
+        run_of(at, *(reading(100 * k + 1, sink_1=rate) for k, rate in enumerate(rates)))
+        for at, rates in enumerate(seeds)
     ]
     return {"sigmoid": cell_of(*runs)}
 
@@ -136,9 +137,9 @@ def test_a_number_is_the_mean_of_the_last_three_evaluations() -> None:
     assert verdict({**check, "at_least": 2.99, "at_most": 3.01}, results).verdict == "reproduced"
     assert verdict({**check, "at_least": 31.0, "at_step": 250}, results).verdict == "reproduced"  # (90 + 0 + 3) / 3
     assert verdict({**check, "at_least": 89.0, "at_step": 99}, results).verdict == "reproduced"  # nothing before it
-    beyond = verdict({**check, "at_least": 0.0, "at_step": 301}, results)
+    beyond = verdict({**check, "at_least": 0.0, "at_step": 302}, results)
     assert (beyond.verdict, beyond.seeds) == ("no verdict", 0)
-    assert "at step 301 was not measured in sigmoid" in beyond.evidence
+    assert "at step 302 was not measured in sigmoid" in beyond.evidence
 
 
 def test_a_sink_is_absent_below_one_percent_at_each_of_the_last_three_evaluations() -> None:
