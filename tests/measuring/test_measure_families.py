@@ -55,7 +55,7 @@ def test_scores_of_a_key_head_with_many_queries_keep_their_bound(family: str, mo
 
 
 COUNTING: dict[str, Any] = {  # positions from 3 on, and from the first column on, whatever the mask
-    "roberta": lambda: hf.RobertaConfig(**SMALL | {"pad_token_id": 2}, is_decoder=True),
+    "roberta": lambda: hf.RobertaConfig(**dict[str, Any](SMALL, pad_token_id=2, is_decoder=True)),
     "bart": lambda: hf.BartConfig(
         vocab_size=64,
         d_model=32,
