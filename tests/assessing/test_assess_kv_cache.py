@@ -18,7 +18,7 @@ from sinklab.assessing.parts.kv_cache import (
     KVCache,
     RoundedCache,
     assess_kv_cache,
-    down_projections,
+    last_linear_layers,
     outliers_and_sinks,
     rounded,
 )
@@ -276,7 +276,7 @@ def test_experts_have_no_outliers() -> None:
     assert found.settings[0].outliers_spared is None
     assert not any("outliers" in row.what for row in found.rows())
     apart = nn.ModuleDict({"mlp": nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2))})
-    assert down_projections(SimpleNamespace(blocks=[apart])) == []  # type: ignore[arg-type]
+    assert last_linear_layers(SimpleNamespace(blocks=[apart])) == []  # type: ignore[arg-type]
 
 
 def largest_alpha(attentions: Any, sequence: int) -> list[float]:

@@ -427,7 +427,7 @@ def outliers_and_sinks(reader: PairedReader) -> tuple[Spared | None, Spared]:
         if alpha.bias_BH is not None:  # a bias alone has no position
             sink_S[:first] |= bool((alpha.bias_BH > EPS).any())
 
-    hooks = (one.register_forward_pre_hook(entering) for one in down_projections(reader.adapter))
+    hooks = (one.register_forward_pre_hook(entering) for one in last_linear_layers(reader.adapter))
     with hooked(hooks), intercept(reader.adapter, observe=observe):
         reader.observed()
     outliers = None
@@ -437,7 +437,7 @@ def outliers_and_sinks(reader: PairedReader) -> tuple[Spared | None, Spared]:
     return outliers, Spared(sink_S.nonzero()[:, 0].tolist())
 
 
-def down_projections(adapter: Adapter) -> list[nn.Module]:
+def last_linear_layers(adapter: Adapter) -> list[nn.Module]:
     """Return the last linear layer of every feed-forward part; empty if one has experts, which share the tokens."""
     found = []
     for part in filter(None, map(feed_forward, adapter.blocks)):
