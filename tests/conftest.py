@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read on import; without it, a missing model is asked for many times
+
 from sinklab.commands import app
 
 Run = Callable[..., tuple[int, str, str]]

@@ -54,6 +54,7 @@ def test_the_notebook_that_measures_a_model(tmp_path: Path, capsys: pytest.Captu
     assert "nats per token" in said
 
 
+@pytest.mark.slow
 def test_the_notebook_that_compares_a_gate_with_softmax(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names, shown = run_notebook("gate.ipynb", STEPS=2, RUNS=tmp_path / "runs")
     assert {row["model"] for row in names["rows"]} == {"softmax", "gate"}

@@ -23,6 +23,10 @@ from sinklab.outputs import target_of
 MOST_VALUES = 10_000
 """Maximum number of values in a YAML document, counting every use of an alias. Recipes have fewer than 1,000."""
 
+SHALLOW = 500
+"""Longest line plus number of brackets up to which a YAML document is read by the loader in C: it cannot be nested
+more deeply than that."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, exceeded quota, file above the size limit
 
 
@@ -107,14 +111,30 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML loader that raises an error if a mapping repeats a key; PyYAML would use the last value."""
+class _UniqueKeys:
+    """Base of YAML loaders that raise an error if a mapping repeats a key; PyYAML would use the last value."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if repeated := sorted({key for key in keys if keys.count(key) > 1 and key != "<<"}):
             raise yaml.constructor.ConstructorError(None, None, f"the key {repeated[0]} is repeated", node.start_mark)
-        return super().construct_mapping(node, deep)
+        return super().construct_mapping(node, deep)  # type: ignore[misc]
+
+
+class _Loader(_UniqueKeys, yaml.SafeLoader):
+    """Loader in Python."""
+
+
+class _FastLoader(_UniqueKeys, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """Loader in C, about ten times as fast, if PyYAML has it. Deep nesting crashes it."""
+
+
+def _load_yaml(text: str) -> Any:
+    """Load YAML with the loader in C if the text cannot be deeply nested; errors are those of the one in Python."""
+    if max(map(len, text.splitlines()), default=0) + text.count("[") + text.count("{") <= SHALLOW:
+        with suppress(yaml.YAMLError, ValueError):
+            return yaml.load(text, _FastLoader)
+    return yaml.load(text, _Loader)
 
 
 def parse_yaml(text: str) -> Any:
@@ -125,7 +145,7 @@ def parse_yaml(text: str) -> Any:
             for example because an alias contains itself.
     """
     try:
-        document = yaml.load(text, _UniqueKeys)
+        document = _load_yaml(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except yaml.YAMLError as error:

@@ -32,6 +32,7 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from independent_core import formula
+from sampling import one_in
 from torch import Tensor
 
 from sinklab.attention.chunked import chunked_attend
@@ -91,7 +92,7 @@ def test_any_legal_combination_equals_its_formula(case: tuple[str, str, str, flo
     assert_core_equals_formula(core_of(config_of(operation, bias, mask, softcap), position), seed)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", one_in(3, OPERATIONS))
 def test_gradcheck_passes(operation: str) -> None:
     bias = "kv_biases" if legal(operation, "kv_biases", "causal", None, "none") else "none"
     core = core_of(config_of(operation, bias, "causal", backend="chunked"))

@@ -15,6 +15,7 @@ import pytest
 import typer
 import yaml
 from commands import Command, Kill, together
+from sampling import one_in
 
 from sinklab.commands.ending import end
 from sinklab.errors import SinklabError
@@ -62,7 +63,7 @@ def shards(cache: Path) -> list[bytes]:
     return [(data / name).read_bytes() for name in ("train.bin", "valid.bin", "data.json", "tokenizer.json")]
 
 
-@pytest.mark.parametrize(("number", "status"), STATUSES)
+@pytest.mark.parametrize(("number", "status"), one_in(3, STATUSES))
 def test_a_signal_while_text_is_prepared_keeps_what_is_finished(
     number: int, status: int, folder: Path, undisturbed: Command, tmp_path: Path
 ) -> None:
@@ -97,7 +98,7 @@ def test_data_prepare_ends_like_training(folder: Path, undisturbed: Command, tmp
     assert (tmp_path / "out" / "train.bin").read_bytes() == (whole / "train.bin").read_bytes()
 
 
-@pytest.mark.parametrize(("number", "status"), STATUSES)
+@pytest.mark.parametrize(("number", "status"), one_in(3, STATUSES))
 def test_a_signal_while_the_run_is_set_up_stops_it_before_the_first_step(
     number: int, status: int, folder: Path, undisturbed: Command, tmp_path: Path
 ) -> None:

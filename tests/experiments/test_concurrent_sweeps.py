@@ -161,7 +161,7 @@ def test_runs_side_by_side_save_and_stop_when_one_process_is_told_to(who: str, t
 
 
 def test_a_process_that_is_killed_is_a_failure_and_the_next_call_goes_on(tmp_path: Path) -> None:
-    run = planned_run("a", tmp_path, {"train": {"steps": 300}})
+    run = planned_run("a", tmp_path, {"train": {"steps": 60}})
     engine, killed = LocalEngine(1), []
 
     def kill(event: Event) -> None:

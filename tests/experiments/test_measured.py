@@ -128,14 +128,14 @@ def test_an_interrupted_experiment_goes_on_and_more_draws_keep_those_there_are(
 
 def test_a_repeated_token_has_no_sink_in_a_real_model_with_rotary_positions(data_dir: Path, tmp_path: Path) -> None:
     model, web = str(data_dir / "models" / "TinyStories-656K"), data_dir / "domains" / "c4_web.jsonl"
-    results = measure_experiment(shipped("table_1", sequences=30), [model], web, 5, out=tmp_path)
+    results = measure_experiment(shipped("table_1", sequences=12), [model], web, 5, out=tmp_path)
     found, summary = verdicts(results), results.summary()
     assert found["no_sink_on_repeated_tokens"] == "reproduced"
     assert "sink_on_repeated_tokens" not in found  # which is claimed of models that add positions
     assert found["chat_model_has_it_too"] == "not run"
     assert summary.scale == "TinyStories-656K"
     evidence = next(claim.evidence for claim in summary.claims if claim.id == "no_sink_on_repeated_tokens")
-    assert evidence.endswith("5 draws of 30 sequences.")
+    assert evidence.endswith("5 draws of 12 sequences.")
     assert "seed" not in evidence
     assert {claim.verdict_said for claim in summary.claims} >= {"reproduced for this model", "not run"}
     assert summary.cells["natural"].seeds == 5

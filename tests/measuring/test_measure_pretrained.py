@@ -69,7 +69,9 @@ def _assert_same(one: Measurement, other: Measurement) -> None:
 
 
 @pytest.mark.parametrize("bos", [True, False])
-@pytest.mark.parametrize(("sequences", "length", "eps"), [(SEQUENCES, LENGTH, EPS), PAPER])
+@pytest.mark.parametrize(
+    ("sequences", "length", "eps"), [(SEQUENCES, LENGTH, EPS), pytest.param(*PAPER, marks=pytest.mark.slow)]
+)
 def test_measuring_agrees_with_the_eager_reference(
     folder: Path, text: Path, bos: bool, sequences: int, length: int, eps: float
 ) -> None:

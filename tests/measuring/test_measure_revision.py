@@ -1,17 +1,20 @@
 """`--revision`: a version of a model of the hub, for its configuration, tokenizer and weights, and in the result."""
 
+import io
 import json
-import os
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from conftest import Run
 from tiny_models import tiny_model
 
+from sinklab.commands import app
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options
 from sinklab.models.huggingface.loading import Loading
@@ -39,9 +42,14 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sinklab(hub: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """The command on a machine without a connection."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub)}
-    return subprocess.run([sys.executable, "-m", "sinklab", *args], env=environment, capture_output=True, text=True)
+    """`sinklab ARGS` within this process, on a machine without a connection, with this cache of the hub."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
+        patch.setattr(sys, "argv", ["sinklab", *args])
+        with pytest.raises(SystemExit) as end:
+            app.main()
+    return subprocess.CompletedProcess(args, int(end.value.code or 0), out.getvalue(), err.getvalue())
 
 
 def measured(hub: Path, *args: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from independent_recipes import (
     covering_recipe,
     random_recipe,
 )
+from sampling import one_in
 from torch import Tensor
 
 from sinklab.attention.config import WindowMask
@@ -37,7 +38,7 @@ BEHIND_ZEROS = 1e-4
 CELLS = covering_cells()
 LEGAL = [name for name, cell in CELLS.items() if cell_is_legal(cell)]
 CHUNKED = [name for name in LEGAL if "mixer" in CELLS[name] or CELLS[name].get("operation") in KERNELS]
-FEW = 100
+FEW = 40
 """Random recipes that are drawn each time; the rest are among the slow tests."""
 
 
@@ -72,16 +73,14 @@ def test_more_random_recipes_compute_their_documented_formulas(seed: int) -> Non
     compare(random_recipe(seed))
 
 
-@pytest.mark.parametrize("name", LEGAL)
+@pytest.mark.parametrize("name", one_in(5, LEGAL))
 def test_a_chosen_recipe_computes_its_documented_formula(name: str) -> None:
     recipe = covering_recipe(name)
     assert recipe is not None
     compare(recipe)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (at % 2)) for at, name in enumerate(CHUNKED)]
-)
+@pytest.mark.parametrize("name", one_in(4, CHUNKED))
 def test_chunked_computations_agree_over_several_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 5 positions, so that the contexts of 12 to 20 have three or four, most of them with a part of one."""
     for module in ("delta", "operations.kernel"):

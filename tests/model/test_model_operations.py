@@ -10,6 +10,7 @@ import pytest
 import torch
 from attention_cases import BIASES, KERNELS, OPERATIONS, close
 from pydantic import ValidationError
+from sampling import one_in
 from torch import Tensor, nn
 
 from sinklab.attention.operations.differential import Lambda
@@ -143,7 +144,7 @@ def inputs_of_the_first_layer(model: Transformer) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("operation", KERNELS)
+@pytest.mark.parametrize("operation", one_in(3, KERNELS))
 def test_kernels_under_a_prefix_train_and_measure_as_on_explicit_matrices(operation: str, bias: str) -> None:
     """Prefixes of one token, of some, of all that there are, and of more than there are."""
     for length in (1, 4, LENGTH, LENGTH + 5):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import one_in
 from torch import Tensor
 
 from sinklab.data.prepare import prepare
@@ -43,7 +44,7 @@ def loss_and_gradients(model: Transformer, precision: torch.dtype = torch.float3
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", one_in(3, VARIANTS))
 def test_recomputation_leaves_losses_and_gradients_unchanged(name: str, precision: torch.dtype) -> None:
     plain, again = a_model(name), a_model(name)
     recompute_blocks(again, "blocks")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -198,8 +198,7 @@ def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        square = torch.randn(MATRIX, MATRIX, device=device).to(dtype)
-        of_products = 2 * MATRIX**3 / _seconds_each(lambda: square @ square, MATRICES_S, device)
+        of_products = _flops_of_products(device, dtype, threads)
         if update / of_products > LONGEST_UPDATE_S:
             return Pace(of_products, SOURCES["products"])
         return Pace(update / _seconds_of_update(base, device, dtype == torch.bfloat16), SOURCES["updates"])
@@ -250,6 +249,13 @@ def _of_sequence(recipe: Recipe) -> int:
 @lru_cache(maxsize=4096)
 def _of_model(config: str) -> int:
     return model_flops(ModelConfig.model_validate_json(config)).total
+
+
+@cache
+def _flops_of_products(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    """Return the measured FLOPS of matmuls, with the threads that are set: `threads` only distinguishes the results."""
+    square = torch.randn(MATRIX, MATRIX, device=device).to(dtype)
+    return 2 * MATRIX**3 / _seconds_each(lambda: square @ square, MATRICES_S, device)
 
 
 def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
