@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 from closeness import assert_close, assert_same_rates
-from families import FAMILIES, GROUPED, IGNORING, LENGTH, SMALL, alibi_once, family_tokens, hooks_on, pair_of
+from families import COUNTING, FAMILIES, GROUPED, IGNORING, LENGTH, SMALL, alibi_once, family_tokens, hooks_on, pair_of
 from measure_reference import eager_reference, sink_rate_by_loops, uniform_ratio_by_loops
 
 from sinklab.attention import one_pass
@@ -54,30 +54,10 @@ def test_scores_of_a_key_head_with_many_queries_keep_their_bound(family: str, mo
     assert_close(in_pieces.importance, whole.importance)
 
 
-COUNTING: dict[str, Any] = {  # positions from 3 on, and from the first column on, whatever the mask
-    "roberta": lambda: hf.RobertaConfig(**dict[str, Any](SMALL, pad_token_id=2, is_decoder=True)),
-    "bart": lambda: hf.BartConfig(
-        vocab_size=64,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        decoder_attention_heads=4,
-        decoder_ffn_dim=48,
-        max_position_embeddings=64,
-        init_std=0.3,
-    ),
-}
-
-
 @pytest.mark.parametrize("family", [*FAMILIES, *COUNTING])
 @pytest.mark.parametrize(("left", "right"), [(6, 0), (0, 6)])
 def test_padding_changes_nothing_in_any_family(family: str, left: int, right: int) -> None:
-    if family in COUNTING:
-        torch.manual_seed(0)
-        model: Any = hf.AutoModelForCausalLM.from_config(COUNTING[family]()).eval()
-    else:
-        model, _ = pair_of(family)
-    tokens = family_tokens()
+    model, tokens = pair_of(family)[0], family_tokens()
     plain = measure(model, tokens)
     pad = torch.nn.functional.pad
     mask = pad(torch.ones_like(tokens), (left, right))

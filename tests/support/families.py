@@ -124,6 +124,20 @@ FAMILIES: dict[str, Any] = {
     **IGNORING,
 }
 
+COUNTING: dict[str, Any] = {  # positions from 3 on, and from the first column on, whatever the mask
+    "roberta": lambda: hf.RobertaConfig(**dict[str, Any](SMALL, pad_token_id=2, is_decoder=True)),
+    "bart": lambda: hf.BartConfig(
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        max_position_embeddings=64,
+        init_std=0.3,
+    ),
+}
+
 TEN_FAMILIES = [
     "llama",
     "gpt2",
@@ -144,8 +158,9 @@ def pair_of(family: str) -> tuple[Any, Any]:
     torch.manual_seed(0)
     # The fused attention that older transformers give Gemma 2 leaves out its soft cap.
     own = "eager" if family.startswith("gemma2") else None
-    model = hf.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation=own).eval()
-    eager = hf.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager").eval()
+    config = (FAMILIES | COUNTING)[family]
+    model = hf.AutoModelForCausalLM.from_config(config(), attn_implementation=own).eval()
+    eager = hf.AutoModelForCausalLM.from_config(config(), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
