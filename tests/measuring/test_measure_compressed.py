@@ -1,4 +1,4 @@
-"""DeepSeek-V4: keys that stand for several tokens, and several residual streams, are named where they are refused."""
+"""Keys that stand for several tokens, and hidden states that are not one vector per token, as in DeepSeek-V4."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from families import family_tokens
 
 import sinklab
 from sinklab.errors import SinklabError
@@ -68,6 +69,30 @@ def test_the_streams_of_gemma_3n_are_named() -> None:
     )
     with pytest.raises(SinklabError, match=r"several residual streams .*Gemma 3n.* shape \(4, 3, 24, 32\)"):
         sinklab.measure(hf.AutoModelForCausalLM.from_config(config).eval(), TOKENS)
+
+
+@torch.no_grad()
+def test_massive_activations_of_prophetnet_are_in_its_main_stream() -> None:
+    config = hf.ProphetNetConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_encoder_layers=4,
+        num_decoder_layers=4,
+        num_decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        max_position_embeddings=64,
+        init_std=0.3,
+    )
+    torch.manual_seed(0)
+    model, tokens = hf.ProphetNetForCausalLM(config).eval(), family_tokens()
+    streams = model(tokens[:1], output_hidden_states=True).hidden_states
+    measured = sinklab.measure(model, tokens, ablate=["zero_massive"])
+    assert measured.massive_activations
+    assert measured.ablations
+    for one in [*measured.massive_activations, measured.ablations[0].largest_before]:
+        assert one is not None
+        assert one.value == pytest.approx(float(streams[one.layer][0, one.position - 1, one.dimension]), rel=1e-5)
+        assert abs(one.value) == pytest.approx(float(streams[one.layer].abs().max()), rel=1e-5)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

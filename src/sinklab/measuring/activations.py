@@ -49,28 +49,23 @@ class MassiveActivation(Part):
 
 
 @contextmanager
-def largest_activations(
-    blocks: Sequence[nn.Module], real: RealTokens | None = None
-) -> Iterator[list[MassiveActivation]]:
+def largest_activations(blocks: Sequence[nn.Module], real: RealTokens) -> Iterator[list[MassiveActivation]]:
     """Collect the largest |activation| after each block, for the first sequence of the first complete forward pass.
 
     The yielded list is filled, with one entry per block, when the `with` block ends without an exception.
 
     Args:
         blocks: decoder blocks, in order.
-        real: real tokens of the first sequence. Other columns (padding, learned tokens) are excluded, and position 1 is
-            the first real token. With None, all columns are included.
+        real: real tokens of the first sequence. Other columns are excluded (padding, learned tokens, the predicting
+            streams of ProphetNet), and position 1 is the first real token.
     """
     found: list[MassiveActivation] = []
     seen: list[Tensor] = []
+    first = int(real.index_BR[0, 0])
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if len(seen) < len(blocks):
-            hidden_TC = hidden_states(output)[0].detach()
-            if real is not None and real.padded:
-                first = int(real.index_BR[0, 0])
-                hidden_TC = hidden_TC[first : first + int(real.count_B[0])]
-            seen.append(_largest(hidden_TC))
+            seen.append(_largest(hidden_states(output)[0, first : first + int(real.count_B[0])].detach()))
 
     def entering(_: nn.Module, __: tuple[Any, ...]) -> None:
         if len(seen) < len(blocks):  # the first pass, or a retry after a failed pass

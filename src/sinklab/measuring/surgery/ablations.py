@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.activations import MassiveActivation, largest_activations, strongest
 from sinklab.measuring.findings import Ablation
@@ -119,7 +120,8 @@ def measure_ablations(
 
 
 def _largest_by_block(adapter: Adapter, tokens_T: Tensor) -> list[MassiveActivation]:
-    with evaluating(adapter.module), largest_activations(residual_blocks(adapter)) as found:
+    every = real_tokens(tokens_T.new_ones(1, adapter.leading + len(tokens_T)))
+    with evaluating(adapter.module), largest_activations(residual_blocks(adapter), every) as found:
         adapter.run(tokens_T[None].to(adapter.device))
     return [one.model_copy(update={"position": one.position - adapter.leading}) for one in found]
 
