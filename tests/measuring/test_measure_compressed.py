@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from families import family_tokens
+from closeness import assert_close
+from families import LATENT, family_tokens
 
 import sinklab
 from sinklab.errors import SinklabError
@@ -93,6 +94,19 @@ def test_massive_activations_of_prophetnet_are_in_its_main_stream() -> None:
         assert one is not None
         assert one.value == pytest.approx(float(streams[one.layer][0, one.position - 1, one.dimension]), rel=1e-5)
         assert abs(one.value) == pytest.approx(float(streams[one.layer].abs().max()), rel=1e-5)
+
+
+@torch.no_grad()
+def test_blocks_with_two_attention_layers_are_found() -> None:
+    config = hf.LongcatFlashConfig(**dict[str, Any](LATENT, num_hidden_layers=4, num_experts_per_tok=2, head_dim=4))
+    torch.manual_seed(0)
+    model, tokens = hf.AutoModelForCausalLM.from_config(config).eval(), family_tokens()
+    measured = sinklab.measure(model, tokens)
+    before, after, _ = model(tokens, output_hidden_states=True).hidden_states  # the last one is normalised
+    assert measured.hidden_norm is not None
+    assert (len(measured.importance), len(measured.hidden_norm)) == (4, 3)
+    assert_close(measured.hidden_norm[:2], torch.stack([before, after]).norm(dim=-1).mean(1))
+    assert not measured.notes
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

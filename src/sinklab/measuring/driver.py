@@ -113,6 +113,8 @@ def measure(
         notes = [*adapter.kinds.notes(), *adapter.notes(), *batches.notes()]
     if options.loss and longest > 1 and not totals.targets:
         notes.append(f"no loss: the prefix mask leaves no targets in {longest} tokens")
+    if not adapter.blocks:
+        notes.append("no hidden-state norms or massive activations: the blocks of the model could not be found")
     measurement = measurement_from(
         totals,
         cost,

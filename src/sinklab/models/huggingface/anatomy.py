@@ -47,10 +47,15 @@ def attention_layers(config: "PretrainedConfig") -> int:
 
 
 def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
-    """Return the decoder blocks in order; empty if no module list has as many entries as the config has layers."""
-    layers = text_config(model.config).num_hidden_layers
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return next((list(blocks) for blocks in lists if len(blocks) == layers), [])
+    """Return the decoder blocks in order; empty if no module list has as many entries as the config has layers.
+
+    In LongCat-Flash, `num_hidden_layers` is the number of attention layers, of which each of its `num_layers` blocks
+    has two.
+    """
+    config = text_config(model.config)
+    counts = (config.num_hidden_layers, getattr(config, "num_layers", None))
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return next((list(blocks) for count in counts for blocks in lists if len(blocks) == count), [])
 
 
 def bodies(model: "PreTrainedModel") -> list[nn.Module]:
