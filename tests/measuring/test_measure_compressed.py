@@ -72,6 +72,12 @@ def test_the_streams_of_gemma_3n_are_named() -> None:
         sinklab.measure(hf.AutoModelForCausalLM.from_config(config).eval(), TOKENS)
 
 
+def test_hidden_states_with_positions_before_sequences_are_refused() -> None:
+    model = hf.XLNetLMHeadModel(hf.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=4, d_inner=48)).eval()
+    with pytest.raises(SinklabError, match=r"such as XLNet.* 5 sequences have hidden states of shape \(14, 5, 32\)"):
+        sinklab.measure(model, family_tokens(), details=True)
+
+
 @torch.no_grad()
 def test_massive_activations_of_prophetnet_are_in_its_main_stream() -> None:
     config = hf.ProphetNetConfig(
