@@ -57,6 +57,7 @@ SMALL: dict[str, Any] = {
 
 LATENT: dict[str, Any] = {"head_dim": None, "num_key_value_heads": HEADS}  # MLA has qk_*_head_dim instead
 HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)
+MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * (LAYERS // 2)},
@@ -68,7 +69,31 @@ SPECIAL: dict[str, dict[str, Any]] = {
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "axk1", "axk2"), LATENT
     ),
     "minicpm3": LATENT,
-}
+    "youtu": LATENT,
+    "cohere_compass_text": {
+        "layer_types": MIXED,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]} for kind in set(MIXED)
+        },
+    },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": MIXED, "activation_sparsity_pattern": [0.0] * LAYERS},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "num_dense_layers": 1},
+    "longcat_flash": LATENT | {"head_dim": 4, "num_layers": 2, "zero_expert_num": 2, "moe_topk": 2},
+    "nemotron_h": {"hybrid_override_pattern": "M*-*", "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"] * (LAYERS // 2), "hc_lowrank": 8,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "xlm": {"emb_dim": 32, "n_layers": LAYERS, "n_heads": HEADS, "causal": True},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "num_key_value_heads": HEADS, "mamba_dt_rank": 4,
+        "use_mamba_kernels": False, "tie_word_embeddings": False, "layers_block_type": ["mamba", "hybrid"] * 2,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}  # fmt: skip
 """Values of config fields that only some architectures need, by model type; None leaves a field at its default."""
 
 

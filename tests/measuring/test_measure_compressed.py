@@ -8,9 +8,12 @@ import torch
 import transformers as hf
 from closeness import assert_close
 from families import LATENT, family_tokens
+from measure_reference import eager_reference
 
 import sinklab
 from sinklab.errors import SinklabError
+from sinklab.measuring.surgery.ablations import plan_ablation
+from sinklab.models.adapter import adapt
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 TOKENS = torch.arange(72).view(3, 24)
@@ -46,30 +49,44 @@ def deepseek_v4(*layers: str) -> Any:
     return hf.AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("layers", [(SLIDING, SLIDING), (SLIDING, SPARSE), (SPARSE, HEAVY)])
-def test_several_residual_streams_are_named(layers: tuple[str, ...]) -> None:
-    with pytest.raises(SinklabError, match=r"several residual streams .*DeepSeek-V4.* shape \(3, 24, 2, 32\)"):
-        sinklab.measure(deepseek_v4(*layers), TOKENS)
+@torch.no_grad()
+def test_models_with_several_residual_streams_have_importance_and_no_norms() -> None:
+    """Hyper-connections of DeepSeek-V4, AltUp of Gemma 3n."""
+    for model in (deepseek_v4(SLIDING, SLIDING), gemma_3n()):
+        found = sinklab.measure(model, TOKENS, details=True)
+        model.set_attn_implementation("eager")
+        reference = eager_reference(model, TOKENS)
+        assert_close(found.importance, reference.importance.mean(0))
+        assert found.loss == pytest.approx(reference.loss, rel=1e-5)
+        assert found.hidden_norm is None
+        assert any("several residual streams" in note for note in found.notes)
 
 
-def test_the_streams_of_gemma_3n_are_named() -> None:
+def test_changes_of_the_residual_stream_are_refused_if_there_are_several() -> None:
+    with pytest.raises(SinklabError, match="several residual streams"):
+        plan_ablation("zero_massive", adapt(gemma_3n()), TOKENS, 0)
+
+
+def gemma_3n() -> Any:
+    """A random model with four residual streams and shared keys."""
     config = hf.Gemma3nTextConfig(
         vocab_size=128,
         vocab_size_per_layer_input=128,
         hidden_size=32,
         hidden_size_per_layer_input=8,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        num_kv_shared_layers=0,
+        num_kv_shared_layers=2,
         laurel_rank=4,
-        layer_types=["sliding_attention", "full_attention"],
-        activation_sparsity_pattern=[0.0, 0.0],
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=8,
+        activation_sparsity_pattern=[0.0] * 4,
     )
-    with pytest.raises(SinklabError, match=r"several residual streams .*Gemma 3n.* shape \(4, 3, 24, 32\)"):
-        sinklab.measure(hf.AutoModelForCausalLM.from_config(config).eval(), TOKENS)
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(config).eval()
 
 
 def test_hidden_states_with_positions_before_sequences_are_refused() -> None:

@@ -114,7 +114,10 @@ def measure(
     if options.loss and longest > 1 and not totals.targets:
         notes.append(f"no loss: the prefix mask leaves no targets in {longest} tokens")
     if not adapter.blocks:
-        notes.append("no hidden-state norms or massive activations: the blocks of the model could not be found")
+        notes.append(
+            "no hidden-state norms or massive activations: the model has several residual streams, or its blocks could "
+            "not be found"
+        )
     measurement = measurement_from(
         totals,
         cost,

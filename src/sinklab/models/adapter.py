@@ -25,7 +25,7 @@ Attributes:
     module: the wrapped model.
     device: device of the input tokens.
     dtype: dtype of the weights.
-    blocks: decoder blocks in order; empty if they cannot be found.
+    blocks: decoder blocks in order; empty if they cannot be found or have several residual streams.
     kinds: layer numbers by kind (`LayerKinds`).
     attention_layers: number of layers with attention. For a Hugging Face model without softmax attention, reading this
         attribute raises SinklabError.
@@ -66,12 +66,12 @@ def residual_blocks(adapter: Adapter) -> Sequence[nn.Module]:
     """Return the decoder blocks of a model.
 
     Raises:
-        SinklabError: if a Hugging Face model has no module list with one entry per layer.
+        SinklabError: if a Hugging Face model has several residual streams or no module list with one entry per layer.
     """
     if not adapter.blocks:
         raise SinklabError(
-            f"the blocks of a {cast('PreTrainedModel', adapter.module).config.model_type!r} model could not be found: "
-            "its residual stream cannot be read or changed"
+            f"the blocks of a {cast('PreTrainedModel', adapter.module).config.model_type!r} model could not be found, or "
+            "have several residual streams: its residual stream cannot be read or changed"
         )
     return adapter.blocks
 

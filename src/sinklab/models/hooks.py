@@ -127,8 +127,8 @@ def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen])
         hidden = (args[0] if args else kwargs["hidden_states"]).detach()
         if hidden.ndim > 3:
             raise SinklabError(
-                f"models with several residual streams (hyper-connections of DeepSeek-V4, AltUp of Gemma 3n) cannot be "
-                f"measured: the hidden states have shape {tuple(hidden.shape)}"
+                f"models with several residual streams cannot be measured: the hidden states have shape "
+                f"{tuple(hidden.shape)}"
             )
         found[:] = [read(hidden)]
 

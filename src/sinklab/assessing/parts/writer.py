@@ -183,7 +183,7 @@ class Writer(AssessPart):
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
         if not adapter.blocks:
-            return "its blocks could not be found"
+            return "its blocks could not be found, or it has several residual streams"
         for layer, block in enumerate(adapter.blocks, 1):
             part = feed_forward(block)
             if part is None:

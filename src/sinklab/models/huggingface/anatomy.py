@@ -58,6 +58,11 @@ def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
     return next((list(blocks) for count in counts for blocks in lists if len(blocks) == count), [])
 
 
+def residual_streams(config: "PretrainedConfig") -> int:
+    """Return the number of residual streams, with hyper-connections (DeepSeek-V4, Qwen4-Exp) or AltUp (Gemma 3n)."""
+    return max(getattr(text_config(config), name, None) or 1 for name in ("hc_mult", "hc_count", "altup_num_inputs"))
+
+
 def bodies(model: "PreTrainedModel") -> list[nn.Module]:
     """Return the modules whose output may be the input of the LM head: base model and, if separate, decoder (OPT)."""
     base, decoder = model.base_model, model.get_decoder()

@@ -55,7 +55,8 @@ class HuggingFaceAdapter:
                 f"measured, and the model type {model.config.model_type!r} is one of them"
             )
         self.module, self.dtype, self.device = model, model.dtype, anatomy.input_device(model)
-        self.blocks: Sequence[nn.Module] = anatomy.decoder_blocks(model)
+        streams = anatomy.residual_streams(model.config)
+        self.blocks: Sequence[nn.Module] = [] if streams > 1 else anatomy.decoder_blocks(model)
         self.kinds = anatomy.layer_kinds(model.config)
         self.position_table = table = anatomy.learned_positions(model)
         text = text_config(model.config)
@@ -224,7 +225,7 @@ class HuggingFaceAdapter:
 
     def _why_inseparable(self) -> str | None:
         if not self.blocks or self.module.base_model is self.module:
-            return "its blocks or its LM head could not be found"
+            return "its blocks or its LM head could not be found, or it has several residual streams"
         tokens_1T, calls = self._some_tokens(), 0
 
         def count(layer: LayerCall) -> Tensor:
