@@ -125,7 +125,10 @@ class _Loader(_UniqueKeys, yaml.SafeLoader):
     """Loader in Python."""
 
 
-class _FastLoader(_UniqueKeys, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+_InC: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _FastLoader(_UniqueKeys, _InC):
     """Loader in C, about ten times as fast, if PyYAML has it. Deep nesting crashes it."""
 
 

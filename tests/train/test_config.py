@@ -269,6 +269,14 @@ def test_endless_aliases_are_refused_in_a_sentence(text: str, tmp_path: Path) ->
         load_recipe("tiny", ["train=&all {steps: *all}"])
 
 
+@pytest.mark.parametrize("text", [100_000 * "- ", 100_000 * "{a: ", "\n".join(at * " " + "a:" for at in range(1000))])
+def test_a_deeply_nested_file_is_refused(text: str, tmp_path: Path) -> None:
+    """libyaml would use up the stack of the process."""
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(InputError, match="nested too deeply"):
+        load_recipe(str(tmp_path / "recipe.yaml"))
+
+
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "list.yaml"
     file.write_text(yaml.safe_dump([1, 2]))

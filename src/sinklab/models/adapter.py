@@ -70,8 +70,8 @@ def residual_blocks(adapter: Adapter) -> Sequence[nn.Module]:
     """
     if not adapter.blocks:
         raise SinklabError(
-            f"the blocks of a {cast('PreTrainedModel', adapter.module).config.model_type!r} model could not be found, or "
-            "have several residual streams: its residual stream cannot be read or changed"
+            f"the residual stream of a {cast('PreTrainedModel', adapter.module).config.model_type!r} model cannot be "
+            "read or changed: its blocks could not be found, or it has several residual streams"
         )
     return adapter.blocks
 
