@@ -14,10 +14,9 @@ from sinklab.errors import InputError
 from sinklab.experiments.claims import Claim
 from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here
-from sinklab.experiments.sweep.plan import base_values
 from sinklab.experiments.sweep.preview import Pace, operations, pace_here
 from sinklab.files import parse_yaml
-from sinklab.train.recipe import build_recipe
+from sinklab.train.recipe import build_recipe, recipe_values
 
 FILE = ".yaml"
 
@@ -143,7 +142,7 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
     """Return experiments, given by id or file, with size and cost; default: all shipped experiments, sorted by rank.
 
     Raises:
-        InputError: see `load_experiment` and `base_values`; also if a recipe is invalid or names a device that this
+        InputError: see `load_experiment` and `recipe_values`; also if a recipe is invalid or names a device that this
             machine lacks.
     """
     paces: dict[str, Pace] = {}
@@ -172,7 +171,7 @@ def jobs_here() -> int:
 
 def _cost(experiment: Experiment, scale: Scale, paces: dict[str, Pace]) -> ScaleCost:
     """Return the size and cost at a scale, estimated with the base recipe's FLOPs per token for every cell."""
-    values = base_values(experiment, scale)
+    values = recipe_values(experiment.base[scale])
     base = build_recipe(values, origin=experiment.base[scale])
     if experiment.base[scale] not in paces:
         paces[experiment.base[scale]] = pace_here(base, threads=1)

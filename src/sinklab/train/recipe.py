@@ -137,13 +137,11 @@ def recipe_text(name: str) -> str:
     raise InputError(f"recipe {name} not found: use a YAML file or one of {', '.join(k[:-5] for k in known)}")
 
 
-def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file or a shipped recipe and apply `KEY=VALUE` overrides, outermost keys first.
-
-    This order selects a kind before its values are set.
+def recipe_values(name: str) -> dict[str, Any]:
+    """Read the keys and values of a recipe file or of a shipped recipe, before validation.
 
     Raises:
-        InputError: as `recipe_text`, `parse_override` and `build_recipe`; also if the recipe is not a YAML mapping.
+        InputError: as `recipe_text`; also if the recipe is not a YAML mapping.
     """
     text = recipe_text(name)
     try:
@@ -153,7 +151,19 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
     if not isinstance(values, dict):
         found = "nothing" if values is None else f"a {type(values).__name__}"
         raise InputError(f"{name} must contain a mapping of recipe keys, not {found}")
-    return build_recipe(values, *(parse_override(text) for text in sorted(overrides, key=_depth)), origin=name)
+    return values
+
+
+def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe file or a shipped recipe and apply `KEY=VALUE` overrides, outermost keys first.
+
+    This order selects a kind before its values are set.
+
+    Raises:
+        InputError: as `recipe_values`, `parse_override` and `build_recipe`.
+    """
+    overlays = [parse_override(text) for text in sorted(overrides, key=_depth)]
+    return build_recipe(recipe_values(name), *overlays, origin=name)
 
 
 def build_recipe(values: Mapping[str, Any], *overlays: Mapping[str, Any], origin: str = "recipe") -> Recipe:

@@ -10,11 +10,10 @@ from sinklab.errors import InputError
 from sinklab.experiments.claims import Diverges, parts_of
 from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.sweep.engine import PlannedRun
-from sinklab.files import parse_yaml
 from sinklab.interventions import VARIANTS
 from sinklab.schema import leaves
 from sinklab.train.directory.run import resolve
-from sinklab.train.recipe import DATA_ORIGIN, KINDS, Recipe, build_recipe, recipe_text
+from sinklab.train.recipe import DATA_ORIGIN, KINDS, Recipe, build_recipe, recipe_values
 from sinklab.train.start import started
 
 
@@ -139,7 +138,7 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
     experiment, scale = question.experiment, question.scale
     checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
     diverging = {check.cell for check in checks if isinstance(check, Diverges) and check.kind == "diverges"}
-    values = base_values(experiment, scale)
+    values = recipe_values(experiment.base[scale])
     base = build_recipe(values, overlay, origin=experiment.base[scale])
     found = {}
     for name, overlays in experiment.cells_at(scale).items():
@@ -150,23 +149,6 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
         )
         found[name] = SweepCell(name, recipe, change_of(recipe, base, overlays), question.own_seeds, may_diverge)
     return found
-
-
-def base_values(experiment: Experiment, scale: Scale) -> Mapping[str, Any]:
-    """Return the keys and values of an experiment's base recipe at a scale, before validation.
-
-    Raises:
-        InputError: if the base recipe does not exist, cannot be read, or is not a YAML mapping.
-    """
-    name = experiment.base[scale]
-    text = recipe_text(name)
-    try:
-        values = parse_yaml(text)
-    except ValueError as error:
-        raise InputError(f"{name}, the base of {experiment.id}, is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{name}, the base of {experiment.id}, must contain a mapping of recipe keys")
-    return values
 
 
 def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]]) -> dict[str, object]:
