@@ -9,6 +9,7 @@ from made_runs import cell_of, cells_of, experiment_of, judged, reading, run_of,
 
 from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.experiments.results import CellResults
+from sinklab.experiments.shipped import load_experiment
 from sinklab.experiments.summary import at_scale, summarise
 from sinklab.experiments.verdicts.five_seeds import Committed, Pilots, detectable, verdict_of_five
 from sinklab.experiments.verdicts.judging import judge
@@ -261,6 +262,14 @@ def test_what_five_seeds_find_comes_from_pilots_of_the_scale(check: dict[str, An
     assert claim.check is not None
     assert detectable(claim.check, "tiny", pilots) == said
     assert detectable(claim.check, "60m", pilots) == ""
+
+
+def test_what_five_seeds_find_is_not_stated_of_other_sizes_than_that_of_the_pilots() -> None:
+    judged = judge(at_scale(load_experiment("patterns"), "tiny"), {})
+    finds = {one.id: one.finds for one in judged}
+    assert "nats" in finds["same_loss"]
+    assert finds["one_in_six_same_loss"] == ""
+    assert {one.finds for one in judge(at_scale(load_experiment("rank_stability"), "tiny"), {})} == {""}
 
 
 def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer() -> None:

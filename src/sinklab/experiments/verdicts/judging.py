@@ -24,7 +24,7 @@ from sinklab.experiments.claims import (
     parts_of,
     quantities_of,
 )
-from sinklab.experiments.definition import PAPER_SCALES, Experiment
+from sinklab.experiments.definition import PAPER_SCALES, Experiment, Scale
 from sinklab.experiments.documents import ExperimentSummary, JudgedClaim, Verdict
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import AT_EPS, BESIDE, quantity
@@ -77,8 +77,8 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
             claim, published = one, experiment.published if scale in PAPER_SCALES else None
             unmet = _unmet_condition(claim, experiment.massive_cell(claim), own)
             judged = unmet or judge_claim(claim, Runs(own), published)
-            piloted = claim.check if (scale, scale) in experiment.base.items() else None  # recipe of the pilots
-            judged = judged.model_copy(update={"finds": detectable(piloted, scale) if piloted else ""})
+            finds = detectable(claim.check, scale) if claim.check and _piloted(claim, experiment, scale) else ""
+            judged = judged.model_copy(update={"finds": finds})
         day = claim.stated or experiment.stated
         origin = {
             "experiment": experiment.id,
@@ -90,6 +90,13 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
         }
         found.append(judged.model_copy(update=origin))
     return found
+
+
+def _piloted(claim: Claim, experiment: Experiment, scale: Scale) -> bool:
+    """Return True if the cells of a claim have the recipe of the scale's pilot runs, with the same width and layers."""
+    overlays = (overlay for cell in claim.cells for overlay in experiment.cells_at(scale).get(cell, ()))
+    resized = any({"width", "layers"} & set(overlay.get("model", ())) for overlay in overlays)
+    return experiment.base.get(scale) == scale and not resized
 
 
 def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) -> JudgedClaim:
