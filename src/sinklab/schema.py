@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
@@ -100,6 +100,10 @@ def finite_or_none(value: float | None) -> float | None:
     """Return the value, or None for NaN and infinity, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None
 
+
+T = TypeVar("T")
+Omitted = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
+"""A value that is left out of a document if it is None."""
 
 Ratio = Annotated[
     float,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from sinklab.assessing.settings import AssessSettings
@@ -21,7 +20,7 @@ from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
 from sinklab.opening import Model
 from sinklab.plots import PlotAxis
-from sinklab.schema import ReadDocument
+from sinklab.schema import Omitted, ReadDocument
 
 LOSS_ADDED = "Loss above the unchanged model's (nats per token)"
 ADDED_AXIS = PlotAxis(LOSS_ADDED, "y", "nats added")
@@ -100,7 +99,7 @@ class Effect(ReadDocument):
     loss: float
     kl: float
     targets: int
-    error: float | None = Field(default=None, exclude_if=lambda error: error is None)
+    error: Omitted[float] = None
 
 
 @dataclass(frozen=True)

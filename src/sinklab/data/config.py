@@ -1,15 +1,15 @@
 """Data section of a recipe."""
 
 from importlib import resources
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import yaml
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from sinklab.data.sources.corpora import installed_names
 from sinklab.data.sources.synthetic import WORDS, parse
 from sinklab.data.tokenizers import trained_size
-from sinklab.schema import Part
+from sinklab.schema import Omitted, Part
 
 
 def paper_weights() -> dict[str, float]:
@@ -52,20 +52,16 @@ Mix = WeightedMix | UniformMix
 class Selection(Part):
     """Mix and token limit. Null fields are not serialised, so they do not affect the name of the cache folder."""
 
-    mix: Mix | None = Field(
+    mix: Omitted[Mix] = Field(
         default=None,
         discriminator="kind",
         description="interleaving of the files of a folder or dataset; null: files are read sequentially",
     )
-    token_limit: int | None = Field(
+    token_limit: Omitted[int] = Field(
         default=None,
         ge=2,
         description="maximum number of tokens in both shards together; the last document is truncated",
     )
-
-    @model_serializer(mode="wrap")
-    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {k: v for k, v in handler(self).items() if v is not None or k not in Selection.model_fields}
 
 
 class FixedToken(Part):

@@ -201,8 +201,7 @@ def _build(settings: Settings, out: Path, progress: StageProgress, counted: Coun
         manifest = _write_shards(settings, partial, progress, counted)
         for name in FILES:
             (partial / name).replace(out / name)
-        unset = {"shares"} if manifest.shares is None else None
-        write_json(out / MANIFEST, manifest.model_dump(mode="json", exclude=unset))
+        write_json(out / MANIFEST, manifest.model_dump(mode="json"))
     except BaseException:
         journal = partial / JOURNAL
         if not journal.is_file() or not journal.stat().st_size:  # no part is finished

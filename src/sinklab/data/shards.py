@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 from sinklab.data.config import Selection
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.files import sha256_of
-from sinklab.schema import Part
+from sinklab.schema import Omitted, Part
 
 MANIFEST = "data.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -79,7 +79,7 @@ class Manifest(Part):
     tokenizer_sha256: str
     train: Shard
     valid: Shard
-    shares: dict[str, Share] | None = None
+    shares: Omitted[dict[str, Share]] = None
     settings: Settings
 
 

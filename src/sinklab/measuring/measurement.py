@@ -5,7 +5,7 @@ block and after every block. alpha_k is the importance of position k: the mean a
 (2410.10781, section 3.2).
 
 An array that does not apply to the model is None, and missing from the .npz. Other fields that do not apply are null in
-the .json, or missing if they are in LEFT_OUT. NaN is never written.
+the .json, or missing if they are `Omitted`. NaN is never written.
 """
 
 from collections.abc import Sequence
@@ -28,26 +28,9 @@ from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
 from sinklab.measuring.statistics.statistic_base import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.outputs import MEASUREMENT, check_file
-from sinklab.schema import Ratio
+from sinklab.schema import Omitted, Ratio
 
 ColumnValues = np.ndarray | Sequence[float] | None
-LEFT_OUT = (
-    "step",
-    "planned_steps",
-    "vocabulary",
-    "sink_rates_bias",
-    "sink_rate_window_start",
-    "norm_ratio_before_norm",
-    "norm_ratio_sink_token",
-    "gradient_norm_ratio",
-    "details",
-    "ablations",
-    "mixing",
-    "propositions",
-    "explored",
-    "scores",
-)
-"""Fields that are left out of measurement.json if they are None."""
 
 
 class Measurement(WithArrays):
@@ -136,9 +119,9 @@ class Measurement(WithArrays):
     model: str
     revision: str | None = None
     commit: str | None = None
-    step: int | None = None
-    planned_steps: int | None = None
-    vocabulary: str | None = None
+    step: Omitted[int] = None
+    planned_steps: Omitted[int] = None
+    vocabulary: Omitted[str] = None
     inputs: Inputs
     sequences: int = Field(ge=1)
     length: int = Field(ge=1)
@@ -153,29 +136,29 @@ class Measurement(WithArrays):
     sink_rates_visible: dict[str, list[Percent]] | None = None
     sink_rate_by_length: dict[str, dict[str, list[Percent]]] | None = None
     sink_rate_bias: Percent | None
-    sink_rates_bias: dict[str, Percent] | None = None
-    sink_rate_window_start: Percent | None = None
+    sink_rates_bias: Omitted[dict[str, Percent]] = None
+    sink_rate_window_start: Omitted[Percent] = None
     uniform_ratio: list[Annotated[FiniteFloat, Field(ge=0)]]
     loss: FiniteFloat | None
     bits_per_byte: FiniteFloat | None = None
     hidden_norm_ratio: list[Ratio] | None
-    norm_ratio_before_norm: list[Ratio] | None = None
-    norm_ratio_sink_token: list[Ratio] | None = None
+    norm_ratio_before_norm: Omitted[list[Ratio]] = None
+    norm_ratio_sink_token: Omitted[list[Ratio]] = None
     key_norm_ratio: list[Ratio] | None
     value_norm_ratio: list[Ratio] | None
-    gradient_norm_ratio: list[Ratio] | None = None
+    gradient_norm_ratio: Omitted[list[Ratio]] = None
     backend: str
     dtype: str
     seconds: float = Field(ge=0)
     peak_memory_mb: FiniteFloat | None
     massive_activations: list[MassiveActivation] | None = None
-    details: Details | None = None
+    details: Omitted[Details] = None
     notes: list[str] = Field(default_factory=list)
-    ablations: list[Ablation] | None = None
-    mixing: Mixing | None = None
-    propositions: Propositions | None = None
-    explored: Explored | None = None
-    scores: dict[str, Percent] | None = None
+    ablations: Omitted[list[Ablation]] = None
+    mixing: Omitted[Mixing] = None
+    propositions: Omitted[Propositions] = None
+    explored: Omitted[Explored] = None
+    scores: Omitted[dict[str, Percent]] = None
     importance: Annotated[Array, Axes("LHT")]
     importance_visible: Annotated[ArrayOrNone, Axes("LHT")] = None
     importance_first: Annotated[Array, Axes("NLH")]
@@ -207,9 +190,8 @@ class Measurement(WithArrays):
         return self.model_copy(update={"step": step, "planned_steps": planned_steps, "notes": notes})
 
     def document(self) -> dict[str, Any]:
-        """Return the content of `measurement.json`, without the fields of LEFT_OUT that are None."""
-        absent = {name for name in LEFT_OUT if getattr(self, name) is None}
-        return self.model_dump(mode="json", by_alias=True, exclude=absent)
+        """Return the content of `measurement.json`."""
+        return self.model_dump(mode="json", by_alias=True)
 
     def save(self, folder: Path | str) -> None:
         """Write `measurement.npz`, then `measurement.json`, each atomically; an earlier measurement is replaced.
