@@ -79,29 +79,12 @@ def _whole(given: Any) -> Any:
 
 
 class Options(CommandSettings, frozen=True):
-    """Settings of a measurement, and metadata stored with its result.
+    """Settings of a measurement, explained by the arguments of `sinklab.measure`, and metadata stored with its result.
 
     Attributes:
-        eps: thresholds on alpha of the sink rate, in (0, 1); the first is the main one.
-        lengths: increasing lengths below the sequence length. The sink rate is also computed on the sequences truncated
-            to each of these lengths, in the same forward pass. Padding is not supported.
-        details: also measure the statistics of `Details` (statistics/details.py).
-        batch_size: sequences per forward pass; affects memory and speed, not the result. None means as many as fit in
-            memory, but at most 16 sequences and 8,192 tokens (models/memory_budget.py). It is halved when memory runs
-            out, with a note in the result.
+        eps: thresholds on alpha of the sink rate; the first is the main one.
         first_target: 1-based position of the first target included in the loss; under a prefix mask, targets inside the
             prefix are excluded too, as in training.
-        loss: if False, skip the loss and the logits, which saves up to a third of the compute of a small model.
-        maps: (layer, head) pairs, 1-based. The matrices of attention, cosine and norm product of these heads are saved;
-            implies `details`.
-        gradients: also measure gradient norms, with another forward and a backward pass per batch (gradients.py).
-            Padding is not supported.
-        explore: also save the attention map of every head on the first 128 tokens of the first sequence (explored.py).
-            In a model with more than 1,000 heads, only the heads in `maps` are saved.
-        model_name: model name, stored with the result.
-        bos: whether position 1 is a special token, stored with the result.
-        inputs: kind of the sequences, stored with the result. For "repeat", `measure_with_study` also checks the
-            propositions of 2410.10781.
     """
 
     panel = MEASURED
@@ -168,17 +151,10 @@ class Options(CommandSettings, frozen=True):
 
 
 class Study(CommandSettings, frozen=True):
-    """Interventions on the model or the tokens.
+    """Interventions on the model or the tokens; positions are 1-based.
 
-    `swap_position` and `replace_position` change the model in all measurements. `ablate` and `perturb` add measurements
-    to the one without ablation.
-
-    Attributes:
-        ablate: names of ablations (surgery/ablations.py).
-        perturb: 1-based position of a token that is replaced, to measure how far the effect spreads
-            (surgery/mixing.py).
-        swap_position: two 1-based positions whose learned embeddings are swapped.
-        replace_position: positions (i, j), 1-based; the learned embedding of i is replaced by that of j.
+    `swap_position` and `replace_position` change the model in all measurements. `ablate` (surgery/ablations.py) and
+    `perturb` (surgery/mixing.py) add measurements to the one without ablation.
     """
 
     panel = MEASURED

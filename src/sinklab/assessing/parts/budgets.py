@@ -184,9 +184,6 @@ def assess_budgets(
         others_MT: sequences on which the cost and the sink share of each KV head are measured.
         size, first: number C of keys of a restricted head, and number n of first keys among them.
         seed: random seed of the policy `random`.
-
-    Raises:
-        SinklabError: if a loss or KL divergence is not finite.
     """
     alone = PairedReader(adapter, others_MT, step)
     heads = alone.by_key_head(lambda chosen: alone.under(RestrictedHeads(size, first, chosen)))

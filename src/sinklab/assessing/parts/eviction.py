@@ -191,9 +191,6 @@ def assess_eviction(
         budgets: numbers C of keys in the cache.
         first: number n of first keys that are kept or barred, at most C - 1; a learned sink token is included.
         seed: random seed of the policy `random`.
-
-    Raises:
-        SinklabError: if a loss or KL divergence is not finite.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     found = []

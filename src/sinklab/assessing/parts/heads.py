@@ -130,7 +130,6 @@ def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
 
     Raises:
         InputError: if the attention weights cannot be computed (`LayerCall.scores`).
-        SinklabError: if a loss or KL divergence is not finite.
     """
     reader, with_bias = PairedReader(adapter, tokens_NT, step), set[bool]()
     sums: dict[int, list[Tensor]] = {}

@@ -240,7 +240,6 @@ def ablate_keys(
 
     Raises:
         InputError: if the attention weights cannot be edited (`LayerCall.scores`).
-        SinklabError: if a loss or KL divergence is not finite.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     kinds: list[Keys] = [*(["bias"] if has_bias(adapter) else []), "sink", "recent", "random"]

@@ -330,7 +330,6 @@ def assess_kv_cache(
 
     Raises:
         InputError: see `RoundedCache.output`.
-        SinklabError: if a loss or KL divergence is not finite.
     """
     kept = LOG_PROBABILITIES_KEPT // len(tokens_NT)
     readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]

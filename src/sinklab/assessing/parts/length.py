@@ -96,11 +96,7 @@ class LossByLength(AssessPart):
 
 
 def assess_length(adapter: Adapter, tokens_NT: Tensor, step: Step) -> LossByLength:
-    """Measure the loss by bucket of positions, with whole sequences and with windows of the context.
-
-    Raises:
-        SinklabError: if a loss or KL divergence is not finite.
-    """
+    """Measure the loss by bucket of positions, with whole sequences and with windows of the context."""
     N, T = tokens_NT.shape
     reader = PairedReader(adapter, tokens_NT, step, whole=True)
     whole, within = reader.whole, reader.unchanged

@@ -150,7 +150,6 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -
 
     Raises:
         InputError: if the attention weights cannot be computed (`LayerCall.scores`).
-        SinklabError: if a loss or KL divergence is not finite.
     """
     roles = assess_heads(adapter, tokens_NT, step).heads
     reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(seed)

@@ -186,7 +186,6 @@ def assess_quantisation(
 
     Raises:
         InputError: if a linear layer, such as an expert, processes only some of the tokens.
-        SinklabError: if a loss or KL divergence is not finite.
     """
     spared = adapter.leading + sink_tokens
     maps = linear_maps(adapter.blocks)

@@ -148,7 +148,6 @@ def assess_streaming(
 
     Raises:
         InputError: if `positions` is "cache" and an attention operation has no logits q.k, so RoPE cannot be shifted.
-        SinklabError: if a loss or KL divergence is not finite.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     caches = []

@@ -369,7 +369,6 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
 
     Raises:
         InputError: if no weight that writes this activation is found.
-        SinklabError: if a loss or KL divergence is not finite.
     """
     tokens_N1, S = tokens_NT[:, :1], adapter.leading + tokens_NT.shape[1]
     parts = [part for block in adapter.blocks if (part := feed_forward(block)) is not None]  # one per block

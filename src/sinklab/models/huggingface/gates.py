@@ -6,18 +6,20 @@ The gate logits, one per head or per channel, are outputs of the query projectio
 sigmoid(logits) equals the input of o_proj. Other kinds of gates are not detected.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.models.families import GATES, OUTPUT, QUERIES
+from sinklab.models.hooks import evaluating, hooked
+from sinklab.models.intercept import Compute
 
 
 @dataclass(frozen=True)
@@ -46,75 +48,70 @@ class GateLayout:
         return torch.sigmoid(exact.unflatten(-1, (self.heads, -1))).transpose(1, 2)
 
 
-def gate_places(model: nn.Module) -> list[tuple[str, nn.Linear, nn.Linear]]:
-    """Return the projections that may compute gate logits, by name, with the output projection of their module.
+def find_gates(
+    model: nn.Module, intercepted: Callable[[Compute], AbstractContextManager[None]], run: Callable[[], None]
+) -> tuple[dict[int, GateLayout], list[str]]:
+    """Find the gate layout of each attention layer in one forward pass.
 
-    Candidates are g_proj, gate_proj, and q_proj if its output is wider than the input of o_proj.
+    Gate logits may be outputs of g_proj, gate_proj, and q_proj if its output is wider than the input of o_proj.
+
+    Args:
+        intercepted: `HuggingFaceAdapter.intercepted`.
+        run: function that runs the model on a few tokens.
+
+    Returns:
+        The gate layout by attention layer, 1-based, of the layers with a matching layout. A list with a note if no
+        layout matches in any layer although a projection is named after a gate.
     """
     pairs = (
         (name, getattr(module, name, None), getattr(module, OUTPUT, None))
         for module in model.modules()
         for name in GATES
     )
-    return [
-        (name, logits, output)
-        for name, logits, output in pairs
-        if isinstance(logits, nn.Linear) and isinstance(output, nn.Linear)
-        if name != QUERIES or logits.out_features > output.in_features
+    places = [
+        (name, linear, output)
+        for name, linear, output in pairs
+        if isinstance(linear, nn.Linear) and isinstance(output, nn.Linear)
+        if name != QUERIES or linear.out_features > output.in_features
     ]
+    found: dict[int, GateLayout] = {}
+    latest: tuple[LayerCall, Tensor] | None = None  # attention call and its output
+    logits: dict[nn.Module, Tensor] = {}
 
+    def attention(layer: LayerCall) -> Tensor:
+        nonlocal latest
+        latest = layer, layer.own_output()
+        return latest[1]
 
-@dataclass
-class GateTrial:
-    """Finds the gate layout of each attention layer in one forward pass.
+    def projected(linear: nn.Module, _: Any, output_BTC: Tensor) -> None:
+        logits[linear] = output_BTC
 
-    For this pass, the caller registers `hooks` and passes `attention` to `Adapter.intercepted`.
-
-    Attributes:
-        found: gate layout by attention layer, 1-based; layers for which no layout matches are missing.
-    """
-
-    found: dict[int, GateLayout] = field(default_factory=dict)
-    _call: LayerCall | None = None
-    _out_BHTV: Tensor | None = None
-    _logits: dict[nn.Linear, Tensor] = field(default_factory=dict)
-
-    def hooks(self, places: Sequence[tuple[str, nn.Linear, nn.Linear]]) -> Iterator[RemovableHandle]:
-        """Register hooks on the projections of `gate_places` and yield their handles."""
-        for _, logits, output in places:
-            yield logits.register_forward_hook(self._projected)
-            yield output.register_forward_pre_hook(partial(self._entering, logits))
-
-    def notes(self, places: Sequence[tuple[str, nn.Linear, nn.Linear]]) -> list[str]:
-        """Return a note if no layout matches in any layer although a projection of `places` is named after a gate."""
-        names = " and ".join(sorted({name for name, *_ in places} - {QUERIES}))
-        if self.found or not names:
-            return []
-        return [f"no gates: the attention output is not multiplied by the sigmoid of {names}; other gates are not read"]
-
-    def attention(self, layer: LayerCall) -> Tensor:
-        """Compute an attention call as the model does; store the call and its output."""
-        self._out_BHTV = layer.own_output()
-        self._call = layer
-        return self._out_BHTV
-
-    def _projected(self, linear: Any, _: Any, output_BTC: Any) -> None:
-        self._logits[linear] = output_BTC
-
-    def _entering(self, linear: nn.Linear, _: Any, args: Any) -> None:
+    def entering(linear: nn.Linear, _: Any, args: Any) -> None:
         """Store the layout whose gated output equals the input of an output projection, if there is one."""
-        logits_BTC, x_BTC = self._logits.pop(linear, None), args[0]
-        if self._call is None or self._out_BHTV is None or logits_BTC is None:
+        logits_BTC, x_BTC = logits.pop(linear, None), args[0]
+        if latest is None or logits_BTC is None:
             return
-        out_BHTV, x_BTC = self._out_BHTV.to(x_BTC.device, x_BTC.dtype), x_BTC.reshape(*logits_BTC.shape[:2], -1)
+        layer, out_BHTV = latest
+        out_BHTV, x_BTC = out_BHTV.to(x_BTC.device, x_BTC.dtype), x_BTC.reshape(*logits_BTC.shape[:2], -1)
         if x_BTC.shape[-1] != out_BHTV.shape[1] * out_BHTV.shape[3]:
             return
         x_BHTV = x_BTC.unflatten(-1, (out_BHTV.shape[1], -1)).transpose(1, 2)
         best = torch.finfo(x_BTC.dtype).eps ** 0.5
-        for layout in _layouts(linear, self._call, logits_BTC.shape[-1]):
+        for layout in _layouts(linear, layer, logits_BTC.shape[-1]):
             error = float((x_BHTV - out_BHTV * layout.read(logits_BTC)).norm() / x_BHTV.norm())
             if error < best:
-                best, self.found[self._call.index] = error, layout
+                best, found[layer.index] = error, layout
+
+    if places:
+        hooks = [linear.register_forward_hook(projected) for _, linear, _ in places]
+        hooks += [output.register_forward_pre_hook(partial(entering, linear)) for _, linear, output in places]
+        with evaluating(model), hooked(hooks), intercepted(attention):
+            run()
+    names = " and ".join(sorted({name for name, *_ in places} - {QUERIES}))
+    if found or not names:
+        return found, []
+    note = f"no gates: the attention output is not multiplied by the sigmoid of {names}; other gates are not read"
+    return found, [note]
 
 
 def _layouts(linear: nn.Linear, layer: LayerCall, width: int) -> Iterator[GateLayout]:

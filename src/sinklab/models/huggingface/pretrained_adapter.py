@@ -21,7 +21,7 @@ from sinklab.models.families import ROTARY_CLASS, ROTARY_EMBEDDING, SINK_LOGITS,
 from sinklab.models.hooks import NO_CACHE, FirstColumns, evaluating, forward_pass_hooks, hooked
 from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.attention_inputs import attention_modules, replaced_inputs
-from sinklab.models.huggingface.gates import GateTrial, gate_places
+from sinklab.models.huggingface.gates import GateLayout, find_gates
 from sinklab.models.huggingface.gguf import is_unpacked
 from sinklab.models.huggingface.hidden_keys import HiddenKeys
 from sinklab.models.huggingface.interface import attention_function, read_call
@@ -68,16 +68,10 @@ class HuggingFaceAdapter:
 
     @property
     def attention_layers(self) -> int:
-        """Number of layers with softmax attention.
-
-        Raises:
-            SinklabError: if no layer has softmax attention.
-        """
         return anatomy.attention_layers(self.module.config)
 
     @property
     def heads(self) -> int:
-        """Number of query heads per layer; the maximum if layers differ."""
         heads = text_config(self.module.config).num_attention_heads
         return heads if isinstance(heads, int) else max(heads)
 
@@ -85,7 +79,7 @@ class HuggingFaceAdapter:
     def dispatches(self) -> bool:
         """True if all attention layers use the `AttentionInterface` of transformers.
 
-        If the model's class does not declare that it does, the model is run once on two tokens to find out.
+        If the model's class does not declare it, the model is run once on two tokens.
         """
         model, calls = self.module, 0
 
@@ -154,11 +148,7 @@ class HuggingFaceAdapter:
         first_target: int | None,
         paused: AbstractContextManager[None],
     ) -> tuple[Tensor, int]:
-        """Run one forward pass; return the loss summed over targets, in nats, and the number of targets.
-
-        The loss is a float64 scalar on the CPU. Loss and number are 0 if `first_target` is None. Padding must be on the
-        right.
-        """
+        """Run one forward pass; return loss and number of targets. The loss is on the CPU; padding is on the right."""
         arguments: dict[str, Any] = {"attention_mask": real.mask_BT.long()} if real.padded else {}
         if first_target is None:
             self.run(tokens_BT, **arguments)
@@ -178,14 +168,10 @@ class HuggingFaceAdapter:
         self.module(tokens_BT, use_cache=False, **arguments, **few)
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the final hidden states (B, T, E) of the model's body."""
         return self.module.base_model(tokens_BT, use_cache=False).last_hidden_state
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Compute logits (R, vocabulary) from R final hidden states (R, E), in float32 (float64 for float64).
-
-        The model's own code computes them (LM head, scaling, softcap).
-        """
+        """Compute logits by the model's own code (LM head, scaling, softcap)."""
         answer = dataclasses.replace(self._body_output, last_hidden_state=hidden_RE[None])
         with ExitStack() as stack:
             for body in anatomy.bodies(self.module):
@@ -199,7 +185,6 @@ class HuggingFaceAdapter:
         return self.module.base_model(self._some_tokens()[:, :1], use_cache=False)
 
     def sizes(self, padded: bool, matrices: bool) -> Sizes:
-        """Return the tensor sizes of a forward pass, from the model's config."""
         logits = not has_piecewise_logits(self.module)
         return sizes_of_pretrained(self.module.config, matrices=matrices, padded=padded, logits=logits)
 
@@ -212,10 +197,10 @@ class HuggingFaceAdapter:
         return [*([quantised] if method else []), *self._gate_notes]
 
     def inseparable(self) -> str | None:
-        """Return the reason why attention calls cannot be edited or replaced; None if they can be.
+        """Return why attention calls cannot be edited or replaced.
 
-        The model is run on a few tokens. The logits must stay the same, up to rounding, if all attention calls are
-        intercepted and the LM head runs separately.
+        They can be if the logits of a few tokens stay the same, up to rounding, with all attention calls intercepted
+        and the LM head run separately.
         """
         why = self._why_inseparable()
         return why and (
@@ -251,11 +236,7 @@ class HuggingFaceAdapter:
     def position_kind(self) -> PositionKind:
         """Return the kind of the positional embedding: "learnable", "alibi" or "rotary".
 
-        Raises:
-            InputError: if some layer has no attention, the blocks are not recognised, or the positional embedding is
-                not learned, ALiBi or RoPE; with RoPE also if the model has sink logits or does not use transformers'
-                attention interface.
-            SinklabError: if no layer has softmax attention.
+        RoPE is not recognised if the model has sink logits or does not use transformers' attention interface.
         """
         if self.attention_layers == len(self.blocks):
             if self.position_table is not None:
@@ -272,14 +253,13 @@ class HuggingFaceAdapter:
         )
 
     def distance_terms(self, length: int) -> Tensor:
-        """Return the ALiBi biases of every head at distances 0 .. length - 1: (H, length); 0 without ALiBi."""
         if not family_of(self.module).alibi:
             return torch.zeros(self.heads, length)
         return alibi_terms(self.heads, length, alibi_exponent(self.module.config))
 
     @contextmanager
     def first_columns(self) -> Iterator[FirstColumns]:
-        """Yield a function that returns the column of each sequence's first real token in the current forward pass.
+        """Yield a function that returns the column of each sequence's first real token; see `NativeAdapter`.
 
         Raises:
             InputError: in a forward pass, if the attention mask is not a padding mask.
@@ -304,11 +284,7 @@ class HuggingFaceAdapter:
 
     @contextmanager
     def without_first_keys(self, n: int) -> Iterator[None]:
-        """Hide keys 1 .. n of each sequence from all later queries, in every attention layer in the `with` block.
-
-        Raises:
-            InputError, SinklabError: see `first_columns` and `HiddenKeys`.
-        """
+        """Hide keys 1 .. n from all later queries. Raises the errors of `first_columns` and `HiddenKeys`."""
         with self.first_columns() as columns, hooked(HiddenKeys(self.module, self.blocks, n, columns).register()):
             yield
 
@@ -326,10 +302,9 @@ class HuggingFaceAdapter:
         return False
 
     def fixed_positions(self) -> str | None:
-        """Return the reason why keys in a KV cache cannot be rotated to other positions.
+        """Return why keys cannot be rotated: `shift_rope` must reproduce RoPE in every layer that has it.
 
-        None if `shift_rope` reproduces the RoPE of every layer that has RoPE. The model is run on a few tokens. The
-        numbers of the layers without RoPE are stored for `intercepted`.
+        The numbers of the layers without RoPE are stored for `intercepted`.
         """
         shift = shift_rope(self.module)
         if shift is None:
@@ -365,10 +340,7 @@ class HuggingFaceAdapter:
         return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
-        """Return the differentiable loss of whole sequences, summed over targets in nats, and the number of targets.
-
-        The logits of all positions are computed at once.
-        """
+        """Return the differentiable loss and the number of targets; all logits are computed at once."""
         logits_BTV, wanted_BT = self.module(tokens_BT, use_cache=False).logits, tokens_BT[:, first_target - 1 :]
         logits_NV = logits_BTV[:, first_target - 2 : -1].flatten(0, 1)
         exact_NV = logits_NV.to(accumulate_dtype(logits_NV.dtype))
@@ -376,9 +348,7 @@ class HuggingFaceAdapter:
         return torch.nn.functional.cross_entropy(exact_NV, wanted_N, reduction="sum"), len(wanted_N)
 
     def attention_inputs(self, change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Replace the input x of every attention module by `change(index, x)` in the `with` block.
-
-        `index` counts the attention layers from 1. The model is run once on a few tokens to find the modules.
+        """Replace the input x of every attention module; the model is run on a few tokens to find the modules.
 
         Raises:
             InputError: see `attention_modules`; also if the model does not use transformers' attention interface.
@@ -392,24 +362,20 @@ class HuggingFaceAdapter:
         return replaced_inputs(attention_modules(self.module, self._some_tokens()), change)
 
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Call `receive(index, gates_BHTX)` for every gated attention layer in each forward pass of the `with` block.
+        """Call `receive(index, gates_BHTX)` for gates on the attention output, found in a trial pass (`find_gates`).
 
-        Gates on the attention output are found by running the model on a few tokens (`GateTrial`). No gates are found
-        if the model does not use transformers' attention interface.
+        No gates are found if the model does not use transformers' attention interface.
         """
-        places, trial = gate_places(self.module) if self.dispatches else [], GateTrial()
-        if places:
-            with evaluating(self.module), hooked(trial.hooks(places)), self.intercepted(trial.attention):
-                self.run(self._some_tokens())
-        self._gate_notes = trial.notes(places)
+        found: dict[int, GateLayout] = {}
+        if self.dispatches:
+            found, self._gate_notes = find_gates(self.module, self.intercepted, lambda: self.run(self._some_tokens()))
         return hooked(
             one.linear.register_forward_hook(lambda *call, n=n, one=one: receive(n, one.read(call[-1])))
-            for n, one in trial.found.items()
+            for n, one in found.items()
         )
 
     @contextmanager
     def intercepted(self, compute: Compute, edit: Edit = lambda layer: layer) -> Iterator[None]:
-        """Edit every attention call in the `with` block, then compute its output (see `intercept`)."""
         shift, calls = shift_rope(self.module), 0
 
         def entering(*_: Any) -> None:

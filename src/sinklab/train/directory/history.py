@@ -16,31 +16,18 @@ from sinklab.schema import Ratio, ReadDocument
 class Evaluation(ReadDocument):
     """One evaluation of a run. Values that are not recorded, not applicable or not finite are None or empty.
 
+    Sink rates in percent, `importance_first_heads` (alpha_1) and norm ratios are as in `Measurement`.
+
     Attributes:
         step: number of completed updates.
         tokens: number of training tokens so far.
         train_loss: mean cross-entropy over the updates since the previous evaluation, nats per token.
         valid_loss: cross-entropy on held-out documents, nats per token.
         valid_added_losses: weighted value of each auxiliary loss (`losses` of a recipe) on the same documents, by name.
-        sink_rate: Sink_k for k = 1, 2, ..: percent of (sequence, layer, head) triples with importance alpha_k above
-            `metric.eps`.
-        sink_rate_visible: `sink_rate` with alpha_k averaged only over the queries that can see key k; None if these are
-            the queries from k on in all layers.
-        sink_rate_bias: sink rate of an added bias, sink logit, remainder of stick-breaking, sink token or registers,
-            percent; None if the model has none of these.
         sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
-        sink_rate_eps, sink_rate_visible_eps: Sink_1 in percent for the thresholds `metric.eps`, 0.2 and 0.4, by
-            threshold ("0.3"); `sink_rate_visible_eps` is None if `sink_rate_visible` is None.
-        sink_rate_bias_eps: `sink_rate_bias` by threshold; None if `sink_rate_bias` is None.
-        sink_rate_window_start: sink rate of the first key of a sliding window that excludes position 1, percent; None
-            without such windows, or if learned tokens precede the sequence.
-        norm_ratio_before_norm: as `hidden_norm_ratio`, for the input of each norm of a post-norm model, two per block;
-            None for other models.
-        norm_ratio_sink_token: norm of the sink token or first register divided by the mean norm of the tokens, at the
-            same places as `hidden_norm_ratio`; None without sink token and registers.
+        sink_rate_eps, sink_rate_visible_eps, sink_rate_bias_eps: Sink_1, `sink_rate_visible` of position 1, and
+            `sink_rate_bias` for the thresholds `metric.eps`, 0.2 and 0.4, by threshold ("0.3").
         importance_first_heads: alpha_1, mean over sequences, by attention layer and head (0..1).
-        hidden_norm_ratio: norm of the hidden state |h_1| divided by the mean |h_t| of the other positions, before the
-            first block and after every block; infinite (null in the file) if the mean is 0 and |h_1| is not.
         lr: learning rate of the next update.
         grad_norm: gradient norm of the last update, before clipping.
         tokens_per_second: training throughput of all processes since the previous evaluation or the start of this
