@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from assessed import small, some_tokens
+from assessed import part_settings, small, some_tokens
 from closeness import assert_close
 from families import family_tokens, pair_of
 
@@ -120,7 +120,9 @@ def with_one_head(layer: int, head: int) -> Any:
 
 def test_the_one_head_that_matters_costs_all_and_with_all_its_keys_nothing_is_lost() -> None:
     one, tokens, passes = with_one_head(2, 3), some_tokens(3, 24), []
-    found = assess_budgets(one, tokens[:2], tokens[2:], 4, 1, 0, lambda: passes.append(1))
+    found = assess_budgets(
+        one, tokens[:2], tokens[2:], part_settings(budgets=(4,), kept=(1,)), lambda: passes.append(1)
+    )
     costs = {(row.layer, row.head): row.kl for row in found.heads}
     assert max(costs, key=costs.__getitem__) == (2, 3)
     assert sorted(costs.values())[:-1] == pytest.approx([0] * 7, abs=1e-12)
@@ -138,7 +140,13 @@ def test_the_one_head_that_matters_costs_all_and_with_all_its_keys_nothing_is_lo
 
 
 def test_a_head_with_all_keys_has_those_of_the_leading_tokens_too() -> None:
-    found = assess_budgets(small("sink token"), some_tokens(1, 15), some_tokens(1, 15), 4, 2, 0, lambda: None)
+    found = assess_budgets(
+        small("sink token"),
+        some_tokens(1, 15),
+        some_tokens(1, 15),
+        part_settings(budgets=(4,), kept=(2,)),
+        lambda: None,
+    )
     assert [row.keys for row in found.policies if row.policy == "one for all"] == [
         full * (15 + 1) + (1 - full) * 4 for full in FULL
     ]
@@ -149,7 +157,7 @@ def test_sink_shares_are_the_importance_that_measuring_finds(monkeypatch: pytest
     monkeypatch.setattr(budgets, "FULL", (0.5,))
     full: list[KeyHeads] = []
     monkeypatch.setattr(budgets, "RestrictedHeads", lambda *args: full.append(args[2]) or RestrictedHeads(*args))
-    found = assess_budgets(one, tokens[:2], tokens[2:], 6, 1, 0, lambda: None)
+    found = assess_budgets(one, tokens[:2], tokens[2:], part_settings(budgets=(6,), kept=(1,)), lambda: None)
     alpha_NLH = measure(one.module, tokens[2:]).importance_first
     by_key_head = torch.as_tensor(alpha_NLH)[0].unflatten(1, (2, 2)).mean(-1).flatten().tolist()
     assert found.sink_shares == pytest.approx(by_key_head, rel=1e-5)
@@ -164,6 +172,7 @@ def test_no_operation_is_refused_and_a_head_with_all_keys_costs_nothing(operatio
     """Keys are hidden by a mask, so weights that cannot be edited key by key are no obstacle, as in `key_ablations`."""
     one = small(attention={"operation": {"kind": operation}})
     assert budgets.Budgets.refusal(one, None) is None  # type: ignore[arg-type]
-    few, all_keys = (assess_budgets(one, some_tokens(1), some_tokens(1), C, 1, 0, lambda: None) for C in (4, 20))
+    settings = [part_settings(budgets=(C,), kept=(1,)) for C in (4, 20)]
+    few, all_keys = (assess_budgets(one, some_tokens(1), some_tokens(1), given, lambda: None) for given in settings)
     assert min(row.kl for row in few.heads) > 1e-9
     assert [row.kl for row in all_keys.heads] == pytest.approx([0] * len(all_keys.heads), abs=1e-12)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from assessed import small, some_tokens
+from assessed import part_settings, small, some_tokens
 from closeness import assert_close
 from families import GROUPED, family_tokens, pair_of
 from torch import nn
@@ -170,7 +170,8 @@ def test_a_residual_as_long_as_the_text_rounds_nothing(variant: str) -> None:
 def test_a_residual_lowers_the_cost_and_is_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "BITS", (2,))
     one, tokens = small(), some_tokens(3, 32)
-    plain, recent = (assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, R, lambda: None) for R in (0, 8))
+    settings = [part_settings().model_copy(update={"residual": R}) for R in (0, 8)]  # of the command, multiples of 32
+    plain, recent = (assess_kv_cache(one, tokens[:2], tokens[2:], given, lambda: None) for given in settings)
     assert recent.settings[0].everything.kl < plain.settings[0].everything.kl
     assert "residual" not in plain.model_dump()
     assert recent.model_dump()["residual"] == 8
@@ -206,7 +207,7 @@ def with_a_loud_first_token(tokens: torch.Tensor) -> Any:
 
 def test_a_loud_first_token_is_what_rounding_costs() -> None:
     tokens = some_tokens(3, 20)
-    found = assess_kv_cache(with_a_loud_first_token(tokens), tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
+    found = assess_kv_cache(with_a_loud_first_token(tokens), tokens[:2], tokens[2:], part_settings(), lambda: None)
     assert [row.bits for row in found.settings] == [8, 4, 3, 2]
     for row in found.settings:
         assert row.due_to_sink == pytest.approx(row.everything.loss - row.first_spared.loss)
@@ -271,7 +272,7 @@ def test_an_outlier_of_the_output_of_a_block_is_none() -> None:
 def test_experts_have_no_outliers() -> None:
     config = hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)
     adapter, tokens = adapt(hf.AutoModelForCausalLM.from_config(config)), family_tokens()
-    found = assess_kv_cache(adapter, tokens[:2], tokens[2:3], 1, 0, 0, lambda: None)
+    found = assess_kv_cache(adapter, tokens[:2], tokens[2:3], part_settings(), lambda: None)
     assert found.outliers is None
     assert found.settings[0].outliers_spared is None
     assert not any("outliers" in row.what for row in found.rows())
@@ -308,7 +309,7 @@ def test_a_learned_token_is_a_sink_by_its_own_importance(monkeypatch: pytest.Mon
     one, tokens = small("sink token"), some_tokens(3, 12)
     for eps, expected in ((0.05, True), (0.95, False)):
         monkeypatch.setattr(kv_cache, "EPS", eps)
-        found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
+        found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: None)
         assert found.sinks is not None
         assert [0 in some for some in found.sinks] == [expected, expected]
 
@@ -318,7 +319,7 @@ def test_the_found_positions_of_each_sequence_are_spared_and_named(monkeypatch: 
     pairs = iter([(frozenset({0, 6}), frozenset({4})), (frozenset({6}), frozenset({1, 2, 5, 7, 9}))])
     monkeypatch.setattr(kv_cache, "outliers_and_sinks", lambda reader: next(pairs))
     monkeypatch.setattr(kv_cache, "BITS", (2,))
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: None)
     outliers, sinks = [[1, 7], [7]], [[5], [2, 3, 6, 8, 10]]
     assert (found.outliers, found.sinks) == (outliers, sinks)
     for effect, sets in (
@@ -339,7 +340,7 @@ def test_the_found_positions_of_each_sequence_are_spared_and_named(monkeypatch: 
 
 def test_random_heads_are_the_mean_of_three_draws() -> None:
     one, tokens = small(), some_tokens(3, 20)
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 7, 0, lambda: None)
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(seed=7), lambda: None)
     names, draw = sorted(key_heads(one)), random.Random(7)
     losses = [
         PairedReader(one, tokens[:2])
@@ -359,7 +360,7 @@ def test_random_heads_are_the_mean_of_three_draws() -> None:
 
 def test_an_older_result_is_read_without_the_sets_it_does_not_have() -> None:
     one, tokens = small(), some_tokens(3, 20)
-    older = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None).model_dump(mode="json")
+    older = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: None).model_dump(mode="json")
     del older["outliers"], older["sinks"], older["without_random"]["losses"]
     older["found"] = [[1], [1]]
     for row in older["settings"]:
@@ -377,7 +378,7 @@ def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatc
     one, tokens = small("grouped keys"), some_tokens(3, 20)
     assert key_heads(one) == {(1, 1), (1, 2), (2, 1), (2, 2)}
     passes = []
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: passes.append(1))
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: passes.append(1))
     assert (found.outliers, found.sinks) == ([[], []], [[4], [10]])  # no outliers: as with no position spared
     draw = random.Random(0)
     drawn = {name for _ in range(3) for name in draw.sample(sorted(key_heads(one)), 1)}
@@ -393,13 +394,13 @@ def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatc
         PairedReader(one, tokens[:2]).under(RoundedCache(2, heads=others)).effect().kl
     )
     monkeypatch.setattr(kv_cache, "BITS", (40,))
-    exact = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
+    exact = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: None)
     assert exact.settings[0].everything.kl == pytest.approx(0, abs=1e-9)
 
 
 def test_a_learned_token_in_front_is_spared_with_the_first() -> None:
     one, tokens = small("sink token"), some_tokens(3, 12)
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], 1, 0, 0, lambda: None)
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: None)
     assert found.sink_positions == 2
     assert found.settings[-1].first_spared.kl != found.settings[-1].everything.kl
 

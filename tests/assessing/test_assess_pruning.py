@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from assessed import small, some_tokens
+from assessed import part_settings, small, some_tokens
 from closeness import assert_close
 from families import family_tokens, pair_of
 
@@ -56,9 +56,9 @@ def test_heads_that_put_out_nothing_cost_nothing_and_others_do() -> None:
     with torch.no_grad():
         for block in one.blocks:
             block.attention.out.weight[:] = 0  # type: ignore[union-attr, index]
-    found = assess_pruning(one, tokens, 0, lambda: None)
+    found = assess_pruning(one, tokens, part_settings(), lambda: None)
     assert {row.kl for row in found.orders} == {0.0}
-    assert max(row.kl for row in assess_pruning(small(), tokens, 0, lambda: None).orders) > 0.01
+    assert max(row.kl for row in assess_pruning(small(), tokens, part_settings(), lambda: None).orders) > 0.01
 
 
 class Recorded(WithoutHeads):
@@ -75,7 +75,7 @@ def test_each_order_removes_the_heads_that_it_says(monkeypatch: pytest.MonkeyPat
     one, tokens, passes = small(layers=4), some_tokens(), []
     monkeypatch.setattr(pruning, "WithoutHeads", Recorded)
     Recorded.seen.clear()
-    found = assess_pruning(one, tokens, 0, lambda: passes.append(1))
+    found = assess_pruning(one, tokens, part_settings(), lambda: passes.append(1))
     shares = {(role.layer, role.head): role.share for role in assess_heads(one, tokens, lambda: None).heads}
     falling = sorted(shares, key=lambda head: -shares[head])
     drawn, layers = iter(Recorded.seen), Counter[int]()
@@ -103,7 +103,7 @@ def test_all_heads_of_a_kind_are_removed_against_as_many_random_ones() -> None:
         one.cores[0].bias.logit.fill_(4)  # type: ignore[union-attr, operator]
     kinds = Counter(role.kind for role in assess_heads(one, tokens, lambda: None).heads)
     assert kinds["nop"] >= 4
-    found = {row.order: row for row in assess_pruning(one, tokens, 0, lambda: None).kinds}
+    found = {row.order: row for row in assess_pruning(one, tokens, part_settings(), lambda: None).kinds}
     assert set(found) == {"all nop", "as many random as nop"}
     assert {row.heads for row in found.values()} == {kinds["nop"]}
 

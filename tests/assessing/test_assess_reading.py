@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import transformers as hf
-from assessed import CONTEXT, VOCABULARY, small, some_tokens
+from assessed import CONTEXT, VOCABULARY, part_settings, small, some_tokens
 from closeness import assert_close
 from families import GROUPED
 
@@ -91,7 +91,8 @@ def test_an_effect_is_the_mean_over_the_targets_of_a_bucket() -> None:
 
 
 def test_perplexity_is_the_exponential_of_the_loss() -> None:
-    found = assess_streaming(small(), some_tokens(), [4, 8], [0, 1, 4], "cache", lambda: None)
+    settings = part_settings(caches=(4, 8), kept=(0, 1, 4))
+    found = assess_streaming(small(), some_tokens(), settings, lambda: None)
     assert [(row.cache, row.first) for row in found.caches] == [(4, 0), (4, 1), (8, 0), (8, 1), (8, 4)]
     for row in found.caches:
         assert row.perplexity is not None

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from assessed import small, some_tokens
+from assessed import part_settings, small, some_tokens
 from closeness import assert_close
 
+from sinklab.assessing.parts import key_ablations
 from sinklab.assessing.parts.heads import assess_heads, effective_rank, kind_of
 from sinklab.assessing.parts.key_ablations import Keys, SelectedKeys, ablate_keys
 from sinklab.assessing.reading import changed_attention
@@ -132,8 +133,9 @@ def test_a_sigmoid_loses_a_hidden_key_and_shares_nothing() -> None:
 
 
 @pytest.mark.parametrize("variant", ["softmax", "k biases", "sink token", "sigmoid", "softpick", "gate"])
-def test_the_sink_and_its_controls_are_assessed(variant: str) -> None:
-    found = ablate_keys(small(variant), some_tokens(), 1, (-2.0, 2.0), 0, lambda: None)
+def test_the_sink_and_its_controls_are_assessed(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_ablations, "SHIFTS", (-2.0, 2.0))
+    found = ablate_keys(small(variant), some_tokens(), part_settings(), lambda: None)
     expected = [*(["bias"] if variant == "k biases" else []), *KINDS]
     assert [row.keys for row in found.keys] == expected
     for row in found.keys:
@@ -142,18 +144,19 @@ def test_the_sink_and_its_controls_are_assessed(variant: str) -> None:
         assert 0 <= row.share <= 1
 
 
-def test_the_share_of_the_sink_is_its_attention_over_the_queries_after_it() -> None:
+def test_the_share_of_the_sink_is_its_attention_over_the_queries_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_ablations, "SHIFTS", ())
     one = small(layers=1)
     seen = Seen(one, lambda layer: layer.output())
     scores = seen.logits().softmax(-1)
-    found = ablate_keys(one, some_tokens(), 1, (), 0, lambda: None)
+    found = ablate_keys(one, some_tokens(), part_settings(), lambda: None)
     assert found.keys[0].share == pytest.approx(float(scores[:, :, 1:, 0].mean()), rel=1e-9)
 
 
 def test_differential_attention_is_refused() -> None:
     one = small(attention={"operation": {"kind": "differential"}})
     with pytest.raises(InputError, match="cannot be edited"):
-        ablate_keys(one, some_tokens(), 1, (), 0, lambda: None)
+        ablate_keys(one, some_tokens(), part_settings(), lambda: None)
 
 
 def test_heads_are_told_apart_by_value_and_rank() -> None:

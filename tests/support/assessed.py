@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from sinklab.assessing.settings import AssessSettings
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.models.native import NativeAdapter
@@ -42,3 +43,9 @@ def small(variant: str = "softmax", **changes: Any) -> NativeAdapter:
 
 def some_tokens(sequences: int = 2, length: int = 20, vocabulary: int = VOCABULARY) -> torch.Tensor:
     return torch.randint(vocabulary, (sequences, length), generator=torch.Generator().manual_seed(4))
+
+
+def part_settings(**options: Any) -> AssessSettings:
+    """Settings of a part that is given its sequences, so that their numbers and lengths are not used."""
+    unused = {"sequences": 1, "length": 8, "stream_sequences": 1, "stream_length": 8, "long_length": None}
+    return AssessSettings(**{**unused, "positions": "cache", **options})

@@ -119,6 +119,11 @@ class AssessOptions(CommandSettings, frozen=True):
         """Default amounts of text: `QUICK` with --quick, else `FULL`."""
         return QUICK if self.quick else FULL
 
+    @property
+    def most_kept(self) -> int:
+        """Largest number of first tokens kept in a cache, for parts with a single number; if it is 0, that of KEPT."""
+        return max(self.kept, default=0) or max(KEPT)
+
 
 class AssessSettings(AssessOptions, frozen=True):
     """Settings of an assessment, with all defaults resolved for one model.

@@ -41,7 +41,7 @@ from sinklab.assessing.reading import (
     key_heads,
     mean_effect,
 )
-from sinklab.assessing.settings import KEPT, AssessSettings
+from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.models.adapter import Adapter
@@ -115,9 +115,8 @@ class Budgets(AssessPart):
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
-        adapter, size = text.model.adapter, min(settings.budgets)
-        first = min(max(settings.kept) or max(KEPT), size - 1)
-        run = partial(assess_budgets, adapter, tokens_NT, others_MT, size, first, settings.seed)
+        adapter = text.model.adapter
+        run = partial(assess_budgets, adapter, tokens_NT, others_MT, settings)
         passes, passes_by_head = 2 + len(FULL) * (3 + BUDGET_DRAWS), 2 + len(key_heads(adapter))
         return PartJob(passes * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
@@ -176,15 +175,11 @@ class RestrictedHeads:
 
 
 def assess_budgets(
-    adapter: Adapter, tokens_NT: Tensor, others_MT: Tensor, size: int, first: int, seed: int, step: Step
+    adapter: Adapter, tokens_NT: Tensor, others_MT: Tensor, settings: AssessSettings, step: Step
 ) -> Budgets:
-    """Measure the cost of restricting each KV head, and the loss with a separate budget for every head.
-
-    Args:
-        others_MT: sequences on which the cost and the sink share of each KV head are measured.
-        size, first: number C of keys of a restricted head, and number n of first keys among them.
-        seed: random seed of the policy `random`.
-    """
+    """Measure the cost of restricting each KV head, on the sequences `others_MT`, and the loss for every policy."""
+    size = min(settings.budgets)
+    first = min(settings.most_kept, size - 1)
     alone = PairedReader(adapter, others_MT, step)
     heads = alone.by_key_head(lambda chosen: alone.under(RestrictedHeads(size, first, chosen)))
     found: dict[tuple[int, int], list[Tensor]] = {(one.layer, one.head): [] for one in heads}
@@ -198,7 +193,7 @@ def assess_budgets(
     names, shares = list(found), {head: float(torch.cat(values).mean()) for head, values in found.items()}
     dearest = [(one.layer, one.head) for one in sorted(heads, key=lambda one: -one.kl)]
     least = sorted(names, key=lambda head: shares[head])
-    reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(seed)
+    reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(settings.seed)
     S = tokens_NT.shape[1] + adapter.leading
 
     def restricted(full: Sequence[tuple[int, int]]) -> Effect:

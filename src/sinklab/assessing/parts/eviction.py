@@ -14,7 +14,7 @@ the queries for which it was in the cache, with the softmax over the cache. Quer
 cache, so their sums are added; H2O's code predates grouped-query attention and has a cache per query head.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, Step, refused
-from sinklab.assessing.settings import KEPT, AssessSettings
+from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.models.adapter import Adapter
@@ -67,8 +67,7 @@ class Eviction(AssessPart):
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT = text.sequences(settings.sequences, settings.length)
-        first = max(settings.kept) or max(KEPT)
-        run = partial(assess_eviction, text.model.adapter, tokens_NT, settings.budgets, first, settings.seed)
+        run = partial(assess_eviction, text.model.adapter, tokens_NT, settings)
         return PartJob((1 + POLICIES * len(settings.budgets)) * len(tokens_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
@@ -182,26 +181,19 @@ def _row(layer: LayerCall, t: int, kept_BGS: Tensor) -> Tensor:
     return next(iter(layer.operation.rows(short))).weights_BHQS[:, :, 0].unflatten(1, (groups, -1))
 
 
-def assess_eviction(
-    adapter: Adapter, tokens_NT: Tensor, budgets: Sequence[int], first: int, seed: int, step: Step
-) -> Eviction:
-    """Measure the loss for every eviction policy and budget.
-
-    Args:
-        budgets: numbers C of keys in the cache.
-        first: number n of first keys that are kept or barred, at most C - 1; a learned sink token is included.
-        seed: random seed of the policy `random`.
-    """
+def assess_eviction(adapter: Adapter, tokens_NT: Tensor, settings: AssessSettings, step: Step) -> Eviction:
+    """Measure the loss for every eviction policy and budget."""
+    first = settings.most_kept
     reader = PairedReader(adapter, tokens_NT, step)
     found = []
-    for budget in budgets:
+    for budget in settings.budgets:
         kept = min(first, budget - 1)
         policies: dict[str, Edit] = {
             "recent": RollingCache(budget, 0, in_cache=False),
             "first and recent": RollingCache(budget, kept, in_cache=False),
             "heavy hitters": partial(keep_heavy_hitters, budget=budget),
             "heavy without sink": partial(keep_heavy_hitters, budget=budget, barred=kept),
-            "random": partial(keep_random_keys, budget=budget, seed=seed),
+            "random": partial(keep_random_keys, budget=budget, seed=settings.seed),
         }
         for policy, edit in policies.items():
             effect = reader.under(edit).effect()

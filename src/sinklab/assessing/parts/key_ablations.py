@@ -17,7 +17,7 @@ One of these sets of keys is selected for each query t:
 `recent` and `random` are controls, and exclude the first n keys. Early queries have fewer than n such keys, or none.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -99,7 +99,7 @@ class KeyAblations(AssessPart):
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT = text.sequences(settings.sequences, settings.length)
         kinds = 4 if has_bias(text.model.adapter) else 3
-        run = partial(ablate_keys, text.model.adapter, tokens_NT, settings.sink_tokens, SHIFTS, settings.seed)
+        run = partial(ablate_keys, text.model.adapter, tokens_NT, settings)
         return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
@@ -229,21 +229,15 @@ class _WithShiftedBias(Call):
         return super().bias_logits(compose(Score(shifted), similarity))
 
 
-def ablate_keys(
-    adapter: Adapter, tokens_NT: Tensor, sink_keys: int, shifts: Sequence[float], seed: int, step: Step
-) -> KeyAblations:
+def ablate_keys(adapter: Adapter, tokens_NT: Tensor, settings: AssessSettings, step: Step) -> KeyAblations:
     """Measure the loss for every ablation of the sink, and of an equal number of control keys.
-
-    Args:
-        sink_keys: number n of first keys that form the sink, a learned sink token included.
-        shifts: numbers added to the logits of the selected keys, one forward pass each.
 
     Raises:
         InputError: if the attention weights cannot be edited (`LayerCall.scores`).
     """
     reader = PairedReader(adapter, tokens_NT, step)
     kinds: list[Keys] = [*(["bias"] if has_bias(adapter) else []), "sink", "recent", "random"]
-    selections = [SelectedKeys(keys, sink_keys, seed) for keys in kinds]
+    selections = [SelectedKeys(keys, settings.sink_tokens, settings.seed) for keys in kinds]
     totals, rows = [0.0] * len(kinds), [0] * len(kinds)
 
     def add_shares(layer: LayerCall) -> Tensor:
@@ -266,7 +260,7 @@ def ablate_keys(
     found = []
     for selection, total, counted in zip(selections, totals, rows, strict=True):
         hidden = reader.under(selection.hidden).effect()
-        shifted = {by: reader.under(partial(selection.shifted, by=by)).effect() for by in shifts}
+        shifted = {by: reader.under(partial(selection.shifted, by=by)).effect() for by in SHIFTS}
         found.append(
             AblatedKeys(
                 keys=selection.keys,
@@ -277,7 +271,7 @@ def ablate_keys(
                 shifted=[Shift(by=by, **one.model_dump()) for by, one in {None: hidden, **shifted}.items()],
             )
         )
-    return KeyAblations(**reader.result_fields(), sink_keys=sink_keys, keys=found)
+    return KeyAblations(**reader.result_fields(), sink_keys=settings.sink_tokens, keys=found)
 
 
 def has_bias(adapter: Adapter) -> bool:

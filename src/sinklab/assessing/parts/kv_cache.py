@@ -171,9 +171,9 @@ class KVCache(AssessPart):
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
-        adapter, given = text.model.adapter, (settings.sink_tokens, settings.seed, settings.residual)
+        adapter = text.model.adapter
         passes = (3 + DRAWS + 4 * len(BITS)) * len(tokens_NT) + (1 + len(key_heads(adapter))) * len(others_MT)
-        return PartJob(passes, partial(assess_kv_cache, adapter, tokens_NT, others_MT, *given))
+        return PartJob(passes, partial(assess_kv_cache, adapter, tokens_NT, others_MT, settings))
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
@@ -315,25 +315,20 @@ def assess_kv_cache(
     adapter: Adapter,
     tokens_NT: Tensor,
     others_MT: Tensor,
-    sink_tokens: int,
-    seed: int,
-    residual: int,
+    settings: AssessSettings,
     step: Step,
 ) -> KVCache:
     """Measure the loss with the KV cache rounded to 8, 4, 3 and 2 bits, and with one KV head rounded at a time.
 
     Args:
         others_MT: sequences on which single KV heads are rounded.
-        sink_tokens: number of first tokens in full precision in `first_spared`, in addition to learned leading tokens.
-        seed: random seed of the heads in `without_random`.
-        residual: number R of recent positions in full precision; 0 rounds all positions.
 
     Raises:
         InputError: see `RoundedCache.output`.
     """
     kept = LOG_PROBABILITIES_KEPT // len(tokens_NT)
     readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]
-    first = adapter.leading + sink_tokens
+    first, residual = adapter.leading + settings.sink_tokens, settings.residual
     none, leading = [Spared()] * len(readers), [Spared(range(first))] * len(readers)
     pairs = [outliers_and_sinks(one) for one in readers]
     outliers = [some for some, _ in pairs if some is not None] or None
@@ -347,10 +342,10 @@ def assess_kv_cache(
     def effect(bits: int, spared: Sequence[Spared], heads: KeyHeads | None = None) -> Effect:
         return joined([read(n, bits, some, heads) for n, some in enumerate(spared)]).effect()
 
-    settings = []
+    roundings = []
     for bits in BITS:
         everything, first_spared = effect(bits, none), effect(bits, leading)
-        settings.append(
+        roundings.append(
             CacheRounding(
                 bits=bits,
                 everything=everything,
@@ -366,7 +361,7 @@ def assess_kv_cache(
     )
     dearest = sorted(heads, key=lambda one: -one.kl)[: max(1, len(heads) // EXEMPT)]
     exempt, names = ([(one.layer, one.head) for one in some] for some in (dearest, heads))
-    draw = random.Random(seed)
+    draw = random.Random(settings.seed)
     drawn = [draw.sample(sorted(names), len(exempt)) for _ in range(DRAWS)]
 
     def without(some: Sequence[tuple[int, int]]) -> Effect:
@@ -382,7 +377,7 @@ def assess_kv_cache(
         sink_positions=first,
         outliers=None if outliers is None else by_sequence(outliers),
         sinks=by_sequence(sinks),
-        settings=settings,
+        settings=roundings,
         residual=residual,
         head_bits=HEAD_BITS,
         heads=heads,

@@ -99,7 +99,7 @@ class Pruning(AssessPart):
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT = text.sequences(settings.sequences, settings.length)
         passes = 3 + len(SHARES) * (2 + 2 * DRAWS) + len(KINDS) * (1 + DRAWS)
-        run = partial(assess_pruning, text.model.adapter, tokens_NT, settings.seed)
+        run = partial(assess_pruning, text.model.adapter, tokens_NT, settings)
         return PartJob(passes * len(tokens_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
@@ -142,17 +142,14 @@ class WithoutHeads:
         return out_BHTV * torch.tensor(kept, device=out_BHTV.device)[:, None, None]
 
 
-def assess_pruning(adapter: Adapter, tokens_NT: Tensor, seed: int, step: Step) -> Pruning:
+def assess_pruning(adapter: Adapter, tokens_NT: Tensor, settings: AssessSettings, step: Step) -> Pruning:
     """Measure the loss by order and fraction of heads removed, and with all nop or all broadcast heads removed.
-
-    Args:
-        seed: random seed of the orders with random heads.
 
     Raises:
         InputError: if the attention weights cannot be computed (`LayerCall.scores`).
     """
     roles = assess_heads(adapter, tokens_NT, step).heads
-    reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(seed)
+    reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(settings.seed)
 
     def removed(order: str, choices: Sequence[Sequence[HeadRole]], share: float | None = None) -> RemovedHeads:
         chosen = [frozenset((role.layer, role.head) for role in some) for some in choices]

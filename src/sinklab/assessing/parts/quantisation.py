@@ -143,7 +143,7 @@ class Quantisation(AssessPart):
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         calibrated = min(settings.sequences, CALIBRATED)
         tokens_NT, calibration_NT = text.split(settings.sequences, calibrated, settings.length)
-        run = partial(assess_quantisation, text.model.adapter, tokens_NT, calibration_NT, settings.sink_tokens)
+        run = partial(assess_quantisation, text.model.adapter, tokens_NT, calibration_NT, settings)
         return PartJob((1 + 2 * sum(map(len, SETTINGS.values()))) * len(tokens_NT) + 2 * len(calibration_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
@@ -176,18 +176,17 @@ class Quantisation(AssessPart):
 
 
 def assess_quantisation(
-    adapter: Adapter, tokens_NT: Tensor, calibration_NT: Tensor, sink_tokens: int, step: Step
+    adapter: Adapter, tokens_NT: Tensor, calibration_NT: Tensor, settings: AssessSettings, step: Step
 ) -> Quantisation:
     """Measure the loss for every setting in SETTINGS, with and without quantisation of the sink positions.
 
     Args:
         calibration_NT: separate sequences from which static scales are computed.
-        sink_tokens: number of first tokens that form the sink, in addition to learned leading tokens.
 
     Raises:
         InputError: if a linear layer, such as an expert, processes only some of the tokens.
     """
-    spared = adapter.leading + sink_tokens
+    spared = adapter.leading + settings.sink_tokens
     maps = linear_maps(adapter.blocks)
     reader = PairedReader(adapter, tokens_NT, step)
     maxima: dict[int, Maxima] = {}
@@ -198,9 +197,9 @@ def assess_quantisation(
                 step()
     before = reader.unchanged.effect()
     found = []
-    for weights, settings in SETTINGS.items():
+    for weights, inputs in SETTINGS.items():
         with quantised_weights(maps, weights) as exact:
-            for name, activations in settings.items():
+            for name, activations in inputs.items():
                 effects = []
                 for skipped in (0, spared):
                     with quantised_inputs(maps, exact, activations, maxima[skipped], skipped):

@@ -13,7 +13,7 @@ concatenated with its copy at position min(t, C - 1), and each key with zeros:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -85,9 +85,8 @@ class Streaming(AssessPart):
     @classmethod
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT = text.sequences(settings.stream_sequences, settings.stream_length)
-        sizes, kept = settings.caches, settings.kept
-        readings = sum(first < size for size in sizes for first in kept)
-        run = partial(assess_streaming, text.model.adapter, tokens_NT, sizes, kept, settings.positions)
+        readings = sum(first < size for size in settings.caches for first in settings.kept)
+        run = partial(assess_streaming, text.model.adapter, tokens_NT, settings)
         return PartJob((1 + readings) * len(tokens_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
@@ -141,22 +140,20 @@ class Streaming(AssessPart):
         )
 
 
-def assess_streaming(
-    adapter: Adapter, tokens_NT: Tensor, sizes: Sequence[int], kept: Sequence[int], positions: Placed, step: Step
-) -> Streaming:
+def assess_streaming(adapter: Adapter, tokens_NT: Tensor, settings: AssessSettings, step: Step) -> Streaming:
     """Measure the loss and perplexity for every cache size and every smaller number of first tokens kept.
 
     Raises:
-        InputError: if `positions` is "cache" and an attention operation has no logits q.k, so RoPE cannot be shifted.
+        InputError: if positions are those in the cache and an attention operation has no logits q.k.
     """
     reader = PairedReader(adapter, tokens_NT, step)
     caches = []
-    for size, first in product(sizes, kept):
+    for size, first in product(settings.caches, settings.kept):
         if first < size:
-            effect = reader.under(RollingCache(size, first, in_cache=positions == "cache")).effect()
+            effect = reader.under(RollingCache(size, first, in_cache=settings.positions == "cache")).effect()
             perplexity = math.exp(effect.loss) if effect.loss < 700 else None
             caches.append(CachedReading(cache=size, first=first, perplexity=perplexity, **effect.model_dump()))
-    return Streaming(**reader.result_fields(), positions=positions, caches=caches)
+    return Streaming(**reader.result_fields(), positions=settings.positions, caches=caches)
 
 
 @dataclass(frozen=True)
