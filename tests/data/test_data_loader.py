@@ -13,6 +13,8 @@ from sinklab.data.config import DataConfig, FixedToken, RandomTokens
 from sinklab.data.loader import Loader
 from sinklab.data.prepare import prepare
 from sinklab.errors import InputError
+from sinklab.train.directory.run import open_run
+from sinklab.train.recipe import load_recipe
 
 TOKENS = np.arange(2, 1002, dtype=np.uint16)  # 1000 different tokens; 0 is EOS and 1 BOS
 VOCAB = 1002
@@ -171,9 +173,8 @@ def test_exactly_one_chunk_is_enough_to_train():
 
 def test_loaders_of_prepared_data_use_its_shards_and_its_bos(tmp_path: Path):
     data = prepare("stdlib", "train:300", tmp_path / "out", text_limit_bytes=200_000, valid_fraction=0.2)
-    config = DataConfig(bos=True)
-    train = Loader.of(data, "train", context=16, batch_size=4, seed=0, config=config)
-    valid = Loader.of(data, "valid", context=16, batch_size=4, seed=0, config=config)
+    recipe = load_recipe("tiny", ["model.context=16", "metric.length=16", "train.batch_size=4", "data.bos=true"])
+    train, valid = (open_run(recipe, data, tmp_path / "run").loader(split) for split in ("train", "valid"))
     assert (train.chunks, valid.chunks) == (len(data.train) // 16, len(data.valid) // 16)
     assert valid.batch(0)[0].tolist() == [data.bos_id, *data.valid[:16].tolist()]
     assert (train.batch(7)[:, 0] == data.bos_id).all()

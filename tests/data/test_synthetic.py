@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from sinklab.data.loader import Loader
 from sinklab.data.prepare import prepare, prepared
 from sinklab.data.sources.synthetic import TASKS, parse, synthetic_documents
 from sinklab.errors import InputError
@@ -69,8 +68,7 @@ def test_the_same_source_gives_the_same_text_and_another_seed_another(name: str)
 def test_every_document_fills_one_chunk(tmp_path: Path) -> None:
     recipe = load_recipe("backcopy", ["data.source=synthetic:bigram_backcopy:documents=200"])
     data = prepared(recipe.data, tmp_path)
-    loader = Loader.of(data, "train", context=64, batch_size=8, seed=0, config=recipe.data)
-    batch = loader.batch(0)
+    batch = open_run(recipe, data, tmp_path / "run").loader("train").batch(0)
     assert (data.vocab_size, data.eos_id, data.bos_id) == (2 + 67, 0, 1)
     assert (batch[:, 0] == data.bos_id).all()
     assert (batch[:, -1] == data.eos_id).all()
@@ -116,9 +114,10 @@ def test_the_shipped_synthetic_recipe_has_its_documented_effect(
 def test_the_backcopy_head_copies_at_triggers_and_attends_to_bos_elsewhere(tmp_path: Path) -> None:
     loaded = load_recipe("backcopy", ["train.steps=500", "train.eval_every=500"])
     data = prepared(loaded.data, tmp_path / "cache")
-    Trainer(open_run(loaded, data, tmp_path / "run")).train()
+    run = open_run(loaded, data, tmp_path / "run")
+    Trainer(run).train()
     model = load_run(tmp_path / "run").model
-    batch = Loader.of(data, "train", context=64, batch_size=32, seed=0, config=loaded.data).batch(0)[:, :-1]
+    batch = run.loader("train").batch(0)[:, :-1]
     seen: list[torch.Tensor] = []
     model.get_submodule("blocks.0.attention.core").register_forward_pre_hook(lambda _, args: seen.extend(args[:2]))
     with torch.no_grad():

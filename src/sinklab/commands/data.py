@@ -1,5 +1,6 @@
 """`sinklab data prepare`: write token shards from text, or estimate their size."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -119,7 +120,7 @@ def prepare(
     if dry_run:
         with JobProgress(stderr(), phase="estimating"):
             found = estimate(settings)
-        print_result(as_json, found.document, lambda out: print_estimate(found, out))
+        print_result(as_json, lambda: asdict(found), lambda out: print_estimate(found, out))
         return
     with keeping_what_is_finished(), DataBoard(stderr()) as board:
         dataset = prepare_settings(settings, out, board, board.counted)

@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sinklab.data.config import DataConfig
-from sinklab.data.shards import TokenDataset, TokenFile
+from sinklab.data.shards import TokenFile
 from sinklab.errors import InputError
 
 _ORDER, _DRAWN, _DRAWN_VALID = 1, 2, 3  # random streams derived from one seed
@@ -86,18 +85,6 @@ class Loader:
         self._config, self._vocab_size, self._bos_id = config, vocab_size, bos_id
         # orders of two epochs are cached, because a batch rarely spans more
         self._order = lru_cache(maxsize=2)(self._draw_order)
-
-    @classmethod
-    def of(cls, data: TokenDataset, split: Literal["train", "valid"], **options: Any) -> Self:
-        """Create the loader of the training or validation shard.
-
-        Raises the same errors as `Loader`.
-
-        Args:
-            options: the arguments `context`, `batch_size`, `seed` and `config` of `Loader`.
-        """
-        tokens = data.train if split == "train" else data.valid
-        return cls(tokens, vocab_size=data.vocab_size, bos_id=data.bos_id, shuffle=split == "train", **options)
 
     def __len__(self) -> int:
         """Number of batches per epoch, rounded up; the last batch of a validation loader may have fewer rows."""

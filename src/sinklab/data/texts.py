@@ -11,9 +11,8 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from sinklab.data.config import Mix, WeightedMix
 from sinklab.data.shards import DTYPES, Settings, dtype_for
@@ -276,10 +275,6 @@ class Estimate:
     amounts: list[Amount]
     tokens: int | None
     shard_bytes: int | None
-
-    def document(self) -> dict[str, Any]:
-        """Return the estimate as a JSON-serializable dict."""
-        return asdict(self)
 
 
 def estimate(settings: Settings) -> Estimate:

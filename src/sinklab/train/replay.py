@@ -77,11 +77,11 @@ def replay(run: Run, step: int) -> Replay:
     while updater.state.step < step - 1:
         updater.update()
     updater.settle()
-    with _observed(updater.model) as found:
+    with _not_finite(updater.model) as (forward, backward):
         mean, norm = updater.gradient(hooked=True)
     loss = mean.item()
-    if not found.forward and not math.isfinite(loss):
-        found.forward.append("the loss")
+    if not math.isfinite(loss):
+        forward.append("the loss")
     gradients = {name: p.grad for name, p in updater.model.named_parameters() if p.grad is not None}
     return Replay(
         step=step,
@@ -90,37 +90,30 @@ def replay(run: Run, step: int) -> Replay:
         loss=loss,
         grad_norm=norm.item(),
         grad_norms={name: gradient.norm().item() for name, gradient in gradients.items()},
-        first_not_finite=next(iter(found.weights + found.forward + found.backward), None),
+        first_not_finite=next(iter(forward + backward), None),
     )
 
 
-@dataclass(frozen=True)
-class _NotFinite:
-    """Names of non-finite weights, module outputs (in forward order) and gradients (in backward order)."""
-
-    weights: list[str]
-    forward: list[str]
-    backward: list[str]
-
-
 @contextmanager
-def _observed(model: nn.Module) -> Iterator[_NotFinite]:
-    found = _NotFinite([f"weight {name}" for name, p in model.named_parameters() if not _finite(p)], [], [])
+def _not_finite(model: nn.Module) -> Iterator[tuple[list[str], list[str]]]:
+    """Collect the names of non-finite weights and module outputs, in forward order, and of non-finite gradients."""
+    forward = [f"weight {name}" for name, p in model.named_parameters() if not _finite(p)]
+    backward: list[str] = []
 
     def after_module(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and not _finite(output):
-            found.forward.append(f"output of {name or 'the model'}")
+            forward.append(f"output of {name or 'the model'}")
 
     def after_gradient(name: str, parameter: Tensor) -> None:
         if parameter.grad is not None and not _finite(parameter.grad):
-            found.backward.append(f"gradient of {name}")
+            backward.append(f"gradient of {name}")
 
     hooks = [m.register_forward_hook(partial(after_module, name)) for name, m in model.named_modules()]
     hooks += [
         p.register_post_accumulate_grad_hook(partial(after_gradient, name)) for name, p in model.named_parameters()
     ]
     with hooked(hooks):
-        yield found
+        yield forward, backward
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -87,14 +87,16 @@ class Run:
 
     def loader(self, split: Literal["train", "valid"]) -> Loader:
         """Return the loader of a split, with data interventions. Raises the same errors as `Loader`."""
-        recipe = self.recipe
-        return Loader.of(
-            self.dataset,
-            split,
+        recipe, data = self.recipe, self.dataset
+        return Loader(
+            data.train if split == "train" else data.valid,
             context=recipe.model.context,
             batch_size=recipe.train.batch_size,
             seed=recipe.seed,
             config=recipe.data,
+            vocab_size=data.vocab_size,
+            bos_id=data.bos_id,
+            shuffle=split == "train",
         )
 
 
