@@ -16,9 +16,8 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import overload
-
-import numpy as np
 
 UNKNOWN = -1
 """Size of a token whose bytes differ from the text, and of all tokens after it."""
@@ -89,18 +88,14 @@ def _sizes(text: bytes, tokens: Sequence[bytes]) -> list[int]:
         joined, sizes[0] = joined[1:], sizes[0] - 1
     known = _common(joined, text)
     if known < len(joined):
-        ends = np.cumsum(sizes)
-        sizes = [size if end <= known else UNKNOWN for size, end in zip(sizes, ends.tolist(), strict=True)]
+        sizes = [size if end <= known else UNKNOWN for size, end in zip(sizes, accumulate(sizes), strict=True)]
     return sizes
 
 
 def _common(one: bytes, other: bytes) -> int:
     """Return the length of the longest common prefix of two byte strings."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length
-    differ = np.frombuffer(one[:length], np.uint8) != np.frombuffer(other[:length], np.uint8)
-    return int(differ.argmax())
+    differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 @cache

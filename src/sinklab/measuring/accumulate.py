@@ -195,11 +195,10 @@ def measurement_from(
     means = {name: totals.mean(of) for name, of in ARRAYS.items()}
     arrays: dict[str, Any] = {name: None if x is None else x.float().numpy() for name, x in means.items()}
     layers, heads = arrays["importance"].shape[:2]
-    ratios = {name: totals.mean(of) for name, of in RATIOS.items()} if totals.length > 1 else {}
-    hidden_MT, leading_M, leading_ratio_M = means["hidden_norm"], totals.mean("leading_B"), None
+    ratios = {name: totals.mean(of) if totals.length > 1 else None for name, of in RATIOS.items()}
+    hidden_MT, leading_M = means["hidden_norm"], totals.mean("leading_B")
     if leading_M is not None and hidden_MT is not None:
-        tokens_M = hidden_MT.mean(-1)
-        leading_ratio_M = torch.where((leading_M == 0) & (tokens_M == 0), 1.0, leading_M / tokens_M).tolist()
+        ratios["norm_ratio_sink_token"] = torch.stack((leading_M, hidden_MT.mean(-1)), -1)
     return Measurement(
         model=options.model_name,
         inputs=options.inputs,
@@ -220,7 +219,6 @@ def measurement_from(
         sink_rate_window_start=next(iter(totals.sink_rate("window_start_BH") or ()), None),
         uniform_ratio=totals.uniform_ratio(),
         loss=totals.loss / totals.targets if totals.targets else None,  # None without targets (`Measurement.loss`)
-        norm_ratio_sink_token=leading_ratio_M,
         backend=backend,
         dtype=dtype,
         seconds=cost.seconds,
@@ -230,6 +228,6 @@ def measurement_from(
         notes=[*notes, *([visibility] if visibility else [])],
         importance_first=torch.cat(totals.first).numpy(),
         importance_bias=bias.float().numpy() if bias is not None and len(bias) == layers else None,
-        **{name: None if (x := ratios.get(name)) is None else metrics.first_to_rest(x).tolist() for name in RATIOS},
+        **{name: None if x is None else metrics.first_to_rest(x).tolist() for name, x in ratios.items()},
         **arrays,
     )

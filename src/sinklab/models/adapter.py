@@ -37,6 +37,7 @@ Attributes:
     dispatches: True if attention calls can be intercepted; otherwise attention is measured from the matrices that the
         model returns. Reading this attribute may run a Hugging Face model once.
     context: context length in tokens; 2,048 if the config of a Hugging Face model has none.
+    limit: maximum number of tokens of a sequence; None if there is none.
     position_table: learned positional embeddings (positions, hidden size): the weight, or a view of it without unused
         rows (the first two in OPT). Row 0 is position 1. None if the model has none.
     ends: reason why sequences beyond `context` are impossible; None if they are possible.

@@ -30,15 +30,15 @@ from sinklab.models.layer_kinds import LayerKinds
 from sinklab.models.memory_budget import Sizes
 
 
-def check_context(length: int, context: int) -> None:
-    """Check that sequences of `length` tokens fit in a context of `context` tokens.
+def check_length(length: int, limit: int | None) -> None:
+    """Check that sequences of `length` tokens are at most as long as `Adapter.limit`.
 
     Raises:
-        InputError: if they do not fit; the message states the context.
+        InputError: if they are longer; the message states the limit.
     """
-    if length > context:
+    if limit is not None and length > limit:
         raise InputError(
-            f"sequences of {length} tokens are beyond the model's context of {context}: use --length {context} or "
+            f"sequences of {length} tokens are beyond the model's context of {limit}: use --length {limit} or "
             "less, or truncate the tokens"
         )
 
@@ -56,7 +56,8 @@ class NativeAdapter:
         numbers = range(1, config.layers + 1)
         linear = tuple(number for number in numbers if number not in config.attention_layers)
         self.kinds = LayerKinds(config.layers, config.attention_layers, linear)
-        self.leading, self.first_target, self.context = model.leading, config.first_target, config.context
+        self.leading, self.first_target = model.leading, config.first_target
+        self.context = self.limit = config.context
         self.attention_layers, self.heads = len(self.cores), config.heads
         post = config.norm.placement == "post"
         norms = [norm for one in model.blocks for norm in (one.attention_norm, one.ffn_norm) if post]
@@ -65,14 +66,6 @@ class NativeAdapter:
         ends = config.position.kind == "learnable"
         self.position_table: Tensor | None = model.position_table
         self.ends = f"its learned positional embeddings end at {config.context}" if ends else None
-
-    def check_length(self, length: int) -> None:
-        """Check that sequences of `length` tokens fit in the model's context.
-
-        Raises:
-            InputError: if they do not fit; the message states the context.
-        """
-        check_context(length, self.context)
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
         """Check that the sequences and all `lengths` can be measured in one forward pass.
@@ -88,7 +81,7 @@ class NativeAdapter:
         Raises:
             InputError: if the sequences are too long, or the shortest of `lengths` is too short.
         """
-        self.check_length(longest)
+        check_length(longest, self.limit)
         shared = self.module.config.shared_tokens
         if lengths and lengths[0] < shared:
             raise InputError(

@@ -26,6 +26,7 @@ from sinklab.measuring.surgery.study import changed_positions, measure_with_stud
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_config, check_name
 from sinklab.models.huggingface.rendering import Conversations
+from sinklab.models.native import check_length
 from sinklab.opening import Model, is_run, open_model
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.request import Request
@@ -104,7 +105,7 @@ def check_request(model: Model, request: Request) -> None:
     Raises:
         InputError: see `changed_positions`; also if the sequences exceed the model's context.
     """
-    model.adapter.check_length(request.length)
+    check_length(request.length, model.adapter.limit)
     with changed_positions(model.adapter, request.study):
         pass
 
@@ -117,7 +118,7 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
             fails on a conversation, or BOS is to be ablated and the sequences have none.
         SinklabError: if the process that renders chat templates fails.
     """
-    model.adapter.check_length(request.length)
+    check_length(request.length, model.adapter.limit)
     if draw := {"random": inputs.random_tokens, "repeat": inputs.repeated_tokens}.get(request.options.inputs):
         drawn_NT = draw(model.vocabulary, sequences=request.sequences, length=request.length, seed=request.seed)
         return ReadTokens(drawn_NT, None, 0, model.conversations(keep_bos=False))

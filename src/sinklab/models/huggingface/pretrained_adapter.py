@@ -28,7 +28,7 @@ from sinklab.models.huggingface.interface import attention_function, read_call
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
 from sinklab.models.intercept import Compute, Edit
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
-from sinklab.models.native import check_context
+from sinklab.models.native import check_length
 
 TRIED = 8  # tokens of trial forward passes
 MOVED = 5  # number of positions by which a trial shifts queries
@@ -100,24 +100,18 @@ class HuggingFaceAdapter:
             _dispatch[model] = calls == self.attention_layers
         return _dispatch[model]
 
-    def check_length(self, length: int) -> None:
-        """Check that sequences of `length` tokens fit in the model's context, if its config has one.
-
-        The context is `max_position_embeddings`; with linear, dynamic or yarn RoPE scaling, the scaled context if that
-        is longer.
-
-        Raises:
-            InputError: if they do not fit; the message states the context.
-        """
+    @property
+    def limit(self) -> int | None:
+        """`max_position_embeddings`; with linear, dynamic or yarn RoPE, the scaled context if that is longer."""
         text = text_config(self.module.config)
         context = getattr(text, "max_position_embeddings", None)
         if not context or context < 0:  # -1 in XLNet: no limit
-            return
+            return None
         for rope in anatomy.rotary_parameters(self.module.config):
             if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
                 original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
                 context = max(context, int(original * (rope.get("factor") or 1)))
-        check_context(length, context)
+        return context
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
         """Check token ids and sequence length, and that all `lengths` can be measured in one forward pass.
@@ -139,7 +133,7 @@ class HuggingFaceAdapter:
                     "the model's RoPE scaling depends on the sequence length and differs between "
                     f"{T} and {length} tokens, so one pass cannot measure both: measure {length} separately"
                 )
-        self.check_length(longest)
+        check_length(longest, self.limit)
 
     def read(
         self,

@@ -19,7 +19,7 @@ longer one, and the longer run takes over the directory: in env.json, `hash` is 
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -108,17 +108,15 @@ def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
     Raises:
         InputError: if the model's vocabulary is smaller than the tokenizer's, or the device is not usable.
     """
-    size, attention = recipe.model.vocab_size, recipe.model.attention
+    size = recipe.model.vocab_size
     if size is not None and size < dataset.vocab_size:
         raise InputError(f"model.vocab_size {size} is smaller than the tokenizer's {dataset.vocab_size}: remove it")
-    pattern = recipe.model.pattern
-    if attention.mask.kind == "document":
-        mask = attention.mask.model_copy(update={"eos_id": dataset.eos_id})
-        attention = attention.model_copy(update={"mask": mask})
-    if pattern is not None and pattern.mask is not None and pattern.mask.kind == "document":
-        mask = pattern.mask.model_copy(update={"eos_id": dataset.eos_id})
-        pattern = pattern.model_copy(update={"mask": mask})
-    found = {"vocab_size": size or dataset.vocab_size, "attention": attention, "pattern": pattern}
+    found: dict[str, Any] = {"vocab_size": size or dataset.vocab_size}
+    for name in ("attention", "pattern"):
+        part = getattr(recipe.model, name)
+        if part is not None and part.mask is not None and part.mask.kind == "document":
+            mask = part.mask.model_copy(update={"eos_id": dataset.eos_id})
+            found[name] = part.model_copy(update={"mask": mask})
     model = recipe.model.model_copy(update=found)
     train = recipe.train
     precision = resolved_precision(train.precision, pick_device(train.device))
