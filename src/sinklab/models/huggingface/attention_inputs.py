@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
 from sinklab.models.hooks import evaluating, hidden_states, hooked
 from sinklab.models.huggingface.anatomy import quantisation
 from sinklab.models.huggingface.gguf import is_unpacked
-from sinklab.models.huggingface.interface import attention_function, read_call
+from sinklab.models.huggingface.interface import attention_computed_by
 
 NORM = "norm"  # substring of a norm's class name in lower case
 HIDDEN = "hidden_states"  # keyword argument of an attention module
@@ -47,11 +48,9 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
         if NORM in type(module).__name__.lower():
             norms.append(hidden_states(output))
 
-    def attention(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, None]:
+    def attention(module: nn.Module, layer: LayerCall) -> Tensor:
         found.append(module)
-        layer = read_call(module, *args, **options)
-        out_BHTV = layer.own_output()
-        return out_BHTV.to(layer.value_BGSV.dtype).transpose(1, 2).contiguous(), None
+        return layer.own_output()
 
     handles = (
         handle
@@ -61,7 +60,7 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
             module.register_forward_hook(normed),
         )
     )
-    with evaluating(model), hooked(handles), attention_function(model, attention):
+    with evaluating(model), hooked(handles), attention_computed_by(model, attention):
         model(tokens_1T, use_cache=False)
     for number, module in enumerate(found, 1):
         if not any(inputs.get(module) is output for output in norms):

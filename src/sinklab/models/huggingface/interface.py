@@ -133,8 +133,17 @@ def _additive(bias: Tensor | None) -> Score | None:
 
 
 @contextmanager
-def attention_function(model: PreTrainedModel, function: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
-    """Compute attention calls through `AttentionInterface` by `function` in the `with` block, with boolean masks."""
+def attention_computed_by(model: PreTrainedModel, compute: Callable[[nn.Module, LayerCall], Tensor]) -> Iterator[None]:
+    """Compute attention calls by `compute` in the `with` block, with boolean masks; passes raise as `read_call`.
+
+    Args:
+        compute: function (attention module, call) -> output (B, H, T, V).
+    """
+
+    def function(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        layer = read_call(module, *args, **options)
+        return compute(module, layer).to(layer.value_BGSV.dtype).transpose(1, 2).contiguous(), None
+
     name = f"sinklab-{next(_numbers)}"
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)

@@ -24,7 +24,7 @@ from sinklab.models.huggingface.attention_inputs import attention_modules, repla
 from sinklab.models.huggingface.gates import GateLayout, find_gates
 from sinklab.models.huggingface.gguf import is_unpacked
 from sinklab.models.huggingface.hidden_keys import HiddenKeys
-from sinklab.models.huggingface.interface import attention_function, read_call
+from sinklab.models.huggingface.interface import attention_computed_by
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
 from sinklab.models.intercept import Compute, Edit
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
@@ -376,16 +376,14 @@ class HuggingFaceAdapter:
             nonlocal calls
             calls = 0
 
-        def attention(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        def attention(_: nn.Module, layer: LayerCall) -> Tensor:
             nonlocal calls
             calls += 1
-            layer = read_call(module, *args, **options)
             own = None if calls in self._unmoved else shift
-            out_BHTV = compute(edit(dataclasses.replace(layer, index=calls, shift_rope=own)))
-            return out_BHTV.to(layer.value_BGSV.dtype).transpose(1, 2).contiguous(), None
+            return compute(edit(dataclasses.replace(layer, index=calls, shift_rope=own)))
 
         handles = forward_pass_hooks({self.module, self.module.base_model}, entering)
-        with hooked(handles), attention_function(self.module, attention):
+        with hooked(handles), attention_computed_by(self.module, attention):
             yield
 
 
